@@ -1,0 +1,218 @@
+"""Where things are inside a Vision Transformer: one small contract that every supported library fills in."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from patchlight.errors import PatchlightError, Unsupported
+from patchlight.images import Preprocess, to_batch
+
+Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules of one pre-norm block that methods read by name; None where a block has no such part."""
+
+    norm1: nn.Module | None = None
+    norm2: nn.Module | None = None
+    out: nn.Module | None = None
+
+
+class Anatomy(ABC):
+    """A Vision Transformer, opened: `readout(run(embed(images)))` equals `model(images)`.
+
+    `grid` is the patch grid (rows, columns); `prefix` the number of tokens before the patches (CLS, DIST, registers);
+    `pooling` how the classifier reads the tokens; `depth`, `heads`, `width` the transformer's size; `classes` the
+    number of outputs and `labels` their names; `sigmoid` whether probabilities are sigmoids rather than a softmax.
+    """
+
+    library: str = ""
+    can_drop: str | None = None
+    """None when tokens can be dropped, else the reason why not."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        name: str,
+        grid: tuple[int, int],
+        prefix: int,
+        pooling: Pooling,
+        heads: int,
+        classes: int,
+        preprocess: Preprocess,
+        labels: Sequence[str] | None = None,
+        sigmoid: bool | None = None,
+        channels: int = 3,
+    ) -> None:
+        self.model = model
+        self.name = name
+        self.grid = grid
+        self.prefix = prefix
+        self.pooling = pooling
+        self.heads = heads
+        self.classes = classes
+        self.preprocess = preprocess
+        self.labels = list(labels) if labels is not None else None
+        self.sigmoid = classes == 1 if sigmoid is None else sigmoid
+        self.channels = channels
+        if self.labels is not None and len(self.labels) != max(classes, 2 if classes == 1 else 1):
+            raise PatchlightError(f"{len(self.labels)} labels were given for a model with {classes} classes")
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Sequence[nn.Module]:
+        """The transformer blocks, in order."""
+
+    @abstractmethod
+    def embed(self, images: Tensor) -> Tensor:
+        """Images [B,C,H,W] to x_0 [B,N,D]: the tokens that enter block 0, position embedding and prefix included."""
+
+    @abstractmethod
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Block `index` on tokens whose patches stand at `positions` [B,k] of the grid (None: all, in order)."""
+
+    @abstractmethod
+    def readout(self, tokens: Tensor) -> Tensor:
+        """x_L [B,N,D] to logits [B,C]."""
+
+    def parts(self, index: int) -> Parts:
+        """The named parts of a block."""
+        return Parts()
+
+    @property
+    def depth(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def tokens(self) -> int:
+        """N: prefix tokens and patches."""
+        return self.prefix + self.grid[0] * self.grid[1]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    def run(self, tokens: Tensor, start: int = 0, stop: int | None = None, keep: Tensor | None = None) -> Tensor:
+        """Blocks start..stop-1 on `tokens`; `keep` [B,k] drops all other patches first, and keeps their positions."""
+        if keep is not None:
+            self.check_droppable()
+            tokens = self.gather(tokens, keep)
+        for index in range(start, self.depth if stop is None else stop):
+            tokens = self.block(index, tokens, keep)
+        return tokens
+
+    def check_droppable(self) -> None:
+        if self.can_drop is not None:
+            raise Unsupported(f"{self.name} cannot drop tokens: {self.can_drop}")
+
+    def gather(self, tokens: Tensor, keep: Tensor) -> Tensor:
+        """The prefix tokens and the patches at `keep` [B,k], in that order."""
+        patches = self.grid[0] * self.grid[1]
+        if keep.ndim != 2 or keep.shape[0] != tokens.shape[0] or keep.is_floating_point():
+            raise PatchlightError(
+                f"keep has shape {list(keep.shape)} and dtype {keep.dtype}; give integer patch indices "
+                f"[{tokens.shape[0]},k]"
+            )
+        if keep.numel() and not 0 <= int(keep.min()) <= int(keep.max()) < patches:
+            raise PatchlightError(f"keep holds {int(keep.min())}..{int(keep.max())}; patches are 0 to {patches - 1}")
+        index = (keep + self.prefix)[..., None].expand(-1, -1, tokens.shape[2])
+        return torch.cat([tokens[:, : self.prefix], tokens.gather(1, index)], 1)
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Logits [B,C] of preprocessed images, without gradients."""
+        with self.steady(), torch.no_grad():
+            return self.readout(self.run(self.embed(self.place(images))))
+
+    def batch(self, images: Any) -> Tensor:
+        """One preprocessed [B,C,H,W] tensor from tensors, PIL images or paths, where the model lives."""
+        return self.place(to_batch(images, self.preprocess, self.channels))
+
+    def place(self, images: Tensor) -> Tensor:
+        return images.to(self.device, self.dtype)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Softmax, or the sigmoid of multi-label heads; a one-output head gives [1 - p, p]."""
+        if self.classes == 1:
+            return torch.cat([-logits, logits], 1).sigmoid()
+        return logits.sigmoid() if self.sigmoid else logits.softmax(1)
+
+    def predict(self, images: Any, k: int = 5) -> list[list[tuple[str, float]]]:
+        """For each image the k most probable classes, as (label, probability)."""
+        top = self.probabilities(self.logits(self.batch(images)).float()).topk(min(k, max(self.classes, 2)), 1)
+        rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        return [[(self.label(i), p) for p, i in zip(*row, strict=True)] for row in rows]
+
+    def label(self, index: int) -> str:
+        return self.labels[index] if self.labels else f"class {index}"
+
+    def patches(self, values: Tensor) -> Tensor:
+        """Per-token values [B,N] to the patch grid [B,h,w]: the one place that drops prefix tokens."""
+        return values[:, self.prefix :].unflatten(1, self.grid)
+
+    def pool_row(self, batch: int, pool_attention: Tensor | None) -> Tensor:
+        """The weight [B,N] with which the classifier reads each output token.
+
+        CLS pooling reads one row, average pooling all patch rows alike, attention pooling by its own attention
+        (mean over heads), a head on two readings half of each.
+        """
+        row = torch.zeros(batch, self.tokens, device=self.device, dtype=self.dtype)
+        patches = 1.0 / (self.tokens - self.prefix)
+        if self.pooling == "map":
+            if pool_attention is None:
+                raise Unsupported(f"the attention pooling of {self.name} was not seen, so its rows cannot be read")
+            seen = pool_attention.mean((1, 2))
+            row[:, self.tokens - seen.shape[1] :] = seen
+        elif self.pooling == "avg":
+            row[:, self.prefix :] = patches
+        elif self.pooling == "cls+avg":
+            row[:, 0] = 0.5
+            row[:, self.prefix :] = 0.5 * patches
+        elif self.pooling == "cls+dist":
+            row[:, :2] = 0.5
+        else:
+            row[:, 0] = 1.0
+        return row
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """Evaluation mode and frozen parameters inside, both as they were afterwards."""
+        training = [m for m in self.model.modules() if m.training]
+        learning = [p for p in self.model.parameters() if p.requires_grad]
+        for module in training:
+            module.training = False
+        for parameter in learning:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+            for parameter in learning:
+                parameter.requires_grad_(True)
+
+    def __repr__(self) -> str:
+        grid, size = "x".join(map(str, self.grid)), "x".join(map(str, self.preprocess.size))
+        return (
+            f"<{self.name} ({self.library}): {self.depth} blocks of {self.heads} heads, {grid} patches of a {size} "
+            f"image, {self.prefix} prefix tokens, {self.pooling} pooling, {self.classes} classes, {self.device}>"
+        )
+
+
+def check_finite(model: nn.Module, name: str) -> None:
+    """Refuse a model with NaN or infinity in a weight, by the weight's name."""
+    for key, value in model.named_parameters():
+        if not bool(torch.isfinite(value).all()):
+            raise PatchlightError(f"{name} has NaN or infinity in '{key}'; load sound weights")

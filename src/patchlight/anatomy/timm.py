@@ -1,0 +1,159 @@
+"""Anatomy of timm's plain transformers: VisionTransformer (ViT, DeiT, DINOv2, CLIP, SigLIP, FlexiViT), Eva, BEiT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from patchlight.anatomy.base import Anatomy, Parts, Pooling
+from patchlight.errors import PatchlightError
+from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from patchlight.taps import GatherBias
+
+
+class TimmAnatomy(Anatomy):
+    """What all of timm's plain transformers share: `patch_embed`, `blocks`, `norm`, `forward_head`."""
+
+    library = "timm"
+
+    def __init__(self, model: Any, name: str | None = None, labels: Sequence[str] | None = None, **about: Any) -> None:
+        config = dict(getattr(model, "pretrained_cfg", None) or {})
+        height, width = model.patch_embed.img_size or config.get("input_size", (3, 224, 224))[1:]
+        patch_h, patch_w = model.patch_embed.patch_size
+        projection = getattr(model.patch_embed, "proj", None)
+        channels = projection.in_channels if isinstance(projection, nn.Conv2d) else 3
+        classes = int(model.num_classes)
+        if classes == 0:
+            raise PatchlightError(
+                f"{name or type(model).__name__} has no classifier (num_classes=0); nothing to explain"
+            )
+        mean, std = config.get("mean") or IMAGENET_MEAN, config.get("std") or IMAGENET_STD
+        about.setdefault(
+            "preprocess",
+            Preprocess(
+                size=(height, width),
+                mean=tuple(mean),
+                std=tuple(std),
+                crop_pct=config.get("crop_pct") or 0.875,
+                interpolation=config.get("interpolation") or "bicubic",
+                fit="squash" if config.get("crop_mode") == "squash" else "crop",
+            ),
+        )
+        super().__init__(
+            model,
+            name=name or config.get("architecture") or type(model).__name__,
+            grid=(height // patch_h, width // patch_w),
+            prefix=int(model.num_prefix_tokens),
+            pooling=_pooling(model),
+            heads=int(model.blocks[0].attn.num_heads),
+            classes=classes,
+            channels=channels,
+            labels=labels if labels is not None else imagenet_labels(classes),
+            **about,
+        )
+
+    @property
+    def _net(self) -> Any:
+        return self.model
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return cast("Sequence[nn.Module]", self._net.blocks)
+
+    def embed(self, images: Tensor) -> Tensor:
+        tokens = self._net._pos_embed(self._net.patch_embed(images))
+        return cast(Tensor, self._net.norm_pre(tokens))
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return cast(Tensor, self.blocks[index](tokens))
+
+    def readout(self, tokens: Tensor) -> Tensor:
+        return cast(Tensor, self._net.forward_head(self._net.norm(tokens)))
+
+    def parts(self, index: int) -> Parts:
+        block: Any = self.blocks[index]
+        norms = ("norm1", "norm2") if _is_pre_norm(block) else ("", "")
+        return Parts(getattr(block, norms[0], None), getattr(block, norms[1], None), getattr(block.attn, "proj", None))
+
+
+class EvaAnatomy(TimmAnatomy):
+    """Eva, EVA-02 and DINOv3: rotary positions are given to each block, gathered per sample when tokens are dropped."""
+
+    def embed(self, images: Tensor) -> Tensor:
+        tokens, _ = self._net._pos_embed(self._net.patch_embed(images))
+        return cast(Tensor, self._net.norm_pre(tokens))
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return cast(Tensor, self.blocks[index](tokens, rope=self._rope(index, positions)))
+
+    def _rope(self, index: int, positions: Tensor | None) -> Tensor | None:
+        net = self._net
+        if getattr(net, "rope", None) is None:
+            return None
+        table = net.rope.get_embed(shape=self.grid) if net.dynamic_img_size else net.rope.get_embed()
+        if getattr(net, "rope_mixed", False):
+            table = table[index]
+        if positions is None:
+            return cast(Tensor, table)
+        if table.ndim == 3:
+            return cast(Tensor, table[:, positions].transpose(0, 1))
+        return cast(Tensor, table[positions][:, None])
+
+
+class BeitAnatomy(TimmAnatomy):
+    """BEiT and BEiTv2: a relative position bias inside attention, gathered per sample when tokens are dropped."""
+
+    def embed(self, images: Tensor) -> Tensor:
+        net = self._net
+        tokens = net.patch_embed(images)
+        tokens = torch.cat((net.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
+        return cast(Tensor, tokens if net.pos_embed is None else tokens + net.pos_embed)
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        shared = self._net.rel_pos_bias() if self._net.rel_pos_bias is not None else None
+        with GatherBias(positions, self.prefix, self.tokens):
+            return cast(Tensor, self.blocks[index](tokens, shared_rel_pos_bias=shared))
+
+
+def read_timm(model: nn.Module, **about: Any) -> Anatomy | None:
+    """The anatomy of a timm model, or None where it is not one of timm's plain transformers."""
+    from timm.models.beit import Beit
+    from timm.models.eva import Eva
+    from timm.models.vision_transformer import VisionTransformer
+
+    for cls, anatomy in ((VisionTransformer, TimmAnatomy), (Eva, EvaAnatomy), (Beit, BeitAnatomy)):
+        if isinstance(model, cls):
+            return anatomy(model, **about)
+    return None
+
+
+def imagenet_labels(classes: int) -> list[str] | None:
+    """timm's own names of the 1,000 ImageNet classes."""
+    if classes != 1000:
+        return None
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo()
+    return [info.index_to_description(i) for i in range(classes)]
+
+
+def _pooling(model: Any) -> Pooling:
+    if getattr(model, "attn_pool", None) is not None:
+        return "map"
+    if hasattr(model, "head_dist"):
+        return "cls+dist"
+    kind = model.global_pool
+    if kind == "token":
+        return "cls"
+    if kind == "avg" and not getattr(model, "pool_include_prefix", False):
+        return "avg"
+    raise PatchlightError(
+        f"the pooling '{kind}' of {type(model).__name__} is not supported; 'token', 'avg' and 'map' are"
+    )
+
+
+def _is_pre_norm(block: nn.Module) -> bool:
+    return type(block).__name__ in {"Block", "EvaBlock"}

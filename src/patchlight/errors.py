@@ -1,0 +1,34 @@
+"""The exceptions of Patchlight, and the one way an error names what would have worked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PatchlightError(ValueError):
+    """A request that cannot be met: one sentence that says what was given and what would work."""
+
+
+class Unsupported(PatchlightError):
+    """A method asked of a model that lacks what the method needs."""
+
+
+def nearest(word: str, choices: Iterable[str], n: int = 3) -> str:
+    """A closing phrase with the valid names nearest to `word`.
+
+    >>> nearest("genat", ["genatt", "rollout"])
+    "did you mean 'genatt'?"
+    """
+    names = sorted(set(choices))
+    folded = {name.casefold(): name for name in reversed(names)}
+    close = [folded[c] for c in difflib.get_close_matches(word.casefold(), folded, n=n, cutoff=0.5)]
+    if close:
+        return f"did you mean {_listed(close)}?"
+    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+    return f"known names: {shown}" if names else "there are none"
+
+
+def _listed(names: list[str]) -> str:
+    quoted = [f"'{name}'" for name in names]
+    return quoted[0] if len(quoted) == 1 else ", ".join(quoted[:-1]) + " or " + quoted[-1]

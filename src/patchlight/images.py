@@ -1,0 +1,175 @@
+"""From what a user hands over (a path, a PIL image, a tensor) to the tensor a model takes, and back to the crop it saw."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from patchlight.errors import PatchlightError
+
+Picture = str | Path | Image.Image
+Images = Picture | torch.Tensor | Sequence[Picture]
+
+MAX_PIXELS = 100_000_000
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_RESAMPLING = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """How a model's training pipeline shows it an image at evaluation time.
+
+    `fit="crop"` resizes the shorter side to `size / crop_pct`, `fit="squash"` both sides; the centre is then cut out.
+    Colours are scaled to [0, 1], less `mean`, over `std`.
+    """
+
+    size: tuple[int, int]
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    crop_pct: float = 1.0
+    interpolation: str = "bicubic"
+    fit: Literal["crop", "squash"] = "crop"
+
+    def crop(self, image: Image.Image) -> Image.Image:
+        """The part of `image` that the model sees, at the model's size: what a heat map lies on."""
+        height, width = self.size
+        resample = _RESAMPLING.get(self.interpolation, Image.Resampling.BICUBIC)
+        short_h, short_w = math.floor(height / self.crop_pct), math.floor(width / self.crop_pct)
+        if self.fit == "squash":
+            image = image.resize((short_w, short_h), resample)
+        else:
+            image = _within_aspect(image)
+            if short_h * image.width >= short_w * image.height:
+                size = (int(short_h * image.width / image.height), short_h)
+            else:
+                size = (short_w, int(short_w * image.height / image.width))
+            image = image.resize(size, resample)
+        left, top = round((image.width - width) / 2.0), round((image.height - height) / 2.0)
+        return image.crop((left, top, left + width, top + height))
+
+    def tensor(self, image: Image.Image) -> torch.Tensor:
+        """The normalised [C,H,W] tensor of one image."""
+        pixels = torch.from_numpy(np.array(self.crop(image), dtype=np.float32)).permute(2, 0, 1) / 255
+        return (pixels - torch.tensor(self.mean)[:, None, None]) / torch.tensor(self.std)[:, None, None]
+
+    def picture(self, tensor: torch.Tensor) -> Image.Image:
+        """The picture a normalised [C,H,W] tensor shows."""
+        tensor = tensor.detach().float().cpu()
+        pixels = tensor * torch.tensor(self.std)[:, None, None] + torch.tensor(self.mean)[:, None, None]
+        array = (pixels.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+        return Image.fromarray(array if array.shape[2] == 3 else array[..., :1].repeat(3, axis=2))
+
+
+def open_image(source: Picture) -> Image.Image:
+    """Open an image as upright RGB: first frame of an animation, alpha over white, 16 bits scaled to 8.
+
+    Refuses, in one sentence, what cannot be read and what has more than 100 million pixels.
+    """
+    if isinstance(source, Image.Image):
+        return _as_rgb(source, "the PIL image")
+    path = Path(source)
+    if not path.exists():
+        raise PatchlightError(f"no image at '{path}'")
+    if path.is_dir():
+        raise PatchlightError(f"'{path}' is a folder; give the image files in it, or use list_images")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                _check_size(image, f"'{path}'")
+                return _as_rgb(image, f"'{path}'")
+    except PatchlightError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise PatchlightError(f"'{path}' is too large: at most {MAX_PIXELS // 10**6} million pixels") from error
+    except UnidentifiedImageError as error:
+        raise PatchlightError(f"'{path}' is not an image that can be read ({path.stat().st_size} bytes)") from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        raise PatchlightError(f"'{path}' is damaged or truncated: {error}") from error
+
+
+def list_images(folder: Path) -> list[Path]:
+    """Every image file below `folder`, sorted; an error if there is none."""
+    found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+    if not found:
+        raise PatchlightError(f"no images in '{folder}' (looked for {', '.join(sorted(SUFFIXES))})")
+    return found
+
+
+def _within_aspect(image: Image.Image, limit: int = 20) -> Image.Image:
+    """The centre of a very long image: the model's crop lies inside it, and resizing the rest could exhaust memory."""
+    w, h = min(image.width, limit * image.height), min(image.height, limit * image.width)
+    if (w, h) == image.size:
+        return image
+    left, top = (image.width - w) // 2, (image.height - h) // 2
+    return image.crop((left, top, left + w, top + h))
+
+
+def _check_size(image: Image.Image, what: str) -> None:
+    if image.width * image.height > MAX_PIXELS:
+        limit = MAX_PIXELS // 10**6
+        raise PatchlightError(f"{what} is too large: {image.width} x {image.height}; at most {limit} million pixels")
+
+
+def _as_rgb(image: Image.Image, what: str) -> Image.Image:
+    _check_size(image, what)
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I;16", "I;16B", "I;16L", "I", "F"):
+        array = np.asarray(image, dtype=np.float64)
+        top = 65535.0 if image.mode != "F" and array.max(initial=0) > 255 else max(float(array.max(initial=0)), 1.0)
+        array = array / (255.0 if image.mode == "I" and top <= 255 else top)
+        image = Image.fromarray((np.clip(array, 0, 1) * 255).round().astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def to_batch(images: Any, preprocess: Preprocess, channels: int = 3) -> torch.Tensor:
+    """One [B,C,H,W] float tensor from a tensor, a picture or a sequence of pictures."""
+    if isinstance(images, np.ndarray):
+        raise PatchlightError("images were given as a numpy array; give PIL images, paths, or a preprocessed tensor")
+    if isinstance(images, torch.Tensor):
+        return _check_tensor(images, preprocess.size, channels)
+    if isinstance(images, str | Path | Image.Image):
+        images = [images]
+    if not isinstance(images, Sequence) or not images:
+        raise PatchlightError(f"no images in {images!r}; give a tensor, PIL image(s) or path(s)")
+    if all(isinstance(i, torch.Tensor) for i in images):
+        return _check_tensor(torch.stack(list(images)), preprocess.size, channels)
+    wrong = next((i for i in images if not isinstance(i, str | Path | Image.Image)), None)
+    if wrong is not None:
+        raise PatchlightError(f"an image was given as {type(wrong).__name__}; give a path or a PIL image")
+    batch = torch.stack([preprocess.tensor(open_image(i)) for i in images])
+    return batch if channels == 3 else batch.mean(1, keepdim=True).expand(-1, channels, -1, -1)
+
+
+def _check_tensor(images: torch.Tensor, size: tuple[int, int], channels: int) -> torch.Tensor:
+    want = f"[B,{channels},{size[0]},{size[1]}]"
+    if images.ndim == 3:
+        images = images[None]
+    if images.ndim != 4 or tuple(images.shape[1:]) != (channels, *size):
+        raise PatchlightError(f"images have shape {list(images.shape)}; this model takes {want}")
+    if images.shape[0] == 0:
+        raise PatchlightError(f"images are empty, shape {list(images.shape)}; this model takes {want} with B >= 1")
+    if not images.is_floating_point():
+        raise PatchlightError(
+            f"images have dtype {images.dtype}; give a preprocessed floating-point tensor, or PIL images or paths"
+        )
+    if not bool(torch.isfinite(images).all()):
+        raise PatchlightError("images contain NaN or infinity; give finite values")
+    return images

@@ -1,0 +1,124 @@
+"""Combiners: how the maps of the blocks become one map. `.plus`, `.skipplus` and `.rollout` are combiners by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from patchlight.errors import PatchlightError
+from patchlight.registry import Combiner, LayerMaps, Settings, times, wrapper
+
+Readout = Literal["pooling", "cls", "patches"]
+
+
+def block_index(layer: int, depth: int) -> int:
+    """A 0-based block; negative ones count from the last, as in Python."""
+    if not -depth <= layer < depth:
+        raise PatchlightError(f"block {layer} does not exist; this model has blocks 0 to {depth - 1}")
+    return layer % depth
+
+
+def _from_start(depth: int, settings: Settings) -> range:
+    return range(block_index(settings["start"], depth), depth)
+
+
+def _last(maps: LayerMaps, layer: int = -1, readout: Readout = "pooling") -> Tensor:
+    """The map of one block, the last by default."""
+    return maps.vector(block_index(layer, maps.vit.depth), readout)
+
+
+LAST = Combiner(_last, lambda depth, s: (block_index(s["layer"], depth),))
+
+
+def _first(maps: LayerMaps, start: int = 0) -> Tensor:
+    """The map at the input of block `start`."""
+    return maps.vector(block_index(start, maps.vit.depth))
+
+
+FIRST = Combiner(_first, lambda depth, s: (block_index(s["start"], depth),))
+
+
+def _additive(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tensor:
+    """r <- r + r M_l from the last block to the first: the row of prod(I + M_l), never an N x N x N product."""
+    row = maps.start_row(readout)
+    for layer in reversed(_from_start(maps.vit.depth, {"start": start})):
+        row = row + times(row, maps.values[layer])
+    return row
+
+
+ADDITIVE = Combiner(_additive, _from_start)
+
+
+def _rollout(
+    maps: LayerMaps,
+    start: int = 0,
+    residual: float = 0.5,
+    normalise: Literal["rows", "none", "vit-explain"] = "rows",
+    scale: float = 1.0,
+    readout: Readout = "pooling",
+) -> Tensor:
+    """r <- r N((1 - residual) M_l + residual I) from the last block to the first.
+
+    `normalise="rows"` divides each row by its sum; `vit-explain` divides column j by the sum of row j, as that code
+    does; `scale` multiplies M_l.
+    """
+    row = maps.start_row(readout)
+    for layer in reversed(_from_start(maps.vit.depth, {"start": start})):
+        matrix: Tensor = maps.values[layer]
+        eye = torch.eye(matrix.shape[-1], device=matrix.device, dtype=matrix.dtype)
+        mixed = (1 - residual) * scale * matrix + residual * eye
+        if normalise != "none":
+            total = mixed.sum(-1)
+            mixed = mixed / (total[:, :, None] if normalise == "rows" else total[:, None, :])
+        row = times(row, mixed)
+    return row
+
+
+ROLLOUT = Combiner(_rollout, _from_start, "rollout", matrices_only=True)
+
+
+def _plus(
+    maps: LayerMaps, start: int = 0, mode: Literal["layer", "tail"] = "layer", readout: Readout = "pooling"
+) -> Tensor:
+    """PLUS: the unweighted sum of the blocks' raw maps from `start` on.
+
+    `mode="layer"` sums single-block maps, as the paper's numbers do; `mode="tail"` sums the method's own map
+    restricted to the blocks from each l on, the literal equation.
+    """
+    layers = _from_start(maps.vit.depth, {"start": start})
+    if mode == "layer":
+        return torch.stack([maps.vector(layer, readout) for layer in layers]).sum(0)
+    base = maps.base
+    if base is None:
+        raise PatchlightError("mode='tail' needs a method that starts at a block; this one reads a single block")
+    return torch.stack([base(maps, layer) for layer in layers]).sum(0)
+
+
+PLUS = Combiner(_plus, _from_start, "plus")
+
+
+def half(depth: int, start: int | None, rounding: str = "ceil") -> int:
+    """SkipPLUS's first block: m = ceil(L/2), or L//2 as the released code has it, or the block given."""
+    if start is not None:
+        return block_index(start, depth)
+    return math.ceil(depth / 2) if rounding == "ceil" else depth // 2
+
+
+def _skipplus(
+    maps: LayerMaps,
+    start: int | None = None,
+    rounding: Literal["ceil", "floor"] = "ceil",
+    mode: Literal["layer", "tail"] = "layer",
+    readout: Readout = "pooling",
+) -> Tensor:
+    """SkipPLUS: PLUS over the upper half of the blocks, from m = ceil(L/2) unless `start` says otherwise."""
+    return _plus(maps, half(maps.vit.depth, start, rounding), mode, readout)
+
+
+SKIPPLUS = Combiner(_skipplus, lambda depth, s: range(half(depth, s["start"], s["rounding"]), depth), "skipplus")
+
+for combiner in (PLUS, SKIPPLUS, ROLLOUT):
+    wrapper(combiner.name, combiner)

@@ -1,0 +1,16 @@
+"""The random map: the floor every method has to beat."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from patchlight.registry import Ask, method
+
+
+@method("random", paper="baseline", class_specific=False, cost="none")
+def random(ask: Ask) -> Tensor:
+    """Uniform noise on the patch grid. Each image's generator is seeded by `seed` alone, so a batch equals single calls."""
+    generator = torch.Generator().manual_seed(ask.seed)
+    noise = torch.rand(ask.vit.grid, generator=generator, dtype=torch.float64)
+    return noise.to(ask.images).expand(len(ask.images), -1, -1)

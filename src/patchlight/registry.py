@@ -1,0 +1,377 @@
+"""The registry of methods: names and aliases, typed settings, wrappers, and what a model must have for a method.
+
+A white-box method is a *layer map*, a function of the evidence of one block, and a *combiner* that makes one map of
+the blocks' maps. Wrappers exchange the combiner (`.plus`, `.skipplus`, `.rollout`) or the backward rule (`.libra`, …).
+Any other method is a function of an `Ask` that returns its map.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError, Unsupported, nearest
+from patchlight.rules import RULES, Rule
+from patchlight.taps import Evidence
+from patchlight.targets import Score, Targets
+from patchlight.trace import BACKWARD, EVIDENCE, PIXELS, LayerJob, Pass, run_pass
+
+Level = Literal["token", "pixel"]
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """The layer maps of one class, as combiners read them.
+
+    `values` by block: vectors [B,N] or matrices [B,N,N] (to, from); `pool` [B,N] is how the classifier reads the last
+    tokens; `end` has the bias terms behind the last block.
+    """
+
+    values: dict[int, Any]
+    vit: Anatomy
+    pool: Tensor
+    end: Evidence
+    base: Callable[[LayerMaps, int], Tensor] | None = None
+    """The method's own map restricted to the blocks from one on, where it has such a start."""
+
+    def start_row(self, readout: str = "pooling") -> Tensor:
+        """The row vector a product of matrices begins with: the classifier's own, or the CLS or mean patch row."""
+        if readout == "pooling":
+            return self.pool
+        row = self.pool.new_zeros(self.pool.shape)
+        if readout == "cls":
+            if self.vit.prefix == 0:
+                raise Unsupported(f"{self.vit.name} has no CLS token; readout 'pooling' and 'patches' work")
+            row[:, 0] = 1
+        else:
+            row[:, self.vit.prefix :] = 1 / (row.shape[1] - self.vit.prefix)
+        return row
+
+    def vector(self, layer: int, readout: str = "pooling") -> Tensor:
+        """A block's map [B,N]; of a matrix, the row the classifier reads."""
+        value = self.values[layer]
+        if not isinstance(value, Tensor):
+            raise PatchlightError("these layer maps only sum over tails of the model; use mode='tail'")
+        return value if value.ndim == 2 else times(self.start_row(readout), value)
+
+
+def times(row: Tensor, matrix: Tensor) -> Tensor:
+    """row [B,N] times matrix [B,N,N]."""
+    return (row[:, None] @ matrix)[:, 0]
+
+
+@dataclass(frozen=True)
+class Combiner:
+    """How layer maps become one: a function of LayerMaps, and the blocks it reads, given depth and settings."""
+
+    function: Callable[..., Tensor]
+    span: Callable[[int, Settings], Iterable[int]]
+    name: str = ""
+    matrices_only: bool = False
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a method that is not a layer map is given: the model, the images, one class per image, and a seed."""
+
+    vit: Anatomy
+    images: Tensor
+    targets: Targets
+    score: Score
+    seed: int
+    rule: Rule
+
+    def run(self, jobs: Iterable[LayerJob], images: Tensor | None = None, tokens: Tensor | None = None) -> Pass:
+        """A pass over other images, or over tokens that enter block 0, with the same classes and score."""
+        images = self.images if images is None else images
+        return run_pass(self.vit, images, self.targets, self.score, self.rule, list(jobs), tokens)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A registered method."""
+
+    name: str
+    function: Callable[..., Any]
+    paper: str
+    aliases: tuple[str, ...] = ()
+    needs: frozenset[str] | Callable[[Settings], frozenset[str]] = frozenset()
+    combine: Combiner | None = None
+    class_specific: bool = True
+    exact: bool = True
+    rule: str = "plain"
+    levels: tuple[Level, ...] = ("token",)
+    cost: str = "1 forward + 1 backward"
+    composable: str | None = None
+    composed: Mapping[str, Any] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    advice: Callable[[Settings, Anatomy], str | None] | None = None
+    constant: str = ""
+    matrix: bool = False
+    adds_end: bool = False
+    default_score: Literal["logit", "probability"] = "logit"
+
+    @property
+    def whitebox(self) -> bool:
+        return self.combine is not None
+
+    @cached_property
+    def summary(self) -> str:
+        return (inspect.getdoc(self.function) or "").split("\n")[0]
+
+    def needed(self, settings: Settings) -> frozenset[str]:
+        return self.needs(settings) if callable(self.needs) else self.needs
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """A line of the method table; `supported` and `reason` are about one model, where one was given."""
+
+    name: str
+    aliases: tuple[str, ...]
+    paper: str
+    cost: str
+    summary: str
+    settings: dict[str, str]
+    supported: bool | None = None
+    reason: str = ""
+
+
+_METHODS: dict[str, Method] = {}
+_ALIASES: dict[str, str] = {}
+_COMBINERS: dict[str, Combiner] = {}
+
+
+def method(name: str, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a method; its keyword arguments with their types and defaults are its settings.
+
+    With `combine`, the function is a layer map: it takes the Evidence of one block, of which `needs` names the parts
+    it reads. Without, it takes an Ask and returns maps [B,h,w].
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        needs = about.pop("needs", frozenset())
+        fixed = needs if callable(needs) else frozenset(needs)
+        unknown = frozenset() if callable(fixed) else fixed - EVIDENCE
+        if unknown:
+            raise PatchlightError(f"method '{name}' needs {sorted(unknown)}; evidence is {sorted(EVIDENCE)}")
+        entry = Method(name, function, needs=fixed, **about)
+        for key in (name, *entry.aliases):
+            if key in _METHODS or key in _ALIASES:
+                raise PatchlightError(f"a method called '{key}' is registered already")
+        _METHODS[name] = entry
+        _ALIASES.update(dict.fromkeys(entry.aliases, name))
+        return function
+
+    return register
+
+
+def unregister(name: str) -> None:
+    """Take a method out again."""
+    entry = _METHODS.pop(name)
+    for alias in entry.aliases:
+        del _ALIASES[alias]
+
+
+def wrapper(name: str, combiner: Combiner) -> None:
+    """Register a combiner as a wrapper that stands behind a method's name."""
+    _COMBINERS[name] = combiner
+
+
+def registered() -> dict[str, Method]:
+    """All methods by name, the bundled ones loaded."""
+    import patchlight.methods  # noqa: F401
+
+    return _METHODS
+
+
+@dataclass(frozen=True)
+class Request:
+    """A method as asked: name, wrappers and settings resolved."""
+
+    asked: str
+    method: Method
+    combine: Combiner | None
+    rule: Rule
+    settings: dict[str, Any]
+    score: Score
+    name: str
+
+    @property
+    def level(self) -> Level:
+        level: Level = self.settings.get("level", self.method.levels[0])
+        return level
+
+    def job(self, vit: Anatomy) -> LayerJob:
+        """What a pass has to compute for this request."""
+        assert self.combine is not None
+        settings = _accepted(self.method.function, self.settings)
+        layers = (PIXELS,) if self.level == "pixel" else tuple(self.combine.span(vit.depth, self.settings))
+        function = self.method.function
+        return LayerJob(lambda e: function(e, **settings), self.method.needed(self.settings), layers)
+
+    def finish(self, values: dict[int, Any], vit: Anatomy, seen: Pass, t: int) -> Tensor:
+        """The map [B,h,w] of the t-th class from the layer maps of a pass."""
+        assert self.combine is not None
+        if self.level == "pixel":
+            image: Tensor = values[PIXELS]
+            return image
+        pool = vit.pool_row(len(seen.logits), seen.pool)
+        maps = LayerMaps(values, vit, pool, seen.end[t], self._tail())
+        result = self.combine.function(maps, **_accepted(self.combine.function, self.settings))
+        if self.method.adds_end and self.settings.get("include_bias", True) and maps.end.bias is not None:
+            result = result + maps.end.bias
+        return vit.patches(result)
+
+    def _tail(self) -> Callable[[LayerMaps, int], Tensor] | None:
+        own = self.method.combine
+        if own is None or "start" not in inspect.signature(own.function).parameters:
+            return None
+        settings = {k: v for k, v in _accepted(own.function, self.settings).items() if k != "start"}
+        return lambda maps, start: own.function(maps, start=start, **settings)
+
+    def needs_backward(self) -> bool:
+        return bool(self.method.needed(self.settings) & BACKWARD)
+
+
+def resolve(asked: str, settings: Settings | None = None, score: Score | None = None) -> Request:
+    """Read `name[.wrapper…]` and settings into a Request, or say what is wrong with it."""
+    base, *wrappers = asked.split(".")
+    known = registered()
+    entry = known.get(_ALIASES.get(base, base))
+    if entry is None:
+        raise PatchlightError(f"no method is called '{base}'; {nearest(base, [*known, *_ALIASES])}")
+    rule, combine, composed = RULES[entry.rule], entry.combine, ""
+    ruled = ""
+    for word in wrappers:
+        if word in RULES and word != "plain":
+            if ruled:
+                raise PatchlightError(f"'{asked}' has two backward rules, '{ruled}' and '{word}'; give one")
+            rule, ruled = RULES[word], word
+        elif word in _COMBINERS:
+            if composed:
+                raise PatchlightError(f"'{asked}' has two compositions, '{composed}' and '{word}'; give one")
+            combine, composed = _composition(entry, word), word
+        else:
+            valid = [*_COMBINERS, *(r for r in RULES if r != "plain")]
+            raise PatchlightError(f"no wrapper is called '{word}' (in '{asked}'); {nearest(word, valid)}")
+    if ruled and not entry.class_specific:
+        raise PatchlightError(f"'{entry.name}' uses no gradient, so the backward rule '{ruled}' changes nothing")
+    if ruled and entry.rule != "plain" and entry.rule != ruled:
+        raise PatchlightError(f"'{entry.name}' has its own backward rule ({entry.rule}); '{ruled}' cannot replace it")
+    name = ".".join([entry.name, *([composed] if composed else []), *([ruled] if ruled else [])])
+    values = _settings(name, entry, combine, bool(composed), dict(settings or {}))
+    score = values.pop("score", None) or score or entry.default_score
+    if not callable(score) and score not in ("logit", "probability"):
+        raise PatchlightError(f"score {score!r} is not known; give 'logit', 'probability' or a callable of the logits")
+    return Request(asked, entry, combine, rule, values, score, name)
+
+
+def _composition(entry: Method, word: str) -> Combiner:
+    combiner = _COMBINERS[word]
+    if entry.composable is not None:
+        raise PatchlightError(f"'{entry.name}' cannot be followed by '.{word}': {entry.composable}")
+    if not entry.whitebox:
+        raise PatchlightError(f"'{entry.name}' has no layer maps, so '.{word}' does not apply to it")
+    if combiner.matrices_only and not entry.matrix:
+        raise PatchlightError(f"'.{word}' multiplies token-to-token matrices; '{entry.name}' has one value per token")
+    return combiner
+
+
+def _settings(
+    name: str, entry: Method, combine: Combiner | None, composed: bool, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Defaults, then the composition's, then a preset's, then what was given; each checked against its type."""
+    allowed = parameters(entry, combine)
+    values = {key: p.default for key, (p, _) in allowed.items()}
+    if composed:
+        values |= {k: v for k, v in entry.composed.items() if k in values}
+    preset = given.pop("preset", None)
+    if preset is not None:
+        if preset not in entry.presets:
+            hint = nearest(str(preset), entry.presets) if entry.presets else "it has none"
+            raise PatchlightError(f"'{entry.name}' has no preset '{preset}'; {hint}")
+        values |= {k: v for k, v in entry.presets[preset].items() if k in values or k == "score"}
+    if "score" in given:
+        values["score"] = given.pop("score")
+    for key, value in given.items():
+        if key not in allowed:
+            hint = nearest(key, [*allowed, "preset", "score"])
+            raise PatchlightError(f"'{name}' has no setting '{key}'; {hint}")
+        values[key] = _checked(name, key, value, allowed[key][1])
+    return values
+
+
+def _checked(name: str, key: str, value: Any, kind: Any) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise PatchlightError(f"setting {key}={value!r} of '{name}' is not valid: {reason}") from error
+
+
+def parameters(entry: Method, combine: Combiner | None) -> dict[str, tuple[inspect.Parameter, Any]]:
+    """The settings of a method under a combiner: parameter and type by name."""
+    found: dict[str, tuple[inspect.Parameter, Any]] = {}
+    for function in (entry.function, combine.function if combine else None):
+        if function is None:
+            continue
+        hints = get_type_hints(function)
+        for key, p in list(inspect.signature(function).parameters.items())[1:]:
+            found[key] = (p, hints.get(key, Any))
+    if "pixel" in entry.levels and len(entry.levels) > 1:
+        default = inspect.Parameter("level", inspect.Parameter.KEYWORD_ONLY, default=entry.levels[0])
+        found["level"] = (default, Level)
+    return found
+
+
+def _accepted(function: Callable[..., Any], settings: Settings) -> dict[str, Any]:
+    names = list(inspect.signature(function).parameters)[1:]
+    return {key: settings[key] for key in names if key in settings}
+
+
+def refusal(request: Request, vit: Anatomy) -> str | None:
+    """Why this model cannot be explained with this method; None when it can."""
+    needs = request.method.needed(request.settings)
+    if needs & {"n", "gn"} and vit.parts(0).norm1 is None:
+        return f"{vit.name} has no first norm in its blocks"
+    if "u" in needs and vit.parts(0).norm2 is None:
+        return f"{vit.name} has no second norm in its blocks, where the tokens after attention are read"
+    return None
+
+
+def check_supported(request: Request, vit: Anatomy) -> None:
+    """Raise Unsupported, naming methods that do work, where a model lacks what a method needs."""
+    reason = refusal(request, vit)
+    if reason is not None:
+        others = [m.name for m in methods(vit) if m.supported]
+        raise Unsupported(f"'{request.name}' does not work here: {reason}; these do: {', '.join(others)}")
+
+
+def methods(vit: Anatomy | None = None) -> list[MethodInfo]:
+    """All methods; with a model, which of them work on it and why the others do not.
+
+    >>> [m.name for m in methods()][:2]                          # doctest: +SKIP
+    ['genatt', 'gradcam']
+    """
+    rows = []
+    for name, entry in sorted(registered().items()):
+        reason = refusal(resolve(name), vit) if vit is not None else None
+        settings = {k: f"{_type_name(t)} = {p.default!r}" for k, (p, t) in parameters(entry, entry.combine).items()}
+        supported = None if vit is None else reason is None
+        rows.append(
+            MethodInfo(name, entry.aliases, entry.paper, entry.cost, entry.summary, settings, supported, reason or "")
+        )
+    return rows
+
+
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")

@@ -1,0 +1,175 @@
+"""Backward rules: how a gradient passes attention, layer norm, activations and gates. A rule never changes a forward.
+
+Each operation below has the value of the plain one, bit for bit, and a backward of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A backward rule, named by what it does to each kind of operation.
+
+    attention: `frozen` holds the attention matrix constant; `uniform` gives half the gradient to each factor of a
+    product of activations. norm: `frozen` holds the standard deviation constant (the mean stays in the graph).
+    activation: `ratio` replaces f'(h) by f(h)/h. gate: whether a product of two activations passes half to each.
+    """
+
+    name: str
+    paper: str
+    attention: Literal["plain", "frozen", "uniform"] = "plain"
+    norm: Literal["plain", "frozen"] = "plain"
+    activation: Literal["plain", "ratio"] = "plain"
+    gate: Literal["plain", "half"] = "plain"
+
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        Rule("plain", "the gradient"),
+        Rule("libra", "LibraGrad, CVPR 2025", "frozen", "frozen", "ratio", "half"),
+        Rule("conservative", "Ali et al., ICML 2022", "frozen", "frozen"),
+        Rule("attnlrp", "Achtibat et al., ICML 2024 (no gamma rule)", "uniform", "frozen", "ratio", "half"),
+    )
+}
+
+Observer = Callable[[Tensor, Tensor], None]
+
+
+class _Softmax(torch.autograd.Function):
+    """A = softmax(S); the backward shows (A, G = ds/dA) to an observer and, when frozen, stops there."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, frozen: bool, observer: Observer | None) -> Tensor:
+        attention = scores.softmax(-1)
+        ctx.save_for_backward(attention)
+        ctx.frozen, ctx.observer = frozen, observer
+        return attention
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+        (attention,) = ctx.saved_tensors
+        (gradient,) = gradients
+        if ctx.observer is not None:
+            ctx.observer(attention, gradient)
+        if ctx.frozen:
+            return None, None, None
+        inner: Tensor = torch.ops.aten._softmax_backward_data(gradient, attention, -1, attention.dtype)
+        return inner, None, None
+
+
+def softmax(scores: Tensor, rule: Rule, observer: Observer | None) -> Tensor:
+    """Softmax over the last axis under `rule`; the observer sees attention and its gradient in the backward."""
+    if not (torch.is_grad_enabled() and scores.requires_grad):
+        return scores.softmax(-1)
+    if rule.attention == "frozen" and observer is None:
+        return scores.detach().softmax(-1)
+    result: Tensor = _Softmax.apply(scores, rule.attention == "frozen", observer)
+    return result
+
+
+class _FrozenLayerNorm(torch.autograd.Function):
+    """(x - mean) / const[std] * weight + bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        out, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(rstd, weight)
+        ctx.axes = tuple(range(-len(shape), 0))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        rstd, weight = ctx.saved_tensors
+        inner = gradients[0] * rstd if weight is None else gradients[0] * weight * rstd
+        inner = inner - inner.mean(ctx.axes, keepdim=True)
+        return inner.to(gradients[0].dtype), None, None, None, None
+
+
+def layer_norm(x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float, rule: Rule) -> Tensor:
+    """Layer norm under `rule`."""
+    if rule.norm == "plain" or not x.requires_grad:
+        return F.layer_norm(x, shape, weight, bias, eps)
+    result: Tensor = _FrozenLayerNorm.apply(x, list(shape), weight, bias, eps)
+    return result
+
+
+def rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None, rule: Rule) -> Tensor:
+    """RMS norm under `rule`: x / const[rms] * weight."""
+    plain = F.rms_norm(x, shape, weight, eps)
+    if rule.norm == "plain" or not x.requires_grad:
+        return plain
+    scale = plain.detach() / torch.where(x == 0, torch.ones_like(x), x).detach()
+    return _same_value(plain, x * scale)
+
+
+class _RatioActivation(torch.autograd.Function):
+    """f(h), with f(h)/h for its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, function: Callable[[Tensor], Tensor], ratio: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.ratio = ratio
+        return function(h)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (h,) = ctx.saved_tensors
+        return gradients[0] * ctx.ratio(h), None, None
+
+
+def _gelu_ratio(h: Tensor) -> Tensor:
+    return torch.special.ndtr(h)
+
+
+def _tanh_gelu_ratio(h: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+
+
+def gelu(h: Tensor, approximate: str, rule: Rule) -> Tensor:
+    """GELU under `rule`; its ratio is the normal distribution function, or the tanh form's own."""
+    if rule.activation == "plain" or not h.requires_grad:
+        return F.gelu(h, approximate=approximate)
+    ratio = _gelu_ratio if approximate == "none" else _tanh_gelu_ratio
+    result: Tensor = _RatioActivation.apply(h, lambda t: F.gelu(t, approximate=approximate), ratio)
+    return result
+
+
+def silu(h: Tensor, rule: Rule) -> Tensor:
+    """SiLU under `rule`; its ratio is the sigmoid."""
+    if rule.activation == "plain" or not h.requires_grad:
+        return F.silu(h)
+    result: Tensor = _RatioActivation.apply(h, F.silu, torch.sigmoid)
+    return result
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def halved(x: Tensor) -> Tensor:
+    """The value x with half its gradient."""
+    result: Tensor = _ScaleGradient.apply(x, 0.5)
+    return result
+
+
+def _same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
+    return value.detach() + (gradient_of - gradient_of.detach())

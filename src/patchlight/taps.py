@@ -1,0 +1,314 @@
+"""Taps: see attention, norms, activations and linear maps as a model calls them, with nothing patched or left behind.
+
+A tap is a `with`: inside it every torch function the model calls passes through here, is recorded where asked, and
+gets the backward of the rule in force.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from patchlight import rules
+from patchlight.errors import Unsupported
+from patchlight.rules import Rule
+
+
+@dataclass
+class Evidence:
+    """What one pass saw of one block: the arguments of every layer map.
+
+    x, y: tokens entering and leaving [B,N,D]; g, gy: their gradients. A: attention [B,H,N,N] (to, from); G: its
+    gradient; v: values [B,H,N,d]. n, gn: output of the first norm and its gradient. u: tokens after attention and
+    its skip. bias: sum over the block's biases b of <b, ds/dz> per token [B,N].
+    """
+
+    index: int
+    x: Tensor
+    y: Tensor = field(default=None)  # type: ignore[assignment]
+    A: Tensor = field(default=None)  # type: ignore[assignment]
+    v: Tensor = field(default=None)  # type: ignore[assignment]
+    n: Tensor = field(default=None)  # type: ignore[assignment]
+    u: Tensor = field(default=None)  # type: ignore[assignment]
+    g: Tensor = field(default=None)  # type: ignore[assignment]
+    gy: Tensor = field(default=None)  # type: ignore[assignment]
+    gn: Tensor = field(default=None)  # type: ignore[assignment]
+    G: Tensor = field(default=None)  # type: ignore[assignment]
+    bias: Tensor = field(default=None)  # type: ignore[assignment]
+    scalar_bias: Tensor = field(default=None)  # type: ignore[assignment]
+    parts: Any = None
+    prefix: int = 0
+    _shared: dict[str, Tensor] = field(default_factory=dict)
+
+    def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """A quantity that several layer maps use, computed once per block and class."""
+        if name not in self._shared:
+            self._shared[name] = compute()
+        return self._shared[name]
+
+    @property
+    def AG(self) -> Tensor:
+        """A * G [B,H,N,N]."""
+        return self.once("AG", lambda: self.A * self.G)
+
+    @property
+    def heads_mean(self) -> Tensor:
+        """mean_h A [B,N,N]."""
+        return self.once("heads_mean", lambda: self.A.mean(1))
+
+    def add_bias(self, value: Tensor) -> None:
+        """Add a bias map: per token [B,N] where it has the tokens' length, else its sum, to a per-image scalar."""
+        if value.ndim == 2 and value.shape[1] == self.x.shape[1]:
+            self.bias = value if self.bias is None else self.bias + value
+        else:
+            total = value.reshape(value.shape[0], -1).sum(1)
+            self.scalar_bias = total if self.scalar_bias is None else self.scalar_bias + total
+
+    def forget(self) -> None:
+        """Drop what belongs to one backward, so that the next class starts clean."""
+        self.g = self.gy = self.gn = self.G = self.bias = self.scalar_bias = None  # type: ignore[assignment]
+        self._shared = {}
+
+
+class Taps(TorchFunctionMode):
+    """Apply `rule` to a stretch of a model, and record into `evidence` what `needs` names (A, G, v, n, gn, u, bias)."""
+
+    def __init__(self, rule: Rule, needs: frozenset[str], evidence: Evidence, in_block: bool) -> None:
+        super().__init__()
+        self.rule, self.needs, self.evidence, self.in_block = rule, needs, evidence, in_block
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(getattr(func, "__name__", ""))
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self, func, *args, **(kwargs or {}))
+
+    def _observer(self) -> rules.Observer | None:
+        if "G" not in self.needs:
+            return None
+        evidence = self.evidence
+        undo = 2.0 if self.rule.attention == "uniform" else 1.0
+
+        def seen(attention: Tensor, gradient: Tensor) -> None:
+            """G is the whole gradient of the attention matrix; a uniform rule halves only what flows on."""
+            evidence.A = attention.to(evidence.x.dtype)
+            evidence.G = (gradient if undo == 1.0 else gradient * undo).to(evidence.x.dtype)
+
+        return seen
+
+    def _attend(self, scores: Tensor) -> Tensor:
+        attention = rules.softmax(scores, self.rule, self._observer())
+        if "A" in self.needs:
+            self.evidence.A = attention.detach().to(self.evidence.x.dtype)
+        return attention
+
+    def softmax(self, func: Callable[..., Any], scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dim = args[0] if args else kwargs.get("dim")
+        dtype = kwargs.get("dtype")
+        if scores.ndim != 4 or dim not in (-1, 3):
+            return func(scores, *args, **kwargs)  # type: ignore[no-any-return]
+        return self._attend(scores if dtype is None else scores.to(dtype))
+
+    def scaled_dot_product_attention(
+        self,
+        func: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attention written out, when someone looks at it or a rule changes it; else the fused one."""
+        watched = self.needs & {"A", "G", "v"}
+        graph = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        if not watched and not (graph and self.rule.attention != "plain"):
+            return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)  # type: ignore[no-any-return]
+        if is_causal or enable_gqa:
+            raise Unsupported("causal or grouped-query attention is not something a Vision Transformer is read with")
+        if "v" in self.needs:
+            self.evidence.v = value.detach()
+        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        scores = self._product(query * factor, key.transpose(-2, -1))
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        return self._product(self._attend(scores), value)
+
+    def multi_head_attention_forward(
+        self,
+        func: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        embed_dim_to_check: int,
+        num_heads: int,
+        in_proj_weight: Tensor | None,
+        in_proj_bias: Tensor | None,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """torch's own multi-head attention [N,B,D], as its linear maps and attention, each through this tap."""
+        names = ("bias_k", "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias")
+        given = dict(zip(names, rest, strict=False)) | kwargs
+        separate = kwargs.get("use_separate_proj_weight") or in_proj_weight is None
+        if separate or given.get("bias_k") is not None or given.get("add_zero_attn"):
+            raise Unsupported("a MultiheadAttention with separate projections or key/value biases cannot be read")
+        weights = in_proj_weight.chunk(3)  # type: ignore[union-attr]
+        biases = in_proj_bias.chunk(3) if in_proj_bias is not None else (None, None, None)
+        with self:
+            heads = [
+                F.linear(t.transpose(0, 1), w, b).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+                for t, w, b in zip((query, key, value), weights, biases, strict=True)
+            ]
+            mixed = F.scaled_dot_product_attention(*heads, attn_mask=kwargs.get("attn_mask"))
+            out = F.linear(mixed.transpose(1, 2).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
+        return out.transpose(0, 1), None
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.rule.attention == "uniform" and a.requires_grad and b.requires_grad:
+            a, b = rules.halved(a), rules.halved(b)
+        return a @ b
+
+    def matmul(self, func: Callable[..., Any], a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if "v" in self.needs and a.ndim == 4 and self.evidence.A is not None and a.shape == self.evidence.A.shape:
+            self.evidence.v = b.detach()
+        if self.rule.attention == "uniform" and a.requires_grad and b.requires_grad:
+            a, b = rules.halved(a), rules.halved(b)
+        return func(a, b, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def layer_norm(
+        self,
+        func: Callable[..., Any],
+        input: Tensor,
+        normalized_shape: Any,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        *rest: Any,
+    ) -> Tensor:
+        parts = self.evidence.parts
+        if parts is not None and "u" in self.needs and parts.norm2 is not None and weight is parts.norm2.weight:
+            self.evidence.u = input.detach()
+        out = self._biased(rules.layer_norm(input, normalized_shape, weight, bias, eps, self.rule), bias)
+        if parts is not None and parts.norm1 is not None and weight is parts.norm1.weight:
+            if "n" in self.needs:
+                self.evidence.n = out.detach()
+            if "gn" in self.needs and out.requires_grad:
+                out.register_hook(self._see_gn)
+        return out
+
+    def _see_gn(self, gradient: Tensor) -> None:
+        self.evidence.gn = gradient
+
+    def rms_norm(
+        self,
+        func: Callable[..., Any],
+        input: Tensor,
+        normalized_shape: Any,
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        return rules.rms_norm(input, normalized_shape, weight, eps, self.rule)
+
+    def gelu(self, func: Callable[..., Any], input: Tensor, approximate: str = "none") -> Tensor:
+        return rules.gelu(input, approximate, self.rule)
+
+    def silu(self, func: Callable[..., Any], input: Tensor, inplace: bool = False) -> Tensor:
+        return rules.silu(input, self.rule)
+
+    def linear(self, func: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._biased(func(input, weight, bias), bias)
+
+    def _biased(self, out: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is not None and "bias" in self.needs and out.requires_grad:
+            evidence, constant = self.evidence, bias.detach()
+            out.register_hook(lambda g: None if g is None else evidence.add_bias(g @ constant))
+        return out
+
+    def add(self, func: Callable[..., Any], a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        """A vector added to activations is a bias too (some EVA and BEiT weights keep it outside the linear map)."""
+        out = func(a, b, *args, **kwargs)
+        constant = b if isinstance(b, Tensor) and isinstance(a, Tensor) and a.requires_grad else None
+        if constant is not None and constant.ndim == 1 and not constant.requires_grad:
+            return self._biased(out, constant)
+        return out
+
+    def gate(self, func: Callable[..., Any], a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        """A product of two activations is a gate; a product with a parameter or a number is a scale."""
+        both = isinstance(a, Tensor) and isinstance(b, Tensor) and a.requires_grad and b.requires_grad
+        if both and self.rule.gate == "half" and a.shape == b.shape:
+            a, b = rules.halved(a), rules.halved(b)
+        return func(a, b, *args, **kwargs)
+
+    def squash(self, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The bounded factor of an activation composed of primitives (QuickGELU, tanh-GELU, a sigmoid gate).
+
+        Under a ratio rule f(h) = h * r(h) passes r(h), so r is constant.
+        """
+        constant = self.in_block and self.rule.activation == "ratio"
+        return func(x.detach() if constant else x, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def rsqrt(self, func: Callable[..., Any], x: Tensor) -> Tensor:
+        """One over the deviation, in a norm composed of primitives."""
+        return func(x.detach() if self.rule.norm == "frozen" else x)  # type: ignore[no-any-return]
+
+
+_HANDLERS: dict[str, Callable[..., Any]] = {
+    "softmax": Taps.softmax,
+    "scaled_dot_product_attention": Taps.scaled_dot_product_attention,
+    "multi_head_attention_forward": Taps.multi_head_attention_forward,
+    **dict.fromkeys(("matmul", "__matmul__", "bmm"), Taps.matmul),
+    "layer_norm": Taps.layer_norm,
+    "rms_norm": Taps.rms_norm,
+    "gelu": Taps.gelu,
+    "silu": Taps.silu,
+    "linear": Taps.linear,
+    **dict.fromkeys(("add", "__add__", "add_", "__iadd__"), Taps.add),
+    **dict.fromkeys(("mul", "__mul__", "multiply"), Taps.gate),
+    **dict.fromkeys(("sigmoid", "tanh", "erf"), Taps.squash),
+    "rsqrt": Taps.rsqrt,
+}
+
+
+class GatherBias(TorchFunctionMode):
+    """Give attention the rows and columns of a relative position bias that belong to the tokens kept.
+
+    `positions` [B,k] are the kept patches (None: nothing to do); the bias has one row for each of `tokens`.
+    """
+
+    def __init__(self, positions: Tensor | None, prefix: int, tokens: int) -> None:
+        super().__init__()
+        self.index: Tensor | None = None
+        self.tokens = tokens
+        if positions is not None:
+            first = torch.arange(prefix, device=positions.device).expand(positions.shape[0], -1)
+            self.index = torch.cat([first, positions + prefix], 1)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if self.index is not None:
+            if name == "scaled_dot_product_attention" and kwargs.get("attn_mask") is not None:
+                kwargs["attn_mask"] = self._gather(kwargs["attn_mask"])
+            elif name in ("add", "__add__") and isinstance(args[1], Tensor) and args[0].shape != args[1].shape:
+                args = (args[0], self._gather(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+    def _gather(self, bias: Tensor) -> Tensor:
+        if self.index is None or bias.ndim != 4 or bias.shape[-2:] != (self.tokens, self.tokens):
+            return bias
+        rows = bias[0].permute(1, 2, 0)[self.index[:, :, None], self.index[:, None, :]]
+        return rows.permute(0, 3, 1, 2)

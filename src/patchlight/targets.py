@@ -1,0 +1,145 @@
+"""What is explained: the class (or pair of classes) of each image, and the number that is made of its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from patchlight.errors import PatchlightError, nearest
+
+Label = int | str
+Target = Label | tuple[Label, Label] | Sequence[Any] | Tensor | None
+Score = Literal["logit", "probability"] | Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Class indices [B,T]; `against` holds the class each is contrasted with, where pairs were asked for.
+
+    `several` says whether the user asked for more than one class an image, which adds an axis to the result.
+    """
+
+    index: Tensor
+    against: Tensor | None = None
+    several: bool = False
+
+    def __getitem__(self, rows: slice) -> Targets:
+        return Targets(self.index[rows], None if self.against is None else self.against[rows], self.several)
+
+    @property
+    def count(self) -> int:
+        return self.index.shape[1]
+
+    def column(self, t: int) -> Targets:
+        """The t-th class of each image alone."""
+        against = None if self.against is None else self.against[:, t : t + 1]
+        return Targets(self.index[:, t : t + 1], against)
+
+
+def resolve_targets(target: Target, batch: int, classes: int, labels: Sequence[str] | None) -> Targets | None:
+    """Read a user's target; None stays None (the prediction is explained).
+
+    An int or a label name is one class for all images; a list or tensor of length B is one per image; a list of
+    lists or a [B,T] tensor is several per image; a tuple (a, b) explains a against b.
+    """
+    if target is None:
+        return None
+
+    def one(value: Any) -> int:
+        return class_index(value, classes, labels)
+
+    if isinstance(target, Tensor):
+        if target.is_floating_point() or target.dtype == torch.bool:
+            raise PatchlightError(f"target has dtype {target.dtype}; give class indices as integers")
+        target = target.tolist()
+    elif hasattr(target, "tolist") and not isinstance(target, str):
+        target = target.tolist()
+    if isinstance(target, int | str):
+        return Targets(torch.full((batch, 1), one(target)))
+    if isinstance(target, tuple):
+        a, b = _pair(target)
+        return Targets(torch.full((batch, 1), one(a)), torch.full((batch, 1), one(b)))
+    rows = list(target)  # type: ignore[arg-type]
+    if len(rows) != batch:
+        raise PatchlightError(f"target has length {len(rows)} but there are {batch} images; give one class per image")
+    if all(isinstance(r, tuple) for r in rows):
+        pairs = [_pair(r) for r in rows]
+        index = torch.tensor([[one(a)] for a, _ in pairs])
+        return Targets(index, torch.tensor([[one(b)] for _, b in pairs]))
+    if all(isinstance(r, list) for r in rows):
+        lengths = sorted({len(r) for r in rows})
+        if len(lengths) != 1 or lengths[0] == 0:
+            raise PatchlightError(f"target names {lengths} classes per image; give the same number (>= 1) for each")
+        return Targets(torch.tensor([[one(v) for v in r] for r in rows]), several=True)
+    return Targets(torch.tensor([[one(r)] for r in rows]))
+
+
+def class_index(value: Any, classes: int, labels: Sequence[str] | None) -> int:
+    """The index of a class given as an index or a label name (a whole label, or one of its comma-separated names)."""
+    known = max(classes, 2)
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise PatchlightError(f"target {value!r} is a {type(value).__name__}; give a class index or a label name")
+    if isinstance(value, int):
+        if not 0 <= value < known:
+            raise PatchlightError(f"target {value} is out of range; this model has classes 0 to {known - 1}")
+        return value
+    if not labels:
+        raise PatchlightError(f"target '{value}' is a name but this model has no labels; give an index, or load labels")
+    word = value.strip().casefold()
+    exact = [i for i, label in enumerate(labels) if label.casefold() == word]
+    named = exact or [i for i, label in enumerate(labels) if word in (n.strip().casefold() for n in label.split(","))]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        found = "; ".join(f"{i} = {labels[i]}" for i in named[:5])
+        raise PatchlightError(f"label '{value}' names {len(named)} classes ({found}); give the index")
+    names = [n.strip() for label in labels for n in label.split(",")]
+    raise PatchlightError(f"no class is called '{value}'; {nearest(value, names)}")
+
+
+def _pair(target: tuple[Any, ...]) -> tuple[Any, Any]:
+    if len(target) != 2:
+        raise PatchlightError(f"target {target!r} is a tuple of {len(target)}; a pair (a, b) explains a against b")
+    return target[0], target[1]
+
+
+def predicted(logits: Tensor) -> Targets:
+    """The model's own prediction; for a one-output head, label 1 where the logit is positive."""
+    if logits.shape[1] == 1:
+        return Targets((logits > 0).long().cpu())
+    return Targets(logits.argmax(1, keepdim=True).cpu())
+
+
+def score_of(logits: Tensor, targets: Targets, score: Score, sigmoid: bool) -> Tensor:
+    """The explained number s [B,T]: a logit, a probability, or what a callable makes of the logits.
+
+    A one-output head has two labels: 1 scores +y and 0 scores -y. A pair scores s_a - s_b.
+    """
+    binary = logits.shape[1] == 1
+    if callable(score):
+        values = score(logits)
+        if values.ndim == 1 and values.shape[0] == logits.shape[0]:
+            return values[:, None].expand(-1, targets.count)
+        if values.shape != logits.shape:
+            raise PatchlightError(
+                f"the score callable gave shape {list(values.shape)} for logits {list(logits.shape)}; "
+                f"it must give [B] or one value per logit"
+            )
+        values = torch.cat([-values, values], 1) if binary else values
+    elif score == "logit":
+        values = torch.cat([-logits, logits], 1) if binary else logits
+    elif score == "probability":
+        if binary:
+            values = torch.cat([-logits, logits], 1).sigmoid()
+        else:
+            values = logits.sigmoid() if sigmoid else logits.softmax(1)
+    else:
+        raise PatchlightError(f"score {score!r} is not known; give 'logit', 'probability' or a callable of the logits")
+    picked = values.gather(1, targets.index.to(values.device))
+    if targets.against is not None:
+        picked = picked - values.gather(1, targets.against.to(values.device))
+    return picked

@@ -1,0 +1,1 @@
+"""Pictures: heat over an image, and figures of many methods."""

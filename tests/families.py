@@ -1,0 +1,142 @@
+"""One small, randomly initialised model for each supported family, with nothing left at a degenerate start.
+
+Libraries begin with zero biases, unit norms, tiny layer scales and often a zero head, which would make many tests
+empty; `randomise` moves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+import patchlight as pl
+from patchlight.anatomy import Anatomy
+
+CLASSES = 7
+
+
+def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Biases, norms, layer scales, position tables and heads drawn afresh; matrices scaled so that attention is lively."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(like: torch.Tensor, std: float) -> torch.Tensor:
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like) * std
+
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if any(word in name for word in ("gamma", "lambda", "ls1", "ls2", "layer_scale")):
+                p.copy_(0.7 + noise(p, 0.2))
+            elif p.ndim == 1 and name.endswith("weight"):
+                p.copy_(1 + noise(p, 0.15))
+            elif p.ndim == 1:
+                p.copy_(noise(p, 0.1))
+            elif any(word in name for word in ("head", "classifier")) and p.shape[0] in (CLASSES, 1):
+                p.copy_(noise(p, 0.3))
+            elif p.ndim == 2 and "table" not in name:
+                p.copy_(noise(p, 1.3 / p.shape[1] ** 0.5))
+            else:
+                p.copy_(noise(p, 0.3))
+    return model.eval()
+
+
+def _timm(name: str, **options: Any) -> nn.Module:
+    import timm
+
+    torch.manual_seed(0)
+    options = {"img_size": 64, "patch_size": 16, "embed_dim": 48, "depth": 3, "num_heads": 4, **options}
+    return timm.create_model(name, num_classes=options.pop("num_classes", CLASSES), **options)
+
+
+def _hf(kind: str, **options: Any) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "image_size": 64,
+        "patch_size": 16,
+        **options,
+    }
+    stem = kind.removesuffix("ForImageClassificationWithTeacher").removesuffix("ForImageClassification")
+    config_class = getattr(transformers, f"{stem}Config")
+    if stem in ("CLIP", "Siglip"):
+        config = config_class(vision_config=sizes, num_labels=CLASSES)
+    else:
+        config = config_class(**sizes, num_labels=CLASSES)
+    return getattr(transformers, kind)(config)
+
+
+def _torchvision() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    torch.manual_seed(0)
+    return VisionTransformer(64, 16, 3, 4, 48, 96, num_classes=CLASSES)
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "vit": lambda: _timm("vit_tiny_patch16_224"),
+    "vit-wide": lambda: _timm("vit_tiny_patch16_224", img_size=(48, 80)),
+    "vit-binary": lambda: _timm("vit_tiny_patch16_224", num_classes=1),
+    "vit-unfused": lambda: _unfused(_timm("vit_tiny_patch16_224")),
+    "deit": lambda: _timm("deit_tiny_patch16_224"),
+    "deit-distilled": lambda: _timm("deit_tiny_distilled_patch16_224"),
+    "deit3": lambda: _timm("deit3_small_patch16_224"),
+    "beit": lambda: _timm("beit_base_patch16_224"),
+    "beitv2": lambda: _timm("beitv2_base_patch16_224"),
+    "eva": lambda: _timm("eva_large_patch14_196"),
+    "eva02": lambda: _timm("eva02_tiny_patch14_224"),
+    "dinov2-reg": lambda: _timm("vit_small_patch14_reg4_dinov2"),
+    "dinov3": lambda: _timm("vit_small_patch16_dinov3"),
+    "clip": lambda: _timm("vit_base_patch16_clip_quickgelu_224"),
+    "siglip": lambda: _timm("vit_base_patch16_siglip_224"),
+    "flexivit": lambda: _timm("flexivit_small"),
+    "reg4-gap": lambda: _timm("vit_medium_patch16_reg4_gap_256"),
+    "hf-vit": lambda: _hf("ViTForImageClassification"),
+    "hf-vit-eager": lambda: _hf("ViTForImageClassification", attn_implementation="eager"),
+    "hf-deit": lambda: _hf("DeiTForImageClassificationWithTeacher"),
+    "hf-dinov2": lambda: _hf("Dinov2ForImageClassification", mlp_ratio=2),
+    "hf-clip": lambda: _hf("CLIPForImageClassification"),
+    "hf-siglip": lambda: _hf("SiglipForImageClassification"),
+    "torchvision": _torchvision,
+}
+
+STRUCTURAL = ("vit-wide", "deit-distilled", "eva02", "siglip", "beit", "reg4-gap", "hf-clip", "torchvision")
+"""One family for each way a model can be built differently; the rest run in `make test-all`."""
+
+
+def _unfused(model: nn.Module) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.attn.fused_attn = False
+    return model
+
+
+def build(family: str, dtype: torch.dtype = torch.float32) -> Anatomy:
+    """A fresh model of a family, wrapped."""
+    if family.startswith("hf-"):
+        import pytest
+
+        pytest.importorskip("transformers")
+    model = randomise(FAMILIES[family]()).to(dtype)
+    return pl.wrap(model, name=family)
+
+
+@cache
+def shared(family: str, dtype: torch.dtype = torch.float32) -> Anatomy:
+    """The same model for every test of a run; tests that change it must build their own."""
+    return build(family, dtype)
+
+
+def images(vit: Anatomy, count: int = 3, seed: int = 1) -> torch.Tensor:
+    """Smooth random images: a coarse pattern and a little noise."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(count, vit.channels, 5, 5, generator=generator, dtype=torch.float64)
+    fine = torch.randn(count, vit.channels, *vit.preprocess.size, generator=generator, dtype=torch.float64)
+    smooth = torch.nn.functional.interpolate(coarse, vit.preprocess.size, mode="bilinear")
+    return (smooth * 1.2 + 0.3 * fine).to(vit.dtype)
