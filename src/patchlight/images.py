@@ -1,4 +1,4 @@
-"""From what a user hands over (a path, a PIL image, a tensor) to the tensor a model takes, and back to the crop it saw."""
+"""From what a user hands over (a path, a picture, a tensor) to the tensor a model takes, and back to what it saw."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class Taps(TorchFunctionMode):
                 F.linear(t.transpose(0, 1), w, b).unflatten(-1, (num_heads, -1)).transpose(1, 2)
                 for t, w, b in zip((query, key, value), weights, biases, strict=True)
             ]
-            mixed = F.scaled_dot_product_attention(*heads, attn_mask=kwargs.get("attn_mask"))
+            mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], kwargs.get("attn_mask"))
             out = F.linear(mixed.transpose(1, 2).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
         return out.transpose(0, 1), None
 

@@ -68,8 +68,8 @@ def run_pass(
 ) -> Pass:
     """One forward over `images` and one backward per class, all `jobs` done on the way.
 
-    `tokens` [B,N,D] enter block 0 in place of the embedded images, where given. Blocks below the first layer that a backward job wants run without a graph; with no backward job there is no
-    backward at all.
+    `tokens` [B,N,D] enter block 0 in place of the embedded images, where given. Blocks below the first layer that a
+    backward job wants run without a graph; with no backward job there is no backward at all.
     """
     runner = _Runner(vit, rule, jobs)
     with vit.steady():

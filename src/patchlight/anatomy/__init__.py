@@ -153,7 +153,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            return load_file(path)
+            tensors: dict[str, Tensor] = load_file(path)
+            return tensors
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise PatchlightError(f"'{path}' cannot be read as weights: {str(error).splitlines()[0]}") from error

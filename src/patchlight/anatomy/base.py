@@ -160,7 +160,7 @@ class Anatomy(ABC):
 
     def patches(self, values: Tensor) -> Tensor:
         """Per-token values [B,N] to the patch grid [B,h,w]: the one place that drops prefix tokens."""
-        return values[:, self.prefix :].unflatten(1, self.grid)
+        return values[:, self.prefix :].reshape(-1, *self.grid)
 
     def pool_row(self, batch: int, pool_attention: Tensor | None) -> Tensor:
         """The weight [B,N] with which the classifier reads each output token.

@@ -27,9 +27,7 @@ class TimmAnatomy(Anatomy):
         channels = projection.in_channels if isinstance(projection, nn.Conv2d) else 3
         classes = int(model.num_classes)
         if classes == 0:
-            raise PatchlightError(
-                f"{name or type(model).__name__} has no classifier (num_classes=0); nothing to explain"
-            )
+            raise PatchlightError(f"{name or 'this model'} has no classifier (num_classes=0); nothing to explain")
         mean, std = config.get("mean") or IMAGENET_MEAN, config.get("std") or IMAGENET_STD
         about.setdefault(
             "preprocess",
@@ -150,9 +148,7 @@ def _pooling(model: Any) -> Pooling:
         return "cls"
     if kind == "avg" and not getattr(model, "pool_include_prefix", False):
         return "avg"
-    raise PatchlightError(
-        f"the pooling '{kind}' of {type(model).__name__} is not supported; 'token', 'avg' and 'map' are"
-    )
+    raise PatchlightError(f"pooling '{kind}' of {type(model).__name__} is not supported; 'token', 'avg' and 'map' are")
 
 
 def _is_pre_norm(block: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from patchlight.registry import Ask, method
 
 @method("random", paper="baseline", class_specific=False, cost="none")
 def random(ask: Ask) -> Tensor:
-    """Uniform noise on the patch grid. Each image's generator is seeded by `seed` alone, so a batch equals single calls."""
+    """Uniform noise on the patch grid, the same for every image: its generator is seeded by `seed` alone."""
     generator = torch.Generator().manual_seed(ask.seed)
     noise = torch.rand(ask.vit.grid, generator=generator, dtype=torch.float64)
     return noise.to(ask.images).expand(len(ask.images), -1, -1)
