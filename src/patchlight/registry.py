@@ -97,7 +97,13 @@ class Ask:
 
 @dataclass(frozen=True)
 class Method:
-    """A registered method."""
+    """A registered method.
+
+    `exact`: a batch equals single calls to rounding (else only in rank, because rounding may flip a choice).
+    `quick`: settings for a cheap run, used by tests and quick benchmarks. `composable`: why no composition may follow,
+    where none may. `composed`: defaults that change under a composition. `advice`: why a map is degenerate, known
+    beforehand; `constant`: why it may turn out constant, and what to use instead.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -107,6 +113,9 @@ class Method:
     combine: Combiner | None = None
     class_specific: bool = True
     exact: bool = True
+    stochastic: bool = False
+    nonnegative: bool = False
+    quick: Mapping[str, Any] = field(default_factory=dict)
     rule: str = "plain"
     levels: tuple[Level, ...] = ("token",)
     cost: str = "1 forward + 1 backward"

@@ -100,7 +100,7 @@ class Taps(TorchFunctionMode):
 
         def seen(attention: Tensor, gradient: Tensor) -> None:
             """G is the whole gradient of the attention matrix; a uniform rule halves only what flows on."""
-            evidence.A = attention.to(evidence.x.dtype)
+            evidence.A = attention.detach().to(evidence.x.dtype)
             evidence.G = (gradient if undo == 1.0 else gradient * undo).to(evidence.x.dtype)
 
         return seen

@@ -72,7 +72,8 @@ def run_pass(
     backward job wants run without a graph; with no backward job there is no backward at all.
     """
     runner = _Runner(vit, rule, jobs)
-    with vit.steady():
+    with torch.inference_mode(False), vit.steady():
+        images = images.clone() if images.is_inference() else images
         logits = runner.forward(images, tokens)
         targets = predicted(logits) if targets is None else targets
         with torch.set_grad_enabled(runner.backward):
@@ -118,9 +119,10 @@ class _Runner:
             with torch.set_grad_enabled(graph), self._tapped(evidence, needs & TAPPED):
                 x = vit.block(layer, x)
             evidence.y = x.detach()
-            for j in self.wants[layer]:
-                if not self.jobs[j].backward:
-                    self.values[j][layer] = self.jobs[j].function(evidence)
+            with torch.no_grad():
+                for j in self.wants[layer]:
+                    if not self.jobs[j].backward:
+                        self.values[j][layer] = self.jobs[j].function(evidence)
             if not graph:
                 del self.evidence[layer]
         needs = frozenset({"bias"} if any("bias" in job.needs for job in self.jobs) else ())
@@ -156,9 +158,10 @@ class _Runner:
         evidence = self.evidence[layer]
         evidence.g = gradient
         _fill_missing(evidence)
-        for j in self.wants[layer]:
-            if self.jobs[j].backward:
-                self.values[j][layer] = self.jobs[j].function(evidence)
+        with torch.no_grad():
+            for j in self.wants[layer]:
+                if self.jobs[j].backward:
+                    self.values[j][layer] = self.jobs[j].function(evidence)
         evidence.forget()
         if self.closing:
             del self.evidence[layer]

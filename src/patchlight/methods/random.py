@@ -8,7 +8,7 @@ from torch import Tensor
 from patchlight.registry import Ask, method
 
 
-@method("random", paper="baseline", class_specific=False, cost="none")
+@method("random", paper="baseline", class_specific=False, stochastic=True, nonnegative=True, cost="none")
 def random(ask: Ask) -> Tensor:
     """Uniform noise on the patch grid, the same for every image: its generator is seeded by `seed` alone."""
     generator = torch.Generator().manual_seed(ask.seed)

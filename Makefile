@@ -1,0 +1,45 @@
+# make demo: explain the bundled photographs.   make test: lint, types and tests.   make test-all: the long ones too.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: demo test test-all test-transformers4 test-accelerator lint bench figures clean
+
+demo: $(VENV)/.stamp-run
+	$(BIN)/patchlight demo
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not accelerator"
+
+test-all: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not accelerator"
+	$(MAKE) test-transformers4
+
+test-transformers4: $(VENV)/.stamp-dev
+	$(PIP) install --target $(VENV)/transformers4 --upgrade "transformers==4.46.3"
+	PYTHONPATH=$(VENV)/transformers4 $(BIN)/python -m pytest tests/anatomy tests/test_contract.py -k "hf-" -m "not accelerator"
+
+test-accelerator:
+	$(PYTHON) -m pytest -m accelerator
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.stamp-dev
+	$(BIN)/python -m benchmarks
+
+$(VENV)/.stamp-run: requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -r requirements.txt hatchling==1.33.0
+	$(PIP) install --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-run requirements-dev.txt
+	$(PIP) install -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist demo
