@@ -1,0 +1,1 @@
+"""Speed, side by side: every number is a ratio of medians measured alternately in one run."""

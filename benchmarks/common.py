@@ -1,0 +1,65 @@
+"""Alternating timing, and tables with the command, machine and date that made them."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def medians(tasks: dict[str, Callable[[], object]], repeats: int = 5) -> dict[str, float]:
+    """Median seconds of each task, run in turn `repeats` times after one warm-up, so that drift hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in tasks}
+    for round_ in range(repeats + 1):
+        for name, task in tasks.items():
+            _settle()
+            begin = time.perf_counter()
+            task()
+            _settle()
+            if round_:
+                times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def machine() -> str:
+    if torch.cuda.is_available():
+        return f"one {torch.cuda.get_device_name()}"
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    return f"{torch.get_num_threads()} threads of {model}"
+
+
+def record(name: str, title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Print a table, and keep it in results/ with how it was made."""
+    lines = [
+        f"# {title}",
+        "",
+        f"`python -m benchmarks {name}`, {machine()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}.",
+        "",
+        "| " + " | ".join(header) + " |",
+        "|" + "---|" * len(header),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+    ]
+    print("\n".join(lines))
+    RESULTS.mkdir(exist_ok=True)
+    suffix = "-accelerator" if torch.cuda.is_available() else ""
+    (RESULTS / f"{name}{suffix}.md").write_text("\n".join(lines), encoding="utf-8")

@@ -1,0 +1,160 @@
+"""What is read from every family: its parts put together again give the model, and tokens can really be dropped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from patchlight.anatomy import Anatomy
+from patchlight.rules import RULES
+from patchlight.trace import LayerJob, run_pass
+from tests.families import FAMILIES, build, images, shared
+
+
+def own_logits(vit: Anatomy, batch: Tensor) -> Tensor:
+    with torch.no_grad():
+        out = vit.model(batch)
+    return getattr(out, "logits", out)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_give_the_model(family: str) -> None:
+    vit = shared(family)
+    batch = images(vit)
+    logits = own_logits(vit, batch)
+    spread = (logits[0] - logits[1]).abs().max()
+    assert spread > 0.1, "the test model does not look at its input"
+    torch.testing.assert_close(vit.logits(batch), logits, atol=1e-5, rtol=1e-5)
+    tokens = vit.embed(batch)
+    assert tokens.shape[1] == vit.tokens == vit.prefix + vit.grid[0] * vit.grid[1]
+    halfway = vit.run(vit.run(tokens, 0, 2), 2)
+    torch.testing.assert_close(vit.readout(halfway), logits, atol=1e-5, rtol=1e-5)
+
+
+class MaskKeys(TorchFunctionMode):
+    """Attention over all tokens, with the dropped ones masked out as keys."""
+
+    def __init__(self, keep: Tensor, vit: Anatomy) -> None:
+        super().__init__()
+        gone = torch.full((keep.shape[0], vit.tokens), -math.inf, dtype=vit.dtype)
+        gone[:, : vit.prefix] = 0
+        self.mask = gone.scatter(1, keep + vit.prefix, 0.0)[:, None, None, :]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            mask = kwargs.get("attn_mask")
+            kwargs["attn_mask"] = self.mask if mask is None else self.mask + mask
+        elif name == "softmax" and args[0].ndim == 4:
+            args = (args[0] + self.mask, *args[1:])
+        elif name == "multi_head_attention_forward":
+            heads = args[4]
+            batch, tokens = self.mask.shape[0], self.mask.shape[-1]
+            full = self.mask.expand(batch, heads, tokens, tokens).reshape(batch * heads, tokens, tokens)
+            kwargs["attn_mask"] = full
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropping_tokens_is_masking_them(family: str) -> None:
+    vit = shared(family, torch.float64)
+    batch = images(vit)
+    patches = vit.grid[0] * vit.grid[1]
+    generator = torch.Generator().manual_seed(3)
+    keep = torch.stack([torch.randperm(patches, generator=generator)[: patches // 2] for _ in batch])
+    with torch.no_grad():
+        tokens = vit.embed(batch)
+        dropped = vit.readout(vit.run(tokens, keep=keep))
+        with MaskKeys(keep, vit):
+            full = vit.run(tokens)
+        masked = vit.readout(vit.gather(full, keep))
+    tolerance = 1e-5 if family == "hf-vit-eager" else 1e-10
+    torch.testing.assert_close(dropped, masked, atol=tolerance, rtol=tolerance)
+    assert (dropped - vit.logits(batch)).abs().max() > 1e-3, "dropping half the tokens changed nothing"
+
+
+@pytest.mark.parametrize("family", ["vit", "eva02", "dinov3", "beit"])
+def test_positions_are_kept(family: str) -> None:
+    """All tokens in another order give the same logits: each keeps its own position."""
+    vit = shared(family, torch.float64)
+    batch = images(vit)
+    patches = vit.grid[0] * vit.grid[1]
+    order = torch.randperm(patches, generator=torch.Generator().manual_seed(0)).expand(len(batch), -1)
+    with torch.no_grad():
+        shuffled = vit.readout(vit.run(vit.embed(batch), keep=order))
+    torch.testing.assert_close(shuffled, vit.logits(batch), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_libra_is_complete_from_every_start(family: str) -> None:
+    """sum_i <x_l, g_l> + bias terms of the blocks from l on + the end's = the logit, for every l."""
+    vit = shared(family, torch.float64)
+    layers = tuple(range(vit.depth))
+    job = LayerJob(lambda b: ((b.x * b.g).sum(-1), b.bias), frozenset({"x", "g", "bias"}), layers)
+    seen = run_pass(vit, images(vit), rule=RULES["libra"], jobs=[job])
+    values, end = seen.values[0][0], seen.end[0]
+    rest = 0 if end.bias is None else end.bias.sum(1)
+    rest = rest + (0 if end.scalar_bias is None else end.scalar_bias)
+    for start in layers:
+        total = values[start][0].sum(1) + sum(values[k][1].sum(1) for k in range(start, vit.depth)) + rest
+        tolerance = 1e-5 if family == "hf-vit-eager" else 1e-10
+        torch.testing.assert_close(total, seen.scores[:, 0], atol=tolerance, rtol=tolerance)
+
+
+def test_plain_gradients_are_not_complete() -> None:
+    vit = shared("vit", torch.float64)
+    job = LayerJob(lambda b: (b.x * b.g).sum((1, 2)), frozenset({"x", "g"}), (0,))
+    seen = run_pass(vit, images(vit), jobs=[job])
+    assert (seen.values[0][0][0] - seen.scores[:, 0]).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_rows_sum_to_one_and_have_gradients(family: str) -> None:
+    """A is a softmax over all tokens, and a gradient arrives at it (its values: tests/literal)."""
+    vit = shared(family, torch.float64)
+    batch = images(vit, 1)
+    job = LayerJob(lambda b: (b.A, b.G), frozenset({"A", "G"}), tuple(range(vit.depth)))
+    seen = run_pass(vit, batch, jobs=[job])
+    for attention, gradient in seen.values[0][0].values():
+        assert attention.shape == (1, vit.heads, vit.tokens, vit.tokens) == gradient.shape
+        torch.testing.assert_close(attention.sum(-1), torch.ones_like(attention.sum(-1)), atol=1e-6, rtol=0)
+    assert any(g.abs().max() > 1e-6 for _, g in seen.values[0][0].values())
+
+
+def test_capabilities_are_read() -> None:
+    wide = shared("vit-wide")
+    assert wide.grid == (3, 5)
+    assert (shared("deit-distilled").prefix, shared("deit-distilled").pooling) == (2, "cls+dist")
+    assert (shared("dinov2-reg").prefix, shared("reg4-gap").prefix, shared("siglip").prefix) == (5, 4, 0)
+    assert (shared("siglip").pooling, shared("reg4-gap").pooling, shared("hf-dinov2").pooling) == (
+        "map",
+        "avg",
+        "cls+avg",
+    )
+    assert shared("vit-binary").sigmoid
+    assert not shared("vit").sigmoid
+
+
+def test_readout_rows_are_the_poolings() -> None:
+    for family in FAMILIES:
+        vit = shared(family)
+        seen = run_pass(vit, images(vit))
+        row = vit.pool_row(3, seen.pool)
+        torch.testing.assert_close(row.sum(1), torch.ones(3), atol=1e-5, rtol=0)
+        assert (row[:, : vit.prefix].sum() == 0) == (vit.pooling in ("avg", "map"))
+
+
+def test_a_batch_does_not_mix_in_a_pass() -> None:
+    vit = build("vit", torch.float64)
+    batch = images(vit)
+    job = LayerJob(lambda b: b.g, frozenset({"g"}), (0,))
+    whole = run_pass(vit, batch, jobs=[job]).values[0][0][0]
+    alone = run_pass(vit, batch[1:2], jobs=[job]).values[0][0][0]
+    torch.testing.assert_close(whole[1:2], alone, atol=1e-12, rtol=1e-12)

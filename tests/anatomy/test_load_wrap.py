@@ -1,0 +1,234 @@
+"""Loading by name, wrapping what the user has, and the sentences for what cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import patchlight as pl
+from patchlight.anatomy import model_names
+from patchlight.testing import check_method
+from tests.families import CLASSES, FAMILIES, build, images, randomise, shared
+
+SMALL = {"img_size": 64, "embed_dim": 48, "depth": 3, "num_heads": 4}
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    save_file({k: v.contiguous() for k, v in build("vit").model.state_dict().items()}, path)
+    return path
+
+
+def test_load_reads_the_number_of_classes_from_the_weights(weights: Path) -> None:
+    vit = pl.load("vit_tiny_patch16_224", weights=weights, labels=list("abcdefg"), **SMALL)
+    assert vit.classes == CLASSES
+    assert not any(p.requires_grad for p in vit.model.parameters())
+    batch = images(vit)
+    torch.testing.assert_close(vit.logits(batch), shared("vit").logits(batch))
+    assert pl.explain(vit, batch, target="c").target.tolist() == [2, 2, 2]
+
+
+def test_weights_from_a_torch_file(weights: Path, tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save({"state_dict": build("vit").model.state_dict()}, path)
+    vit = pl.load("vit_tiny_patch16_224", weights=path, **SMALL)
+    batch = images(vit)
+    torch.testing.assert_close(vit.logits(batch), shared("vit").logits(batch))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (print, ("unpickled",))
+
+
+def test_nothing_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "evil.pth"
+    torch.save({"model": Evil()}, path)
+    with pytest.raises(pl.PatchlightError, match="cannot be read as weights"):
+        pl.load("vit_tiny_patch16_224", weights=path)
+    assert "unpickled" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"name": "vit_tinny_patch16_224", "pretrained": False},
+            "no model is called .*did you mean 'vit_tiny_patch16_224",
+        ),
+        (
+            {"name": "torchvision:vit_b_61", "pretrained": False},
+            "no Vision Transformer called 'vit_b_61'; did you mean",
+        ),
+        ({"name": "vit_tiny_patch16_224", "weights": "nowhere.safetensors"}, "no weights at 'nowhere.safetensors'"),
+        ({"name": "vit_tiny_patch16_224", "pretrained": False, "device": "cuda:9"}, "device 'cuda:9' cannot be used"),
+        (
+            {"name": "vit_tiny_patch16_224", "pretrained": False, "labels": ["a"]},
+            "1 labels for a model with 1000 classes",
+        ),
+        ({"name": "resnet18", "pretrained": False}, "ResNet is not a model that can be read"),
+    ],
+)
+def test_load_says_what_is_wrong(options: dict[str, object], message: str) -> None:
+    if options.get("device") and torch.cuda.device_count() > 9:
+        pytest.skip("such a device exists")
+    with pytest.raises(pl.PatchlightError, match=message):
+        pl.load(**options)  # type: ignore[arg-type]
+
+
+def test_weights_that_do_not_fit(weights: Path) -> None:
+    with pytest.raises(pl.PatchlightError, match=r"do not fit vit_tiny_patch16_224: .*missing .*must be"):
+        pl.load("vit_tiny_patch16_224", weights=weights)
+
+
+def test_nan_in_weights_is_refused() -> None:
+    model = FAMILIES["vit"]()
+    model.blocks[1].mlp.fc1.weight.data[0, 0] = float("nan")  # type: ignore[union-attr]
+    with pytest.raises(pl.PatchlightError, match=r"NaN or infinity in 'blocks.1.mlp.fc1.weight'"):
+        pl.wrap(model)
+
+
+def test_wrap_unwraps_compiled_and_parallel_models() -> None:
+    model = randomise(FAMILIES["vit"]())
+    reference = pl.wrap(model)
+    batch = images(reference)
+    for wrapped in (torch.compile(model), nn.DataParallel(model)):
+        vit = pl.wrap(wrapped)
+        assert vit.model is model
+        torch.testing.assert_close(pl.explain(vit, batch).scores, pl.explain(reference, batch).scores)
+
+
+def test_a_model_in_training_is_evaluated_and_goes_on_training() -> None:
+    model = FAMILIES["vit"]()
+    randomise(model).train()
+    model.blocks[0].attn.proj_drop.p = 0.5  # type: ignore[union-attr]
+    model.blocks[1].eval()  # type: ignore[union-attr]
+    modes = [m.training for m in model.modules()]
+    vit = pl.wrap(model)
+    batch = images(vit)
+    first, second = pl.explain(vit, batch), pl.explain(vit, batch)
+    assert torch.equal(first.scores, second.scores)
+    assert [m.training for m in model.modules()] == modes
+    assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(RuntimeError, match="on purpose"):
+        pl.explain(vit, batch, score=_fails)
+    assert [m.training for m in model.modules()] == modes
+    assert all(p.requires_grad for p in model.parameters())
+    assert torch.equal(pl.explain(vit, batch).scores, first.scores)
+
+
+def _fails(logits: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("on purpose")
+
+
+def test_an_unknown_model_is_told_how_to_be_described() -> None:
+    with pytest.raises(pl.PatchlightError, match=r"Sequential is not a model .*VisionTransformer.*wrap\(model, embed="):
+        pl.wrap(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(pl.PatchlightError, match="also give embed, readout, grid"):
+        pl.wrap(nn.Sequential(nn.Linear(2, 2)), blocks=[])
+    with pytest.raises(pl.PatchlightError, match="wrap takes a torch module; str"):
+        pl.wrap("vit")  # type: ignore[arg-type]
+
+
+class Homemade(nn.Module):
+    """A transformer of no library: torch's own encoder layers, average pooling, no CLS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 32, 16, 16)
+        layers = [nn.TransformerEncoderLayer(32, 4, 64, 0.1, "gelu", batch_first=True, norm_first=True) for _ in "123"]
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(32, 5)
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.patch(x).flatten(2).transpose(1, 2)
+
+    def readout(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(tokens.mean(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.readout(x)
+
+
+def test_a_model_described_by_hand() -> None:
+    torch.manual_seed(0)
+    model = randomise(Homemade())
+    vit = pl.wrap(
+        model,
+        embed=model.embed,
+        blocks=model.layers,
+        readout=model.readout,
+        grid=(4, 4),
+        prefix=0,
+        pooling="avg",
+        heads=4,
+        classes=5,
+        preprocess=pl.Preprocess((64, 64)),
+    )
+    batch = images(vit)
+    with torch.no_grad():
+        torch.testing.assert_close(vit.logits(batch), model(batch), atol=1e-5, rtol=1e-5)
+    maps = pl.explain(vit, batch, ["rawatt", "rollout", "genatt", "ixg", "ixg.libra"])
+    assert all(a.scores.shape == (3, 4, 4) and a.scores.abs().max() > 0 for a in maps.values())
+    assert all(m.supported for m in pl.methods(vit) if m.name in maps)
+
+
+def test_a_method_refuses_a_model_that_lacks_what_it_needs() -> None:
+    vit = build("vit")
+    bare = pl.wrap(
+        vit.model,
+        embed=vit.embed,
+        blocks=[nn.Sequential(block) for block in vit.blocks],
+        readout=vit.readout,
+        **{key: getattr(vit, key) for key in ("name", "grid", "prefix", "pooling", "heads", "classes", "preprocess")},
+    )
+    batch = images(vit)
+    with pytest.raises(
+        pl.Unsupported, match=r"'gradcam' does not work here: vit has no first norm.*these do: .*genatt"
+    ):
+        pl.explain(bare, batch, "gradcam")
+    unsupported = {m.name: m.reason for m in pl.methods(bare) if not m.supported}
+    assert "no first norm" in unsupported["gradcam"]
+    check_method("gradcam", bare, batch)
+    torch.testing.assert_close(pl.explain(bare, batch).scores, pl.explain(vit, batch).scores)
+
+
+def test_a_local_transformers_folder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for family in ("hf-vit", "hf-deit", "hf-clip"):
+        vit = build(family)
+        vit.model.save_pretrained(tmp_path / family)  # type: ignore[operator]
+        loaded = pl.load(f"hf:{tmp_path / family}")
+        batch = images(vit)
+        torch.testing.assert_close(loaded.logits(batch), vit.logits(batch))
+        assert type(loaded.model) is type(vit.model)
+
+
+def test_labels_from_files(tmp_path: Path) -> None:
+    from patchlight.anatomy import read_labels
+
+    table = tmp_path / "classes.csv"
+    table.write_text('class_index,synset,names\n1,n2,"goldfish, Carassius"\n0,n1,tench\n')
+    assert read_labels(table) == ["tench", "goldfish, Carassius"]
+    lines = tmp_path / "classes.txt"
+    lines.write_text("a\nb\n")
+    assert read_labels(lines) == ["a", "b"]
+    (tmp_path / "bad.csv").write_text("x,y\n1,2\n")
+    with pytest.raises(pl.PatchlightError, match="no column called names"):
+        read_labels(tmp_path / "bad.csv")
+    with pytest.raises(pl.PatchlightError, match="no label file"):
+        read_labels(tmp_path / "none.csv")
+
+
+def test_model_names_can_be_searched() -> None:
+    assert "deit_tiny_patch16_224" in model_names("deit")
+    assert model_names("pocket") == ["pocket"]
+    assert model_names("nothing-like-it") == []

@@ -1,0 +1,117 @@
+"""The result object: steps of the reader, and a save that is whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import patchlight as pl
+from tests.families import images, shared
+
+
+def attribution(scores: torch.Tensor, **about: object) -> pl.Attribution:
+    target = torch.zeros(scores.shape[:-2], dtype=torch.long)
+    return pl.Attribution(scores, target, "test", "model", (8, 8), **about)  # type: ignore[arg-type]
+
+
+def test_top_patches_and_masks() -> None:
+    scores = torch.tensor([[[0.1, 0.9, 0.3], [0.9, -1.0, 0.2]]])
+    att = attribution(scores)
+    assert att.top_patches(3).tolist() == [[[0, 1], [1, 0], [0, 2]]]
+    assert att.mask(0.5).tolist() == [[[False, True, True], [True, False, False]]]
+    assert att.mask(0.001).sum() == 1
+    with pytest.raises(pl.PatchlightError, match="there are 6 cells; 7"):
+        att.top_patches(7)
+    with pytest.raises(pl.PatchlightError, match="fraction 0"):
+        att.mask(0)
+
+
+@given(st.integers(2, 6), st.integers(2, 6), st.floats(0.01, 1))
+def test_a_mask_has_its_fraction(h: int, w: int, fraction: float) -> None:
+    att = attribution(torch.rand(2, 3, h, w, generator=torch.Generator().manual_seed(h * w)))
+    assert (att.mask(fraction).sum((-1, -2)) == max(1, round(fraction * h * w))).all()
+
+
+def test_upsampling_keeps_what_it_should() -> None:
+    att = attribution(torch.arange(8.0).reshape(1, 2, 2, 2))
+    near = att.upsample(mode="nearest")
+    assert near.shape == (1, 2, 8, 8)
+    assert torch.equal(near[..., ::4, ::4], att.scores)
+    assert att.upsample(5).shape == (1, 2, 5, 5)
+    flat = attribution(torch.full((1, 3, 3), 2.5))
+    torch.testing.assert_close(flat.upsample((7, 9)), torch.full((1, 7, 9), 2.5))
+    with pytest.raises(pl.PatchlightError, match="'area'"):
+        att.upsample(4, mode="area")  # type: ignore[arg-type]
+
+
+def test_save_and_load_give_equal_arrays(tmp_path: Path) -> None:
+    vit = shared("vit")
+    att = pl.explain(vit, images(vit), "rollout", target=[[0, 1]] * 3, start=1, seed=5)
+    folder = att.save(tmp_path / "a" / "out")
+    back = pl.Attribution.load(folder)
+    assert torch.equal(back.scores, att.scores)
+    assert torch.equal(back.target, att.target)
+    for key in ("method", "model", "settings", "level", "score", "seed", "versions", "labels", "image_size"):
+        assert getattr(back, key) == getattr(att, key), key
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["out"], "a temporary folder was left"
+
+
+def test_save_refuses_to_overwrite(tmp_path: Path) -> None:
+    att = attribution(torch.rand(1, 2, 2))
+    att.save(tmp_path / "out")
+    with pytest.raises(pl.PatchlightError, match="exists already"):
+        att.save(tmp_path / "out")
+    other = attribution(torch.zeros(1, 2, 2))
+    other.save(tmp_path / "out", force=True)
+    assert torch.equal(pl.Attribution.load(tmp_path / "out").scores, other.scores)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(pl.PatchlightError, match="exists already"):
+        att.save(tmp_path / "mine", force=True)
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json, "dumps", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("disk full")))
+    with pytest.raises(RuntimeError, match="disk full"):
+        attribution(torch.rand(1, 2, 2)).save(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_load_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(pl.PatchlightError, match=r"holds no attribution \(attribution.json is missing\)"):
+        pl.Attribution.load(tmp_path)
+    folder = attribution(torch.rand(1, 2, 2)).save(tmp_path / "out")
+    (folder / "scores.safetensors").write_bytes(b"broken")
+    with pytest.raises(pl.PatchlightError, match="is damaged"):
+        pl.Attribution.load(folder)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(pl.PatchlightError, match="cannot be written"):
+        attribution(torch.rand(1, 2, 2)).save(blocked / "out")
+
+
+def test_one_image_of_many() -> None:
+    vit = shared("vit")
+    att = pl.explain(vit, images(vit), target=[0, 1, 2])
+    one = att[1]
+    assert torch.equal(one.scores, att.scores[1:2])
+    assert (one.target.tolist(), one.labels) == ([1], ("class 1",))
+    assert len(att[-2:]) == 2
+    with pytest.raises(IndexError):
+        att[3]
+
+
+def test_it_shows_itself() -> None:
+    vit = shared("vit")
+    att = pl.explain(vit, images(vit), target=1)
+    assert "genatt" in repr(att)
+    assert "4x4" in repr(att)
+    page = att._repr_html_()
+    assert "data:image/png;base64," in page
+    assert "genatt" in page

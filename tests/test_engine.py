@@ -1,0 +1,204 @@
+"""`explain`: one pass for many methods, every kind of input, and clear sentences for wrong ones."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import patchlight as pl
+from patchlight.anatomy import Anatomy
+from patchlight.registry import registered
+from patchlight.trace import BACKWARD
+from tests.families import build, images, shared
+
+
+class Counter:
+    """Counts forwards (calls of the first block) and backwards of a model."""
+
+    def __init__(self, vit: Anatomy, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.forwards = self.backwards = 0
+        block, grad = vit.block, torch.autograd.grad
+
+        def counted_block(index: int, *args: object) -> torch.Tensor:
+            self.forwards += index == 0
+            return block(index, *args)  # type: ignore[arg-type]
+
+        def counted_grad(*args: object, **kwargs: object) -> object:
+            self.backwards += 1
+            return grad(*args, **kwargs)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(vit, "block", counted_block)
+        monkeypatch.setattr(torch.autograd, "grad", counted_grad)
+
+
+def one_pass_names() -> list[str]:
+    return [n for n, m in registered().items() if m.whitebox and m.rule == "plain" and not callable(m.needs)]
+
+
+def test_many_methods_take_one_forward_and_one_backward_per_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = build("vit")
+    counter = Counter(vit, monkeypatch)
+    names = one_pass_names()
+    maps = pl.explain(vit, images(vit), names)
+    assert list(maps) == names
+    assert (counter.forwards, counter.backwards) == (1, 1)
+    pl.explain(vit, images(vit), [*names, "genatt.libra", "ixg.libra", "ixg.attnlrp"])
+    assert (counter.forwards, counter.backwards) == (4, 4)
+
+
+def test_methods_without_gradients_take_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = build("vit")
+    counter = Counter(vit, monkeypatch)
+    pl.explain(vit, images(vit), ["rawatt", "rollout"])
+    assert (counter.forwards, counter.backwards) == (1, 0)
+    pl.explain(vit, images(vit), "genatt", target=[[0, 1, 2]] * 3)
+    assert (counter.forwards, counter.backwards) == (2, 3)
+
+
+def test_blocks_below_the_start_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = build("vit")
+    modes: list[bool] = []
+    block = vit.block
+    monkeypatch.setattr(vit, "block", lambda i, *a: (modes.append(torch.is_grad_enabled()), block(i, *a))[1])
+    pl.explain(vit, images(vit), "ixg.skipplus.libra")
+    assert modes == [False, False, True]
+
+
+def test_tensors_pictures_and_paths_agree(tmp_path: Path) -> None:
+    vit = shared("vit")
+    rng = np.random.default_rng(0)
+    pictures = [Image.fromarray(rng.integers(0, 255, (90, 70, 3), np.uint8)) for _ in range(3)]
+    paths = []
+    for i, picture in enumerate(pictures):
+        paths.append(tmp_path / f"{i}.png")
+        picture.save(paths[-1])
+    tensor = torch.stack([vit.preprocess.tensor(p) for p in pictures])
+    expected = pl.explain(vit, tensor).scores
+    for given in (pictures, paths, [str(p) for p in paths], list(tensor)):
+        assert torch.equal(pl.explain(vit, given).scores, expected)
+    assert torch.allclose(pl.explain(vit, pictures[0]).scores, expected[:1], atol=1e-6)
+    assert torch.allclose(pl.explain(vit, str(paths[0])).scores, expected[:1], atol=1e-6)
+    assert torch.allclose(pl.explain(vit, tensor[0]).scores, expected[:1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.zeros(1, 3, 32, 32), r"shape \[1, 3, 32, 32\]; this model takes \[B,3,64,64\]"),
+        (torch.zeros(0, 3, 64, 64), "are empty"),
+        (torch.zeros(1, 3, 64, 64, dtype=torch.uint8), "dtype torch.uint8; give a preprocessed"),
+        (torch.full((1, 3, 64, 64), float("nan")), "NaN or infinity"),
+        (np.zeros((64, 64, 3)), "numpy array"),
+        ([], "no images"),
+        ([3], "given as int"),
+        ("nowhere.jpg", "no image at 'nowhere.jpg'"),
+    ],
+)
+def test_wrong_images_are_explained(given: object, message: str) -> None:
+    with pytest.raises(pl.PatchlightError, match=message):
+        pl.explain(shared("vit"), given)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("genat", {}, "no method is called 'genat'; did you mean 'genatt'"),
+        ("chefr2", {}, "did you mean 'chefer2'"),
+        ("genatt.libre", {}, "no wrapper is called 'libre'.*did you mean 'libra'"),
+        ("genatt.libra.attnlrp", {}, "two backward rules"),
+        ("ixg.plus.skipplus", {}, "two compositions"),
+        ("ixg.rollout", {}, "multiplies token-to-token matrices"),
+        ("random.plus", {}, "has no layer maps"),
+        ("rollout.plus", {}, "product over all blocks already"),
+        ("rawatt.libra", {}, "uses no gradient"),
+        ("rollout", {"stat": 1}, "no setting 'stat'; did you mean 'start'"),
+        ("rollout", {"fusion": "sum"}, "fusion='sum' of 'rollout' is not valid"),
+        ("rollout", {"discard": 1.5}, "discard=1.5 of 'rollout' is not valid"),
+        ("rollout", {"start": 3}, "block 3 does not exist; this model has blocks 0 to 2"),
+        ("rollout", {"preset": "cheffer"}, "no preset 'cheffer'; did you mean 'chefer'"),
+        ("gradcam", {"layer": "blocks[-1].nrom"}, "is not a place"),
+        ([], {}, "no method was named"),
+        ("genatt", {"batch_size": -1}, "batch_size -1"),
+    ],
+)
+def test_wrong_requests_are_explained(method: str, settings: dict[str, object], message: str) -> None:
+    vit = shared("vit")
+    with pytest.raises(pl.PatchlightError, match=message):
+        pl.explain(vit, images(vit), method, **settings)  # type: ignore[arg-type]
+
+
+def test_settings_by_method_and_aliases() -> None:
+    vit = shared("vit")
+    batch = images(vit)
+    maps = pl.explain(vit, batch, {"rollout": {"start": 1}, "genatt": {}})
+    torch.testing.assert_close(maps["rollout"].scores, pl.explain(vit, batch, "rollout", start=1).scores)
+    assert maps["rollout"].settings["start"] == 1
+    for alias in ("chefer2", "cgw2", "gae"):
+        found = pl.explain(vit, batch, [alias])[alias]
+        assert found.method == "genatt"
+        assert torch.equal(found.scores, maps["genatt"].scores)
+
+
+def test_rule_wrappers_may_stand_anywhere_and_are_written_last() -> None:
+    vit = shared("vit")
+    a, b = (pl.explain(vit, images(vit), name) for name in ("ixg.libra.plus", "ixg.plus.libra"))
+    assert a.method == b.method == "ixg.plus.libra"
+    assert torch.equal(a.scores, b.scores)
+
+
+def test_a_degenerate_map_warns_and_says_what_to_use() -> None:
+    vit = shared("vit")
+    with pytest.warns(pl.DegenerateMap, match=r"use '\.libra'"):
+        pl.explain(vit, images(vit), "ixg", start=2)
+
+
+def test_progress_is_told() -> None:
+    vit = shared("vit")
+    seen: list[tuple[int, int]] = []
+    pl.explain(vit, images(vit), batch_size=2, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(2, 3), (3, 3)]
+
+
+def test_trace_hands_over_the_evidence() -> None:
+    vit = shared("vit", torch.float64)
+    batch = images(vit)
+    with pl.trace(vit, batch, target=2) as t:
+        row = torch.zeros(3, vit.tokens, dtype=torch.float64)
+        row[:, 0] = 1
+        for A, G in zip(reversed(t.attention), reversed(t.attention_gradients), strict=True):
+            row = row + (row[:, None] @ (A * G).relu().mean(1))[:, 0]
+        assert len(t.tokens) == vit.depth + 1
+        torch.testing.assert_close(vit.readout(t.tokens[-1]), t.logits)
+        directional = (t.tokens[0] * t.gradients[0]).sum(-1)
+    expected = pl.explain(vit, batch, ["genatt", "ixg"], target=2)
+    torch.testing.assert_close(vit.patches(row).float(), expected["genatt"].scores)
+    torch.testing.assert_close(vit.patches(directional).float(), expected["ixg"].scores)
+    assert not t.attention, "the evidence outlives the with"
+    with pytest.raises(pl.PatchlightError, match="no backward rule"), pl.trace(vit, batch, rule="libre"):
+        pass
+
+
+def test_memory_does_not_grow() -> None:
+    vit = shared("vit")
+    batch = images(vit)
+
+    def live() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    pl.explain(vit, batch, ["genatt", "ixg.libra"])
+    before = live()
+    for _ in range(50):
+        pl.explain(vit, batch, ["genatt", "ixg.libra"])
+    assert live() <= before
+
+
+def test_every_need_that_asks_for_a_backward_is_class_specific() -> None:
+    for name, entry in registered().items():
+        if entry.whitebox and not callable(entry.needs):
+            assert bool(entry.needs & BACKWARD) == entry.class_specific, name
