@@ -209,7 +209,9 @@ def _describe(model: nn.Module, about: dict[str, Any]) -> Anatomy:
 def _load_pocket(about: dict[str, Any]) -> Anatomy:
     from patchlight.zoo import pocket
 
-    return wrap(pocket.build(), **about, **pocket.about())
+    facts = pocket.description()
+    preprocess = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
+    return wrap(pocket.build(), labels=facts["classes"], preprocess=preprocess, **about)
 
 
 def _load_timm(

@@ -1,0 +1,1 @@
+"""The bundled model and photographs. Importing this package imports no framework."""
