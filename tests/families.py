@@ -20,7 +20,7 @@ CLASSES = 7
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Biases, norms, layer scales, position tables and heads drawn afresh; matrices large enough for lively attention."""
+    """Biases, norms, layer scales, positions and heads drawn afresh; matrices large enough for lively attention."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(like: torch.Tensor, std: float) -> torch.Tensor:

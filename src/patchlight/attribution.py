@@ -7,17 +7,18 @@ import os
 import platform
 import shutil
 import tempfile
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.errors import PatchlightError
+from patchlight.images import Preprocess
 
 _FORMAT = 1
 
@@ -59,6 +60,8 @@ class Attribution:
     labels: tuple[str, ...] = ()
     seed: int = 0
     versions: dict[str, str] = field(default_factory=dict)
+    preprocess: Preprocess | None = None
+    """How the images were shown to the model, so that the heat can be laid where it belongs."""
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -98,7 +101,7 @@ class Attribution:
         cells = self.grid[0] * self.grid[1]
         if not 1 <= k <= cells:
             raise PatchlightError(f"there are {cells} cells; {k} cannot be picked")
-        order = self.scores.flatten(-2).sort(-1, descending=True, stable=True).indices[..., :k]
+        order = self.scores.flatten(-2).sort(stable=True, dim=-1, descending=True).indices[..., :k]
         return torch.stack([order // self.grid[1], order % self.grid[1]], -1)
 
     def mask(self, fraction: float = 0.2) -> Tensor:
@@ -107,13 +110,19 @@ class Attribution:
             raise PatchlightError(f"fraction {fraction} is not in (0, 1]")
         best = self.top_patches(max(1, round(fraction * self.grid[0] * self.grid[1])))
         flat = torch.zeros(*self.scores.shape[:-2], self.grid[0] * self.grid[1], dtype=torch.bool)
-        return flat.scatter(-1, best[..., 0] * self.grid[1] + best[..., 1], True).unflatten(-1, self.grid)
+        return flat.scatter(-1, best[..., 0] * self.grid[1] + best[..., 1], True).view(self.scores.shape)
 
     def overlay(self, image: Any, index: int = 0, **options: Any) -> Any:
-        """A PIL picture of image `index`'s heat over `image` (a PIL image or path); options as in viz.overlay."""
+        """A PIL picture of image `index`'s heat over `image` (a PIL image or path, as given to explain).
+
+        The image is cut as the model saw it. Of several classes the first is shown. Options as in viz.overlay.
+        """
         from patchlight.viz import overlay
 
+        if not -len(self) <= index < len(self):
+            raise PatchlightError(f"there is no image {index}; this attribution has {len(self)}")
         scores = self.scores[index]
+        options = {"preprocess": self.preprocess, **options}
         return overlay(scores if scores.ndim == 2 else scores[0], image, self.image_size, **options)
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
@@ -130,6 +139,7 @@ class Attribution:
         if self.against is not None:
             tensors["against"] = self.against.contiguous()
         about = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("scores", "target", "against")}
+        about["preprocess"] = None if self.preprocess is None else asdict(self.preprocess)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -165,6 +175,9 @@ class Attribution:
                 raise PatchlightError(f"'{folder}' was written by another version of the format")
             about["image_size"] = tuple(about["image_size"])
             about["labels"] = tuple(about["labels"])
+            if about.get("preprocess") is not None:
+                known = {k: tuple(v) if isinstance(v, list) else v for k, v in about["preprocess"].items()}
+                about["preprocess"] = Preprocess(**cast("dict[str, Any]", known))
             return Attribution(**tensors, **about)
         except FileNotFoundError as error:
             raise PatchlightError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from patchlight.anatomy import Anatomy, wrap
 from patchlight.attribution import Attribution, versions
 from patchlight.errors import PatchlightError
-from patchlight.registry import Ask, Request, check_supported, resolve
+from patchlight.registry import Request, check_supported, resolve
 from patchlight.rules import RULES
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets
 from patchlight.trace import Pass, run_pass
@@ -36,6 +36,7 @@ def explain(
     target: Target = ...,
     **options: Any,
 ) -> dict[str, Attribution]: ...
+@torch.inference_mode(False)
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
@@ -118,7 +119,7 @@ def _groups(requests: Sequence[Request]) -> list[list[int]]:
     groups: dict[Any, list[int]] = {}
     forward_only: list[int] = []
     for i, request in enumerate(requests):
-        if not request.method.whitebox:
+        if not request.method.whitebox or request.method.own_pass:
             continue
         if request.needs_backward():
             groups.setdefault((request.rule.name, request.score), []).append(i)
@@ -146,9 +147,7 @@ def _finish(request: Request, vit: Anatomy, seen: Pass, j: int) -> Tensor:
 
 def _asked(request: Request, vit: Anatomy, batch: Tensor, targets: Targets, seed: int) -> Tensor:
     def one(t: int) -> Tensor:
-        ask = Ask(vit, batch, targets.column(t), request.score, seed, request.rule)
-        result: Tensor = request.method.function(ask, **request.settings)
-        return result
+        return request.ask(vit, batch, targets.column(t), seed)
 
     if not request.method.class_specific:
         return one(0)[:, None].expand(-1, targets.count, -1, -1)
@@ -207,4 +206,5 @@ def _attribution(vit: Anatomy, request: Request, scores: Tensor, targets: Target
         labels=tuple(vit.label(int(i)) for i in targets.index.flatten()),
         seed=seed,
         versions=versions(),
+        preprocess=vit.preprocess,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ class Preprocess:
     """How a model's training pipeline shows it an image at evaluation time.
 
     `fit="crop"` resizes the shorter side to `size / crop_pct`, `fit="squash"` both sides; the centre is then cut out.
-    Colours are scaled to [0, 1], less `mean`, over `std`.
+    Colours are scaled to [0, 1], less `mean`, over `std`. Sizes are rounded as timm and torchvision round them: down
+    for square models, to the nearest otherwise.
     """
 
     size: tuple[int, int]
@@ -53,10 +55,11 @@ class Preprocess:
             image = image.resize((short_w, short_h), resample)
         else:
             image = _within_aspect(image)
+            whole = int if short_h == short_w else round
             if short_h * image.width >= short_w * image.height:
-                size = (int(short_h * image.width / image.height), short_h)
+                size = (whole(short_h * image.width / image.height), short_h)
             else:
-                size = (short_w, int(short_w * image.height / image.width))
+                size = (short_w, whole(short_w * image.height / image.width))
             image = image.resize(size, resample)
         left, top = round((image.width - width) / 2.0), round((image.height - height) / 2.0)
         return image.crop((left, top, left + width, top + height))
@@ -86,11 +89,12 @@ def open_image(source: Picture) -> Image.Image:
         raise PatchlightError(f"no image at '{path}'")
     if path.is_dir():
         raise PatchlightError(f"'{path}' is a folder; give the image files in it, or use list_images")
+    if not path.is_file():
+        raise PatchlightError(f"'{path}' is not a file")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            warnings.simplefilter("ignore")
             with Image.open(path) as image:
-                _check_size(image, f"'{path}'")
                 return _as_rgb(image, f"'{path}'")
     except PatchlightError:
         raise
@@ -98,13 +102,16 @@ def open_image(source: Picture) -> Image.Image:
         raise PatchlightError(f"'{path}' is too large: at most {MAX_PIXELS // 10**6} million pixels") from error
     except UnidentifiedImageError as error:
         raise PatchlightError(f"'{path}' is not an image that can be read ({path.stat().st_size} bytes)") from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        raise PatchlightError(f"'{path}' is damaged or truncated: {error}") from error
+    except PermissionError as error:
+        raise PatchlightError(f"'{path}' may not be read: {error.strerror}") from error
+    except Exception as error:  # decoders meet damaged bytes with every kind of exception
+        raise PatchlightError(f"'{path}' is damaged or truncated: {str(error) or type(error).__name__}") from error
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Every image file below `folder`, sorted; an error if there is none."""
-    found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+    """Every image file below `folder`, sorted, hidden files and folders left out; an error if there is none."""
+    below = (p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+    found = sorted(p for p in below if not any(part.startswith(".") for part in p.relative_to(folder).parts))
     if not found:
         raise PatchlightError(f"no images in '{folder}' (looked for {', '.join(sorted(SUFFIXES))})")
     return found
@@ -127,16 +134,26 @@ def _check_size(image: Image.Image, what: str) -> None:
 
 def _as_rgb(image: Image.Image, what: str) -> Image.Image:
     _check_size(image, what)
-    image = ImageOps.exif_transpose(image)
-    if image.mode in ("I;16", "I;16B", "I;16L", "I", "F"):
-        array = np.asarray(image, dtype=np.float64)
-        top = 65535.0 if image.mode != "F" and array.max(initial=0) > 255 else max(float(array.max(initial=0)), 1.0)
-        array = array / (255.0 if image.mode == "I" and top <= 255 else top)
-        image = Image.fromarray((np.clip(array, 0, 1) * 255).round().astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    image.load()
+    with contextlib.suppress(Exception):  # a picture with unreadable EXIF is shown as it lies
+        image = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _as_grey(image, what)
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
+
+
+def _as_grey(image: Image.Image, what: str) -> Image.Image:
+    """Grey of more than 8 bits, scaled by the range its numbers can have: 16 bits, else 8, else (floats) one."""
+    array = np.asarray(image, dtype=np.float64)
+    if not np.isfinite(array).all():
+        raise PatchlightError(f"{what} contains NaN or infinity")
+    highest = float(array.max(initial=0))
+    ranges = (65535.0,) if image.mode.startswith("I;16") else (255.0, 65535.0) if image.mode == "I" else (1.0, 255.0)
+    top = next((r for r in ranges if highest <= r), highest)
+    return Image.fromarray((np.clip(array / top, 0, 1) * 255).round().astype(np.uint8))
 
 
 def to_batch(images: Any, preprocess: Preprocess, channels: int = 3) -> torch.Tensor:

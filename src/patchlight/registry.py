@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -88,11 +88,16 @@ class Ask:
     score: Score
     seed: int
     rule: Rule
+    layers: tuple[int, ...] = ()
 
     def run(self, jobs: Iterable[LayerJob], images: Tensor | None = None, tokens: Tensor | None = None) -> Pass:
-        """A pass over other images, or over tokens that enter block 0, with the same classes and score."""
+        """A pass over other images, or over tokens that enter block 0, with the same classes and score.
+
+        Either may hold k variants of each image: k batches of B, one after another.
+        """
         images = self.images if images is None else images
-        return run_pass(self.vit, images, self.targets, self.score, self.rule, list(jobs), tokens)
+        targets = self.targets.repeat(len(images if tokens is None else tokens) // len(self.images))
+        return run_pass(self.vit, images, targets, self.score, self.rule, list(jobs), tokens)
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,9 @@ class Method:
     `exact`: a batch equals single calls to rounding (else only in rank, because rounding may flip a choice).
     `quick`: settings for a cheap run, used by tests and quick benchmarks. `composable`: why no composition may follow,
     where none may. `composed`: defaults that change under a composition. `advice`: why a map is degenerate, known
-    beforehand; `constant`: why it may turn out constant, and what to use instead.
+    beforehand; `constant`: why it may turn out constant, and what to use instead. `refuses`: why a model
+    cannot be explained with these settings, beyond what `needs` says. `own_pass`: its rules are its own, so it runs
+    its own pass: the function takes an Ask, and with a combiner returns a Pass with maps of the blocks `ask.layers`.
     """
 
     name: str
@@ -124,6 +131,8 @@ class Method:
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     advice: Callable[[Settings, Anatomy], str | None] | None = None
     constant: str = ""
+    refuses: Callable[[Settings, Anatomy], str | None] | None = None
+    own_pass: bool = False
     matrix: bool = False
     adds_end: bool = False
     default_score: Literal["logit", "probability"] = "logit"
@@ -227,6 +236,13 @@ class Request:
         function = self.method.function
         return LayerJob(lambda e: function(e, **settings), self.method.needed(self.settings), layers)
 
+    def ask(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+        """The map [B,h,w] of a method that takes an Ask."""
+        layers = tuple(self.combine.span(vit.depth, self.settings)) if self.combine is not None else ()
+        given = Ask(vit, images, targets, self.score, seed, self.rule, layers)
+        result = self.method.function(given, **_accepted(self.method.function, self.settings))
+        return self.finish(result.values[0][0], vit, result, 0) if isinstance(result, Pass) else result
+
     def finish(self, values: dict[int, Any], vit: Anatomy, seen: Pass, t: int) -> Tensor:
         """The map [B,h,w] of the t-th class from the layer maps of a pass."""
         assert self.combine is not None
@@ -276,6 +292,8 @@ def resolve(asked: str, settings: Settings | None = None, score: Score | None = 
         raise PatchlightError(f"'{entry.name}' uses no gradient, so the backward rule '{ruled}' changes nothing")
     if ruled and entry.rule != "plain" and entry.rule != ruled:
         raise PatchlightError(f"'{entry.name}' has its own backward rule ({entry.rule}); '{ruled}' cannot replace it")
+    if ruled and entry.own_pass:
+        raise PatchlightError(f"'{entry.name}' has relevance rules of its own; '{ruled}' cannot replace them")
     name = ".".join([entry.name, *([composed] if composed else []), *([ruled] if ruled else [])])
     values = _settings(name, entry, combine, bool(composed), dict(settings or {}))
     score = values.pop("score", None) or score or entry.default_score
@@ -333,7 +351,7 @@ def parameters(entry: Method, combine: Combiner | None) -> dict[str, tuple[inspe
     for function in (entry.function, combine.function if combine else None):
         if function is None:
             continue
-        hints = get_type_hints(function)
+        hints = get_type_hints(function, include_extras=True)
         for key, p in list(inspect.signature(function).parameters.items())[1:]:
             found[key] = (p, hints.get(key, Any))
     if "pixel" in entry.levels and len(entry.levels) > 1:
@@ -354,7 +372,7 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         return f"{vit.name} has no first norm in its blocks"
     if "u" in needs and vit.parts(0).norm2 is None:
         return f"{vit.name} has no second norm in its blocks, where the tokens after attention are read"
-    return None
+    return request.method.refuses(request.settings, vit) if request.method.refuses is not None else None
 
 
 def check_supported(request: Request, vit: Anatomy) -> None:
@@ -383,4 +401,6 @@ def methods(vit: Anatomy | None = None) -> list[MethodInfo]:
 
 
 def _type_name(kind: Any) -> str:
+    if hasattr(kind, "__metadata__"):
+        kind = get_args(kind)[0]
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")

@@ -130,7 +130,8 @@ class _RatioActivation(torch.autograd.Function):
 
 
 def _gelu_ratio(h: Tensor) -> Tensor:
-    return torch.special.ndtr(h)
+    ratio: Tensor = torch.special.ndtr(h)
+    return ratio
 
 
 def _tanh_gelu_ratio(h: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ class Evidence:
     scalar_bias: Tensor = field(default=None)  # type: ignore[assignment]
     parts: Any = None
     prefix: int = 0
+    depth: int = 0
     _shared: dict[str, Tensor] = field(default_factory=dict)
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,11 @@ class Targets:
         against = None if self.against is None else self.against[:, t : t + 1]
         return Targets(self.index[:, t : t + 1], against)
 
+    def repeat(self, times: int) -> Targets:
+        """The same targets for `times` batches of the same images, one after another."""
+        against = None if self.against is None else self.against.repeat(times, 1)
+        return Targets(self.index.repeat(times, 1), against, self.several)
+
 
 def resolve_targets(target: Target, batch: int, classes: int, labels: Sequence[str] | None) -> Targets | None:
     """Read a user's target; None stays None (the prediction is explained).
@@ -56,14 +62,16 @@ def resolve_targets(target: Target, batch: int, classes: int, labels: Sequence[s
         if target.is_floating_point() or target.dtype == torch.bool:
             raise PatchlightError(f"target has dtype {target.dtype}; give class indices as integers")
         target = target.tolist()
-    elif hasattr(target, "tolist") and not isinstance(target, str):
+    elif isinstance(target, np.ndarray | np.generic):
         target = target.tolist()
     if isinstance(target, int | str):
         return Targets(torch.full((batch, 1), one(target)))
     if isinstance(target, tuple):
         a, b = _pair(target)
         return Targets(torch.full((batch, 1), one(a)), torch.full((batch, 1), one(b)))
-    rows = list(target)  # type: ignore[arg-type]
+    if not isinstance(target, Sequence):
+        raise PatchlightError(f"target {target!r} is a {type(target).__name__}; give a class index or a label name")
+    rows = list(target)
     if len(rows) != batch:
         raise PatchlightError(f"target has length {len(rows)} but there are {batch} images; give one class per image")
     if all(isinstance(r, tuple) for r in rows):

@@ -74,8 +74,9 @@ def run_pass(
     runner = _Runner(vit, rule, jobs)
     with torch.inference_mode(False), vit.steady():
         images = images.clone() if images.is_inference() else images
+        tokens = tokens.clone() if tokens is not None and tokens.is_inference() else tokens
         logits = runner.forward(images, tokens)
-        targets = predicted(logits) if targets is None else targets
+        targets = predicted(logits) if targets is None else targets.repeat(1)
         with torch.set_grad_enabled(runner.backward):
             scores = score_of(logits, targets, score, vit.sigmoid)
         values, ends = [], []
@@ -115,7 +116,9 @@ class _Runner:
             elif graph:
                 x.register_hook(self._hook(layer))
             needs = frozenset[str]().union(*(self.jobs[j].needs for j in self.wants[layer]))
-            evidence = self.evidence[layer] = Evidence(layer, x.detach(), parts=vit.parts(layer), prefix=vit.prefix)
+            evidence = self.evidence[layer] = Evidence(
+                layer, x.detach(), parts=vit.parts(layer), prefix=vit.prefix, depth=vit.depth
+            )
             with torch.set_grad_enabled(graph), self._tapped(evidence, needs & TAPPED):
                 x = vit.block(layer, x)
             evidence.y = x.detach()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,11 +19,39 @@ Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg"]
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules of one pre-norm block that methods read by name; None where a block has no such part."""
+    """The parts of one pre-norm block that methods read by name; None where a block has no such part.
+
+    `value` is W_V [H*d, D], heads in order; it is there only where nothing but attention stands between it and `out`.
+    `qkv()` gives weight and bias of queries, keys and values, stacked; `scale1` and `scale2` are layer scales.
+    `beyond` says what else a block does than u = x + scale1 * out(attention(norm1(x))) and
+    y = u + scale2 * fc2(activation(fc1(norm2(u)))).
+    """
 
     norm1: nn.Module | None = None
     norm2: nn.Module | None = None
     out: nn.Module | None = None
+    value: Tensor | None = None
+    qkv: Callable[[], tuple[Tensor, Tensor | None]] | None = None
+    fc1: nn.Module | None = None
+    activation: Callable[[Tensor], Tensor] | None = None
+    fc2: nn.Module | None = None
+    scale1: Tensor | None = None
+    scale2: Tensor | None = None
+    beyond: str = ""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What stands before and behind the blocks of a plain ViT with a CLS token.
+
+    x_0 = cat(prefix [1,p,D], projection(image)) + positions [1,N,D]; the logits are head(norm(x_L)[0]).
+    """
+
+    projection: nn.Conv2d
+    prefix: Tensor
+    positions: Tensor
+    norm: nn.LayerNorm
+    head: nn.Linear
 
 
 class Anatomy(ABC):
@@ -87,6 +115,10 @@ class Anatomy(ABC):
     def parts(self, index: int) -> Parts:
         """The named parts of a block."""
         return Parts()
+
+    def ends(self) -> Ends | None:
+        """Embedding and head, where they are those of a plain ViT with a CLS token; else None."""
+        return None
 
     @property
     def depth(self) -> int:
@@ -209,6 +241,14 @@ class Anatomy(ABC):
             f"<{self.name} ({self.library}): {self.depth} blocks of {self.heads} heads, {grid} patches of a {size} "
             f"image, {self.prefix} prefix tokens, {self.pooling} pooling, {self.classes} classes, {self.device}>"
         )
+
+
+def stacked(*maps: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of several linear maps as one."""
+    weight = torch.cat([m.weight for m in maps])
+    if all(m.bias is None for m in maps):
+        return weight, None
+    return weight, torch.cat([weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in maps])
 
 
 def check_finite(model: nn.Module, name: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Parts, Pooling
+from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, stacked
 from patchlight.errors import PatchlightError
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
@@ -106,11 +106,36 @@ class HuggingFaceAnatomy(Anatomy):
 
     def parts(self, index: int) -> Parts:
         block = self.blocks[index]
+        three = [
+            _find(block, f"attention.{a}_proj", f"attention.attention.{b}", f"self_attn.{a}_proj")
+            for a, b in (("q", "query"), ("k", "key"), ("v", "value"))
+        ]
+        value: Any = three[2]
+        scales = [_find(block, f"layer_scale{i}") for i in (1, 2)]
+        fc1, fc2 = _find(block, "mlp.fc1", "intermediate.dense"), _find(block, "mlp.fc2", "output.dense")
+        activations = (("mlp", "activation_fn"), ("mlp", "activation"), ("intermediate", "intermediate_act_fn"))
+        found = [getattr(getattr(block, holder, None), name, None) for holder, name in activations]
         return Parts(
             _find(block, "layernorm_before", "layer_norm1", "norm1"),
             _find(block, "layernorm_after", "layer_norm2", "norm2"),
             _find(block, "attention.o_proj", "attention.output.dense", "self_attn.out_proj", "attention.out_proj"),
+            None if value is None else value.weight,
+            qkv=(lambda: stacked(*three)) if None not in three else None,
+            fc1=fc1,
+            activation=next((f for f in found if f is not None), None),
+            fc2=fc2,
+            scale1=None if scales[0] is None else cast(Tensor, scales[0].lambda1),
+            scale2=None if scales[1] is None else cast(Tensor, scales[1].lambda1),
+            beyond="" if fc1 is not None and fc2 is not None else "its MLP is more than two linear maps",
         )
+
+    def ends(self) -> Ends | None:
+        if type(self.model).__name__ not in ("ViTForImageClassification", "DeiTForImageClassification"):
+            return None
+        stem, model = self._backbone.embeddings, cast(Any, self.model)
+        prefix = stem.cls_token if self.prefix == 1 else torch.cat([stem.cls_token, stem.distillation_token], 1)
+        projection = stem.patch_embeddings.projection
+        return Ends(projection, prefix, stem.position_embeddings, self._backbone.layernorm, model.classifier)
 
 
 def read_hf(model: nn.Module, **about: Any) -> Anatomy | None:

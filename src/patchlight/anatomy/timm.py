@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Parts, Pooling
+from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, stacked
 from patchlight.errors import PatchlightError
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from patchlight.taps import GatherBias
@@ -73,8 +73,52 @@ class TimmAnatomy(Anatomy):
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
+        mlp = getattr(block, "mlp", None)
         norms = ("norm1", "norm2") if _is_pre_norm(block) else ("", "")
-        return Parts(getattr(block, norms[0], None), getattr(block, norms[1], None), getattr(block.attn, "proj", None))
+        return Parts(
+            getattr(block, norms[0], None),
+            getattr(block, norms[1], None),
+            getattr(block.attn, "proj", None),
+            _value_weight(block.attn),
+            qkv=lambda: _qkv(block.attn),
+            fc1=getattr(mlp, "fc1", None),
+            activation=getattr(mlp, "act", None),
+            fc2=getattr(mlp, "fc2", None),
+            scale1=_layer_scale(block, "ls1", "gamma_1"),
+            scale2=_layer_scale(block, "ls2", "gamma_2"),
+            beyond=self._beyond(block),
+        )
+
+    def _beyond(self, block: Any) -> str:
+        attn, mlp = block.attn, getattr(block, "mlp", nn.Identity())
+        if not _is_pre_norm(block):
+            return "its norms do not stand before attention and MLP"
+        if _has(attn, "q_norm") or _has(attn, "k_norm"):
+            return "its attention normalises queries and keys"
+        if getattr(self._net, "rope", None) is not None:
+            return "its attention rotates queries and keys"
+        if getattr(self._net, "rel_pos_bias", None) or getattr(attn, "relative_position_bias_table", None) is not None:
+            return "its attention adds a relative position bias"
+        if type(mlp).__name__ != "Mlp" or _has(mlp, "norm"):
+            return "its MLP is more than two linear maps and an activation"
+        return "" if _value_weight(attn) is not None else "its attention changes what it gives to the output projection"
+
+    def ends(self) -> Ends | None:
+        net = self._net
+        projection, positions = getattr(net.patch_embed, "proj", None), net.pos_embed
+        more = (getattr(net, "norm_pre", None), getattr(net, "fc_norm", None), getattr(net.patch_embed, "norm", None))
+        plain = all(m is None or isinstance(m, nn.Identity) for m in more) and self.pooling == "cls"
+        if not (plain and isinstance(projection, nn.Conv2d) and positions is not None and net.cls_token is not None):
+            return None
+        if not (isinstance(net.norm, nn.LayerNorm) and isinstance(net.head, nn.Linear)):
+            return None
+        registers = getattr(net, "reg_token", None)
+        prefix = net.cls_token if registers is None else torch.cat([net.cls_token, registers], 1)
+        if positions.shape[1] == self.tokens - self.prefix:
+            positions = torch.cat([torch.zeros_like(prefix), positions], 1)
+        if prefix.shape[1] != self.prefix or positions.shape[1] != self.tokens:
+            return None
+        return Ends(projection, prefix, positions, net.norm, net.head)
 
 
 class EvaAnatomy(TimmAnatomy):
@@ -149,6 +193,35 @@ def _pooling(model: Any) -> Pooling:
     if kind == "avg" and not getattr(model, "pool_include_prefix", False):
         return "avg"
     raise PatchlightError(f"pooling '{kind}' of {type(model).__name__} is not supported; 'token', 'avg' and 'map' are")
+
+
+def _value_weight(attention: Any) -> Tensor | None:
+    """W_V of an attention module; None with a norm or gate before the output projection, or an unknown layout."""
+    between = [getattr(attention, "norm", None), getattr(attention, "gate", None)]
+    plain = all(m is None or isinstance(m, nn.Identity) for m in between)
+    if not plain or type(attention).__name__ not in {"Attention", "AttentionRope", "EvaAttention"}:
+        return None
+    if getattr(attention, "qkv", None) is not None:
+        return cast(Tensor, attention.qkv.weight.chunk(3)[2])
+    return cast(Tensor, attention.v_proj.weight)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    part = getattr(module, name, None)
+    return part is not None and not isinstance(part, nn.Identity)
+
+
+def _layer_scale(block: Any, module: str, parameter: str) -> Tensor | None:
+    scale = getattr(getattr(block, module, None), "gamma", None)
+    return cast("Tensor | None", getattr(block, parameter, None) if scale is None else scale)
+
+
+def _qkv(attn: Any) -> tuple[Tensor, Tensor | None]:
+    if getattr(attn, "qkv", None) is not None:
+        separate = getattr(attn, "q_bias", None)
+        bias = attn.qkv.bias if separate is None else torch.cat([separate, attn.k_bias, attn.v_bias])
+        return attn.qkv.weight, bias
+    return stacked(attn.q_proj, attn.k_proj, attn.v_proj)
 
 
 def _is_pre_norm(block: nn.Module) -> bool:

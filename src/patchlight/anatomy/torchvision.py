@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Parts
+from patchlight.anatomy.base import Anatomy, Ends, Parts
 from patchlight.anatomy.timm import imagenet_labels
 from patchlight.errors import PatchlightError
 from patchlight.images import Preprocess
@@ -58,7 +58,24 @@ class TorchvisionAnatomy(Anatomy):
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
-        return Parts(block.ln_1, block.ln_2, block.self_attention.out_proj)
+        attention = block.self_attention
+        return Parts(
+            block.ln_1,
+            block.ln_2,
+            attention.out_proj,
+            attention.in_proj_weight.chunk(3)[2],
+            qkv=lambda: (attention.in_proj_weight, attention.in_proj_bias),
+            fc1=block.mlp[0],
+            activation=block.mlp[1],
+            fc2=block.mlp[3],
+        )
+
+    def ends(self) -> Ends | None:
+        net = self._net
+        head = net.heads[-1]
+        if not isinstance(net.conv_proj, nn.Conv2d) or len(net.heads) != 1 or not isinstance(head, nn.Linear):
+            return None
+        return Ends(net.conv_proj, net.class_token, net.encoder.pos_embedding, net.encoder.ln, head)
 
 
 def read_torchvision(model: nn.Module, **about: Any) -> Anatomy | None:

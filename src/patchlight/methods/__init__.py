@@ -1,5 +1,27 @@
 """The methods: importing this room fills the registry."""
 
-from patchlight.methods import attention, cams, compose, gradients, random
+from patchlight.methods import (
+    attention,
+    cams,
+    compose,
+    decomposition,
+    decompx,
+    gradients,
+    random,
+    relevance,
+    tokentm,
+    transition,
+)
 
-__all__ = ["attention", "cams", "compose", "gradients", "random"]
+__all__ = [
+    "attention",
+    "cams",
+    "compose",
+    "decomposition",
+    "decompx",
+    "gradients",
+    "random",
+    "relevance",
+    "tokentm",
+    "transition",
+]

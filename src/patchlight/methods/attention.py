@@ -1,4 +1,4 @@
-"""Methods that read the attention matrices, alone or with their gradients."""
+"""Methods that read the attention matrices, alone, with their gradients, or with input times gradient."""
 
 from __future__ import annotations
 
@@ -8,11 +8,34 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.methods.compose import ADDITIVE, LAST, ROLLOUT
-from patchlight.registry import method
+from patchlight.methods.compose import ADDITIVE, FIRST, LAST, ROLLOUT, SUM
+from patchlight.registry import Settings, method
 from patchlight.taps import Evidence
 
 _FUSION = {"max": torch.amax, "min": torch.amin}
+
+
+def head_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """sum_h values_h * weights_h [B,N,N], of values [B,H,N,N], with no second tensor of that size."""
+    total = values[:, 0] * weights[:, 0]
+    for h in range(1, values.shape[1]):
+        total.addcmul_(values[:, h], weights[:, h])
+    return total
+
+
+def positive(b: Evidence) -> Tensor:
+    """ReLU(A * G) [B,H,N,N], which is A * ReLU(G) since A >= 0."""
+    return b.once("ReLU(AG)", lambda: b.AG.relu())
+
+
+def mean_positive(b: Evidence) -> Tensor:
+    """mean_h ReLU(A * G) [B,N,N]."""
+    return b.once("mean_h ReLU(AG)", lambda: positive(b).mean(1))
+
+
+def read_from(b: Evidence) -> Tensor:
+    """mean_hi A[h,i,j] [B,N]: how much token j is read."""
+    return b.once("mean_hi A", lambda: b.heads_mean.mean(1))
 
 
 @method(
@@ -23,6 +46,7 @@ _FUSION = {"max": torch.amax, "min": torch.amin}
     combine=LAST,
     matrix=True,
     class_specific=False,
+    nonnegative=True,
     cost="1 forward",
 )
 def rawatt(b: Evidence) -> Tensor:
@@ -38,6 +62,7 @@ def rawatt(b: Evidence) -> Tensor:
     combine=ROLLOUT,
     matrix=True,
     class_specific=False,
+    nonnegative=True,
     composable="it is a product over all blocks already",
     cost="1 forward",
     presets={
@@ -75,10 +100,136 @@ def rollout(
     needs={"A", "G"},
     combine=ADDITIVE,
     matrix=True,
+    nonnegative=True,
+    presets={"bt": {"rectify": "mean"}},
 )
-def genatt(b: Evidence) -> Tensor:
+def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Tensor:
     """Gradient-weighted attention: the CLS row of prod_l (I + mean_h ReLU(A_l * G_l)).
 
-    R <- R + E_l R from R = I, all blocks, no normalisation. One forward, one backward.
+    R <- R + E_l R from R = I, all blocks, no normalisation; [B,H,N,N] to [B,N,N]. `rectify="mean"` takes the ReLU
+    after the mean over heads, as the copy in the BT code does (preset `bt`). One forward, one backward.
     """
-    return b.AG.relu().mean(1)
+    return mean_positive(b) if rectify == "heads" else b.AG.mean(1).relu_()
+
+
+@method(
+    "gradsam",
+    paper="Barkan et al., CIKM 2021",
+    aliases=("grad-sam",),
+    needs={"A", "G"},
+    combine=SUM,
+    nonnegative=True,
+    composable="it is the sum over the blocks already; 'genatt.plus' and 'genatt.skipplus' are its layer maps summed",
+)
+def gradsam(b: Evidence, rows: Literal["cls", "mean"] = "cls") -> Tensor:
+    """Grad-SAM: sum_l mean_h ReLU(A_l * G_l), its CLS row, which is `genatt.plus`.
+
+    `rows="mean"` averages over all to-tokens in place of the CLS row, as the original does. One forward, one backward.
+    """
+    return mean_positive(b) if rows == "cls" else mean_positive(b).mean(1)
+
+
+@method(
+    "attcam",
+    paper="Grad-CAM on attention: Chefer et al., CVPR 2021",
+    aliases=("attn-gradcam",),
+    needs={"A", "G"},
+    combine=LAST,
+    matrix=True,
+    composed={"rectify": False},
+    presets={"chefer": {"rectify": True}, "skipplus": {"rectify": False}},
+    constant=(
+        "every head's mean gradient is negative there, so the ReLU leaves nothing; preset='skipplus' keeps the signed "
+        "map"
+    ),
+)
+def attcam(b: Evidence, rectify: bool = True) -> Tensor:
+    """AttCAM: each head of the last block weighted by its mean gradient, the CLS row of ReLU(mean_h w_h A_h).
+
+    w[h,i] = mean of G[h,i,j] over the patches j, for each to-token i; [B,H,N,N] to [B,N,N]. The default is Chefer's
+    form; preset `skipplus` has no ReLU, nor have the compositions `.plus`, `.skipplus` and `.rollout`. One forward, one
+    backward.
+    """
+    weights = b.G[..., b.prefix :].mean(-1, keepdim=True) / b.G.shape[1]
+    matrix = head_sum(b.A, weights)
+    return matrix.relu_() if rectify else matrix
+
+
+@method(
+    "attngrad",
+    paper="gradient of attention, as in SkipPLUS",
+    aliases=("attention-gradient",),
+    needs={"A", "G"},
+    combine=LAST,
+    matrix=True,
+)
+def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> Tensor:
+    """The gradient of one block's attention: the CLS row of mean_h G_l, or of mean_h |G_l| or mean_h ReLU(G_l)."""
+    if sign == "signed":
+        return b.once("mean_h G", lambda: b.G.mean(1))
+    return (b.G.abs() if sign == "abs" else b.G.relu()).mean(1)
+
+
+@method(
+    "attnfrom",
+    paper="AttCAT, NeurIPS 2022",
+    aliases=("attn-from",),
+    needs={"A"},
+    combine=LAST,
+    class_specific=False,
+    nonnegative=True,
+    cost="1 forward",
+)
+def attnfrom(b: Evidence) -> Tensor:
+    """How much token j is read: AttnFrom_l[j] = mean over heads h and to-tokens i of A_l[h,i,j]. Class-agnostic."""
+    return read_from(b)
+
+
+def _paired(settings: Settings) -> frozenset[str]:
+    return frozenset({"A", "y", "gy"} if settings["pair"] == "output" else {"A", "x", "g"})
+
+
+_ATTIXG: dict[str, object] = {
+    "paper": "Qiang et al., NeurIPS 2022",
+    "needs": _paired,
+    "constant": "the last block's output is left out (and has no gradient on patches under CLS pooling); start earlier",
+}
+
+
+@method("attixg", combine=FIRST, **_ATTIXG)
+def attixg(b: Evidence, pair: Literal["output", "input"] = "output", last: bool = False) -> Tensor:
+    """Input times gradient weighted by how much a token is read: AttnFrom_l * sum_d x_{l+1} g_{l+1} [B,N]. Signed.
+
+    `pair="output"` takes the tokens that leave block l, as the SkipPLUS code does, and leaves out the output of the
+    last block, which has no gradient on patches under CLS pooling; `last=True` keeps it. `pair="input"` takes the
+    tokens that enter block l, as AttCAT's own code and the SkipPLUS text do. One forward, one backward.
+    """
+    if pair == "input":
+        return read_from(b) * (b.x * b.g).sum(-1)
+    if b.index == b.depth - 1 and not last:
+        return b.x.new_zeros(b.x.shape[:2])
+    return read_from(b) * (b.y * b.gy).sum(-1)
+
+
+@method(
+    "attcat",
+    combine=SUM,
+    composable="it is the sum over the blocks already; 'attixg.plus' and 'attixg.skipplus' are its layer maps summed",
+    **_ATTIXG,
+)
+def attcat(b: Evidence, pair: Literal["output", "input"] = "output", last: bool = False) -> Tensor:
+    """AttCAT: sum_l AttnFrom_l * IxG_l, which is `attixg.plus`; its settings are those of `attixg`. Signed."""
+    scores: Tensor = attixg(b, pair, last)
+    return scores
+
+
+@method(
+    "cat",
+    paper="Qiang et al., NeurIPS 2022",
+    needs={"x", "g"},
+    combine=SUM,
+    composable="it is the sum over the blocks already; 'ixg.plus' and 'ixg.skipplus' are its layer maps summed",
+)
+def cat(b: Evidence) -> Tensor:
+    """CAT: sum over blocks l = 0..L-1 of sum_d x_l g_l at their inputs, which is `ixg.plus`. Signed."""
+    return (b.x * b.g).sum(-1)

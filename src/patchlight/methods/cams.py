@@ -1,19 +1,35 @@
-"""The CAM family on tokens: channel weights from gradients, applied to the activations of one layer."""
+"""The CAM family on tokens: channel weights from gradients, applied to the activations of one layer.
+
+All maps are signed and unscaled. The default place is the output of the last block's first norm, prefix tokens left
+out of every mean (the grad-cam library's recommendation); preset `skipplus` and the compositions read block inputs and
+count all tokens, as the SkipPLUS and LibraGrad code does.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.methods.compose import block_index
-from patchlight.registry import Combiner, LayerMaps, Settings, method
+from patchlight.methods.gradients import input_times_gradient, token_ixg
+from patchlight.registry import Ask, Combiner, LayerMaps, Settings, method, resolve
 from patchlight.taps import Evidence
 
 Prefix = Literal["exclude", "include"]
 _PLACE = re.compile(r"(?:blocks\[(-?\d+)\])?\.?(norm1|input)?")
+_NORM1 = "blocks[-1].norm1"
+_COMPOSED: Mapping[str, Any] = {"layer": "input", "prefix": "include"}
+_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "jacobgil": {},
+    "skipplus": {"layer": "blocks[-1].input", "prefix": "include"},
+}
 
 
 def place(layer: int | str) -> tuple[int, Literal["norm1", "input"]]:
@@ -30,7 +46,11 @@ def cam_needs(settings: Settings) -> frozenset[str]:
     return frozenset({"n", "gn"} if place(settings["layer"])[1] == "norm1" else {"x", "g"})
 
 
-def _at_layer(maps: LayerMaps, layer: int | str = "blocks[-1].norm1") -> Tensor:
+def _forward_needs(settings: Settings) -> frozenset[str]:
+    return cam_needs(settings) - {"g", "gn"}
+
+
+def _at_layer(maps: LayerMaps, layer: int | str = _NORM1) -> Tensor:
     return maps.vector(block_index(place(layer)[0], maps.vit.depth))
 
 
@@ -42,9 +62,48 @@ def activations(b: Evidence, layer: int | str) -> tuple[Tensor, Tensor]:
     return (b.n, b.gn) if place(layer)[1] == "norm1" else (b.x, b.g)
 
 
+def product(b: Evidence, layer: int | str) -> Tensor:
+    """a * g at that place; the methods of one pass share it."""
+    return b.once("ngn", lambda: b.n * b.gn) if place(layer)[1] == "norm1" else input_times_gradient(b)
+
+
 def counted(values: Tensor, b: Evidence, prefix: Prefix) -> Tensor:
     """The tokens that enter a channel's mean: patches, or all."""
     return values if prefix == "include" else values[:, b.prefix :]
+
+
+def principal(weighted: Tensor, b: Evidence) -> Tensor:
+    """Eigen smoothing: the patches' weighted activations [B,N,D], centred, on their first principal axis: [B,N].
+
+    The sign of an axis is free; here the map leans the way of the unsmoothed one. Prefix tokens get 0.
+    """
+    z = weighted[:, b.prefix :]
+    z = z - z.mean(1, keepdim=True)
+    axis = torch.linalg.svd(z, full_matrices=False).Vh[:, 0, :, None]
+    scores = (z @ axis)[..., 0]
+    opposed = (scores * z.sum(-1)).sum(1, keepdim=True) < 0
+    return F.pad(torch.where(opposed, -scores, scores), (b.prefix, 0))
+
+
+def apply_weights(a: Tensor, weights: Tensor, b: Evidence, eigen: bool) -> Tensor:
+    """map_i = sum_k w_k a_ik [B,N] from activations [B,N,D] and channel weights [B,D]; or its eigen smoothing."""
+    if eigen:
+        return principal(a * weights[:, None], b)
+    return (a @ weights[..., None])[..., 0]
+
+
+def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
+    """HiResCAM at a block's input is IxG there: nothing but rounding at the last block of a CLS-pooled model."""
+    if "start" in settings:
+        return None
+    index, kind = place(settings["layer"])
+    at_last = kind == "input" and block_index(index, vit.depth) == vit.depth - 1
+    if at_last and settings.get("rule") == "plain" and vit.pooling == "cls" and not settings["eigen"]:
+        return (
+            "plain HiResCAM at the input of the last block is zero up to the layer norm's epsilon; use '.libra', "
+            "layer='blocks[-1].norm1' or an earlier block"
+        )
+    return None
 
 
 @method(
@@ -53,15 +112,187 @@ def counted(values: Tensor, b: Evidence, prefix: Prefix) -> Tensor:
     aliases=("grad-cam",),
     needs=cam_needs,
     combine=AT_LAYER,
-    composed={"layer": "input", "prefix": "include"},
-    presets={"jacobgil": {}, "skipplus": {"layer": "blocks[-1].input", "prefix": "include"}},
+    composed=_COMPOSED,
+    presets={**_PRESETS, "diffmask": {"eigen": True}},
 )
-def gradcam(b: Evidence, layer: int | str = "blocks[-1].norm1", prefix: Prefix = "exclude") -> Tensor:
+def gradcam(b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", eigen: bool = False) -> Tensor:
     """Grad-CAM on tokens: w_k = mean_i g_ik, map_i = sum_k w_k a_ik. Signed, no ReLU.
 
-    `layer` is the output of the last block's first norm by default (the grad-cam library's recommendation), where
-    `prefix="exclude"` leaves CLS out of the mean. Preset `skipplus`: input of the last block, CLS in the mean.
+    `layer` is the output of the last block's first norm by default, where `prefix="exclude"` leaves CLS out of the
+    mean. `eigen` replaces the sum over channels by the first principal component of w_k a_ik. Presets: `skipplus`
+    (input of the last block, CLS in the mean), `diffmask` (eigen; `gradcam-aug` adds its augmentations).
     """
     a, g = activations(b, layer)
-    weights = counted(g, b, prefix).mean(1, keepdim=True)
-    return (a * weights).sum(-1)
+    return apply_weights(a, counted(g, b, prefix).mean(1), b, eigen)
+
+
+@method(
+    "gradcam++",
+    paper="Chattopadhay et al., WACV 2018, on tokens",
+    aliases=("gradcampp", "grad-cam++"),
+    needs=cam_needs,
+    combine=AT_LAYER,
+    composed={**_COMPOSED, "eps": 1e-7},
+    presets={**_PRESETS, "skipplus": {**_PRESETS["skipplus"], "eps": 1e-7}},
+)
+def gradcam_pp(
+    b: Evidence,
+    layer: int | str = _NORM1,
+    prefix: Prefix = "exclude",
+    relu: bool = True,
+    eps: float = 1e-6,
+    eigen: bool = False,
+) -> Tensor:
+    """Grad-CAM++: alpha_ik = g^2 / (2 g^2 + (sum_j a_jk) g^3 + eps), w_k = sum_i alpha_ik ReLU(g_ik).
+
+    map_i = sum_k w_k a_ik. `relu=False` weighs with the signed gradient. alpha is 0 where g is, and has a
+    pole at g = -2 / sum_j a_jk: a channel near it amplifies rounding (to 1 % of the map in float32).
+    """
+    a, g = activations(b, layer)
+    c, d = counted(a, b, prefix), counted(g, b, prefix)
+    square = d * d
+    alpha = square / (2 * square + c.sum(1, keepdim=True) * square * d + eps)
+    alpha = torch.where(d == 0, 0, alpha)
+    return apply_weights(a, (alpha * (d.relu() if relu else d)).sum(1), b, eigen)
+
+
+@method(
+    "xgradcam",
+    paper="Fu et al., BMVC 2020, on tokens",
+    needs=cam_needs,
+    combine=AT_LAYER,
+    composed=_COMPOSED,
+    presets=_PRESETS,
+)
+def xgradcam(
+    b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
+) -> Tensor:
+    """XGradCAM: w_k = sum_i g_ik a_ik / (sum_j a_jk + eps), map_i = sum_k w_k a_ik. Signed.
+
+    A ViT's channels may sum to nearly zero, where w_k explodes: see `xgradcam+`.
+    """
+    a, _ = activations(b, layer)
+    weights = counted(product(b, layer), b, prefix).sum(1) / (counted(a, b, prefix).sum(1) + eps)
+    return apply_weights(a, weights, b, eigen)
+
+
+@method(
+    "xgradcam+",
+    paper="SkipPLUS, CVPR-W 2024",
+    aliases=("xgradcam-abs",),
+    needs=cam_needs,
+    combine=AT_LAYER,
+    composed=_COMPOSED,
+    presets=_PRESETS,
+)
+def xgradcam_abs(
+    b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
+) -> Tensor:
+    """XGradCAM+: w_k = sum_i g_ik |a_ik| / (sum_j |a_jk| + eps), map_i = sum_k w_k a_ik. Signed."""
+    a, g = activations(b, layer)
+    size = counted(a, b, prefix).abs()
+    weights = (counted(g, b, prefix) * size).sum(1) / (size.sum(1) + eps)
+    return apply_weights(a, weights, b, eigen)
+
+
+@method(
+    "hirescam",
+    paper="Draelos & Carin, 2020, on tokens",
+    needs=cam_needs,
+    combine=AT_LAYER,
+    composed=_COMPOSED,
+    presets=_PRESETS,
+    advice=degenerate_hirescam,
+)
+def hirescam(b: Evidence, layer: int | str = _NORM1, eigen: bool = False) -> Tensor:
+    """HiResCAM: map_i = sum_k g_ik a_ik, which at a block's input is IxG. Signed. `eigen=True` is EigenGradCAM."""
+    if eigen:
+        return principal(product(b, layer), b)
+    return product(b, layer).sum(-1) if place(layer)[1] == "norm1" else token_ixg(b)
+
+
+@method(
+    "gradcam-elementwise",
+    paper="the grad-cam library, on tokens",
+    aliases=("gradcamelementwise",),
+    needs=cam_needs,
+    combine=AT_LAYER,
+    composed=_COMPOSED,
+    presets=_PRESETS,
+)
+def gradcam_elementwise(b: Evidence, layer: int | str = _NORM1, eigen: bool = False) -> Tensor:
+    """Element-wise Grad-CAM: map_i = sum_k ReLU(g_ik a_ik). Not negative, unless `eigen`."""
+    weighted = product(b, layer).relu()
+    return principal(weighted, b) if eigen else weighted.sum(-1)
+
+
+@method(
+    "layercam",
+    paper="Jiang et al., TIP 2021, on tokens",
+    needs=cam_needs,
+    combine=AT_LAYER,
+    composed=_COMPOSED,
+    presets=_PRESETS,
+)
+def layercam(
+    b: Evidence,
+    layer: int | str = _NORM1,
+    eigen: bool = False,
+    layer_norm: Literal["none", "max", "tanh"] = "none",
+) -> Tensor:
+    """LayerCAM: map_i = sum_k ReLU(g_ik) a_ik. Signed, since a ViT's activations are.
+
+    `layer_norm` is for sums over blocks: `max` divides a block's map by its largest magnitude on patches, `tanh` takes
+    tanh(2 map / max) as the paper does for early layers. The default does neither: noisy early blocks would weigh as
+    much as late ones.
+    """
+    a, g = activations(b, layer)
+    cam = principal(g.relu() * a, b) if eigen else (g.relu() * a).sum(-1)
+    if layer_norm == "none":
+        return cam
+    scaled = cam / cam[:, b.prefix :].abs().amax(1, keepdim=True).clamp_min(torch.finfo(cam.dtype).tiny)
+    return scaled if layer_norm == "max" else torch.tanh(2 * scaled)
+
+
+@method(
+    "eigencam",
+    paper="Muhammad & Yeasin, IJCNN 2020, on tokens",
+    needs=_forward_needs,
+    combine=AT_LAYER,
+    composed=_COMPOSED,
+    presets=_PRESETS,
+    class_specific=False,
+    cost="1 forward",
+)
+def eigencam(b: Evidence, layer: int | str = _NORM1) -> Tensor:
+    """EigenCAM: the patches' activations on their first principal axis. Class-agnostic; the sign is a convention."""
+    return principal(b.n if place(layer)[1] == "norm1" else b.x, b)
+
+
+@method(
+    "gradcam-aug",
+    paper="the grad-cam library's aug_smooth",
+    cost="6 forwards + 6 backwards",
+    presets={"diffmask": {"eigen": True, "scaled": True}},
+)
+def gradcam_aug(
+    ask: Ask, layer: int | str = _NORM1, prefix: Prefix = "exclude", eigen: bool = False, scaled: bool = False
+) -> Tensor:
+    """Grad-CAM averaged over six augmentations: the image and its mirror image, each times 0.9, 1 and 1.1.
+
+    `scaled` first takes each map's positive part and stretches it to [0, 1], as the grad-cam library does. Preset
+    `diffmask`: scaled, with eigen smoothing, VISION DIFFMASK's baseline.
+    """
+    request = resolve("gradcam", {"layer": layer, "prefix": prefix, "eigen": eigen})
+    maps = []
+    for mirrored in (False, True):
+        for factor in (0.9, 1.0, 1.1):
+            images = factor * (ask.images.flip(-1) if mirrored else ask.images)
+            seen = ask.run([request.job(ask.vit)], images)
+            cam = request.finish(seen.values[0][0], ask.vit, seen, 0)
+            if scaled:
+                cam = cam.relu()
+                cam = cam - cam.amin((1, 2), keepdim=True)
+                cam = cam / (cam.amax((1, 2), keepdim=True) + 1e-7)
+            maps.append(cam.flip(-1) if mirrored else cam)
+    return torch.stack(maps).mean(0)

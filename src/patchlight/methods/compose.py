@@ -100,6 +100,14 @@ def _plus(
 PLUS = Combiner(_plus, _from_start, "plus")
 
 
+def _sum(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tensor:
+    """PLUS, for names that mean a sum over the blocks from `start` on."""
+    return _plus(maps, start, readout=readout)
+
+
+SUM = Combiner(_sum, _from_start)
+
+
 def half(depth: int, start: int | None, rounding: str = "ceil") -> int:
     """SkipPLUS's first block: m = ceil(L/2), or L//2 as the released code has it, or the block given."""
     if start is not None:

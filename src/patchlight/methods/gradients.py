@@ -1,13 +1,64 @@
-"""Methods that read the gradients of tokens or pixels."""
+"""Methods that read the gradients of tokens or pixels: the plain ones, their averages, and FullGrad's bias terms."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.methods.compose import FIRST, block_index
-from patchlight.registry import Settings, method
+from patchlight.errors import PatchlightError
+from patchlight.methods.compose import FIRST, PLUS, block_index
+from patchlight.registry import Ask, Combiner, LayerMaps, Level, Settings, method, resolve
 from patchlight.taps import Evidence
+from patchlight.trace import PIXELS, LayerJob, Pass
+
+Reduce = Literal["l2", "l1", "l4", "linf", "sum", "relu-sum", "neg-relu-sum", "top25", "top50", "top75"]
+Quadrature = Literal["gausslegendre", "right", "linspace"]
+Count = Annotated[int, Field(ge=1)]
+
+_ORDER = {"l1": 1, "l2": 2, "l4": 4, "linf": torch.inf}
+_ROWS = 16
+
+
+def reduced(values: Tensor, reduce: Reduce) -> Tensor:
+    """One value for the channels [..., D]: a norm, a sum, or the sum of their positive, negative or top part."""
+    if reduce in _ORDER:
+        norm: Tensor = torch.linalg.vector_norm(values, _ORDER[reduce], -1)
+        return norm
+    if reduce.startswith("top"):
+        count = max(1, round(values.shape[-1] * int(reduce.removeprefix("top")) / 100))
+        return values.topk(count, -1).values.sum(-1)
+    if reduce == "sum":
+        return values.sum(-1)
+    return (values if reduce == "relu-sum" else -values).relu().sum(-1)
+
+
+def input_times_gradient(b: Evidence) -> Tensor:
+    """x * g, channel by channel; the methods of one pass share it."""
+    return b.once("xg", lambda: b.x * b.g)
+
+
+def token_ixg(b: Evidence) -> Tensor:
+    """CAT_l = sum over channels of x_l * g_l, [B,N]; the methods of one pass share it."""
+    return b.once("ixg", lambda: input_times_gradient(b).sum(-1))
+
+
+def degenerate_sum(settings: Settings, vit: Anatomy) -> str | None:
+    """The channels of a residual-stream gradient sum to zero, because every reader subtracts the channel mean."""
+    signed = settings["reduce"] == "sum" and settings.get("base", "signed") == "signed"
+    if signed and settings.get("level") != "pixel":
+        return (
+            "the channels of a token's gradient sum to zero in a pre-norm transformer (each layer norm subtracts their "
+            "mean), so this map is rounding noise; use reduce='l2'"
+        )
+    return None
 
 
 def degenerate_ixg(settings: Settings, vit: Anatomy) -> str | None:
@@ -20,6 +71,24 @@ def degenerate_ixg(settings: Settings, vit: Anatomy) -> str | None:
             "layer norm ignores the scale of its input; use '.libra', or start at an earlier block"
         )
     return None
+
+
+@method(
+    "grad",
+    paper="Simonyan et al., 2013",
+    aliases=("gradient", "vanillagrad", "saliency"),
+    needs={"g"},
+    combine=FIRST,
+    levels=("token", "pixel"),
+    advice=degenerate_sum,
+)
+def grad(b: Evidence, reduce: Reduce = "l2") -> Tensor:
+    """The gradient's size: ||g_l[i]||_2 over the channels, at the input of block `start`, or of the image.
+
+    `reduce` may be l2, l1, l4, linf, sum (noise at token level), relu-sum (sum of ReLU(g)), neg-relu-sum (sum of
+    ReLU(-g)), or top25, top50, top75 (sum of the largest 25, 50, 75 % of the channels).
+    """
+    return reduced(b.g, reduce)
 
 
 @method(
@@ -36,4 +105,202 @@ def ixg(b: Evidence) -> Tensor:
 
     At token level x_0 includes the position embedding. One forward, one backward.
     """
-    return (b.x * b.g).sum(-1)
+    return token_ixg(b)
+
+
+def _explained(ask: Ask, level: Level) -> Tensor:
+    """What is varied: the images [B,C,H,W], or the tokens x_0 [B,N,D]."""
+    if level == "pixel":
+        return ask.images
+    with torch.no_grad(), ask.vit.steady():
+        return ask.vit.embed(ask.images)
+
+
+def _weighted_sum(
+    ask: Ask,
+    level: Level,
+    variants: Iterable[Tensor],
+    weights: Sequence[float],
+    job: LayerJob,
+    read: Callable[[Pass], Tensor],
+) -> Tensor:
+    """sum_k w_k read(a pass over variant k of all images), several variants a pass."""
+    waiting, total = iter(variants), torch.zeros(())
+    images = len(ask.images)
+    each = max(1, _ROWS // images)
+    for begin in range(0, len(weights), each):
+        some = torch.cat(list(islice(waiting, each)))
+        seen = ask.run([job], some) if level == "pixel" else ask.run([job], tokens=some)
+        values = read(seen).unflatten(0, (-1, images))
+        factors = torch.tensor(weights[begin : begin + each], device=values.device, dtype=values.dtype)
+        part = torch.tensordot(factors, values, 1)
+        total = part if begin == 0 else total + part
+    return total
+
+
+def _gradient_map(ask: Ask, level: Level, values: Tensor, reduce: Reduce) -> Tensor:
+    scores = reduced(values, reduce)
+    return scores if level == "pixel" else ask.vit.patches(scores)
+
+
+@method(
+    "smoothgrad",
+    paper="Smilkov et al., 2017",
+    levels=("pixel", "token"),
+    cost="n forwards + n backwards",
+    stochastic=True,
+    quick={"n": 4},
+    advice=degenerate_sum,
+    presets={
+        "idiap": {"n": 100, "sigma": 0.15, "relative": True, "base": "signed", "reduce": "l1", "level": "pixel"},
+        "tis": {"n": 50, "sigma": 1.0, "relative": False, "base": "abs", "reduce": "sum", "level": "pixel"},
+        "skipplus": {"n": 50, "sigma": 1.0, "relative": False, "base": "abs", "reduce": "sum", "level": "token"},
+        "bt": {"n": 20, "sigma": 0.3859, "relative": False, "base": "signed", "reduce": "sum", "level": "pixel"},
+    },
+)
+def smoothgrad(
+    ask: Ask,
+    n: Count = 50,
+    sigma: Annotated[float, Field(ge=0)] = 0.15,
+    relative: bool = True,
+    base: Literal["signed", "abs", "ixg"] = "signed",
+    reduce: Reduce = "l1",
+    level: Level = "pixel",
+) -> Tensor:
+    """SmoothGrad: the mean of n gradients at x + noise, noise ~ N(0, sigma^2), then `reduce` over the channels.
+
+    `relative`: sigma is a fraction of the image's range max - min, as in the paper; else it is absolute. `base` is
+    averaged: the signed gradient, its absolute value, or noisy input times gradient (give reduce="sum" with it). The
+    noise is on the image, or at level="token" on x_0; it is drawn from `seed` alone, the same for every image. Presets:
+    `idiap` (100 samples), `tis` and `skipplus` (captum's noise tunnel, sigma 1), `bt`. n forwards, n backwards.
+    """
+    x = _explained(ask, level)
+    span = x.flatten(1).amax(1) - x.flatten(1).amin(1) if relative else x.new_ones(len(x))
+    deviation = sigma * span.reshape(-1, *[1] * (x.ndim - 1))
+    generator = torch.Generator(x.device).manual_seed(ask.seed)
+
+    def noisy() -> Iterator[Tensor]:
+        for _ in range(n):
+            # float32 whatever the model's precision, so that a seed means one noise
+            noise = torch.randn(x.shape[1:], generator=generator, device=x.device, dtype=torch.float32)
+            yield x + deviation * noise.to(x.dtype)
+
+    bases: dict[str, Callable[[Evidence], Tensor]] = {"signed": lambda e: e.g, "abs": lambda e: e.g.abs()}
+    layer = PIXELS if level == "pixel" else 0
+    job = LayerJob(bases.get(base, input_times_gradient), frozenset({"x", "g"}), (layer,))
+    mean = _weighted_sum(ask, level, noisy(), [1 / n] * n, job, lambda seen: seen.values[0][0][layer])
+    return _gradient_map(ask, level, mean, reduce)
+
+
+def nodes(steps: int, quadrature: Quadrature) -> tuple[list[float], list[float]]:
+    """Points alpha_k in [0, 1] and weights w_k of a quadrature.
+
+    >>> nodes(2, "right")
+    ([0.5, 1.0], [0.5, 0.5])
+    """
+    if quadrature == "gausslegendre":
+        x, w = np.polynomial.legendre.leggauss(steps)
+        return list((1 + x) / 2), list(w / 2)
+    points = [k / steps for k in range(1, steps + 1)] if quadrature == "right" else list(np.linspace(0, 1, steps))
+    return points, [1 / steps] * steps
+
+
+@method(
+    "ig",
+    paper="Sundararajan et al., ICML 2017",
+    aliases=("integrated-gradients",),
+    levels=("token", "pixel"),
+    cost="steps forwards + steps backwards",
+    quick={"steps": 4},
+    presets={
+        "tis": {"steps": 50, "quadrature": "gausslegendre", "level": "pixel"},
+        "skipplus": {"steps": 50, "quadrature": "gausslegendre", "level": "token"},
+        "libragrad": {"steps": 50, "quadrature": "right", "of": "ixg", "level": "token"},
+    },
+)
+def ig(
+    ask: Ask,
+    steps: Count = 50,
+    quadrature: Quadrature = "gausslegendre",
+    baseline: float = 0.0,
+    of: str = "",
+    level: Level = "token",
+) -> Tensor:
+    """Integrated gradients: (x - x') * integral over [0,1] of grad s(x' + a (x - x')) da, summed over the channels.
+
+    x is x_0 (CLS and position embedding included), or the image at level="pixel"; x' holds `baseline` everywhere.
+    `quadrature`: Gauss-Legendre, the right Riemann sum a_k = k/K, or `linspace` with both ends and weights 1/K. `of`
+    names a white-box method (with wrappers): its maps along the path of tokens are averaged instead, as LibraGrad's
+    wrapper does (for ixg that has a factor a_k more than the textbook). K = `steps` forwards, K backwards. Near
+    tokens of 0 the first norm's epsilon makes s change fast: a complete token map takes hundreds of steps.
+    """
+    x = _explained(ask, level)
+    points, weights = nodes(steps, quadrature)
+    path = (baseline + a * (x - baseline) for a in points)
+    if of:
+        return _averaged_maps(ask, of, level, path, weights)
+    layer = PIXELS if level == "pixel" else 0
+    job = LayerJob(lambda e: e.g, frozenset({"g"}), (layer,))
+    mean = _weighted_sum(ask, level, path, weights, job, lambda seen: seen.values[0][0][layer])
+    span = x - baseline
+    return _gradient_map(ask, level, mean * (span.movedim(1, -1) if level == "pixel" else span), "sum")
+
+
+def _averaged_maps(ask: Ask, of: str, level: Level, path: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    request = resolve(of)
+    if not request.method.whitebox or request.level != "token" or level != "token":
+        raise PatchlightError(
+            f"of='{of}' cannot be averaged along a path; give a token-level white-box method, as 'ixg'"
+        )
+    if request.rule.name != "plain":
+        ask = replace(ask, rule=request.rule)
+    job = request.job(ask.vit)
+    return _weighted_sum(
+        ask, level, path, weights, job, lambda seen: request.finish(seen.values[0][0], ask.vit, seen, 0)
+    )
+
+
+def _with_later_biases(maps: LayerMaps, start: int = 0) -> Tensor:
+    """CAT of block `start`, the biases of the blocks from there on, and those behind the last block."""
+    layers = range(block_index(start, maps.vit.depth), maps.vit.depth)
+    total = torch.stack([maps.values[layers[0]][0], *(maps.values[k][1] for k in layers)]).sum(0)
+    return total if maps.end.bias is None else total + maps.end.bias
+
+
+FULL = Combiner(_with_later_biases, lambda depth, s: range(block_index(s["start"], depth), depth))
+
+
+@method(
+    "fullgrad",
+    paper="Srinivas & Fleuret, NeurIPS 2019, on tokens",
+    needs={"x", "g", "bias"},
+    combine=FULL,
+    composed={"mode": "tail"},
+)
+def fullgrad(b: Evidence) -> tuple[Tensor, Tensor]:
+    """FullGrad on tokens: CAT_l + sum of the bias maps of blocks k >= l and of the final norm, l = `start`. Signed.
+
+    A bias b added to z has the map sum_d b_d (ds/dz)[i,d]. No absolute value, no scaling. Biases behind the pooling
+    belong to no token and are left out. `.plus` and `.skipplus` sum FullGrad(f_l), which counts late biases often.
+    """
+    return token_ixg(b), b.bias
+
+
+def _bias_needs(settings: Settings) -> frozenset[str]:
+    return frozenset({"x", "g", "bias"} if settings["include_bias"] else {"x", "g"})
+
+
+@method(
+    "fullgrad-plus",
+    paper="SkipPLUS, CVPR-W 2024",
+    aliases=("fullgrad+",),
+    needs=_bias_needs,
+    combine=PLUS,
+    adds_end=True,
+)
+def fullgrad_plus(b: Evidence, include_bias: bool = True) -> Tensor:
+    """FullGrad+: sum over blocks of CAT_l and of each bias map once, with the final norm's. Signed.
+
+    PLUS by default (`start` 0); `.skipplus` covers the upper half. Without biases it is CAT.
+    """
+    return token_ixg(b) + b.bias if include_bias else token_ixg(b)

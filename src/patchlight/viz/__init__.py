@@ -1,1 +1,17 @@
-"""Pictures: heat over an image, and figures of many methods."""
+"""Pictures: heat over an image, figures of many methods, and what notebooks show. Drawn without a display."""
+
+from patchlight.viz.figures import figure, figure_bytes, figure_format, in_words, percent, short
+from patchlight.viz.heat import overlay, robust_scale
+from patchlight.viz.notebook import heat_html
+
+__all__ = [
+    "figure",
+    "figure_bytes",
+    "figure_format",
+    "heat_html",
+    "in_words",
+    "overlay",
+    "percent",
+    "robust_scale",
+    "short",
+]

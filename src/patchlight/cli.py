@@ -1,0 +1,608 @@
+"""The command line. Torch and the models are imported inside the commands, so that `--help` answers at once.
+
+Exit codes: 0 done; 1 a bug; 2 a wrong request, told in one sentence; 3 some images could not be read, the rest were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from patchlight.errors import PatchlightError, nearest
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from patchlight.anatomy import Anatomy
+    from patchlight.attribution import Attribution
+
+DEMO_METHODS = ("rollout", "genatt", "tokentm", "ixg.plus.libra", "random")
+TWO_CLASSES = "dog-and-cat.jpg"
+BATCH, TABLE_ROWS, WIDE = 16, 50, 160
+SOME_FAILED = 3
+
+app = typer.Typer(
+    name="patchlight",
+    help="Which patches of an image a Vision Transformer decided on.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Model = Annotated[str, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.")]
+Weights = Annotated[Path | None, typer.Option(help="Weights of the model, a safetensors file.")]
+Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one a line, or a CSV.")]
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+@app.callback()
+def _patchlight(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        from patchlight import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the figures; an earlier demo's are replaced.")] = Path("demo"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Explain the bundled photographs with the bundled model, and write two figures."""
+    with _answering(as_json, debug):
+        with _progress("loading the model"):
+            from patchlight.zoo import pocket
+
+            photos = [
+                pocket.PHOTOS / about["file"] for about in json.loads((pocket.PHOTOS / "photos.json").read_text())
+            ]
+            vit = _load("pocket")
+        items = [Item(photo, None, None) for photo in photos if photo.name != TWO_CLASSES]
+        methods: dict[str, dict[str, Any]] = {name: {} for name in DEMO_METHODS}
+        done = _run(Task(items, out / "patchlight-demo.png", methods), lambda: vit)
+        done.written.append(str(_two_classes(vit, pocket.PHOTOS / TWO_CLASSES, out / "patchlight-two-classes.png")))
+        _report(done, as_json)
+        if not as_json:
+            print("Your own image: patchlight explain photo.jpg --method genatt,rollout --out explained.png")
+
+
+@app.command()
+def explain(
+    paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH...")],
+    method: Annotated[str, typer.Option(help="Names, separated by commas; see `patchlight methods`.")] = "genatt",
+    model: Model = "pocket",
+    weights: Weights = None,
+    labels: Labels = None,
+    target: Annotated[str | None, typer.Option(help="Class to explain, a name or index; else the prediction.")] = None,
+    against: Annotated[str | None, typer.Option(help="Class that the target is contrasted with.")] = None,
+    out: Annotated[str | None, typer.Option(help="A file for one figure, or a folder for one per image.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting: method.name=value, or name=value.")
+    ] = None,
+    save: Annotated[str | None, typer.Option(help="Folder for the raw scores, one attribution per method.")] = None,
+    score: Annotated[str | None, typer.Option(help="What is explained: logit or probability.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of methods that draw at random.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")] = "cpu",
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Images at once; by default what memory allows.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing output.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Explain images: which patches speak for a class. Writes pictures and prints predictions."""
+    with _answering(as_json, debug):
+        _check_paths(paths)
+        wanted = _wanted(method.split(","), settings or [], score)
+        figure, folder = _destination(paths, out)
+        task = Task(
+            items=_plan(paths, folder, save),
+            figure=figure,
+            methods=wanted,
+            target=target,
+            against=against,
+            score=score,
+            seed=seed,
+            batch_size=batch_size,
+            force=force,
+        )
+        _check_outputs(task)
+        done = _run(task, lambda: _load(model, weights, labels, device))
+        _report(done, as_json)
+        if done.errors:
+            raise typer.Exit(SOME_FAILED)
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method, to see its settings.")] = None,
+    model: Annotated[str | None, typer.Option(help="Say which methods work on this model.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List the methods, or the settings of one."""
+    with _answering(as_json, debug):
+        with _progress(f"loading {model or 'the methods'}"):
+            from patchlight.registry import methods as table
+            from patchlight.registry import resolve
+
+            vit = _load(model, pretrained=False) if model is not None else None
+            rows = table(vit)
+        if name is not None:
+            entry = resolve(name).method
+            rows = [row for row in rows if row.name == entry.name]
+        if as_json:
+            _print_json(
+                [{k: v for k, v in asdict(row).items() if vit is not None or k not in _OF_A_MODEL} for row in rows]
+            )
+        elif name is not None:
+            _describe(rows[0], entry)
+        else:
+            _list_methods(rows, vit is not None)
+
+
+@app.command()
+def models(
+    pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern such as 'deit*'.")] = "",
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List the models that can be loaded by name."""
+    with _answering(as_json, debug):
+        with _progress("loading the names"):
+            from patchlight.anatomy import model_names
+
+            names = model_names(pattern)
+            if not names:
+                raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, model_names())}")
+        if as_json:
+            _print_json(names)
+            return
+        for model in names:
+            print(model)
+        _say(f"{len(names)} models; also hf:NAME (transformers) and torchvision:NAME")
+
+
+_OF_A_MODEL = ("supported", "reason")
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image to explain, and where its picture and its raw scores go."""
+
+    path: Path
+    picture: Path | None
+    maps: Path | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A checked request."""
+
+    items: list[Item]
+    figure: Path | None
+    methods: dict[str, dict[str, Any]]
+    target: str | None = None
+    against: str | None = None
+    score: str | None = None
+    seed: int = 0
+    batch_size: int | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a task."""
+
+    model: str
+    task: Task
+    images: list[dict[str, Any]]
+    errors: list[dict[str, str]]
+    warnings: list[str]
+    written: list[str]
+
+
+def _two_classes(vit: Anatomy, photo: Path, path: Path) -> Path:
+    """The same photograph, explained for either of the animals on it."""
+    from patchlight.engine import explain as engine_explain
+    from patchlight.viz import figure
+
+    figure(photo, engine_explain(vit, photo, DEMO_METHODS[1:-1], target=[["dog", "cat"]]), vit=vit, path=path)
+    return path
+
+
+@dataclass(frozen=True)
+class _Read:
+    item: Item
+    tensor: Tensor
+    picture: Image
+
+
+@contextlib.contextmanager
+def _answering(as_json: bool, debug: bool) -> Iterator[None]:
+    """Errors become one sentence and an exit code; `--debug` lets them through."""
+    try:
+        yield
+    except (PatchlightError, MemoryError, OSError) as error:
+        if debug or isinstance(error, BrokenPipeError):
+            raise
+        _fail(" ".join(str(error).split()) or type(error).__name__, 2, as_json)
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if debug:
+            raise
+        told = " ".join(str(error).split())
+        _fail(f"unexpected {type(error).__name__}: {told} (--debug shows where)", 1, as_json)
+
+
+def _fail(sentence: str, code: int, as_json: bool) -> None:
+    if as_json:
+        _print_json({"error": sentence})
+    _say(f"error: {sentence}")
+    raise typer.Exit(code)
+
+
+def _say(words: str) -> None:
+    """A line on stderr, as it is."""
+    print(words, file=sys.stderr)
+
+
+def _console() -> Console:
+    """Tables on stdout; not squeezed where nobody watches."""
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else WIDE)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+
+
+@contextlib.contextmanager
+def _progress(first: str) -> Iterator[Progress]:
+    """A bar on stderr while something is under way; silent where nobody watches."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        bar.add_task(first, total=None)
+        yield bar
+
+
+def _load(
+    name: str, weights: Path | None = None, labels: Path | None = None, device: str = "cpu", **options: Any
+) -> Anatomy:
+    from patchlight.anatomy import load
+
+    return load(name, weights=weights, labels=labels, device=device, **options)
+
+
+def _wanted(names: Sequence[str], given: Sequence[str], score: str | None) -> dict[str, dict[str, Any]]:
+    """Settings by method; `--set method.name=value` goes to that method, `name=value` to the only one."""
+    wanted: dict[str, dict[str, Any]] = {name.strip(): {} for name in names if name.strip()}
+    if not wanted:
+        raise PatchlightError("no method was named; `patchlight methods` lists them")
+    for setting in given:
+        key, equals, text = setting.partition("=")
+        name, _, key = key.strip().rpartition(".")
+        if not equals or not key:
+            raise PatchlightError(f"'--set {setting}' is not a setting; write method.name=value or name=value")
+        if not name and len(wanted) > 1:
+            choices = " or ".join(f"{n}.{setting}" for n in list(wanted)[:3])
+            raise PatchlightError(f"'--set {setting}' could be for any of {len(wanted)} methods; write {choices}")
+        if name and name not in wanted:
+            raise PatchlightError(f"'--set {setting}' is for '{name}', which was not asked; {nearest(name, wanted)}")
+        wanted[name or next(iter(wanted))][key] = _value(text.strip())
+    from patchlight.registry import resolve
+
+    for name, own in wanted.items():
+        resolve(name, own, score)  # type: ignore[arg-type]
+    return wanted
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _destination(paths: Sequence[str], out: str | None) -> tuple[Path | None, Path | None]:
+    """The one figure's file, or the folder for one picture per image."""
+    from patchlight.images import SUFFIXES
+    from patchlight.viz import figure_format
+    from patchlight.viz.figures import FORMATS
+
+    if out is None:
+        alone = len(paths) == 1 and not Path(paths[0]).is_dir()
+        return (Path(f"{Path(paths[0]).stem}-explained.png"), None) if alone else (None, Path("explained"))
+    path = Path(out)
+    if out.endswith(("/", "\\")) or path.is_dir() or path.suffix.lower() not in {*FORMATS, *SUFFIXES}:
+        return None, path
+    figure_format(path)
+    return path, None
+
+
+def _check_paths(paths: Sequence[str]) -> None:
+    """Refuse a path that leads nowhere, before anything slow is imported."""
+    for path in paths:
+        if not Path(path).exists():
+            raise PatchlightError(f"no image or folder at '{path}'")
+
+
+def _plan(paths: Sequence[str], folder: Path | None, save: str | None) -> list[Item]:
+    """Every image once, with output names that mirror the folders and never collide."""
+    from patchlight.images import list_images
+
+    images: dict[Path, tuple[Path, Path]] = {}
+    outputs = [Path(o).resolve() for o in (folder, save) if o is not None]
+    for given in map(Path, paths):
+        if not given.is_dir():
+            images.setdefault(given.resolve(), (given, Path(given.name)))
+            continue
+        below = [o for o in outputs if o != given.resolve() and o.is_relative_to(given.resolve())]
+        for path in list_images(given):
+            if not any(path.resolve().is_relative_to(o) for o in below):
+                within = path.relative_to(given)
+                images.setdefault(path.resolve(), (path, within if len(paths) == 1 else given.resolve().name / within))
+    if not images:
+        raise PatchlightError(f"no images in '{paths[0]}' besides earlier output")
+    items = []
+    for (path, _), name in zip(images.values(), _distinct([within for _, within in images.values()]), strict=True):
+        picture = folder / name.with_name(f"{name.name}.png") if folder is not None else None
+        items.append(Item(path, picture, Path(save) / name if save is not None else None))
+    return items
+
+
+def _distinct(names: Sequence[Path]) -> list[Path]:
+    """Names without their suffix where that is enough to tell them apart, else with it, else numbered."""
+    stems = Counter(name.with_suffix("") for name in names)
+    taken: set[Path] = set()
+    chosen = []
+    for name in names:
+        short = name.with_suffix("") if stems[name.with_suffix("")] == 1 else name
+        tries = itertools.chain([short], (name.with_name(f"{name.name}-{n}") for n in itertools.count(2)))
+        chosen.append(next(t for t in tries if t not in taken))
+        taken.add(chosen[-1])
+    return chosen
+
+
+def _check_outputs(task: Task) -> None:
+    """Refuse, before any work is done, what cannot be written or would replace something."""
+    from patchlight.files import check_writable
+    from patchlight.viz.figures import MAX_ROWS
+
+    if task.figure is not None and len(task.items) > MAX_ROWS:
+        raise PatchlightError(
+            f"one figure of {len(task.items)} images cannot be read (at most {MAX_ROWS}); "
+            f"give a folder instead of '{task.figure}' for one picture per image"
+        )
+    pictures = [p for p in (task.figure, *(item.picture for item in task.items)) if p is not None]
+    folders = [item.maps / method for item in task.items if item.maps is not None for method in task.methods]
+    for path in {p.parent: p for p in (*pictures, *folders)}.values():
+        check_writable(path)
+    sources = {item.path.resolve() for item in task.items}
+    eaten = next((p for p in pictures if p.resolve() in sources), None)
+    if eaten is not None:
+        raise PatchlightError(f"'{eaten}' is one of the images; choose another --out")
+    there = [p for p in (*pictures, *folders) if p.exists()]
+    if there and not task.force:
+        more = f" (and {len(there) - 1} more of the outputs)" if len(there) > 1 else ""
+        raise PatchlightError(f"'{there[0]}' exists already{more}; choose another place, or --force to replace it")
+
+
+def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
+    """Explain batch by batch: one batch of tensors and small pictures is all that is held at a time."""
+    with _progress("loading the model") as bar:
+        vit = load()
+        target = _target(task, vit)
+        size = task.batch_size or BATCH
+        bar.update(bar.task_ids[0], description="explaining", total=len(task.items))
+        done = Done(vit.name, task, [], [], [], [])
+        rows: list[tuple[_Read, dict[str, Attribution], tuple[str, float]]] = []
+        for begin in range(0, len(task.items), size):
+            read = _read(task.items[begin : begin + size], vit, done.errors)
+            if read:
+                for one, maps, top in _explained(read, task, vit, target, done.warnings):
+                    done.images.append(_finish(one, maps, top, task, vit, done.written))
+                    if task.figure is not None:
+                        rows.append((one, maps, top[0]))
+            bar.update(bar.task_ids[0], completed=min(begin + size, len(task.items)))
+        if task.figure is not None and rows:
+            joined = {name: _joined([maps[name] for _, maps, _ in rows]) for name in task.methods}
+            _draw([one.picture for one, _, _ in rows], joined, [top for _, _, top in rows], vit, task.figure)
+            done.written.append(str(task.figure))
+    return done
+
+
+def _target(task: Task, vit: Anatomy) -> Any:
+    """The target as `explain` takes it; with it, everything that depends on the model is checked."""
+    from patchlight.registry import check_supported, resolve
+    from patchlight.targets import class_index
+
+    def read(word: str) -> int:
+        named = any(word.casefold() == label.casefold() for label in vit.labels or ())
+        return class_index(word if named or not word.lstrip("-").isdigit() else int(word), vit.classes, vit.labels)
+
+    for name, own in task.methods.items():
+        check_supported(resolve(name, own, task.score), vit)  # type: ignore[arg-type]
+    if task.against is not None and task.target is None:
+        raise PatchlightError("--against needs --target, the class it is contrasted with")
+    if task.target is None:
+        return None
+    return read(task.target) if task.against is None else (read(task.target), read(task.against))
+
+
+def _read(items: Sequence[Item], vit: Anatomy, errors: list[dict[str, str]]) -> list[_Read]:
+    """The images that can be read; the others are told and listed."""
+    from patchlight.images import open_image
+    from patchlight.viz.heat import seen
+
+    read = []
+    for item in items:
+        try:
+            image = open_image(item.path)
+            read.append(_Read(item, vit.batch(image), seen(image, vit.preprocess.size, vit.preprocess)))
+        except (PatchlightError, MemoryError) as error:
+            sentence = str(error) or f"'{item.path}' does not fit into memory"
+            errors.append({"path": str(item.path), "error": sentence})
+            _say(f"failed: {sentence}")
+    return read
+
+
+def _explained(
+    read: list[_Read], task: Task, vit: Anatomy, target: Any, told: list[str]
+) -> Iterator[tuple[_Read, dict[str, Attribution], list[tuple[str, float]]]]:
+    """Each image with its maps and predictions; what the engine warns of is said once."""
+    import torch
+
+    from patchlight.engine import explain as engine_explain
+
+    batch = torch.cat([one.tensor for one in read])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        maps = engine_explain(
+            vit, batch, task.methods, target, score=task.score, seed=task.seed, batch_size=task.batch_size
+        )
+    for warning in caught:
+        words = " ".join(str(warning.message).split())
+        if issubclass(warning.category, UserWarning) and words not in told:
+            told.append(words)
+            _say(f"warning: {words}")
+    for i, (one, top) in enumerate(zip(read, vit.predict(batch, k=3), strict=True)):
+        yield one, {name: att[i] for name, att in maps.items()}, top
+
+
+def _finish(
+    one: _Read,
+    maps: dict[str, Attribution],
+    top: list[tuple[str, float]],
+    task: Task,
+    vit: Anatomy,
+    written: list[str],
+) -> dict[str, Any]:
+    """Write what belongs to one image, and tell about it."""
+    item, att = one.item, next(iter(maps.values()))
+    saved = {}
+    if item.maps is not None:
+        saved = {name: str(att.save(item.maps / name, force=task.force)) for name, att in maps.items()}
+    if item.picture is not None:
+        _draw([one.picture], maps, [top[0]], vit, item.picture)
+        written.append(str(item.picture))
+    written.extend(saved.values())
+    about = {
+        "path": str(item.path),
+        "predictions": [{"label": label, "probability": round(p, 6)} for label, p in top],
+        "target": {"index": int(att.target[0]), "label": att.labels[0]},
+        "picture": str(item.picture or task.figure),
+        "maps": saved,
+    }
+    if att.against is not None:
+        about["against"] = {"index": int(att.against[0]), "label": vit.label(int(att.against[0]))}
+    return about
+
+
+def _draw(
+    pictures: list[Image], maps: dict[str, Attribution], top: list[tuple[str, float]], vit: Anatomy, path: Path
+) -> None:
+    from patchlight.viz import figure
+
+    figure(pictures, maps, predictions=top, vit=vit, path=path)
+
+
+def _joined(parts: list[Attribution]) -> Attribution:
+    """The attributions of single images as one."""
+    import torch
+
+    against = [part.against for part in parts if part.against is not None]
+    return replace(
+        parts[0],
+        scores=torch.cat([part.scores for part in parts]),
+        target=torch.cat([part.target for part in parts]),
+        against=torch.cat(against) if against else None,
+        labels=tuple(label for part in parts for label in part.labels),
+    )
+
+
+def _report(done: Done, as_json: bool) -> None:
+    """The predictions as a table and the files written, or all of it as JSON."""
+    task = done.task
+    if as_json:
+        about = {"model": done.model, "methods": task.methods, "score": task.score, "seed": task.seed}
+        found = {"images": done.images, "errors": done.errors, "warnings": done.warnings, "written": done.written}
+        _print_json(about | found)
+        return
+    from patchlight.viz import percent, short
+
+    table = Table(title=f"Predictions of {done.model}", title_justify="left", title_style="bold")
+    for heading in ("image", "prediction", "then", "explained"):
+        table.add_column(heading, overflow="fold")
+    for image in done.images[:TABLE_ROWS]:
+        words = [f"{short(p['label'])} {percent(p['probability'])}" for p in image["predictions"]]
+        explained = short(image["target"]["label"])
+        if "against" in image:
+            explained += f" against {short(image['against']['label'])}"
+        table.add_row(Path(image["path"]).name, words[0], ", ".join(words[1:]), explained)
+    if done.images:
+        _console().print(table)
+    if len(done.images) > TABLE_ROWS:
+        print(f"and {len(done.images) - TABLE_ROWS} more (--json lists all)")
+    if done.errors:
+        print(f"{len(done.errors)} of {len(done.errors) + len(done.images)} images failed")
+    if 1 <= len(done.written) <= 3:
+        print(f"Wrote {' and '.join(done.written)}")
+    elif done.written:
+        print(f"Wrote {len(done.written)} files, from {done.written[0]} to {done.written[-1]}")
+
+
+def _list_methods(rows: Sequence[Any], of_model: bool) -> None:
+    table = Table(
+        "method", *(("works",) if of_model else ()), "paper", "cost", "what it shows", box=None, pad_edge=False
+    )
+    for row in rows:
+        works = ("yes" if row.supported else f"no: {row.reason}",) if of_model else ()
+        table.add_row(row.name, *works, row.paper, row.cost, row.summary)
+    _console().print(table)
+    _say("`patchlight methods NAME` tells more; wrappers such as .plus, .rollout and .libra may follow a name")
+
+
+def _describe(row: Any, entry: Any) -> None:
+    import inspect
+
+    print(f"{row.name}  ({row.paper}; {row.cost})")
+    if row.aliases:
+        print(f"also called {', '.join(row.aliases)}")
+    print(inspect.getdoc(entry.function) or "")
+    print("\nSettings:" if row.settings else "\nNo settings.")
+    for key, kind in row.settings.items():
+        print(f"  {key}: {kind}")
+    if entry.presets:
+        print(f"  preset: {', '.join(entry.presets)}")

@@ -1,0 +1,42 @@
+"""Writing files whole or not at all, and saying in one sentence why one cannot be written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from patchlight.errors import PatchlightError
+
+
+def write_whole(path: str | Path, data: bytes) -> Path:
+    """Write `data` under a temporary name beside `path`, then rename: nobody ever meets half a file."""
+    path = Path(path)
+    part = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+    except OSError as error:
+        if part:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+        raise PatchlightError(f"'{path}' cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def check_writable(path: str | Path) -> None:
+    """Refuse, before any work is done, a path below something that is no folder or may not be written to."""
+    path = Path(path).absolute()
+    if path.is_dir():
+        above = path
+    else:
+        above = next(p for p in path.parents if p.exists())
+    if not above.is_dir():
+        raise PatchlightError(f"'{path}' cannot be written: '{above}' is not a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PatchlightError(f"'{path}' cannot be written: no permission to write in '{above}'")

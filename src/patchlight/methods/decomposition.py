@@ -1,0 +1,195 @@
+"""Norms of forward decompositions: how much of what attention adds to a token comes from each other token.
+
+V[i,j] is the part of token i behind a block's attention that stems from token j before it: sum_h A_h[i,j] w_j^h with
+w_j^h = W_O^h v_j^h, and x_i more where i = j. No [N,N,D] tensor is ever whole: l2 norms are quadratic forms in A, l1
+distances are taken for some to-tokens at a time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.engine import DegenerateMap
+from patchlight.methods.compose import LAST, ROLLOUT, Readout
+from patchlight.registry import Combiner, LayerMaps, Settings, method
+from patchlight.taps import Evidence
+
+FFN = Literal["skip", "norm2"]
+_CHUNK = 32_000_000
+"""Numbers held at once by an l1 distance."""
+
+
+def _product(
+    maps: LayerMaps, start: int = 0, residual: float = 0.0, scale: float = 1.0, readout: Readout = "pooling"
+) -> Tensor:
+    """r <- r ((1 - residual) scale M_l + residual I) from the last block to `start`; nothing is normalised."""
+    return ROLLOUT.function(maps, start, residual, "none", scale, readout)
+
+
+PRODUCT = Combiner(_product, ROLLOUT.span, matrices_only=True)
+_PLAIN_PRODUCT = {"residual": 0.0, "normalise": "none"}
+
+
+def head_vectors(b: Evidence, value_bias: bool) -> Tensor:
+    """w_j^h = W_O^h v_j^h, layer scale included [B,N,H,D]; `value_bias` keeps W_V beta + b_V inside v."""
+    values = b.v
+    if not value_bias:
+        weight, bias = b.parts.qkv()
+        beta = getattr(b.parts.norm1, "bias", None)
+        constant = F.linear(torch.zeros_like(weight[0]) if beta is None else beta, weight, bias).chunk(3)[2]
+        values = values - constant.unflatten(0, (values.shape[1], 1, -1))
+    weight = b.parts.out.weight.unflatten(1, (values.shape[1], -1))
+    vectors = torch.einsum("bhnd,ehd->bnhe", values, weight)
+    return vectors if b.parts.scale1 is None else vectors * b.parts.scale1
+
+
+def _quadratic(A: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """<sum_h A_h[i,j] left_j^h, sum_h A_h[i,j] right_j^h> [B,N,N], through the Gram matrices [H,H] of each j."""
+    weights = A.permute(0, 3, 2, 1)
+    return ((weights @ (left @ right.transpose(-2, -1))) * weights).sum(-1).transpose(1, 2)
+
+
+def _second_norm(b: Evidence) -> tuple[Tensor, Tensor]:
+    """gamma of the second norm [D], and 1/std of the tokens that enter it [B,N,1]."""
+    norm = b.parts.norm2
+    gamma = torch.ones_like(b.u[0, 0]) if norm.weight is None else norm.weight
+    return gamma, (b.u.var(-1, unbiased=False, keepdim=True) + norm.eps).rsqrt()
+
+
+def l2_norms(b: Evidence, w: Tensor, skip: bool, ffn: Literal["skip", "norm", "norm2"]) -> Tensor:
+    """||T_i V[i,j]|| [B,N,N], with the skip's x_i in V[i,i] or without.
+
+    T_i is the identity (`skip`), the second norm's linear part gamma (V - mean V) / std_i (`norm`), or their sum
+    (`norm2`).
+    """
+    own = torch.einsum("bhnn,bnhe->bne", b.A, w)
+    own = own + b.x if skip else own
+    if ffn == "skip":
+        squares, diagonal = _quadratic(b.A, w, w), own
+    else:
+        gamma, inverse = _second_norm(b)
+        normed = gamma * (w - w.mean(-1, keepdim=True))
+        squares = _quadratic(b.A, normed, normed) * inverse**2
+        diagonal = gamma * (own - own.mean(-1, keepdim=True)) * inverse
+        if ffn == "norm2":
+            squares = squares + 2 * inverse * _quadratic(b.A, w, normed) + _quadratic(b.A, w, w)
+            diagonal = diagonal + own
+    norms = squares.clamp(min=0).sqrt()
+    norms.diagonal(dim1=1, dim2=2).copy_(torch.linalg.vector_norm(diagonal, dim=-1))
+    return norms
+
+
+def l1_distances(b: Evidence, w: Tensor, y: Tensor, ffn: FFN) -> Tensor:
+    """||y_i - T_i V[i,j]||_1 [B,N,N] with x_i in V[i,i], some to-tokens i at a time."""
+    B, N, D = b.x.shape
+    size = max(1, _CHUNK // (B * N * D))
+    result = b.x.new_empty(B, N, N)
+    if ffn == "norm2":
+        gamma, inverse = _second_norm(b)
+        gain = gamma * inverse
+    for tokens in torch.arange(N, device=b.x.device).split(size):
+        weights = b.A[:, :, tokens].permute(0, 3, 2, 1)
+        vectors = weights @ w
+        vectors[:, tokens, torch.arange(len(tokens))] += b.x[:, tokens]
+        if ffn == "norm2":
+            mean = vectors.mean(-1, keepdim=True)
+            vectors.mul_(1 + gain[:, None, tokens]).addcmul_(mean, gain[:, None, tokens], value=-1)
+        result[:, tokens] = vectors.sub_(y[:, None, tokens]).abs_().sum(-1).transpose(1, 2)
+    return result
+
+
+def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    parts = vit.parts(0)
+    if parts.value is None or not isinstance(parts.out, nn.Linear) or parts.qkv is None:
+        return f"{vit.name} has more than attention between its values and the output projection"
+    alone = settings.get("vectors") == "attention"
+    if parts.norm1 is None and not alone:
+        return f"{vit.name} has no norm before attention, so its tokens do not pass the block unchanged"
+    normed = settings.get("vectors") == "norm" or settings.get("ffn") == "norm2"
+    if normed and not isinstance(parts.norm2, nn.LayerNorm):
+        return f"the second norm of {vit.name}'s blocks is not a layer norm"
+    return None
+
+
+def _needs(settings: Settings) -> frozenset[str]:
+    uses_u = settings.get("vectors") == "norm" or settings.get("ffn") == "norm2"
+    uses_u = uses_u or settings.get("reference") == "attn_out"
+    return frozenset({"x", "y", "A", "v"} | ({"u"} if uses_u else set()))
+
+
+_ABOUT: dict[str, Any] = {
+    "needs": _needs,
+    "matrix": True,
+    "class_specific": False,
+    "nonnegative": True,
+    "refuses": _refuses,
+    "cost": "1 forward",
+}
+
+
+@method("attin", paper="Kobayashi et al., EMNLP 2020 and 2021", aliases=("attention-norm",), combine=LAST, **_ABOUT)
+def attin(
+    b: Evidence, vectors: Literal["attention", "residual", "norm"] = "attention", value_bias: bool = True
+) -> Tensor:
+    """Norms of what attention moves: ||sum_h A_h[i,j] W_O^h v_j^h||, the row of the last block. Class-agnostic.
+
+    `vectors="residual"` adds x_i where i = j before the norm is taken; `"norm"` also puts the vectors through the
+    second norm's linear part, gamma (V - mean V) / std(u_i). Values keep their bias, b_O is left out. One forward.
+    """
+    w = head_vectors(b, value_bias)
+    return l2_norms(b, w, skip=vectors != "attention", ffn="norm" if vectors == "norm" else "skip")
+
+
+@method(
+    "globenc",
+    paper="Modarressi et al., NAACL 2022",
+    combine=PRODUCT,
+    composed=_PLAIN_PRODUCT,
+    presets={"skipplus": {"ffn": "norm2", "rounding": "floor"}},
+    **_ABOUT,
+)
+def globenc(b: Evidence, ffn: FFN = "skip", value_bias: bool = False) -> Tensor:
+    """GlobEnc: the CLS row of prod_l M_l, M_l[i,j] = ||V[i,j]||, the skip inside V. Class-agnostic.
+
+    V leaves out all biases (`value_bias` keeps W_V beta + b_V) and the MLP. The product has no identity added and no
+    row normalised, so it may explode in deep models: `scale` multiplies each matrix. `ffn="norm2"` has
+    V + LN2(V) in place of V, as the SkipPLUS authors' port (preset `skipplus`, with its L // 2). One forward.
+    """
+    return l2_norms(b, head_vectors(b, value_bias), skip=True, ffn=ffn)
+
+
+@method(
+    "alti",
+    paper="Ferrando et al., EMNLP 2022",
+    combine=PRODUCT,
+    composed=_PLAIN_PRODUCT,
+    presets={"skipplus": {"ffn": "norm2", "reference": "block_out", "rounding": "floor"}},
+    **_ABOUT,
+)
+def alti(
+    b: Evidence, ffn: FFN = "skip", reference: Literal["attn_out", "block_out"] = "attn_out", value_bias: bool = False
+) -> Tensor:
+    """ALTI: the CLS row of prod_l C_l, C_l[i,j] = ReLU(||y_i|| - ||y_i - V[i,j]||) in l1, rows summing to 1.
+
+    y_i is the true token behind attention and its skip; V as in `globenc`. Preset `skipplus`, the authors' port:
+    y_i is the output of the whole block, V + LN2(V) stands for V, and L // 2 begins the upper half; many rows are then
+    zero. A row of zeros stays zero, with a warning. One forward; memory in chunks.
+    """
+    y = b.u if reference == "attn_out" else b.y
+    scores = (y.abs().sum(-1, keepdim=True) - l1_distances(b, head_vectors(b, value_bias), y, ffn)).clamp_(min=0)
+    total = scores.sum(-1, keepdim=True)
+    empty = int((total == 0).sum())
+    if empty:
+        warnings.warn(
+            f"alti: {empty} of {total.numel()} tokens of block {b.index} are nearer to no source than to nothing, so "
+            f"their rows are zero; reference='attn_out' with ffn='skip' has the fewest such rows",
+            DegenerateMap,
+            stacklevel=2,
+        )
+    return scores / total.where(total > 0, 1.0)

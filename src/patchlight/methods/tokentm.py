@@ -1,0 +1,134 @@
+"""TokenTM: attention and feed-forward updates weighted by how they change each token's length and direction."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.methods.attention import head_sum, positive
+from patchlight.methods.compose import Readout
+from patchlight.registry import Combiner, LayerMaps, Settings, method, times
+from patchlight.taps import Evidence
+
+_GUARD = 1e-8
+Update = tuple[Tensor, Tensor | None, Tensor]
+
+
+def _updates(maps: LayerMaps, init: Literal["length", "identity"] = "length", readout: Readout = "pooling") -> Tensor:
+    """r <- (r * (1 + w_FFN)) (I + M_l) from the last block to the first, then times the length of each x_0 token."""
+    row = maps.start_row(readout)
+    length = row
+    for layer in reversed(range(maps.vit.depth)):
+        matrix, feed_forward, length = maps.values[layer]
+        row = row if feed_forward is None else row * (1 + feed_forward)
+        row = row + times(row, matrix)
+    return row * length if init == "length" else row
+
+
+UPDATES = Combiner(_updates, lambda depth, settings: range(depth))
+
+
+def _needs(settings: Settings) -> frozenset[str]:
+    needs = {"x", "A"} | ({"G"} if settings["grad"] != "none" else set())
+    needs |= {"u", "y"} if settings["include_ffn"] else set()
+    if settings["where"] == "residual":
+        needs |= {"u"}
+    elif settings["ov_input"] == "ln1":
+        needs |= {"n"}
+    return frozenset(needs)
+
+
+def no_linear_values(settings: Settings, vit: Anatomy) -> str | None:
+    """Why the value and output projections of a model cannot be read as one linear map per head."""
+    parts = vit.parts(0)
+    if settings.get("where", "ov") != "ov" or (parts.value is not None and parts.out is not None):
+        return None
+    return f"{vit.name} has no value and output projection that make one linear map per head"
+
+
+def necc(cosine: Tensor) -> Tensor:
+    """NECC_i = exp(cos_i) / sum_k exp(cos_k) over the tokens, the last axis."""
+    return cosine.softmax(-1)
+
+
+def transformation_weight(
+    before: Tensor, after: Tensor, dot: Tensor, use_length: bool, use_necc: bool, scale: float
+) -> Tensor:
+    """w_i = L(after_i)/L(before_i) * NECC_i, from the lengths of both and their inner product, tokens last."""
+    ratio = after / before.clamp(min=_GUARD)
+    weight = ratio if use_length else ratio.new_ones(ratio.shape)
+    return weight * necc(dot / (before * after).clamp(min=_GUARD)) * scale if use_necc else weight
+
+
+def _ov_image(b: Evidence, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Length of source W_V^h W_O^h and its inner product with x, [B,H,N] each, the D-wide images never formed."""
+    heads = b.A.shape[1]
+    out = b.parts.out.weight.unflatten(1, (heads, -1))
+    value = F.linear(source, b.parts.value).unflatten(-1, (heads, -1)).transpose(1, 2)
+    pulled = (b.x @ b.parts.out.weight).unflatten(-1, (heads, -1)).transpose(1, 2)
+    per_head = out.permute(1, 2, 0)
+    gram = per_head @ per_head.transpose(1, 2)
+    return ((value @ gram) * value).sum(-1).clamp(min=0).sqrt(), (value * pulled).sum(-1)
+
+
+@method(
+    "tokentm",
+    paper="Wu et al., CVPR 2024",
+    needs=_needs,
+    combine=UPDATES,
+    composable="each block is a matrix and a diagonal update, and its own product chains them from the token lengths",
+    refuses=no_linear_values,
+    presets={"libragrad": {"where": "residual", "ffn_where": "residual", "head_fusion": "mean_first"}},
+)
+def tokentm(
+    b: Evidence,
+    where: Literal["ov", "residual"] = "ov",
+    ov_input: Literal["x", "ln1"] = "x",
+    ffn_where: Literal["branch", "residual"] = "branch",
+    head_fusion: Literal["per_head", "mean_first"] = "per_head",
+    use_necc: bool = True,
+    necc_scale: Literal["N"] | float = 1.0,
+    use_length: bool = True,
+    grad: Literal["relu", "signed", "none"] = "relu",
+    include_ffn: bool = True,
+) -> Update:
+    """Token transformation: the CLS row of prod_l (I + W_FFN)(I + mean_h ReLU(G_l) * (A_l W_l)) diag(L(x_0)).
+
+    W is diagonal: w_i = L(E~_i)/L(E_i) * NECC_i, with NECC the softmax over tokens of cos(E, E~) times `necc_scale`
+    (a number, or "N" for the number of tokens). E is the block's input. Attention: E~ is the OV image E W_V^h W_O^h of
+    each head, without biases (`where="residual"`: the tokens after attention and its skip); `ov_input="ln1"` feeds it
+    the normed tokens. Feed-forward: from its input to its branch output, layer scale included (`ffn_where="residual"`:
+    to the block's output). `head_fusion="mean_first"` averages A, ReLU(G) and W over heads before the product.
+    `grad="signed"` leaves G as it is, "none" leaves it out; `init="identity"` starts without the lengths of x_0.
+    Without NECC, lengths and feed-forward, from the identity, this is `genatt`. Preset `libragrad` is that code's
+    reading. One forward, one backward, and two extra projections per block.
+    """
+    length = b.x.norm(dim=-1)
+    scale = float(b.x.shape[1]) if necc_scale == "N" else float(necc_scale)
+    options = (use_length, use_necc, scale)
+
+    def change(before: Tensor, after: Tensor) -> Tensor:
+        return transformation_weight(before.norm(dim=-1), after.norm(dim=-1), (before * after).sum(-1), *options)
+
+    if where == "residual":
+        weight = change(b.x, b.u)[:, None]
+    else:
+        image, dot = _ov_image(b, b.n if ov_input == "ln1" else b.x)
+        weight = transformation_weight(length[:, None], image, dot, *options)
+    matrix = _attention_update(b, weight, head_fusion, grad)
+    if not include_ffn:
+        return matrix, None, length
+    return matrix, change(b.u, b.y if ffn_where == "residual" else b.y - b.u), length
+
+
+def _attention_update(b: Evidence, weight: Tensor, head_fusion: str, grad: str) -> Tensor:
+    """mean_h [grad(G)_h * A_h diag(w_h)] [B,N,N], or the same of the means; weight [B,H,N] or [B,1,N] for all heads."""
+    columns = weight[:, :, None]
+    if head_fusion == "mean_first":
+        mean = b.heads_mean * columns.mean(1)
+        return mean if grad == "none" else mean.mul_((b.G.relu() if grad == "relu" else b.G).mean(1))
+    heads = positive(b) if grad == "relu" else b.AG if grad == "signed" else b.A
+    return head_sum(heads, columns.expand(-1, heads.shape[1], -1, -1) / heads.shape[1])

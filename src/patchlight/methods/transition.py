@@ -1,0 +1,190 @@
+"""Transition methods: attention chained from the last block down, weighted by an integrated gradient of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from patchlight.methods.attention import head_sum
+from patchlight.methods.compose import Readout, block_index
+from patchlight.methods.tokentm import no_linear_values
+from patchlight.registry import Ask, LayerMaps, method
+from patchlight.taps import Evidence
+from patchlight.targets import Targets
+from patchlight.trace import LayerJob, Pass
+
+_ROWS_AT_ONCE = 32
+Steps = Annotated[int, Field(ge=1)]
+
+
+def _first_block(start: int | None, usual: int, depth: int) -> int:
+    """The block given, or the usual one, or the last of a model that is shallower than that."""
+    return min(usual, depth - 1) if start is None else block_index(start, depth)
+
+
+def _read_rows(ask: Ask, seen: Pass, readout: Readout) -> tuple[Tensor, Tensor]:
+    """The to-tokens the classifier reads: their indices [n], and how much each counts [B,n]."""
+    pool = ask.vit.pool_row(len(ask.images), seen.pool)
+    weights = LayerMaps({}, ask.vit, pool, seen.end[0]).start_row(readout)
+    rows = (weights != 0).any(0).nonzero().flatten()
+    return rows, weights[:, rows]
+
+
+def feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool = True) -> Tensor:
+    """W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image)) [B,n,N] at `rows`, alpha from 0 to 1, both included.
+
+    The gradient is averaged before the ReLU. Without the integral it is that of the image alone. Only the last block
+    runs with a graph.
+    """
+    last, batch = ask.vit.depth - 1, len(ask.images)
+    alphas = (
+        torch.linspace(0, 1, steps, dtype=ask.images.dtype, device=ask.images.device)
+        if with_integral
+        else ask.images.new_ones(1)
+    )
+    job = LayerJob(lambda b: b.G[:, :, rows], frozenset({"A", "G"}), (last,))
+    total: Any = 0.0
+    for some in alphas.split(max(1, _ROWS_AT_ONCE // batch)):
+        scaled = (some[:, None, None, None, None] * ask.images).flatten(0, 1)
+        gradient = replace(ask, images=scaled, targets=_repeated(ask.targets, len(some))).run([job]).values[0][0][last]
+        total = total + gradient.unflatten(0, (len(some), batch)).sum(0)
+    mean: Tensor = total / len(alphas)
+    return mean.relu().mean(1)
+
+
+def _repeated(targets: Targets, count: int) -> Targets:
+    against = None if targets.against is None else targets.against.repeat(count, 1)
+    return Targets(targets.index.repeat(count, 1), against)
+
+
+def _layer_pass(ask: Ask, function: Callable[[Evidence], Tensor], needs: set[str], first: int) -> Pass:
+    return ask.run([LayerJob(function, frozenset(needs), tuple(range(first, ask.vit.depth)))])
+
+
+def _perception(matrices: dict[int, Tensor], rows: Tensor) -> Tensor:
+    """The `rows` [B,n,N] of prod_l (I + M_l), last block leftmost."""
+    some = next(iter(matrices.values()))
+    state = torch.eye(some.shape[-1], device=some.device, dtype=some.dtype)[rows].expand(len(some), -1, -1)
+    for layer in sorted(matrices, reverse=True):
+        state = state + state @ matrices[layer]
+    return state
+
+
+def _read(ask: Ask, weights: Tensor, product: Tensor) -> Tensor:
+    """The rows [B,n,N] of a (to, from) matrix summed as the classifier reads them, on the patch grid."""
+    return ask.vit.patches((weights[:, :, None] * product).sum(1))
+
+
+@method(
+    "tam",
+    paper="Yuan et al., NeurIPS Workshop 2021",
+    aliases=("transition-attention-maps",),
+    nonnegative=True,
+    cost="21 forwards + 20 backwards through the last block",
+    quick={"steps": 3},
+    presets={"tis": {"start": 0}, "interpretdl": {"score": "probability"}},
+)
+def tam(
+    ask: Ask,
+    start: int | None = None,
+    steps: Steps = 20,
+    with_integral: bool = True,
+    first_state: bool = False,
+    readout: Readout = "pooling",
+) -> Tensor:
+    """Transition attention maps: the CLS row r of chained attention times an integrated gradient W of the last block.
+
+    r = mean_h A_{L-1}[CLS]; r <- r + r mean_h A_l for l = L-2 down to `start` (block 4 unless given, or the last of a
+    shallower model); W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image))[CLS] over `steps` alphas from 0 to 1, both
+    included, the baseline a tensor of zeros; the map is r * W. `first_state=True` keeps r at the last block,
+    `with_integral=False` takes the gradient of the image alone. Presets: `tis` starts at block 0, `interpretdl`
+    explains the probability. Without a CLS readout, each row the classifier reads is treated so, and they are averaged.
+    """
+    depth = ask.vit.depth
+    first = depth - 1 if first_state else _first_block(start, 4, depth)
+    seen = _layer_pass(ask, lambda b: b.heads_mean, {"A"}, first)
+    rows, weights = _read_rows(ask, seen, readout)
+    matrices: dict[int, Tensor] = dict(seen.values[0][0])
+    state = matrices.pop(depth - 1)[:, rows]
+    for layer in sorted(matrices, reverse=True):
+        state = state + state @ matrices[layer]
+    return _read(ask, weights, state * feedback(ask, rows, steps, with_integral))
+
+
+def head_importance(b: Evidence) -> Tensor:
+    """I_h = mean_ij |A_h^T G_h|, the heads of each image summing to one [B,H]; alike where no head has a gradient."""
+    raw = (b.A.transpose(-2, -1) @ b.G).abs_().mean((-2, -1))
+    total = raw.sum(1, keepdim=True)
+    return torch.where(total > 0, raw / total, 1 / raw.shape[1])
+
+
+def value_ratio(b: Evidence) -> Tensor:
+    """nu_j = ||v_j W_O^T|| / ||x_j|| [B,N]: all heads' values, their bias included, the projection's excluded."""
+    out: Tensor = b.parts.out.weight
+    image = b.v.transpose(1, 2).flatten(2) @ out.T
+    ratio: Tensor = image.norm(dim=-1) / b.x.norm(dim=-1).clamp(min=1e-12)
+    return ratio
+
+
+@method(
+    "bt-h",
+    paper="Chen et al., ICML 2023",
+    aliases=("bt-head",),
+    nonnegative=True,
+    cost="21 forwards + 1 backward + 20 backwards through the last block",
+    quick={"steps": 3},
+    presets={"tis": {"start": 0}, "interpretdl": {"score": "probability"}},
+)
+def bt_h(
+    ask: Ask,
+    start: int | None = None,
+    steps: Steps = 20,
+    with_integral: bool = True,
+    readout: Readout = "pooling",
+) -> Tensor:
+    """Bidirectional transformer, head-wise: attention perception R times reasoning feedback W, their CLS row.
+
+    R = prod_l (I + sum_h I_h A_h) from block `start` on (3 unless given, or the last of a shallower model), with
+    I_h = mean_ij |A_h^T G_h| normalised over the heads of each image; W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image))
+    as in `tam`. Presets: `tis` starts at block 0, `interpretdl` explains the probability.
+    """
+    first = _first_block(start, 3, ask.vit.depth)
+    seen = _layer_pass(ask, lambda b: head_sum(b.A, head_importance(b)[:, :, None, None]), {"A", "G"}, first)
+    rows, weights = _read_rows(ask, seen, readout)
+    perception = _perception(seen.values[0][0], rows)
+    return _read(ask, weights, perception * feedback(ask, rows, steps, with_integral))
+
+
+@method(
+    "bt-t",
+    paper="Chen et al., ICML 2023",
+    aliases=("bt-token",),
+    nonnegative=True,
+    cost="21 forwards + 20 backwards through the last block",
+    quick={"steps": 3},
+    refuses=no_linear_values,
+    presets={"tis": {"start": 0}, "interpretdl": {"start": 3, "score": "probability"}},
+)
+def bt_t(
+    ask: Ask,
+    start: int | None = None,
+    steps: Steps = 20,
+    with_integral: bool = True,
+    readout: Readout = "pooling",
+) -> Tensor:
+    """Bidirectional transformer, token-wise: attention perception |R| times reasoning feedback W, their CLS row.
+
+    R = prod_l (I + mean_h A_l diag(nu_l)) from block `start` on (6 unless given, or the last of a shallower model),
+    nu_j = ||v_j W_O^T|| / ||x_j|| with all heads' values, their bias included, and the block's input before its norm; W
+    as in `tam`. Presets: `tis` starts at block 0, `interpretdl` at block 3 and explains the probability.
+    """
+    first = _first_block(start, 6, ask.vit.depth)
+    seen = _layer_pass(ask, lambda b: b.heads_mean * value_ratio(b)[:, None], {"A", "v", "x"}, first)
+    rows, weights = _read_rows(ask, seen, readout)
+    perception = _perception(seen.values[0][0], rows)
+    return _read(ask, weights, perception.abs() * feedback(ask, rows, steps, with_integral))

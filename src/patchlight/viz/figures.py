@@ -1,0 +1,276 @@
+"""Figures: one row per image, one column per method, with the prediction in words and the scale stated."""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from patchlight.attribution import Attribution
+from patchlight.errors import PatchlightError
+from patchlight.files import write_whole
+from patchlight.images import Picture, open_image
+from patchlight.viz.heat import GREY, blend, is_signed, robust_scale, seen, tint
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from patchlight.anatomy import Anatomy
+
+Prediction = tuple[str, float] | str
+
+DPI, DENSE, COARSEST = 144, 16, 90
+"""Dots per inch, for up to DENSE pictures; figures of more are drawn coarser to stay below a megabyte or so."""
+CELL, GAP, EDGE, LINE = 1.4, 0.05, 0.1, 0.165
+WORDS, SMALL = 8.5, 7.0
+LETTERS = 16
+MAX_ROWS = 64
+FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".pdf": "pdf", ".svg": "svg"}
+SCALES = {
+    False: ("lowest", "highest (each map to its 99th percentile)"),
+    True: ("against", "for (each map to ± its 99th percentile)"),
+}
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    scores: Tensor
+    signed: bool
+
+
+def figure(
+    images: Picture | Tensor | Sequence[Picture],
+    maps: Attribution | Mapping[str, Attribution],
+    *,
+    predictions: Sequence[Prediction] | None = None,
+    titles: Sequence[str] | None = None,
+    vit: Anatomy | None = None,
+    path: str | Path | None = None,
+) -> Figure:
+    """One row per image, one column per method: the photographs, and each method's heat over them.
+
+    `images` are what the maps explain: paths, PIL images or the preprocessed tensor. Row labels are `predictions`, as
+    (label, probability) or in words; without them those of `vit`; without it the explained class. An explained class
+    other than the predicted one is named below it. `titles` replace the methods' names. Every map is scaled by
+    itself, and the figure says so. With `path` it is also written there (png, jpg, webp, pdf or svg).
+
+    >>> pl.figure(images, pl.explain(vit, images, ["genatt", "rollout"]), vit=vit, path="cats.png")  # doctest: +SKIP
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    maps = {maps.method: maps} if isinstance(maps, Attribution) else dict(maps)
+    if not maps:
+        raise PatchlightError("a figure needs at least one map; none was given")
+    if path is not None:
+        figure_format(path)
+    first = next(iter(maps.values()))
+    pictures = _pictures(images, first, vit)
+    _check_counts(maps, len(pictures))
+    columns = [column for name, att in maps.items() for column in _columns(name, att)]
+    headings = _headings([c.title for c in columns] if titles is None else titles, len(columns))
+    labels = _row_labels(images, first, predictions, vit)
+    kinds = sorted({c.signed for c in columns})
+
+    tall = CELL * pictures[0].height / pictures[0].width
+    left = EDGE + max(_inches(line, WORDS) for label in labels for line in label.split("\n")) + 0.1
+    top = EDGE + LINE * max(1 + heading.count("\n") for heading in headings)
+    bottom = EDGE + LINE * len(kinds)
+    grid_width = (len(columns) + 1) * (CELL + GAP) - GAP
+    width = left + EDGE + max(grid_width, *(_scale_inches(signed) for signed in kinds))
+    height = top + len(pictures) * (tall + GAP) + bottom
+    dpi = DPI * min(1.0, (DENSE / (len(pictures) * (len(columns) + 1))) ** 0.5)
+    fig = Figure(figsize=(width, height), dpi=max(dpi, COARSEST), facecolor="white")
+    FigureCanvasAgg(fig)
+
+    def place(picture: Any, x: float, y: float, w: float, h: float) -> None:
+        axes = fig.add_axes((x / width, y / height, w / width, h / height))
+        axes.imshow(np.asarray(picture), interpolation="antialiased", aspect="auto")
+        axes.set_axis_off()
+
+    def write(words: str, x: float, y: float, size: float = WORDS, **how: Any) -> None:
+        fig.text(x / width, y / height, words, size=size, linespacing=1.25, **how)
+
+    for c, heading in enumerate(headings):
+        middle = left + (c + 1) * (CELL + GAP) + CELL / 2
+        for n, line in enumerate(reversed(heading.split("\n"))):
+            write(line, middle, height - top + 0.07 + n * LINE, ha="center", va="baseline")
+    for r, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+        y = height - top - r * (tall + GAP) - tall
+        write(label, left - 0.1, y + tall / 2, ha="right", va="center", multialignment="right")
+        place(picture, left, y, CELL, tall)
+        for c, column in enumerate(columns):
+            heat = blend(picture, column.scores[r], robust_scale(column.scores[r], column.signed))
+            place(heat, left + (c + 1) * (CELL + GAP), y, CELL, tall)
+    for k, signed in enumerate(kinds):
+        low, high = SCALES[signed]
+        y, begin = bottom - (k + 1) * LINE, left + _inches(low, SMALL) + 0.06
+        write(low, left, y + 0.045, SMALL, va="center", color="0.25")
+        place(_bar(signed), begin, y, _BAR, 0.09)
+        write(high, begin + _BAR + 0.06, y + 0.045, SMALL, va="center", color="0.25")
+    if path is not None:
+        write_whole(path, figure_bytes(fig, path))
+    return fig
+
+
+def figure_format(path: str | Path) -> str:
+    """The format that a file's name asks for."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise PatchlightError(f"'{path}' cannot be a figure; its name must end in {', '.join(FORMATS)}")
+    return FORMATS[suffix]
+
+
+def figure_bytes(fig: Figure, path: str | Path) -> bytes:
+    """A figure as the contents of a file of that name; the same figure gives the same bytes."""
+    kind = figure_format(path)
+    out = io.BytesIO()
+    if kind in ("pdf", "svg"):
+        import matplotlib
+
+        stamp: dict[str, Any] = {"CreationDate": None} if kind == "pdf" else {"Date": None}
+        with matplotlib.rc_context({"svg.hashsalt": "patchlight"}):
+            fig.savefig(out, format=kind, metadata=stamp)
+        return out.getvalue()
+    fig.canvas.draw()
+    pixels = np.asarray(fig.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"optimize": True} if kind == "png" else {"quality": 92}
+    Image.fromarray(np.ascontiguousarray(pixels)).save(out, format=kind, dpi=(fig.dpi, fig.dpi), **options)
+    return out.getvalue()
+
+
+def in_words(prediction: Prediction) -> str:
+    """
+    >>> in_words(("tabby, tabby cat", 0.871))
+    'tabby 87 %'
+    """
+    if isinstance(prediction, str):
+        return prediction
+    label, probability = prediction
+    return f"{short(label)} {percent(probability)}"
+
+
+def short(label: str) -> str:
+    """The first of a label's names."""
+    return label.split(",")[0].strip()
+
+
+def percent(probability: float) -> str:
+    """
+    >>> percent(0.871), percent(0.9996), percent(0.0004)
+    ('87 %', '> 99 %', '< 1 %')
+    """
+    whole = round(100 * probability)
+    return "> 99 %" if whole == 100 and probability < 1 else "< 1 %" if whole == 0 else f"{whole} %"
+
+
+_BAR = 0.8
+_PERCENTAGE = re.compile(r"(.*?)\s*((?:[<>] )?\d+ %)?", re.DOTALL)
+
+
+def _bar(signed: bool) -> Any:
+    """The colours as they look over a middle grey."""
+    rgb, opacity = tint(np.linspace(-1.0 if signed else 0.0, 1.0, 128)[None], signed)
+    darkest, contrast = GREY[signed]
+    return rgb * opacity + (darkest + contrast / 2) * (1 - opacity)
+
+
+def _scale_inches(signed: bool) -> float:
+    return sum(_inches(words, SMALL) for words in SCALES[signed]) + _BAR + 0.12
+
+
+def _inches(words: str, size: float) -> float:
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextToPath
+
+    width, _, _ = TextToPath().get_text_width_height_descent(words or " ", FontProperties(size=size), ismath=False)
+    return 1.06 * float(width) / 72  # letters are drawn on whole dots, which makes words a little wider
+
+
+def _pictures(images: Any, att: Attribution, vit: Anatomy | None) -> list[Image.Image]:
+    preprocess = vit.preprocess if vit is not None else att.preprocess
+    if isinstance(images, Tensor):
+        if preprocess is None:
+            raise PatchlightError("to show a preprocessed tensor, give vit=, which knows how it was normalised")
+        images = [preprocess.picture(image) for image in (images[None] if images.ndim == 3 else images)]
+        preprocess = None
+    return [seen(image, att.image_size, preprocess) for image in _listed(images)]
+
+
+def _listed(images: Any) -> list[Any]:
+    return [images] if isinstance(images, str | Path | Image.Image) else list(images)
+
+
+def _check_counts(maps: Mapping[str, Attribution], count: int) -> None:
+    for name, att in maps.items():
+        if len(att) != count:
+            raise PatchlightError(f"'{name}' explains {len(att)} images, but {count} are to be shown")
+    if count > MAX_ROWS:
+        raise PatchlightError(f"a figure of {count} rows cannot be read; give at most {MAX_ROWS} images")
+
+
+def _columns(name: str, att: Attribution) -> list[_Column]:
+    signed = is_signed(att.scores)
+    if att.scores.ndim == 3:
+        return [_Column(name, att.scores, signed)]
+    several = att.scores.shape[1]
+    named = [set(att.labels[t::several]) for t in range(several)]
+    words = [short(labels.pop()) if len(labels) == 1 else f"class {t + 1}" for t, labels in enumerate(named)]
+    return [_Column(f"{name}\n{word}", att.scores[:, t], signed) for t, word in enumerate(words)]
+
+
+def _headings(titles: Sequence[str], count: int) -> list[str]:
+    """Titles that fit their columns: broken after the dots of a method's name, or smaller spaces."""
+    if len(titles) != count:
+        raise PatchlightError(f"{len(titles)} titles for {count} columns; give one per column")
+    return ["\n".join(_broken(line) for line in title.split("\n")) for title in titles]
+
+
+def _broken(title: str) -> str:
+    if _inches(title, WORDS) <= CELL:
+        return title
+    lines = [""]
+    for part in title.replace(".", ".\0").replace(" ", " \0").split("\0"):
+        if lines[-1] and _inches(lines[-1] + part, WORDS) > CELL:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(piece for line in lines for piece in textwrap.wrap(line, 19))
+
+
+def _row_labels(
+    images: Any, att: Attribution, predictions: Sequence[Prediction] | None, vit: Anatomy | None
+) -> list[str]:
+    if predictions is None and vit is not None:
+        pictures = images if isinstance(images, Tensor) else [open_image(image) for image in _listed(images)]
+        predictions = [top[0] for top in vit.predict(pictures, k=1)]
+    explained = ["" if att.scores.ndim == 4 else label for label in att.labels]
+    if predictions is None:
+        return [_wrapped(short(label)) for label in explained]
+    if len(predictions) != len(att):
+        raise PatchlightError(f"{len(predictions)} predictions for {len(att)} images; give one per image")
+    labels = []
+    for row, prediction in enumerate(predictions):
+        lines = [_wrapped(in_words(prediction))]
+        told = isinstance(prediction, str) or short(prediction[0]) == short(explained[row])
+        if att.scores.ndim == 3 and (not told or att.against is not None):
+            lines.append(_wrapped(f"for {short(explained[row])}"))
+        if att.against is not None:
+            index = int(att.against.reshape(len(att), -1)[row, 0])
+            lines.append(_wrapped(f"against {short(vit.label(index)) if vit is not None else f'class {index}'}"))
+        labels.append("\n".join(lines))
+    return labels
+
+
+def _wrapped(words: str) -> str:
+    """Lines of at most LETTERS letters, a percentage at the end on its own."""
+    label, percentage = _PERCENTAGE.fullmatch(words).groups()  # type: ignore[union-attr]
+    return "\n".join([*textwrap.wrap(label, LETTERS), *([percentage] if percentage else [])]) or " "

@@ -1,0 +1,303 @@
+"""The command line: what it prints, what it writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+import patchlight as pl
+from patchlight import cli
+from tests import families
+from tests.test_images import noise, png_header
+
+LABELS = ["cat", "dog", "bird", "fish", "frog", "ship", "5"]
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> pl.Anatomy:
+    """A small random model in place of whichever is asked for."""
+    vit = families.build("vit")
+    vit.labels = LABELS
+    monkeypatch.setattr(cli, "_load", lambda *_, **__: vit)
+    return vit
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder: photos/ with four good images in a tree."""
+    monkeypatch.chdir(tmp_path)
+    for i, name in enumerate(("a.jpg", "b.png", "cats/a.jpg", "cats/a.png")):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        noise(70 + i, 90, seed=i).save(tmp_path / "photos" / name)
+    return tmp_path
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli.app, list(arguments))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    assert "Traceback" not in result.output
+    return result
+
+
+def refused(*arguments: str) -> str:
+    """The one sentence of a wrong request."""
+    lines = run(*arguments, code=2).stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def files(below: Path) -> set[str]:
+    return {str(p.relative_to(below)) for p in below.rglob("*") if p.is_file()}
+
+
+def test_help_is_fast_and_imports_no_torch() -> None:
+    code = (
+        "import sys; from patchlight.cli import app; app(['--help'], standalone_mode=False);"
+        "assert 'torch' not in sys.modules"
+    )
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - began < 3, "well under a second on an idle machine; tests run beside others"
+    assert all(command in done.stdout for command in ("demo", "explain", "methods", "models"))
+
+
+def test_one_image_one_figure(folder: Path, tiny: pl.Anatomy) -> None:
+    result = run("explain", "photos/a.jpg", "--method", "genatt, rollout", "--out", "a.png")
+    assert "Wrote a.png" in result.stdout
+    label, _ = tiny.predict("photos/a.jpg")[0][0]
+    assert label in result.stdout
+    assert Image.open("a.png").size[0] > 400
+    run("explain", "photos/a.jpg")
+    assert Path("a-explained.png").is_file()
+
+
+def test_several_images_in_one_figure_are_rows(folder: Path, tiny: pl.Anatomy) -> None:
+    run("explain", "photos/a.jpg", "--out", "one.png")
+    run("explain", "photos/a.jpg", "photos/b.png", "photos/cats/a.png", "photos/a.jpg", "--out", "three.png")
+    one, three = Image.open("one.png"), Image.open("three.png")
+    assert 2.3 < three.height / one.height < 3, "the same image twice is one row"
+
+
+def test_folders_are_mirrored_and_names_never_collide(folder: Path, tiny: pl.Anatomy) -> None:
+    run("explain", "photos", "--out", "out/", "--batch-size", "3", "--save", "maps", "--method", "genatt,ixg.libra")
+    assert files(folder / "out") == {"a.png", "b.png", "cats/a.jpg.png", "cats/a.png.png"}
+    kept = pl.Attribution.load(folder / "maps" / "cats" / "a.jpg" / "ixg.libra")
+    batch = tiny.batch("photos/cats/a.jpg")
+    expected = pl.explain(tiny, batch, "ixg.libra")
+    assert (kept.scores - expected.scores).abs().max() < 1e-5 * expected.scores.abs().max()
+    assert kept.labels == expected.labels
+
+
+def test_output_inside_the_folder_is_no_input(folder: Path, tiny: pl.Anatomy) -> None:
+    for _ in range(2):
+        run("explain", "photos", "--out", "photos/explained", "--force")
+    assert len(files(folder / "photos" / "explained")) == 4
+
+
+def test_two_folders_keep_their_names(folder: Path, tiny: pl.Anatomy) -> None:
+    noise(50, 50).save(folder / "a.jpg")
+    run("explain", "photos/cats", "a.jpg", "--out", "out")
+    assert files(folder / "out") == {"a.png", "cats/a.jpg.png", "cats/a.png.png"}
+
+
+def test_bad_images_are_reported_and_the_rest_go_on(folder: Path, tiny: pl.Anatomy) -> None:
+    photos = folder / "photos"
+    (photos / "b.png").write_bytes((photos / "b.png").read_bytes()[:2000])
+    (photos / "cats" / "huge.png").write_bytes(png_header(30_000, 30_000))
+    (photos / "text.jpg").write_text("hello")
+    result = run("explain", "photos", "--out", "out", "--json", code=3)
+    told = json.loads(result.stdout)
+    assert {Path(e["path"]).name for e in told["errors"]} == {"b.png", "huge.png", "text.jpg"}
+    assert len(told["images"]) == len(files(folder / "out")) == 3
+    assert result.stderr.count("failed: ") == 3
+    assert (
+        "3 of 3 images failed"
+        in run(
+            "explain", *(str(photos / n) for n in ("b.png", "text.jpg", "cats/huge.png")), "--out", "x.png", code=3
+        ).stdout
+    )
+    assert not Path("x.png").exists()
+
+
+def test_json_says_everything(folder: Path, tiny: pl.Anatomy) -> None:
+    arguments = ("explain", "photos/a.jpg", "--method", "genatt,rollout", "--set", "rollout.start=1", "--seed", "4")
+    told = json.loads(run(*arguments, "--target", "dog", "--out", "a.png", "--json").stdout)
+    assert told["model"] == tiny.name
+    assert told["methods"] == {"genatt": {}, "rollout": {"start": 1}}
+    assert told["seed"] == 4
+    assert told["written"] == ["a.png"]
+    (image,) = told["images"]
+    assert image["target"] == {"index": 1, "label": "dog"}
+    best = tiny.predict("photos/a.jpg", k=3)[0]
+    assert [(p["label"], p["probability"]) for p in image["predictions"]] == [
+        (n, pytest.approx(p, abs=1e-5)) for n, p in best
+    ]
+    assert told["errors"] == told["warnings"] == []
+    assert "error" in json.loads(run("explain", "nowhere.jpg", "--json", code=2).stdout)
+
+
+def test_targets(folder: Path, tiny: pl.Anatomy) -> None:
+    def target(*arguments: str) -> Any:
+        image = json.loads(run("explain", "photos/a.jpg", "--force", "--json", *arguments).stdout)["images"][0]
+        return image["target"]["index"], image.get("against", {}).get("index")
+
+    assert target("--target", "2") == (2, None)
+    assert target("--target", "5") == (6, None), "a label that is a number is meant before an index"
+    assert target("--target", "cat", "--against", "ship") == (0, 5)
+
+
+def test_settings_reach_the_method(folder: Path, tiny: pl.Anatomy) -> None:
+    run(
+        "explain",
+        "photos/a.jpg",
+        "--method",
+        "gradcam",
+        "--set",
+        "layer=blocks[1].input",
+        "--set",
+        "prefix=include",
+        "--save",
+        "maps",
+    )
+    kept = pl.Attribution.load("maps/a/gradcam")
+    assert kept.settings == {"layer": "blocks[1].input", "prefix": "include"} | {
+        k: v for k, v in kept.settings.items() if k not in ("layer", "prefix")
+    }
+    run(
+        "explain",
+        "photos/b.png",
+        "--method",
+        "ixg.plus.libra,rollout",
+        "--set",
+        "rollout.discard=0.5",
+        "--save",
+        "maps",
+    )
+    assert pl.Attribution.load("maps/b/rollout").settings["discard"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--method", "genat"), "no method is called 'genat'; did you mean 'genatt'"),
+        (("--method", "ixg.pluss"), "did you mean 'plus'"),
+        (("--method", ","), "no method was named"),
+        (("--target", "dgo"), "no class is called 'dgo'; did you mean 'dog'"),
+        (("--target", "99"), "out of range"),
+        (("--against", "dog"), "--against needs --target"),
+        (("--score", "logits"), "'logit'"),
+        (("--method", "rollout", "--set", "strat=1"), "did you mean 'start'"),
+        (("--method", "rollout", "--set", "start=x"), "start='x'"),
+        (("--method", "rollout", "--set", "start"), "is not a setting"),
+        (("--method", "rollout,genatt", "--set", "start=1"), "write rollout.start=1 or genatt.start=1"),
+        (("--method", "rollout", "--set", "rolout.start=1"), "did you mean 'rollout'"),
+        (("--out", "a.gif"), "must end in .png"),
+        (("--out", "photos/a.jpg", "--force"), "is one of the images"),
+        (("--out", "photos/a.jpg/x.png"), "is not a folder"),
+        (("--out", "/proc/patchlight/x.png"), "cannot be written"),
+        (("--save", "photos/a.jpg/maps"), "is not a folder"),
+    ],
+)
+def test_wrong_requests(folder: Path, tiny: pl.Anatomy, arguments: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refused("explain", "photos/a.jpg", *arguments)
+    assert files(folder) == {f"photos/{n}" for n in ("a.jpg", "b.png", "cats/a.jpg", "cats/a.png")}
+
+
+def test_no_write_permission(folder: Path, tiny: pl.Anatomy) -> None:
+    (folder / "locked").mkdir(mode=0o500)
+    try:
+        (folder / "locked" / "probe").touch()
+    except PermissionError:
+        assert "no permission" in refused("explain", "photos/a.jpg", "--out", "locked/x.png")
+    else:
+        pytest.skip("running as root, who may write everywhere; /proc stands in for this in test_wrong_requests")
+
+
+def test_wrong_paths(folder: Path, tiny: pl.Anatomy) -> None:
+    assert "no image or folder at 'nowhere.jpg'" in refused("explain", "nowhere.jpg")
+    (folder / "empty").mkdir()
+    assert "no images in 'empty'" in refused("explain", "empty")
+    many = folder / "many"
+    many.mkdir()
+    for i in range(65):
+        (many / f"{i}.png").write_bytes(b"")
+    assert "give a folder instead" in refused("explain", "many", "--out", "all.png")
+
+
+def test_existing_output_is_refused_without_force(folder: Path, tiny: pl.Anatomy) -> None:
+    arguments = ("explain", "photos", "--out", "out", "--save", "maps")
+    run(*arguments)
+    before = (folder / "out" / "a.png").read_bytes()
+    (folder / "out" / "a.png").write_bytes(b"precious")
+    assert "exists already" in refused(*arguments)
+    assert (folder / "out" / "a.png").read_bytes() == b"precious"
+    run(*arguments, "--force")
+    assert (folder / "out" / "a.png").read_bytes() == before
+    assert not [n for n in files(folder) if "/." in n], "nothing half-written stays"
+
+
+def test_warnings_are_one_line_each(folder: Path, tiny: pl.Anatomy) -> None:
+    result = run("explain", "photos", "--method", "ixg", "--set", "start=2", "--out", "out", "--batch-size", "1")
+    lines = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(lines) == 1
+    assert ".libra" in lines[0]
+
+
+def test_bugs_are_told_and_debug_shows_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr(cli, "_load", broken)
+    result = run("explain", "photos/a.jpg", code=1)
+    assert result.stderr.strip() == "error: unexpected RuntimeError: two lines (--debug shows where)"
+    assert isinstance(CliRunner().invoke(cli.app, ["explain", "photos/a.jpg", "--debug"]).exception, RuntimeError)
+    assert isinstance(CliRunner().invoke(cli.app, ["explain", "no.jpg", "--debug"]).exception, pl.PatchlightError)
+
+
+def test_methods(tiny: pl.Anatomy) -> None:
+    names = {m.name for m in pl.methods()}
+    listed = json.loads(run("methods", "--json").stdout)
+    assert {m["name"] for m in listed} == names
+    assert "supported" not in listed[0]
+    assert all(m["supported"] in (True, False) for m in json.loads(run("methods", "--model", "x", "--json").stdout))
+    table = run("methods").stdout
+    assert all(name in table for name in names)
+    assert re.search(r"discard: float = 0\.0", run("methods", "attention-rollout").stdout)
+    assert "did you mean 'rollout'" in refused("methods", "rolout")
+
+
+def test_models() -> None:
+    names = json.loads(run("models", "--json").stdout)
+    assert {"pocket", "deit_tiny_patch16_224"} <= set(names)
+    assert run("models", "deit_tiny*").stdout.split() == ["deit_tiny_distilled_patch16_224", "deit_tiny_patch16_224"]
+    assert "no model's name matches" in refused("models", "resnet")
+    assert "did you mean" in refused("explain", __file__, "--model", "deit_tiny_patch61_224", "--out", "/tmp/never.png")
+
+
+def test_demo_replaces_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "patchlight-demo.png").write_bytes(b"old")
+    result = run("demo", "--out", str(tmp_path / "d"))
+    assert files(tmp_path / "d") == {"patchlight-demo.png", "patchlight-two-classes.png"}
+    for name in files(tmp_path / "d"):
+        assert str(tmp_path / "d" / name) in result.stdout
+        assert 100_000 < (tmp_path / "d" / name).stat().st_size < 1_000_000
+    assert all(label in result.stdout for label in ("cat", "dog", "horse", "bird", "deer", "ship"))
+
+
+def test_a_real_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from patchlight.cli import main; main()", "explain", "nowhere.jpg"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "error: no image or folder at 'nowhere.jpg'\n"
+    assert done.stdout == ""
