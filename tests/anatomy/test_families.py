@@ -50,8 +50,8 @@ class MaskKeys(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
-            mask = kwargs.get("attn_mask")
-            kwargs["attn_mask"] = self.mask if mask is None else self.mask + mask
+            mask = kwargs.pop("attn_mask", None) if len(args) == 3 else args[3]
+            args = (*args[:3], self.mask if mask is None else self.mask + mask, *args[4:])
         elif name == "softmax" and args[0].ndim == 4:
             args = (args[0] + self.mask, *args[1:])
         elif name == "multi_head_attention_forward":
