@@ -12,8 +12,7 @@ from PIL import Image
 
 import patchlight as pl
 from patchlight.anatomy import Anatomy
-from patchlight.registry import registered
-from patchlight.trace import BACKWARD
+from patchlight.registry import registered, resolve
 from tests.families import build, images, shared
 
 
@@ -37,7 +36,7 @@ class Counter:
 
 
 def one_pass_names() -> list[str]:
-    return [n for n, m in registered().items() if m.whitebox and m.rule == "plain" and not callable(m.needs)]
+    return [n for n, m in registered().items() if m.whitebox and m.rule == "plain" and not m.own_pass]
 
 
 def test_many_methods_take_one_forward_and_one_backward_per_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +45,7 @@ def test_many_methods_take_one_forward_and_one_backward_per_rule(monkeypatch: py
     names = one_pass_names()
     maps = pl.explain(vit, images(vit), names)
     assert list(maps) == names
+    assert len(names) >= 25
     assert (counter.forwards, counter.backwards) == (1, 1)
     pl.explain(vit, images(vit), [*names, "genatt.libra", "ixg.libra", "ixg.attnlrp"])
     assert (counter.forwards, counter.backwards) == (4, 4)
@@ -200,5 +200,5 @@ def test_memory_does_not_grow() -> None:
 
 def test_every_need_that_asks_for_a_backward_is_class_specific() -> None:
     for name, entry in registered().items():
-        if entry.whitebox and not callable(entry.needs):
-            assert bool(entry.needs & BACKWARD) == entry.class_specific, name
+        if entry.whitebox and not entry.own_pass:
+            assert resolve(name).needs_backward() == entry.class_specific, name

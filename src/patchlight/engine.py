@@ -149,6 +149,8 @@ def _asked(request: Request, vit: Anatomy, batch: Tensor, targets: Targets, seed
     def one(t: int) -> Tensor:
         return request.ask(vit, batch, targets.column(t), seed)
 
+    if request.method.ablates:
+        return request.ask(vit, batch, targets, seed)
     if not request.method.class_specific:
         return one(0)[:, None].expand(-1, targets.count, -1, -1)
     return torch.stack([one(t) for t in range(targets.count)], 1)

@@ -8,14 +8,16 @@ Any other method is a function of an `Ask` that returns its map.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args, get_type_hints
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from patchlight.ablation import Ablation, Count, Precision, Variants
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
 from patchlight.rules import RULES, Rule
@@ -89,6 +91,20 @@ class Ask:
     seed: int
     rule: Rule
     layers: tuple[int, ...] = ()
+    how: Settings = field(default_factory=dict)
+
+    @property
+    def ablation(self) -> Ablation:
+        """The engine that scores variants of these images, as the settings `chunk`, `precision`, `compile` say."""
+        return Ablation(self.vit, self.images, **self.how)
+
+    def score_variants(self, variants: Variants | Sequence[Variants]) -> Tensor:
+        """The score of every variant for every class asked [V,T]."""
+        return self.ablation.scores(variants, self.targets, self.score)
+
+    def generator(self) -> torch.Generator:
+        """A CPU generator for small draws, seeded by the seed alone: one per image, so that a batch equals a loop."""
+        return torch.Generator().manual_seed(self.seed)
 
     def run(self, jobs: Iterable[LayerJob], images: Tensor | None = None, tokens: Tensor | None = None) -> Pass:
         """A pass over other images, or over tokens that enter block 0, with the same classes and score.
@@ -105,11 +121,12 @@ class Method:
     """A registered method.
 
     `exact`: a batch equals single calls to rounding (else only in rank, because rounding may flip a choice).
-    `quick`: settings for a cheap run, used by tests and quick benchmarks. `composable`: why no composition may follow,
+    `unsigned`: the score's sign does not matter to it. `quick`: settings for a cheap run, used by tests and quick benchmarks. `composable`: why no composition may follow,
     where none may. `composed`: defaults that change under a composition. `advice`: why a map is degenerate, known
     beforehand; `constant`: why it may turn out constant, and what to use instead. `refuses`: why a model
     cannot be explained with these settings, beyond what `needs` says. `own_pass`: its rules are its own, so it runs
     its own pass: the function takes an Ask, and with a combiner returns a Pass with maps of the blocks `ask.layers`.
+    `ablates`: it scores variants of the images; it takes an Ask with all classes at once and returns [B,T,h,w].
     """
 
     name: str
@@ -122,6 +139,7 @@ class Method:
     exact: bool = True
     stochastic: bool = False
     nonnegative: bool = False
+    unsigned: bool = False
     quick: Mapping[str, Any] = field(default_factory=dict)
     rule: str = "plain"
     levels: tuple[Level, ...] = ("token",)
@@ -133,6 +151,7 @@ class Method:
     constant: str = ""
     refuses: Callable[[Settings, Anatomy], str | None] | None = None
     own_pass: bool = False
+    ablates: bool = False
     matrix: bool = False
     adds_end: bool = False
     default_score: Literal["logit", "probability"] = "logit"
@@ -237,9 +256,10 @@ class Request:
         return LayerJob(lambda e: function(e, **settings), self.method.needed(self.settings), layers)
 
     def ask(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-        """The map [B,h,w] of a method that takes an Ask."""
+        """The map [B,h,w] of a method that takes an Ask; [B,T,h,w] of one that ablates."""
         layers = tuple(self.combine.span(vit.depth, self.settings)) if self.combine is not None else ()
-        given = Ask(vit, images, targets, self.score, seed, self.rule, layers)
+        how = {key: self.settings[key] for key in _HOW if key in self.settings}
+        given = Ask(vit, images, targets, self.score, seed, self.rule, layers, how)
         result = self.method.function(given, **_accepted(self.method.function, self.settings))
         return self.finish(result.values[0][0], vit, result, 0) if isinstance(result, Pass) else result
 
@@ -357,7 +377,20 @@ def parameters(entry: Method, combine: Combiner | None) -> dict[str, tuple[inspe
     if "pixel" in entry.levels and len(entry.levels) > 1:
         default = inspect.Parameter("level", inspect.Parameter.KEYWORD_ONLY, default=entry.levels[0])
         found["level"] = (default, Level)
+    if entry.ablates:
+        found |= _HOW
     return found
+
+
+def _option(name: str, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+
+
+_HOW: dict[str, tuple[inspect.Parameter, Any]] = {
+    "chunk": (_option("chunk", None), Count | None),
+    "precision": (_option("precision", "auto"), Precision),
+    "compile": (_option("compile", False), bool),
+}
 
 
 def _accepted(function: Callable[..., Any], settings: Settings) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _check_targets(
     other = (first.target + 1) % max(vit.classes, 2)
     changed = _run(request, vit, images, given, target=other)
     moved = not torch.equal(first.scores, changed.scores)
-    mirrored = vit.classes == 1 and not moved  # y and -y have gradients of one size
+    mirrored = vit.classes == 1 and request.method.unsigned  # y and -y have gradients of one size
     told = f"another class {'changes' if moved else 'does not change'} the map"
     assert mirrored or moved == request.method.class_specific, told
     both = _run(request, vit, images, given, target=torch.stack([first.target, other], 1))

@@ -76,6 +76,7 @@ def degenerate_ixg(settings: Settings, vit: Anatomy) -> str | None:
 @method(
     "grad",
     paper="Simonyan et al., 2013",
+    unsigned=True,
     aliases=("gradient", "vanillagrad", "saliency"),
     needs={"g"},
     combine=FIRST,
@@ -146,6 +147,7 @@ def _gradient_map(ask: Ask, level: Level, values: Tensor, reduce: Reduce) -> Ten
 @method(
     "smoothgrad",
     paper="Smilkov et al., 2017",
+    unsigned=True,
     levels=("pixel", "token"),
     cost="n forwards + n backwards",
     stochastic=True,

@@ -117,7 +117,7 @@ class Block:
 
     def __init__(self, parts: Parts, heads: int, like: Tensor) -> None:
         assert parts.qkv is not None
-        self.parts, self.heads, self.like = parts, heads, like
+        self.parts, self.heads = parts, heads
         self.qkv = Linear(*(None if t is None else t.detach().to(like) for t in parts.qkv()))  # type: ignore[arg-type]
         self.out, self.fc1, self.fc2 = (_linear(p, like) for p in (parts.out, parts.fc1, parts.fc2))
         self.scale1, self.scale2 = (1.0 if s is None else s.detach().to(like) for s in (parts.scale1, parts.scale2))

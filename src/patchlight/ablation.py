@@ -1,0 +1,240 @@
+"""Ablation: score many variants of images, tokens really removed or pixels masked over a fill.
+
+Variants of all images travel in one flat list and are cut into chunks, whose size comes from free memory and is halved
+when memory runs out; what is finished stays finished. A client never loops over masks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError
+from patchlight.targets import Score, Targets, score_of
+
+Fill = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]
+Precision = Literal["auto", "full", "bf16"]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Cancelled(Exception):
+    """The caller's `cancel` asked to stop."""
+
+
+class Variants(Protocol):
+    """Variants of images in a flat list: `owner` [V] is the image each belongs to."""
+
+    owner: Tensor
+
+    def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        """The tokens that enter block 0 for a part of the list, and their positions [n,k] where some were dropped."""
+
+
+@dataclass(frozen=True)
+class TokenSubsets:
+    """Variant v is image owner[v] with the patches keep[v] [V,k] and all prefix tokens; the rest is really removed."""
+
+    owner: Tensor
+    keep: Tensor
+
+    def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        owner, keep = self.owner[part].to(embedded.device), self.keep[part].to(embedded.device)
+        prefix = torch.arange(vit.prefix, device=keep.device).expand(len(keep), -1)
+        return embedded[owner[:, None], torch.cat([prefix, keep + vit.prefix], 1)], keep
+
+
+@dataclass(frozen=True)
+class PixelMasks:
+    """Variant v is image owner[v] where mask[v] is 1 and the fill where it is 0.
+
+    Masks [V,h,w] stand at patch or pixel resolution (nearest-upsampled); `fill` is [B,C,H,W], one per image.
+    """
+
+    owner: Tensor
+    masks: Tensor
+    fill: Tensor
+
+    def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        owner = self.owner[part].to(images.device)
+        masks = self.masks[part].to(images)[:, None]
+        if masks.shape[-2:] != images.shape[-2:]:
+            masks = F.interpolate(masks, images.shape[-2:], mode="nearest")
+        return vit.embed(torch.lerp(self.fill[owner], images[owner], masks)), None
+
+
+@dataclass(frozen=True)
+class RankThresholds:
+    """Variant v shows image owner[v] where its rank is below (or, inverted, not below) threshold[v], else the fill.
+
+    `ranks` [B,H,W] are integers; masks are made inside the chunk.
+    """
+
+    owner: Tensor
+    thresholds: Tensor
+    ranks: Tensor
+    fill: Tensor
+    inverted: bool = False
+
+    def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        owner = self.owner[part].to(images.device)
+        shown = self.ranks[owner] < self.thresholds[part].to(images.device)[:, None, None]
+        shown = (~shown if self.inverted else shown)[:, None]
+        return vit.embed(torch.where(shown, images[owner], self.fill[owner])), None
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Variants made by a function of a part of the list: it returns images [n,C,H,W]."""
+
+    owner: Tensor
+    render: Callable[[slice], Tensor]
+
+    def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        return vit.embed(self.render(part)), None
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """How variants are scored: chunk size (None: from free memory), precision, compilation, progress, cancellation."""
+
+    vit: Anatomy
+    images: Tensor
+    chunk: int | None = None
+    precision: Precision = "auto"
+    compile: bool = False
+    progress: Callable[[int, int], None] | None = None
+    cancel: Callable[[], bool] | None = None
+
+    def logits(self, variants: Variants | Sequence[Variants]) -> Tensor:
+        """Logits [V,C] of every variant in float32 (or the model's own wider type), lists one after another."""
+        lists = list(variants) if isinstance(variants, Sequence) else [variants]
+        total = sum(len(v.owner) for v in lists)
+        out: Tensor | None = None
+        done = 0
+        with torch.inference_mode(False), torch.no_grad(), self.vit.steady(), self._cast():
+            embedded = self.vit.embed(self.images)
+            for some in lists:
+                for begin, stop, logits in self._chunks(some, embedded):
+                    if out is None:
+                        kind = torch.float64 if self.vit.dtype == torch.float64 else torch.float32
+                        out = torch.empty(total, logits.shape[1], device=logits.device, dtype=kind)
+                    out[done + begin : done + stop] = logits
+                    if self.progress is not None:
+                        self.progress(done + stop, total)
+                done += len(some.owner)
+        return out if out is not None else self.images.new_empty(0, self.vit.classes)
+
+    def scores(self, variants: Variants | Sequence[Variants], targets: Targets, score: Score) -> Tensor:
+        """One number per variant and class [V,T]: several classes cost no further forwards."""
+        lists = list(variants) if isinstance(variants, Sequence) else [variants]
+        owner = torch.cat([v.owner.cpu() for v in lists])
+        against = None if targets.against is None else targets.against[owner]
+        return score_of(self.logits(lists), Targets(targets.index[owner], against), score, self.vit.sigmoid)
+
+    def _chunks(self, variants: Variants, embedded: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """(begin, stop, logits) of each chunk; on out-of-memory the chunk is halved and tried again."""
+        size = self.chunk or _free_chunk(self.vit)
+        begin, total = 0, len(variants.owner)
+        forward = _compiled(self.vit) if self.compile else _forward
+        while begin < total:
+            if self.cancel is not None and self.cancel():
+                raise Cancelled(f"stopped after {begin} of {total} variants")
+            stop = min(begin + size, total)
+            try:
+                tokens, positions = variants.tokens(self.vit, self.images, embedded, slice(begin, stop))
+                logits = forward(self.vit, tokens, positions)
+            except (torch.OutOfMemoryError, MemoryError):
+                if size == 1:
+                    raise PatchlightError("not even one variant fits into memory; use a smaller model") from None
+                size = max(1, size // 2)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                continue
+            yield begin, stop, logits
+            begin = stop
+
+    def _cast(self) -> contextlib.AbstractContextManager[Any]:
+        on_gpu = self.images.device.type == "cuda" and self.vit.dtype == torch.float32
+        if self.precision == "bf16" or (self.precision == "auto" and on_gpu):
+            return torch.autocast(self.images.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+def _forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    for index in range(vit.depth):
+        tokens = vit.block(index, tokens, positions)
+    return vit.readout(tokens)
+
+
+def _compiled(vit: Anatomy) -> Callable[[Anatomy, Tensor, Tensor | None], Tensor]:
+    function = vit.__dict__.get("_compiled_forward")
+    if function is None:
+        function = vit.__dict__["_compiled_forward"] = torch.compile(_forward, dynamic=False)
+    compiled: Callable[[Anatomy, Tensor, Tensor | None], Tensor] = function
+    return compiled
+
+
+def _free_chunk(vit: Anatomy) -> int:
+    """Variants at once: a quarter of an accelerator's free memory, at about 24 token tensors each; 64 on a CPU."""
+    if vit.device.type != "cuda":
+        return 64
+    free, _ = torch.cuda.mem_get_info(vit.device)
+    width = vit.embed(torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)).shape[-1]
+    return int(max(1, min(1024, 0.25 * free / (24 * 4 * vit.tokens * width))))
+
+
+def fill_images(
+    fill: Fill | float, images: Tensor, vit: Anatomy, seed: int = 0, noise: tuple[float, float] = (0.0, 1.0)
+) -> Tensor:
+    """What stands where an image is masked [B,C,H,W], in the normalised space the model sees.
+
+    `zero`: 0 after normalisation (the data's mean colour); `black`: RGB 0; `image-mean`: one scalar per image;
+    `channel-mean`: one per channel; `blur-rise`, `blur-tis`: the two papers' 11 x 11 kernels, which differ; `noise`:
+    uniform in a range, each image's generator seeded by `seed` alone; a number: that constant.
+    """
+    if isinstance(fill, int | float):
+        return torch.full_like(images, float(fill))
+    if fill == "zero":
+        return torch.zeros_like(images)
+    if fill == "black":
+        mean = torch.tensor(vit.preprocess.mean).to(images)
+        std = torch.tensor(vit.preprocess.std).to(images)
+        return (-mean / std)[None, :, None, None].expand_as(images)
+    if fill == "image-mean":
+        return images.mean((1, 2, 3), keepdim=True).expand_as(images)
+    if fill == "channel-mean":
+        return images.mean((2, 3), keepdim=True).expand_as(images)
+    if fill == "noise":
+        generator = torch.Generator(images.device).manual_seed(seed)
+        one = torch.rand(images.shape[1:], generator=generator, device=images.device, dtype=images.dtype)
+        return (noise[0] + (noise[1] - noise[0]) * one).expand_as(images)
+    if fill in ("blur-rise", "blur-tis"):
+        return _blurred(images, fill)
+    raise PatchlightError(f"no fill is called '{fill}'; give a number or one of {', '.join(Fill.__args__)}")  # type: ignore[attr-defined]
+
+
+def _blurred(images: Tensor, fill: str, size: int = 11, sigma: float = 5.0) -> Tensor:
+    """Each channel convolved with one of the two kernels: RISE's, zero-padded, or a Gaussian, reflect-padded."""
+    if fill == "blur-rise":
+        from scipy.ndimage import gaussian_filter
+
+        delta = np.zeros((size, size))
+        delta[size // 2, size // 2] = 1
+        kernel = torch.from_numpy(gaussian_filter(delta, sigma))
+        padded = F.pad(images, [size // 2] * 4)
+    else:
+        line = torch.exp(-0.5 * (torch.arange(size, dtype=torch.float64) - size // 2).div(sigma) ** 2)
+        line = line / line.sum()
+        kernel = line[:, None] * line
+        padded = F.pad(images, [size // 2] * 4, mode="reflect")
+    weight = kernel.to(images).expand(images.shape[1], 1, size, size)
+    return F.conv2d(padded, weight, groups=images.shape[1])

@@ -1,0 +1,159 @@
+"""The ablation engine: variants are what they stand for, whatever the chunks; running out of memory loses nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import patchlight as pl
+from patchlight.ablation import Ablation, Cancelled, PixelMasks, RankThresholds, Rendered, TokenSubsets, fill_images
+from patchlight.anatomy import Anatomy
+from patchlight.targets import Targets
+from tests.families import FAMILIES, build, images, shared
+
+
+def subsets(vit: Anatomy, count: int, keep: int, owners: int = 3) -> TokenSubsets:
+    generator = torch.Generator().manual_seed(0)
+    patches = vit.grid[0] * vit.grid[1]
+    rows = [torch.randperm(patches, generator=generator)[:keep] for _ in range(count)]
+    return TokenSubsets(torch.arange(count) % owners, torch.stack(rows))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_token_subsets_are_dropped_tokens(family: str) -> None:
+    vit = shared(family, torch.float64)
+    batch = images(vit)
+    variants = subsets(vit, 7, 5)
+    found = Ablation(vit, batch, chunk=3).logits(variants)
+    with torch.no_grad():
+        tokens = vit.embed(batch)
+        each = [
+            vit.readout(vit.run(tokens[o : o + 1], keep=k[None]))
+            for o, k in zip(variants.owner, variants.keep, strict=True)
+        ]
+    torch.testing.assert_close(found, torch.cat(each), atol=1e-6 if "eager" in family else 1e-10, rtol=0)
+
+
+def test_all_tokens_give_the_clean_logits_and_lists_may_differ_in_length() -> None:
+    vit = shared("vit", torch.float64)
+    batch = images(vit)
+    whole = TokenSubsets(torch.arange(3), torch.arange(16).expand(3, -1))
+    some = subsets(vit, 4, 3)
+    together = Ablation(vit, batch).logits([some, whole])
+    torch.testing.assert_close(together[4:], vit.logits(batch), atol=1e-12, rtol=0)
+    torch.testing.assert_close(together[:4], Ablation(vit, batch).logits(some), atol=1e-12, rtol=0)
+
+
+def test_pixel_masks_and_ranks_are_masked_images() -> None:
+    vit = shared("vit", torch.float64)
+    batch = images(vit)
+    fill = fill_images("channel-mean", batch, vit)
+    masks = (torch.rand(5, 4, 4, generator=torch.Generator().manual_seed(1)) > 0.5).double()
+    owner = torch.tensor([0, 2, 1, 1, 0])
+    upsampled = masks.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, None]
+    expected = vit.logits(batch[owner] * upsampled + fill[owner] * (1 - upsampled))
+    for given in (masks, upsampled[:, 0]):
+        found = Ablation(vit, batch, chunk=2).logits(PixelMasks(owner, given, fill))
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    rendered = Rendered(owner, lambda part: (batch[owner] * upsampled + fill[owner] * (1 - upsampled))[part])
+    torch.testing.assert_close(Ablation(vit, batch, chunk=2).logits(rendered), expected, atol=1e-10, rtol=0)
+    ranks = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(2)).flatten(1).argsort(1).argsort(1)
+    ranks = ranks.view(3, 64, 64)
+    steps = torch.tensor([0, 100, 64 * 64, 2000, 7])
+    shown = (ranks[owner] < steps[:, None, None])[:, None]
+    for inverted in (False, True):
+        variants = RankThresholds(owner, steps, ranks, fill, inverted)
+        masked = torch.where(shown != inverted, batch[owner], fill[owner])
+        torch.testing.assert_close(Ablation(vit, batch).logits(variants), vit.logits(masked), atol=1e-10, rtol=0)
+
+
+def test_several_classes_cost_no_further_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = build("vit", torch.float64)
+    batch = images(vit)
+    variants = subsets(vit, 6, 5)
+    logits = Ablation(vit, batch).logits(variants)
+    calls = []
+    block = vit.block
+    monkeypatch.setattr(vit, "block", lambda i, *a: (calls.append(len(a[0])), block(i, *a))[1])
+    targets = Targets(torch.tensor([[0, 1], [2, 3], [4, 5]]), several=True)
+    scores = Ablation(vit, batch).scores(variants, targets, "probability")
+    assert sum(calls) == 6 * vit.depth
+    expected = logits.softmax(1).gather(1, targets.index[variants.owner])
+    torch.testing.assert_close(scores, expected)
+
+
+def test_out_of_memory_halves_the_chunk_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = build("vit")
+    batch = images(vit)
+    variants = subsets(vit, 23, 5)
+    expected = Ablation(vit, batch, chunk=1).logits(variants)
+    tried: list[int] = []
+    block = vit.block
+
+    def limited(index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        if index == 1:
+            tried.append(len(tokens))
+            if len(tokens) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return block(index, tokens, positions)
+
+    monkeypatch.setattr(vit, "block", limited)
+    found = Ablation(vit, batch, chunk=16).logits(variants)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert tried == [16, 8, 4, 4, 4, 4, 4, 3]
+    monkeypatch.setattr(vit, "block", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    with pytest.raises(pl.PatchlightError, match="not even one variant fits"):
+        Ablation(vit, batch, chunk=16).logits(variants)
+
+
+def test_progress_and_cancellation() -> None:
+    vit = build("vit")
+    model = vit.model.train()
+    batch = images(vit)
+    seen: list[tuple[int, int]] = []
+    Ablation(vit, batch, chunk=4, progress=lambda d, t: seen.append((d, t))).logits(subsets(vit, 10, 5))
+    assert seen == [(4, 10), (8, 10), (10, 10)]
+    with pytest.raises(Cancelled, match="stopped after 4 of 10"):
+        Ablation(vit, batch, chunk=4, cancel=lambda: len(seen) > 3, progress=lambda d, t: seen.append((d, t))).logits(
+            subsets(vit, 10, 5)
+        )
+    assert model.training, "the model was left in another mode"
+
+
+def test_fills_have_their_closed_forms() -> None:
+    vit = shared("vit", torch.float64)
+    batch = images(vit)
+    assert (fill_images("zero", batch, vit) == 0).all()
+    assert (fill_images(0.25, batch, vit) == 0.25).all()
+    black = vit.preprocess.picture(fill_images("black", batch, vit)[0])
+    assert np.asarray(black).max() == 0
+    torch.testing.assert_close(fill_images("image-mean", batch, vit)[1, 2, 3, 4], batch[1].mean())
+    torch.testing.assert_close(fill_images("channel-mean", batch, vit)[1, :, 3, 4], batch[1].mean((1, 2)))
+    noise = fill_images("noise", batch, vit, seed=3, noise=(-1.0, 2.0))
+    assert noise.min() >= -1
+    assert noise.max() <= 2
+    assert torch.equal(noise[0], noise[2]), "each image's generator is seeded by the seed alone"
+    assert torch.equal(fill_images("noise", batch[1:2], vit, seed=3, noise=(-1.0, 2.0)), noise[1:2])
+    with pytest.raises(pl.PatchlightError, match="no fill is called 'grey'"):
+        fill_images("grey", batch, vit)  # type: ignore[arg-type]
+
+
+def test_the_two_blurs_are_the_papers() -> None:
+    """Kernel values of the metric card: RISE's nearly flat one, and the truncated Gaussian of torchvision."""
+    from torchvision.transforms.functional import gaussian_blur
+
+    vit = shared("vit", torch.float64)
+    delta = torch.zeros(1, 3, 64, 64, dtype=torch.float64)
+    delta[..., 32, 32] = 1
+    rise, tis = fill_images("blur-rise", delta, vit)[0, 0], fill_images("blur-tis", delta, vit)[0, 0]
+    for kernel, values in ((rise, (0.008833, 0.008266, 0.007737)), (tis, (0.011964, 0.007256, 0.004401))):
+        found = [float(kernel[32, 32]), float(kernel[32, 27]), float(kernel[27, 27])]
+        assert found == pytest.approx(values, abs=1e-6)
+        assert float(kernel.sum()) == pytest.approx(1)
+    batch = images(vit)
+    torch.testing.assert_close(fill_images("blur-tis", batch, vit), gaussian_blur(batch, [11, 11], [5.0, 5.0]))
+    ones = torch.ones(1, 3, 64, 64, dtype=torch.float64)
+    assert fill_images("blur-rise", ones, vit)[0, 0, 0, 0] < 0.5, "RISE pads with zeros"
+    torch.testing.assert_close(fill_images("blur-tis", ones, vit), ones)
