@@ -121,12 +121,13 @@ class Method:
     """A registered method.
 
     `exact`: a batch equals single calls to rounding (else only in rank, because rounding may flip a choice).
-    `unsigned`: the score's sign does not matter to it. `quick`: settings for a cheap run, used by tests and quick benchmarks. `composable`: why no composition may follow,
-    where none may. `composed`: defaults that change under a composition. `advice`: why a map is degenerate, known
-    beforehand; `constant`: why it may turn out constant, and what to use instead. `refuses`: why a model
-    cannot be explained with these settings, beyond what `needs` says. `own_pass`: its rules are its own, so it runs
-    its own pass: the function takes an Ask, and with a combiner returns a Pass with maps of the blocks `ask.layers`.
-    `ablates`: it scores variants of the images; it takes an Ask with all classes at once and returns [B,T,h,w].
+    `unsigned`: the score's sign does not matter to it. `quick`: settings for a cheap run, used by tests and quick
+    benchmarks. `composable`: why no composition may follow, where none may. `composed`: defaults that change under a
+    composition. `advice`: why a map is degenerate, known beforehand; `constant`: why it may turn out constant, and what
+    to use instead. `refuses`: why a model cannot be explained with these settings, beyond what `needs` says.
+    `own_pass`: its rules are its own, so it runs its own pass: the function takes an Ask, and with a combiner returns a
+    Pass with maps of the blocks `ask.layers`. `ablates`: it scores variants of the images; it takes an Ask with all
+    classes at once and returns [B,T,h,w].
     """
 
     name: str
