@@ -27,7 +27,7 @@ def _exact_matmul() -> None:
 
 @pytest.mark.parametrize("family", [f for f in STRUCTURAL if not f.startswith("hf-")])
 def test_maps_are_those_of_the_cpu(family: str) -> None:
-    """In float64, so that only a wrong device path can differ; methods that draw on the device are compared in shape."""
+    """In float64, so that only a wrong device path can differ; random ones in shape only."""
     cpu = build(family, torch.float64)
     cuda = pl.wrap(copy.deepcopy(cpu.model).cuda(), name=family)
     batch = images(cpu, 2)

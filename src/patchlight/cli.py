@@ -93,7 +93,9 @@ def demo(
 @app.command()
 def explain(
     paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH...")],
-    method: Annotated[str, typer.Option(help="Names, separated by commas; see `patchlight methods`.")] = "genatt",
+    method: Annotated[
+        str, typer.Option(help="Names, separated by commas (`patchlight methods`); or whitebox, or all.")
+    ] = "genatt",
     model: Model = "pocket",
     weights: Weights = None,
     labels: Labels = None,
@@ -117,7 +119,8 @@ def explain(
     """Explain images: which patches speak for a class. Writes pictures and prints predictions."""
     with _answering(as_json, debug):
         _check_paths(paths)
-        wanted = _wanted(method.split(","), settings or [], score)
+        names = _expanded(method.split(","))
+        wanted = _wanted(names, settings or [], score)
         figure, folder = _destination(paths, out)
         task = Task(
             items=_plan(paths, folder, save),
@@ -129,6 +132,7 @@ def explain(
             seed=seed,
             batch_size=batch_size,
             force=force,
+            optional=frozenset(names) - {name.strip() for name in method.split(",")},
         )
         _check_outputs(task)
         done = _run(task, lambda: _load(model, weights, labels, device))
@@ -212,6 +216,8 @@ class Task:
     seed: int = 0
     batch_size: int | None = None
     force: bool = False
+    optional: frozenset[str] = frozenset()
+    """Methods that were not named themselves, and are left out where a model does not support them."""
 
 
 @dataclass(frozen=True)
@@ -303,6 +309,17 @@ def _load(
     from patchlight.anatomy import load
 
     return load(name, weights=weights, labels=labels, device=device, **options)
+
+
+def _expanded(names: Sequence[str]) -> list[str]:
+    """`all` is every method, `whitebox` every one that reads the model's inside; other names stand for themselves."""
+    if not {"all", "whitebox"} & {name.strip() for name in names}:
+        return list(names)
+    from patchlight.registry import registered
+
+    entries = registered()
+    groups = {"all": list(entries), "whitebox": [n for n, e in entries.items() if not e.ablates and n != "random"]}
+    return list(dict.fromkeys(one for name in names for one in groups.get(name.strip(), [name.strip()])))
 
 
 def _wanted(names: Sequence[str], given: Sequence[str], score: str | None) -> dict[str, dict[str, Any]]:
@@ -445,15 +462,20 @@ def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
 
 def _target(task: Task, vit: Anatomy) -> Any:
     """The target as `explain` takes it; with it, everything that depends on the model is checked."""
-    from patchlight.registry import check_supported, resolve
+    from patchlight.registry import check_supported, refusal, resolve
     from patchlight.targets import class_index
 
     def read(word: str) -> int:
         named = any(word.casefold() == label.casefold() for label in vit.labels or ())
         return class_index(word if named or not word.lstrip("-").isdigit() else int(word), vit.classes, vit.labels)
 
-    for name, own in task.methods.items():
-        check_supported(resolve(name, own, task.score), vit)  # type: ignore[arg-type]
+    for name, own in list(task.methods.items()):
+        request = resolve(name, own, task.score)  # type: ignore[arg-type]
+        if name in task.optional and refusal(request, vit) is not None:
+            del task.methods[name]
+            _say(f"left out: '{name}', since {refusal(request, vit)}")
+        else:
+            check_supported(request, vit)
     if task.against is not None and task.target is None:
         raise PatchlightError("--against needs --target, the class it is contrasted with")
     if task.target is None:

@@ -33,6 +33,7 @@ CELL, GAP, EDGE, LINE = 1.4, 0.05, 0.1, 0.165
 WORDS, SMALL = 8.5, 7.0
 LETTERS = 16
 MAX_ROWS = 64
+BAND = 10
 FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".pdf": "pdf", ".svg": "svg"}
 SCALES = {
     False: ("lowest", "highest (each map to its 99th percentile)"),
@@ -58,6 +59,8 @@ def figure(
 ) -> Figure:
     """One row per image, one column per method: the photographs, and each method's heat over them.
 
+    More than ten columns are set in bands below each other.
+
     `images` are what the maps explain: paths, PIL images or the preprocessed tensor. Row labels are `predictions`, as
     (label, probability) or in words; without them those of `vit`; without it the explained class. An explained class
     other than the predicted one is named below it. `titles` replace the methods' names. Every map is scaled by
@@ -81,13 +84,15 @@ def figure(
     labels = _row_labels(images, first, predictions, vit)
     kinds = sorted({c.signed for c in columns})
 
+    bands = _bands(len(columns))
     tall = CELL * pictures[0].height / pictures[0].width
     left = EDGE + max(_inches(line, WORDS) for label in labels for line in label.split("\n")) + 0.1
     top = EDGE + LINE * max(1 + heading.count("\n") for heading in headings)
+    band = top + len(pictures) * (tall + GAP)
     bottom = EDGE + LINE * len(kinds)
-    grid_width = (len(columns) + 1) * (CELL + GAP) - GAP
+    grid_width = (len(bands[0]) + 1) * (CELL + GAP) - GAP
     width = left + EDGE + max(grid_width, *(_scale_inches(signed) for signed in kinds))
-    height = top + len(pictures) * (tall + GAP) + bottom
+    height = len(bands) * band + bottom
     dpi = DPI * min(1.0, (DENSE / (len(pictures) * (len(columns) + 1))) ** 0.5)
     fig = Figure(figsize=(width, height), dpi=max(dpi, COARSEST), facecolor="white")
     FigureCanvasAgg(fig)
@@ -100,17 +105,20 @@ def figure(
     def write(words: str, x: float, y: float, size: float = WORDS, **how: Any) -> None:
         fig.text(x / width, y / height, words, size=size, linespacing=1.25, **how)
 
-    for c, heading in enumerate(headings):
-        middle = left + (c + 1) * (CELL + GAP) + CELL / 2
-        for n, line in enumerate(reversed(heading.split("\n"))):
-            write(line, middle, height - top + 0.07 + n * LINE, ha="center", va="baseline")
-    for r, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
-        y = height - top - r * (tall + GAP) - tall
-        write(label, left - 0.1, y + tall / 2, ha="right", va="center", multialignment="right")
-        place(picture, left, y, CELL, tall)
-        for c, column in enumerate(columns):
-            heat = blend(picture, column.scores[r], robust_scale(column.scores[r], column.signed))
-            place(heat, left + (c + 1) * (CELL + GAP), y, CELL, tall)
+    for b, shown in enumerate(bands):
+        below = height - b * band - top
+        for c, index in enumerate(shown):
+            middle = left + (c + 1) * (CELL + GAP) + CELL / 2
+            for n, line in enumerate(reversed(headings[index].split("\n"))):
+                write(line, middle, below + 0.07 + n * LINE, ha="center", va="baseline")
+        for r, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+            y = below - r * (tall + GAP) - tall
+            write(label, left - 0.1, y + tall / 2, ha="right", va="center", multialignment="right")
+            place(picture, left, y, CELL, tall)
+            for c, index in enumerate(shown):
+                column = columns[index]
+                heat = blend(picture, column.scores[r], robust_scale(column.scores[r], column.signed))
+                place(heat, left + (c + 1) * (CELL + GAP), y, CELL, tall)
     for k, signed in enumerate(kinds):
         low, high = SCALES[signed]
         y, begin = bottom - (k + 1) * LINE, left + _inches(low, SMALL) + 0.06
@@ -120,6 +128,13 @@ def figure(
     if path is not None:
         write_whole(path, figure_bytes(fig, path))
     return fig
+
+
+def _bands(columns: int) -> list[range]:
+    """Columns in bands of at most BAND, all about as long; each band repeats the photographs."""
+    count = -(-columns // BAND)
+    each = -(-columns // count)
+    return [range(begin, min(begin + each, columns)) for begin in range(0, columns, each)]
 
 
 def figure_format(path: str | Path) -> str:
