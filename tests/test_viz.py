@@ -161,6 +161,14 @@ def test_figure_has_a_cell_for_every_image_and_method(tmp_path: Path) -> None:
     assert (tmp_path / "f.png").stat().st_size < 1_000_000
 
 
+def test_many_columns_are_set_in_bands() -> None:
+    maps = {f"method {i}": attribution(torch.rand(2, 8, 8)) for i in range(23)}
+    drawn = figure([Image.new("RGB", (9, 9))] * 2, maps)
+    pictures = [a.get_position() for a in drawn.axes if a.get_position().height * drawn.get_figheight() > 1]
+    assert len(pictures) == 2 * (23 + 3), "each of the three bands repeats the photographs"
+    assert len({(round(p.x0, 6), round(p.y0, 6)) for p in pictures}) == len(pictures), "no two lie on each other"
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 7), (9, 2)])
 def test_no_word_is_cut_off_or_runs_into_another(rows: int, columns: int) -> None:
     names = ["genatt", "ixg.plus.libra", "decompx.skipplus.conservative", "rollout", "gradcam", "random", "a" * 40]
