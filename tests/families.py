@@ -51,6 +51,14 @@ def _timm(name: str, **options: Any) -> nn.Module:
     return timm.create_model(name, num_classes=options.pop("num_classes", CLASSES), **options)
 
 
+def _staged(name: str, **options: Any) -> nn.Module:
+    import timm
+
+    torch.manual_seed(0)
+    options = {"depths": (1, 1, 2, 1), "num_heads": (1, 2, 2, 4), "num_classes": CLASSES, **options}
+    return timm.create_model(name, pretrained_cfg_overlay={"input_size": (3, 64, 64)}, **options)
+
+
 def _hf(kind: str, **options: Any) -> nn.Module:
     import transformers
 
@@ -105,9 +113,15 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "hf-clip": lambda: _hf("CLIPForImageClassification"),
     "hf-siglip": lambda: _hf("SiglipForImageClassification"),
     "torchvision": _torchvision,
+    "swin": lambda: _staged("swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=16),
+    "pvtv2": lambda: _staged("pvt_v2_b0", embed_dims=(16, 32, 32, 48)),
 }
 
-STRUCTURAL = ("vit-wide", "deit-distilled", "eva02", "siglip", "beit", "reg4-gap", "hf-clip", "torchvision")
+HIERARCHICAL = ("swin", "pvtv2")
+"""Families without blocks to look into, opened behind their second-to-last stage."""
+PLAIN = tuple(family for family in FAMILIES if family not in HIERARCHICAL)
+
+STRUCTURAL = ("vit-wide", "deit-distilled", "eva02", "siglip", "beit", "reg4-gap", "hf-clip", "torchvision", "swin")
 """One family for each way a model can be built differently; the rest run in `make test-all`."""
 
 

@@ -11,7 +11,7 @@ import patchlight as pl
 from patchlight.ablation import Ablation, Cancelled, PixelMasks, RankThresholds, Rendered, TokenSubsets, fill_images
 from patchlight.anatomy import Anatomy
 from patchlight.targets import Targets
-from tests.families import FAMILIES, build, images, shared
+from tests.families import PLAIN, build, images, shared
 
 
 def subsets(vit: Anatomy, count: int, keep: int, owners: int = 3) -> TokenSubsets:
@@ -21,7 +21,7 @@ def subsets(vit: Anatomy, count: int, keep: int, owners: int = 3) -> TokenSubset
     return TokenSubsets(torch.arange(count) % owners, torch.stack(rows))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PLAIN)
 def test_token_subsets_are_dropped_tokens(family: str) -> None:
     vit = shared(family, torch.float64)
     batch = images(vit)

@@ -31,9 +31,14 @@ class Cancelled(Exception):
 
 
 class Variants(Protocol):
-    """Variants of images in a flat list: `owner` [V] is the image each belongs to."""
+    """Variants of images in a flat list: `owner` [V] is the image each belongs to.
 
-    owner: Tensor
+    A kind that changes how the model runs, and not only what it is given, has a method `around(part)`: a context the
+    forward of that part runs in, never compiled.
+    """
+
+    @property
+    def owner(self) -> Tensor: ...
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         """The tokens that enter block 0 for a part of the list, and their positions [n,k] where some were dropped."""
@@ -47,6 +52,7 @@ class TokenSubsets:
     keep: Tensor
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        vit.check_droppable()
         owner, keep = self.owner[part].to(embedded.device), self.keep[part].to(embedded.device)
         prefix = torch.arange(vit.prefix, device=keep.device).expand(len(keep), -1)
         return embedded[owner[:, None], torch.cat([prefix, keep + vit.prefix], 1)], keep
@@ -144,14 +150,16 @@ class Ablation:
         """(begin, stop, logits) of each chunk; on out-of-memory the chunk is halved and tried again."""
         size = self.chunk or _free_chunk(self.vit)
         begin, total = 0, len(variants.owner)
-        forward = _compiled(self.vit) if self.compile else _forward
+        around = getattr(variants, "around", None)
+        forward = _compiled(self.vit) if self.compile and around is None else _forward
         while begin < total:
             if self.cancel is not None and self.cancel():
                 raise Cancelled(f"stopped after {begin} of {total} variants")
             stop = min(begin + size, total)
             try:
                 tokens, positions = variants.tokens(self.vit, self.images, embedded, slice(begin, stop))
-                logits = forward(self.vit, tokens, positions)
+                with contextlib.nullcontext() if around is None else around(slice(begin, stop)):
+                    logits = forward(self.vit, tokens, positions)
             except (torch.OutOfMemoryError, MemoryError):
                 if size == 1:
                     raise PatchlightError("not even one variant fits into memory; use a smaller model") from None

@@ -183,7 +183,7 @@ def _requests(
 
 def _batch_size(vit: Anatomy) -> int:
     """As many images as keep attention and its gradient, all heads and blocks, in about 1.5 GB; 1 to 32."""
-    per_image = 2 * 4 * vit.depth * vit.heads * vit.tokens**2
+    per_image = 2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2
     return max(1, min(32, int(1.5e9 / per_image)))
 
 

@@ -402,11 +402,22 @@ def _accepted(function: Callable[..., Any], settings: Settings) -> dict[str, Any
 def refusal(request: Request, vit: Anatomy) -> str | None:
     """Why this model cannot be explained with this method; None when it can."""
     needs = request.method.needed(request.settings)
+    if vit.depth == 0 and _reads_blocks(request):
+        pixels = "pixel" in request.method.levels and not request.method.own_pass
+        instead = "; level='pixel' works" if pixels else ""
+        return f"it reads single transformer blocks, and {vit.name} is opened as a feature map with none{instead}"
     if needs & {"n", "gn"} and vit.parts(0).norm1 is None:
         return f"{vit.name} has no first norm in its blocks"
     if "u" in needs and vit.parts(0).norm2 is None:
         return f"{vit.name} has no second norm in its blocks, where the tokens after attention are read"
     return request.method.refuses(request.settings, vit) if request.method.refuses is not None else None
+
+
+def _reads_blocks(request: Request) -> bool:
+    """Whether a method looks inside the model; one that scores variants says so itself, in `refuses`."""
+    entry = request.method
+    inside = request.combine is not None or (entry.class_specific and not entry.ablates)
+    return inside and (request.level == "token" or entry.own_pass)
 
 
 def check_supported(request: Request, vit: Anatomy) -> None:

@@ -107,7 +107,8 @@ def _check_batch(request: Request, vit: Anatomy, images: Tensor, given: Mapping[
     _close(request, whole.scores, single, "a batch and single calls")
     cut = _run(request, vit, images, given, batch_size=1).scores
     _close(request, whole.scores, cut, "one batch and batch_size=1")
-    together = explain(vit, images, {request.asked: given, "rawatt": {}, "ixg.libra": {}})[request.asked].scores
+    others = [name for name in ("rawatt", "ixg.libra", "random") if refusal(resolve(name), vit) is None]
+    together = explain(vit, images, {**{other: {} for other in others}, request.asked: given})[request.asked].scores
     _close(request, whole.scores, together, "alone and among others")
 
 

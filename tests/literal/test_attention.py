@@ -18,7 +18,7 @@ from patchlight.methods.gradients import ixg
 from patchlight.registry import resolve
 from patchlight.taps import Evidence
 from patchlight.trace import LayerJob, Trace, run_pass
-from tests.families import FAMILIES, images, shared
+from tests.families import PLAIN, images, shared
 from tests.literal.rows import TARGETS, maps, patches, read_rows
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -213,7 +213,7 @@ def test_sums_refuse_another_sum(name: str, instead: str, wrapper: str) -> None:
         resolve(f"{name}.{wrapper}")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PLAIN)
 def test_value_weights(family: str) -> None:
     """What attention sees as values is W_V times the normed tokens, plus a bias that is the same for every token."""
     vit = shared(family, torch.float64)

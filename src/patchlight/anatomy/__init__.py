@@ -57,7 +57,8 @@ def wrap(model: nn.Module | Anatomy, **about: Any) -> Anatomy:
     """The anatomy of a model you already have: timm, transformers or torchvision.
 
     Compiled and DataParallel models are unwrapped. `labels` (names, a list or a CSV file), `name`, `preprocess` and
-    `sigmoid` override what is read from the model. A model of another make is described by hand: give `embed`,
+    `sigmoid` override what is read from the model; `stage` (0-based, or negative from the end) is where a hierarchical
+    model is opened, the second-to-last by default. A model of another make is described by hand: give `embed`,
     `blocks`, `readout`, `grid`, `prefix`, `pooling`, `heads`, `classes` and `preprocess`.
     """
     if isinstance(model, Anatomy):
@@ -84,12 +85,14 @@ def load(
 
     `weights` is a safetensors file (or a torch file of plain tensors); the number of classes is read from it. Without
     it the pretrained weights are fetched, where a hub is reachable; `pretrained=False` leaves them random. Further
-    options go to the library's own constructor (`img_size=`, `patch_size=`, …).
+    options go to the library's own constructor (`img_size=`, `patch_size=`, …); `stage` as in wrap.
     """
     fetch = weights is None if pretrained is None else pretrained
     state = read_weights(Path(weights)) if weights is not None else None
     library, _, rest = name.partition(":") if name.startswith(("hf:", "torchvision:", "timm:")) else ("timm", "", name)
     about: dict[str, Any] = {"name": rest or name}
+    if "stage" in options:
+        about["stage"] = options.pop("stage")
     if name == "pocket":
         anatomy = _load_pocket(about)
     elif library == "hf":
@@ -114,11 +117,12 @@ def load(
 
 
 def model_names(pattern: str = "") -> list[str]:
-    """The names `load` knows without a prefix: pocket, and timm's plain transformers."""
+    """The names `load` knows without a prefix: pocket, and timm's plain and hierarchical transformers."""
     import timm
 
-    modules = ("vision_transformer", "deit", "eva", "beit")
-    names = ["pocket", *(n for m in modules for n in timm.list_models(module=m))]
+    plain = ("vision_transformer", "deit", "eva", "beit")
+    hierarchical = ("swin_transformer", "swin_transformer_v2", "pvt_v2", "twins")
+    names = ["pocket", *(n for m in (*plain, *hierarchical) for n in timm.list_models(module=m))]
     wanted = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
     from fnmatch import fnmatch
 
@@ -184,13 +188,17 @@ def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     make = type(model).__module__.partition(".")[0]
     readers = {"timm": read_timm, "transformers": read_hf, "torchvision": read_torchvision}
     order = [readers[make]] if make in readers else list(readers.values())
+    staged = {"stage": about.pop("stage")} if "stage" in about else {}
     for read in order:
-        anatomy = read(model, **about)
+        anatomy = read(model, **about, **(staged if read is read_timm else {}))
         if anatomy is not None:
+            if staged and not anatomy.hierarchical:
+                raise PatchlightError(f"{anatomy.name} has no stages, so stage={staged['stage']} means nothing for it")
             return anatomy
     raise PatchlightError(
-        f"{type(model).__name__} is not a model that can be read by itself; looked for timm's VisionTransformer, Eva "
-        f"and Beit, torchvision's VisionTransformer, and transformers' {', '.join(supported())}. Describe it by hand: "
+        f"{type(model).__name__} is not a model that can be read by itself; looked for timm's VisionTransformer, Eva, "
+        f"Beit, Swin, SwinV2, PVTv2 and Twins, torchvision's VisionTransformer, and transformers' "
+        f"{', '.join(supported())}. Describe it by hand: "
         "wrap(model, embed=…, blocks=…, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, classes=…, "
         "preprocess=Preprocess((H, W)))"
     )

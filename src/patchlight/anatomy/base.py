@@ -65,6 +65,8 @@ class Anatomy(ABC):
     library: str = ""
     can_drop: str | None = None
     """None when tokens can be dropped, else the reason why not."""
+    hierarchical: bool = False
+    """Whether it is opened behind a stage of a pyramid: a feature map and a grid, but no blocks (depth 0)."""
 
     def __init__(
         self,

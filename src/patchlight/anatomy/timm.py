@@ -20,36 +20,15 @@ class TimmAnatomy(Anatomy):
     library = "timm"
 
     def __init__(self, model: Any, name: str | None = None, labels: Sequence[str] | None = None, **about: Any) -> None:
-        config = dict(getattr(model, "pretrained_cfg", None) or {})
-        height, width = model.patch_embed.img_size or config.get("input_size", (3, 224, 224))[1:]
         patch_h, patch_w = model.patch_embed.patch_size
-        projection = getattr(model.patch_embed, "proj", None)
-        channels = projection.in_channels if isinstance(projection, nn.Conv2d) else 3
-        classes = int(model.num_classes)
-        if classes == 0:
-            raise PatchlightError(f"{name or 'this model'} has no classifier (num_classes=0); nothing to explain")
-        mean, std = config.get("mean") or IMAGENET_MEAN, config.get("std") or IMAGENET_STD
-        about.setdefault(
-            "preprocess",
-            Preprocess(
-                size=(height, width),
-                mean=tuple(mean),
-                std=tuple(std),
-                crop_pct=config.get("crop_pct") or 0.875,
-                interpolation=config.get("interpolation") or "bicubic",
-                fit="squash" if config.get("crop_mode") == "squash" else "crop",
-            ),
-        )
+        about = described(model, name, labels, about)
+        height, width = model.patch_embed.img_size or about["preprocess"].size
         super().__init__(
             model,
-            name=name or config.get("architecture") or type(model).__name__,
             grid=(height // patch_h, width // patch_w),
             prefix=int(model.num_prefix_tokens),
             pooling=_pooling(model),
             heads=int(model.blocks[0].attn.num_heads),
-            classes=classes,
-            channels=channels,
-            labels=labels if labels is not None else imagenet_labels(classes),
             **about,
         )
 
@@ -160,8 +139,35 @@ class BeitAnatomy(TimmAnatomy):
             return cast(Tensor, self.blocks[index](tokens, shared_rel_pos_bias=shared))
 
 
-def read_timm(model: nn.Module, **about: Any) -> Anatomy | None:
-    """The anatomy of a timm model, or None where it is not one of timm's plain transformers."""
+def described(model: Any, name: str | None, labels: Sequence[str] | None, about: dict[str, Any]) -> dict[str, Any]:
+    """What every timm model says about itself: name, classes and their labels, channels, preprocessing."""
+    config = dict(getattr(model, "pretrained_cfg", None) or {})
+    embedding = getattr(model, "patch_embed", None) or model.patch_embeds[0]
+    projection = getattr(embedding, "proj", None)
+    classes = int(model.num_classes)
+    if classes == 0:
+        raise PatchlightError(f"{name or 'this model'} has no classifier (num_classes=0); nothing to explain")
+    height, width = getattr(embedding, "img_size", None) or config.get("input_size", (3, 224, 224))[1:]
+    preprocess = Preprocess(
+        size=(height, width),
+        mean=tuple(config.get("mean") or IMAGENET_MEAN),
+        std=tuple(config.get("std") or IMAGENET_STD),
+        crop_pct=config.get("crop_pct") or 0.875,
+        interpolation=config.get("interpolation") or "bicubic",
+        fit="squash" if config.get("crop_mode") == "squash" else "crop",
+    )
+    return {
+        "name": name or config.get("architecture") or type(model).__name__,
+        "classes": classes,
+        "channels": projection.in_channels if isinstance(projection, nn.Conv2d) else 3,
+        "labels": labels if labels is not None else imagenet_labels(classes),
+        "preprocess": preprocess,
+        **about,
+    }
+
+
+def read_timm(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
+    """The anatomy of a timm model, or None where it is neither a plain nor a known hierarchical transformer."""
     from timm.models.beit import Beit
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
@@ -169,7 +175,9 @@ def read_timm(model: nn.Module, **about: Any) -> Anatomy | None:
     for cls, anatomy in ((VisionTransformer, TimmAnatomy), (Eva, EvaAnatomy), (Beit, BeitAnatomy)):
         if isinstance(model, cls):
             return anatomy(model, **about)
-    return None
+    from patchlight.anatomy.hierarchical import read_hierarchical
+
+    return read_hierarchical(model, stage, **about)
 
 
 def imagenet_labels(classes: int) -> list[str] | None:

@@ -63,9 +63,11 @@ def degenerate_sum(settings: Settings, vit: Anatomy) -> str | None:
 
 def degenerate_ixg(settings: Settings, vit: Anatomy) -> str | None:
     """Plain IxG at the input of the last block of a CLS-pooled model is zero up to the norm's epsilon."""
+    if settings.get("level") == "pixel":
+        return None
     start = settings.get("start")
     at_last = start is not None and block_index(start, vit.depth) == vit.depth - 1
-    if at_last and settings.get("level") != "pixel" and settings.get("rule") == "plain" and vit.pooling == "cls":
+    if at_last and settings.get("rule") == "plain" and vit.pooling == "cls":
         return (
             "plain input-times-gradient at the input of the last block is zero up to the layer norm's epsilon, since a "
             "layer norm ignores the scale of its input; use '.libra', or start at an earlier block"

@@ -1,0 +1,129 @@
+"""AtMan: attention to a patch, and to patches like it, turned down in every layer; what it costs is its relevance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.ablation import Count
+from patchlight.anatomy.base import Anatomy
+from patchlight.methods.masking import owners
+from patchlight.registry import Ask, Settings, method
+from patchlight.rules import RULES
+from patchlight.taps import Evidence, Taps
+from patchlight.targets import Targets, score_of
+
+Shift = Literal["min", "none"]
+
+
+class Suppress(Taps):
+    """Attention scores H scaled by key before the softmax: (H - min over keys of H) * F, or H * F without the shift.
+
+    `factors` F [B,N] has one factor for each token. An attention pooling that reads the patches alone is scaled too.
+    """
+
+    def __init__(self, factors: Tensor, shift: Shift) -> None:
+        super().__init__(RULES["plain"], frozenset({"A"}), Evidence(-1, factors), in_block=True)
+        self.factors, self.shift = factors, shift
+
+    def _attend(self, scores: Tensor) -> Tensor:
+        factors = self.factors[:, None, None, -scores.shape[-1] :].to(scores)
+        lowest = scores.amin(-1, keepdim=True) if self.shift == "min" else 0
+        return ((scores - lowest) * factors).softmax(-1)
+
+
+@dataclass(frozen=True)
+class Suppressed:
+    """Variant v is image owner[v], run with every attention scaled by factors[v] [V,N]."""
+
+    owner: Tensor
+    factors: Tensor
+    shift: Shift
+
+    def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        return embedded[self.owner[part].to(embedded.device)], None
+
+    def around(self, part: slice) -> Suppress:
+        return Suppress(self.factors[part], self.shift)
+
+
+def suppression(tokens: Tensor, prefix: int, factor: float, kappa: float, neighbours: int | None) -> Tensor:
+    """Factors [B,P,N]: row i is for the patch i, whose own column and those of similar patches are suppressed.
+
+    With c = cos(e_i, e_k) of the tokens [B,N,D] at the transformer's input, a patch k with c >= kappa (at most so many
+    `neighbours`, the most similar first) gets (1 - factor) (1 - c) + factor; prefix tokens keep 1.
+    """
+    unit = F.normalize(tokens[:, prefix:].double(), dim=-1)
+    cosine = unit @ unit.mT
+    itself = torch.eye(cosine.shape[1], dtype=torch.bool, device=cosine.device)
+    similar = (cosine >= kappa) & ~itself
+    if neighbours is not None and neighbours < cosine.shape[1] - 1:
+        others = cosine.masked_fill(itself, -torch.inf)
+        best = others.topk(neighbours, -1).indices
+        similar = similar & torch.zeros_like(similar).scatter(-1, best, True)
+    scaled = torch.where(similar, (1 - factor) * (1 - cosine) + factor, 1.0).masked_fill(itself, factor)
+    return F.pad(scaled, (prefix, 0), value=1.0)
+
+
+def log_probabilities(logits: Tensor, sigmoid: bool) -> Tensor:
+    """log p of every class; a head with one output has two."""
+    if logits.shape[1] == 1:
+        return F.logsigmoid(torch.cat([-logits, logits], 1))
+    return F.logsigmoid(logits) if sigmoid else logits.log_softmax(1)
+
+
+def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    return f"it turns down attention between all tokens, and {vit.name} has no such blocks" if vit.depth == 0 else None
+
+
+@method(
+    "atman",
+    paper="Deiseroth et al., NeurIPS 2023",
+    ablates=True,
+    exact=False,
+    default_score="probability",
+    cost="N + 1 forwards (N patches)",
+    presets={
+        "code": {"kappa": 0.6},
+        "panda": {"kappa": 0.75},
+        "blip": {"shift": "none", "factor": 0.05, "kappa": 0.1, "neighbours": 150},
+    },
+    refuses=_refuses,
+    advice=lambda settings, vit: "a factor of 1 suppresses nothing" if settings["factor"] == 1 else None,
+)
+def atman(
+    ask: Ask,
+    factor: Annotated[float, Field(ge=0)] = 0.1,
+    kappa: Annotated[float, Field(ge=0)] = 0.7,
+    shift: Shift = "min",
+    neighbours: Count | None = None,
+) -> Tensor:
+    """Rise of the cross-entropy when a patch is suppressed: R_i = log p_c(clean) - log p_c(suppressed). Signed.
+
+    For patch i the pre-softmax scores H of all heads and layers become (H - min_keys H) F, where F is `factor` in
+    column i, (1 - factor) (1 - cos) + factor in the columns of patches whose embeddings are similar (cos >= `kappa`;
+    above 1 there are none), and 1 elsewhere, the prefix tokens' columns always. `shift="none"` leaves the minimum in,
+    so that negative scores gain attention when they are scaled towards 0. With `factor=0` the patch is still seen, at
+    the row's lowest score. The paper's suppression f is 1 - `factor`. A pair of classes is explained by log p_a -
+    log p_b; score "logit", or a callable, by its drop. Presets: `code` (kappa 0.6), `panda` (0.75), `blip` (no shift,
+    factor 0.05, kappa 0.1, 150 neighbours). [B,h,w]; N + 1 forwards.
+    """
+    vit, count = ask.vit, len(ask.images)
+    with torch.no_grad(), vit.steady():
+        factors = suppression(vit.embed(ask.images), vit.prefix, factor, kappa, neighbours)
+    factors = torch.cat([torch.ones_like(factors[:, :1]), factors], 1)
+    each = factors.shape[1]
+    variants = Suppressed(owners(ask, each), factors.flatten(0, 1), shift)
+    logits = ask.ablation.logits(variants)
+    plain = ask.score != "probability"
+    against = None if ask.targets.against is None else ask.targets.against[variants.owner]
+    targets = Targets(ask.targets.index[variants.owner], against)
+    values = logits if plain else log_probabilities(logits, vit.sigmoid)
+    scores = score_of(values, targets, ask.score if plain else "logit", vit.sigmoid).view(count, each, -1)
+    lost: Tensor = (scores[:, :1] - scores[:, 1:]).mT.unflatten(-1, vit.grid)
+    return lost

@@ -1,0 +1,88 @@
+"""HSIC attribution: how strongly the score depends on whether a cell of the image is shown, by a kernel measure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.ablation import Count, Fill, PixelMasks, fill_images
+from patchlight.methods.masking import owners
+from patchlight.registry import Ask, Level, method
+
+Sampler = Literal["sobol", "lhs"]
+_AT_ONCE = 2**24
+
+
+def draw_masks(n: int, cells: int, sampler: Sampler, seed: int) -> Tensor:
+    """Binary masks [n,cells]: a scrambled Sobol sequence, or n/2 Latin-hypercube points in twice the dimensions."""
+    from scipy.stats import qmc
+
+    generator = np.random.default_rng(seed)
+    if sampler == "sobol":
+        points = qmc.Sobol(cells, seed=generator).random_base2((n - 1).bit_length())[:n]
+    else:
+        points = qmc.LatinHypercube(2 * cells, seed=generator).random(-(-n // 2)).reshape(-1, cells)[:n]
+    return torch.from_numpy(points > 0.5)
+
+
+def hsic_of(masks: Tensor, outputs: Tensor, floor: float) -> Tensor:
+    """HSIC_j = sum((H K_j H) * (H L H)) / n [R,cells] of binary masks m [n,cells] and outputs y [R,n], in float64.
+
+    K_ab = 1.5 - (m_a - m_b)^2 and L_ab = exp(-(y_a - y_b)^2 / (2 w^2)), w = |median of y|, at least `floor`. H removes
+    what K has of one index alone, so only its product term counts: HSIC_j = 2/n m_j^T (H L H) m_j.
+    """
+    m, y = masks.double().to(outputs.device), outputs.double()
+    m = m - m.mean(0)
+    width = y.median(1).values.abs().clamp_min(floor)
+
+    def some(y: Tensor, width: Tensor) -> Tensor:
+        L = torch.exp(-((y[:, :, None] - y[:, None]) ** 2) / (2 * width[:, None, None] ** 2))
+        return 2 / len(m) * (m * (L @ m)).sum(1)
+
+    rows = max(1, _AT_ONCE // len(m) ** 2)
+    return torch.cat([some(a, b) for a, b in zip(y.split(rows), width.split(rows), strict=True)])
+
+
+@method(
+    "hsic",
+    paper="Novello et al., NeurIPS 2022",
+    ablates=True,
+    default_score="probability",
+    levels=("pixel", "token"),
+    stochastic=True,
+    unsigned=True,
+    cost="n forwards (1536)",
+    quick={"n": 64, "grid": 4},
+    presets={"authors": {"sampler": "lhs", "grid": 7, "n": 1536}, "xplique": {"sampler": "sobol", "grid": 8, "n": 500}},
+    constant="the score did not move under any mask",
+)
+def hsic(
+    ask: Ask,
+    n: Annotated[int, Field(ge=4)] = 1536,
+    grid: Count = 7,
+    sampler: Sampler = "sobol",
+    fill: Fill | float = "zero",
+    floor: Annotated[float, Field(gt=0)] = 1e-3,
+    level: Level = "pixel",
+) -> Tensor:
+    """Hilbert-Schmidt independence criterion between a cell's mask and the score: dependence, not direction.
+
+    n binary masks of `grid` x `grid` cells, quasi-random and shared by all images, are upsampled by nearest neighbour
+    and show the image or `fill`; y are the scores. HSIC_j is that of `hsic_of`, with w the median of an image's y for a
+    class (|w| at least `floor`, since a median near 0 would make every output unlike every other). The map of cells is
+    resized to the image bicubically, which may ring below 0; `level="token"` is its mean in each patch. Presets:
+    `authors` (Latin hypercube, 7 x 7, 1536 masks), `xplique` (Sobol, 8 x 8, 500). n forwards, whatever the grid.
+    """
+    count = len(ask.images)
+    masks = draw_masks(n, grid * grid, sampler, ask.seed)
+    filling = fill_images(fill, ask.images, ask.vit, ask.seed)
+    shown = PixelMasks(owners(ask, n), masks.view(n, grid, grid).repeat(count, 1, 1), filling)
+    outputs = ask.score_variants(shown).view(count, n, -1).mT
+    cells = hsic_of(masks, outputs.flatten(0, 1), floor).view(count, -1, grid, grid)
+    image = F.interpolate(cells, ask.images.shape[-2:], mode="bicubic", align_corners=False).to(ask.images)
+    return image if level == "pixel" else F.adaptive_avg_pool2d(image, ask.vit.grid)

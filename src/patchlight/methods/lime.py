@@ -1,0 +1,145 @@
+"""LIME: a weighted linear model of the score, fitted on images with random segments hidden."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.ablation import Fill, fill_images
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError
+from patchlight.methods.masking import MadeMasks, bernoulli, drops_as_fill, owners, score_kept
+from patchlight.registry import Ask, Level, Settings, method
+
+Segments = Literal["patches", "superpixels"]
+
+
+def patch_labels(vit: Anatomy, size: tuple[int, int]) -> Tensor:
+    """The patch each pixel belongs to, in reading order: [H,W]."""
+    rows, columns = vit.grid
+    index = torch.arange(rows * columns, dtype=torch.float64).view(1, 1, rows, columns)
+    return F.interpolate(index, size, mode="nearest")[0, 0].long()
+
+
+def superpixels(image: Tensor, vit: Anatomy) -> Tensor:
+    """Quickshift segments [H,W] of one normalised image [3,H,W], in its own colours: labels from 0 on."""
+    try:
+        from skimage.segmentation import quickshift
+    except ImportError:
+        raise PatchlightError(
+            "the superpixels of 'lime' need scikit-image; pip install 'patchlight[lime]', or use segments='patches'"
+        ) from None
+    if len(image) != 3:
+        raise PatchlightError(f"superpixels need colours, this model reads {len(image)} channels; use 'patches'")
+    mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (vit.preprocess.mean, vit.preprocess.std))
+    picture = (image.double().cpu() * std + mean).clamp(0, 1).movedim(0, -1).numpy()
+    labels: Tensor = torch.from_numpy(quickshift(picture, kernel_size=4, max_dist=200, ratio=0.2)).long()
+    return labels
+
+
+def segment_means(images: Tensor, labels: Tensor) -> Tensor:
+    """Each segment in its mean colour: images [B,C,H,W], labels [B,H,W]."""
+    index = labels.flatten(1)[:, None].expand(-1, images.shape[1], -1)
+    total = images.new_zeros(*images.shape[:2], int(labels.max()) + 1)
+    count = total.scatter_add(2, index, torch.ones_like(images).flatten(2))
+    total = total.scatter_add(2, index, images.flatten(2))
+    return (total / count.clamp_min(1)).gather(2, index).view_as(images)
+
+
+def fit(z: Tensor, y: Tensor, weights: Tensor, ridge: float) -> Tensor:
+    """argmin_b sum_i w_i (y_i - b_0 - z_i b)^2 + ridge |b|^2 in closed form, b_0 free.
+
+    z [B,n,S], y [B,n,T] and w [B,n] to b [B,T,S], in float64; z and w may be the same for all images, [1,n,S].
+    """
+    z, y, w = z.double(), y.double(), weights.double()[..., None]
+    z = z - (w * z).sum(1, keepdim=True) / w.sum(1, keepdim=True)
+    y = y - (w * y).sum(1, keepdim=True) / w.sum(1, keepdim=True)
+    normal = (w * z).mT @ z + ridge * torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
+    solved: Tensor = torch.linalg.solve(normal, (w * z).mT @ y)
+    return solved.transpose(1, 2)
+
+
+def kernel(z: Tensor, counts: Tensor, width: float) -> Tensor:
+    """pi = sqrt(exp(-d^2 / width^2)) with the cosine distance to all ones, d = 1 - sqrt(k / S): z [B,n,S] to [B,n]."""
+    distance = 1 - (z.double().sum(-1) / counts[:, None]).sqrt()
+    return torch.exp(-(distance**2) / width**2).sqrt()
+
+
+def refuses(settings: Settings, vit: Anatomy) -> str | None:
+    if settings["fill"] == "drop" and settings["segments"] != "patches":
+        return "only patches can be dropped; use segments='patches' or a fill"
+    return drops_as_fill(settings, vit)
+
+
+@method(
+    "lime",
+    paper="Ribeiro et al., KDD 2016",
+    ablates=True,
+    default_score="probability",
+    levels=("token", "pixel"),
+    stochastic=True,
+    cost="samples forwards (2000)",
+    quick={"samples": 96},
+    presets={
+        "paper": {"segments": "superpixels", "level": "pixel", "samples": 1000},
+        "token": {"fill": "drop"},
+    },
+    refuses=refuses,
+)
+def lime(
+    ask: Ask,
+    samples: Annotated[int, Field(ge=2)] = 2000,
+    segments: Segments = "patches",
+    fill: Fill | Literal["segment-mean", "drop"] | float = "segment-mean",
+    width: Annotated[float, Field(gt=0)] = 0.25,
+    ridge: Annotated[float, Field(gt=0)] = 1.0,
+    level: Level = "token",
+) -> Tensor:
+    """LIME: the coefficients of a ridge regression of f on which segments are shown.
+
+    z_i in {0,1}^S is Bernoulli(1/2) (the first all ones); hidden segments show their mean colour or `fill` or, of
+    patches, are removed (`"drop"`: token-LIME). Sample i weighs pi_i = sqrt(exp(-d_i^2 / width^2)) with the cosine
+    distance d_i of z_i to 1, and b minimises sum_i pi_i (f_i - b_0 - z_i b)^2 + ridge |b|^2, in float64. Segments are
+    patches by default, with 2000 samples since there are many; preset `paper`: quickshift superpixels (the extra
+    `lime`) on pixels, 1000 samples; preset `token`: patches dropped. Signed. Maps [B,h,w], superpixels averaged over
+    each patch, or painted on pixels [B,H,W]; one forward per sample.
+    """
+    size = (ask.images.shape[-2], ask.images.shape[-1])
+    if segments == "patches":
+        labels = patch_labels(ask.vit, size)[None]
+    else:
+        labels = torch.stack([superpixels(image, ask.vit) for image in ask.images])
+    counts = labels.flatten(1).amax(1) + 1
+    z = torch.zeros(len(counts), samples, int(counts.max()), dtype=torch.bool)
+    for shown, count in zip(z, counts.tolist(), strict=True):
+        shown[:, :count] = bernoulli((samples, count), 0.5, ask.generator(), empty=fill != "drop")
+        shown[0, :count] = True
+    labels = labels.to(ask.images.device).expand(len(ask.images), -1, -1)
+    scores = score_kept(ask, z) if fill == "drop" else _score_segments(ask, z, labels, fill)
+    where = torch.device("cpu") if scores.device.type == "mps" else scores.device
+    coefficients = fit(z.to(where), scores.to(where), kernel(z, counts, width).to(where), ridge).to(scores)
+    if segments == "patches" and level == "token":
+        return coefficients.view(*coefficients.shape[:2], *ask.vit.grid)
+    index = labels.flatten(1)[:, None].expand(-1, scores.shape[-1], -1)
+    painted = coefficients.gather(2, index).unflatten(-1, size)
+    return painted if level == "pixel" else F.adaptive_avg_pool2d(painted, ask.vit.grid)
+
+
+def _score_segments(ask: Ask, z: Tensor, labels: Tensor, fill: Fill | Literal["segment-mean"] | float) -> Tensor:
+    """Scores [B,n,T] of images with the segments z [B,n,S] (or one z for all) shown, of labels [B,H,W]."""
+    if fill == "segment-mean":
+        filling = segment_means(ask.images, labels)
+    else:
+        filling = fill_images(fill, ask.images, ask.vit, ask.seed)
+    owner, flat = owners(ask, z.shape[1]), z.expand(len(ask.images), -1, -1).flatten(0, 1)
+
+    def shown(part: slice) -> Tensor:
+        index = labels[owner[part].to(labels.device)].flatten(1)
+        return flat[part].to(ask.images).gather(1, index).view(-1, *labels.shape[1:])
+
+    scores = ask.score_variants(MadeMasks(owner, shown, filling))
+    return scores.view(len(ask.images), z.shape[1], -1)

@@ -1,0 +1,108 @@
+"""What the masking methods share: masks made inside the chunk, tokens dropped in unequal numbers, sliding windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from patchlight.ablation import TokenSubsets
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError
+from patchlight.registry import Ask, Settings
+
+
+@dataclass(frozen=True)
+class MadeMasks:
+    """Variant v is image owner[v] where its mask is 1 and the fill [B,C,H,W] where it is 0.
+
+    `make` gives the masks [n,H,W] of a part of the list, so that no more of them exist than a chunk holds.
+    """
+
+    owner: Tensor
+    make: Callable[[slice], Tensor]
+    fill: Tensor
+
+    def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        owner = self.owner[part].to(images.device)
+        with torch.autocast(images.device.type, enabled=False):  # a mask is as precise as the image
+            shown = torch.lerp(self.fill[owner], images[owner], self.make(part)[:, None])
+        return vit.embed(shown), None
+
+
+def owners(ask: Ask, each: int) -> Tensor:
+    """`each` variants of every image: v = image * each + variant."""
+    return torch.arange(len(ask.images)).repeat_interleave(each)
+
+
+def among(part: slice, each: int, device: torch.device) -> Tensor:
+    """Which of the `each` variants of its image each variant of a part is."""
+    return torch.arange(part.start, part.stop, device=device) % each
+
+
+def score_masks(ask: Ask, make: Callable[[Tensor], Tensor], each: int, fill: Tensor) -> Tensor:
+    """Scores [B,each,T] of the same masks over every image; `make` gives the masks [n,H,W] with the indices [n]."""
+
+    def made(part: slice) -> Tensor:
+        return make(among(part, each, ask.images.device))
+
+    scores = ask.score_variants(MadeMasks(owners(ask, each), made, fill))
+    return scores.view(len(ask.images), each, -1)
+
+
+def score_kept(ask: Ask, kept: Tensor) -> Tensor:
+    """Scores [B,M,T] of every image with only the patches kept [M,P] (or, per image, [B,M,P]); the rest is removed.
+
+    Subsets of one size are scored together.
+    """
+    shown = kept.expand(len(ask.images), -1, -1).flatten(0, 1).bool().cpu()
+    sizes = shown.sum(1)
+    if not bool(sizes.all()):
+        raise PatchlightError("a variant would keep no patch at all; use a smaller window, or pixels with a fill")
+    owner, lists, places = owners(ask, kept.shape[-2]), [], []
+    for size in sizes.unique().tolist():
+        rows = (sizes == size).nonzero()[:, 0]
+        lists.append(TokenSubsets(owner[rows], shown[rows].nonzero()[:, 1].view(len(rows), size)))
+        places.append(rows)
+    scores = ask.score_variants(lists)
+    back = torch.cat(places).argsort().to(scores.device)
+    return scores[back].view(len(ask.images), kept.shape[-2], -1)
+
+
+def bernoulli(shape: tuple[int, int], p: float, generator: torch.Generator, empty: bool = False) -> Tensor:
+    """Rows of independent parts, each kept with probability p; unless `empty` rows may be, they get one part."""
+    kept = torch.rand(shape, generator=generator) < p
+    one = torch.randint(shape[1], (shape[0],), generator=generator)
+    lost = ~kept.any(1) & (not empty)
+    kept[lost, one[lost]] = True
+    return kept
+
+
+def drops_at_token_level(settings: Settings, vit: Anatomy) -> str | None:
+    """The refusal of methods that remove tokens where `level` is "token"."""
+    return vit.can_drop if settings["level"] == "token" else None
+
+
+def drops_as_fill(settings: Settings, vit: Anatomy) -> str | None:
+    """The refusal of methods that remove tokens where `fill` is "drop"."""
+    return vit.can_drop if settings["fill"] == "drop" else None
+
+
+def windows(length: int, window: int, stride: int) -> Tensor:
+    """Indicators [n,length] of windows along one axis: every `stride` from 0 on, the last one clipped to fit."""
+    begin = torch.arange(0, -(-max(length - window, 0) // stride) + 1) * stride
+    at = torch.arange(length)
+    return (at >= begin[:, None]) & (at < begin[:, None] + window)
+
+
+def window_sum(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Sum over the windows that cover each place: values [...,ny,nx] to [...,H,W]."""
+    return rows.T.to(values) @ values @ columns.to(values)
+
+
+def window_masks(rows: Tensor, columns: Tensor, index: Tensor | None = None) -> Tensor:
+    """The windows [n,H,W] with the given indices (all, in reading order), from indicators [ny,H] and [nx,W]."""
+    index = torch.arange(len(rows) * len(columns), device=rows.device) if index is None else index
+    return rows[index // len(columns)][:, :, None] & columns[index % len(columns)][:, None]

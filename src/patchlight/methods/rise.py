@@ -1,0 +1,133 @@
+"""RISE: random masks, each weighted by the score of the image seen through it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from patchlight.ablation import Count, Fill, fill_images
+from patchlight.methods.masking import bernoulli, drops_at_token_level, score_kept, score_masks
+from patchlight.registry import Ask, Level, method
+
+Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Grids:
+    """Masks in the small: binary grids [N,s,s], where each is cropped from its upsampled canvas, and the image size.
+
+    A mask is Y[a] g X[b]^T with Y[a] [H,s] the rows of the upsampling matrix from a on, so neither scoring nor
+    summing ever holds N masks.
+    """
+
+    grids: Tensor
+    shifts: Tensor
+    size: tuple[int, int]
+
+    def to(self, like: Tensor) -> Grids:
+        return Grids(self.grids.to(like), self.shifts.to(like.device), self.size)
+
+    @cached_property
+    def axes(self) -> tuple[Tensor, Tensor]:
+        """Y [cell,H,s] and X [cell,W,s]: the upsampling at every shift."""
+        height, width = (upsampling(self.grids.shape[-1], n).to(self.grids) for n in self.size)
+        return height, width
+
+    def masks(self, index: Tensor) -> Tensor:
+        """The masks [n,H,W] with the given indices."""
+        y, x = self.axes
+        a, b = self.shifts[index].unbind(1)
+        return y[a] @ self.grids[index] @ x[b].mT
+
+    def weighted(self, scores: Tensor) -> Tensor:
+        """sum_i scores[...,i] M_i: [...,N] to [...,H,W].
+
+        Grids of one shift are summed first; upsampling is linear.
+        """
+        y, x = self.axes
+        flat, shifts = scores.flatten(0, -2), torch.arange(len(y) * len(x), device=scores.device)
+        small = flat.new_zeros(len(flat), self.grids[0].numel(), len(shifts))
+        for some in torch.arange(len(self.grids), device=scores.device).split(4096):
+            place = self.shifts[some, 0] * len(x) + self.shifts[some, 1]
+            small += (flat[:, None, some] * self.grids[some].flatten(1).T) @ (place[:, None] == shifts).to(flat)
+        small = small.view(len(flat), *self.grids.shape[1:], len(y), len(x))
+        rows = torch.einsum("kijab,bwj->kiaw", small, x)
+        return torch.einsum("kiaw,ahi->khw", rows, y).view(*scores.shape[:-1], *self.size)
+
+
+def upsampling(cells: int, size: int) -> Tensor:
+    """The bilinear upsampling of s cells to a canvas of (s + 1) ceil(size / s), cropped at every shift: [cell,size,s].
+
+    Pixel centres are aligned; beyond the outermost cell centres the grid is mirrored there, not held constant.
+    """
+    cell = -(-size // cells)
+    canvas = (cells + 1) * cell
+    at = ((torch.arange(canvas, dtype=torch.float64) + 0.5) * cells / canvas - 0.5).abs()
+    at = (cells - 1) - ((cells - 1) - at).abs()
+    weights = (1 - (at[:, None] - torch.arange(cells)).abs()).clamp_min(0)
+    return weights.unfold(0, size, 1)[:cell].mT
+
+
+def draw_grids(n: int, cells: int, p: float, size: tuple[int, int], generator: torch.Generator) -> Grids:
+    """N grids of s x s cells, each 1 with probability p, and their shifts, uniform within a cell."""
+    grids = torch.rand(n, cells, cells, generator=generator) < p
+    shifts = [torch.randint(-(-length // cells), (n,), generator=generator) for length in size]
+    return Grids(grids, torch.stack(shifts, 1), size)
+
+
+@method(
+    "rise",
+    paper="Petsiuk et al., BMVC 2018",
+    ablates=True,
+    default_score="probability",
+    levels=("pixel", "token"),
+    stochastic=True,
+    cost="n forwards (4000)",
+    quick={"n": 48, "grid": 4},
+    presets={
+        "paper": {"grid": 7, "p": 0.5, "n": 4000},
+        "repo": {"grid": 8, "p": 0.1, "n": 6000},
+        "tis": {"grid": 8, "p": 0.1, "n": 4000, "score": "logit"},
+        "vit-shapley": {"level": "token", "p": 0.5, "n": 2000, "normaliser": "empirical"},
+    },
+    refuses=drops_at_token_level,
+)
+def rise(
+    ask: Ask,
+    n: Count = 4000,
+    grid: Annotated[int, Field(ge=2)] = 7,
+    p: Probability = 0.5,
+    normaliser: Literal["p", "empirical"] = "p",
+    fill: Fill | float = "zero",
+    level: Level = "pixel",
+) -> Tensor:
+    """RISE: S(x) = 1/(N p) sum_i f(X * M_i) M_i(x), the score of the image under random masks.
+
+    A mask is a binary grid of `grid` x `grid` cells, 1 with probability p, upsampled bilinearly to a canvas one cell
+    larger than the image and cropped at a random offset; masked pixels show `fill`. `level="token"` draws the patches
+    independently and really drops tokens. `normaliser="empirical"` divides by sum_i M_i(x) instead of N p, which
+    removes the masks' uneven coverage at the borders. Masks are drawn once and shared by all images. Pixel maps
+    [B,H,W], token maps [B,h,w]; N forwards. Presets: `paper` (the default: s 7, p 0.5, N 4000), `repo` (s 8, p 0.1,
+    N 6000), `tis` (s 8, p 0.1, N 4000, logits), `vit-shapley` (tokens, p 0.5, N 2000, empirical).
+    """
+    if level == "token":
+        kept = bernoulli((n, ask.vit.grid[0] * ask.vit.grid[1]), p, ask.generator())
+        scores = score_kept(ask, kept).transpose(1, 2)
+        masks = kept.to(scores)
+        total = (scores @ masks).view(*scores.shape[:2], *ask.vit.grid)
+        coverage = masks.sum(0).view(ask.vit.grid)
+    else:
+        size = (ask.images.shape[-2], ask.images.shape[-1])
+        grids = draw_grids(n, grid, p, size, ask.generator()).to(ask.images)
+        filling = fill_images(fill, ask.images, ask.vit, ask.seed)
+        scores = score_masks(ask, grids.masks, n, filling).transpose(1, 2)
+        grids = grids.to(scores)
+        total, coverage = grids.weighted(scores), grids.weighted(scores.new_ones(1, n))[0]
+    if normaliser == "p":
+        return total / (n * p)
+    return total / coverage.clamp_min(torch.finfo(total.dtype).tiny)

@@ -1,0 +1,88 @@
+"""Score-CAM on tokens: channels weighted by the score of the image seen through each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.ablation import Fill, fill_images
+from patchlight.anatomy.base import Anatomy
+from patchlight.methods.cams import place
+from patchlight.methods.compose import block_index
+from patchlight.methods.masking import MadeMasks, owners
+from patchlight.registry import Ask, Settings, method
+from patchlight.trace import LayerJob
+
+
+def channels(ask: Ask, layer: int | str) -> Tensor:
+    """The patches' activations at the place that `layer` names, one map per channel: [B,D,h,w]. One forward."""
+    if ask.vit.depth == 0:
+        with torch.no_grad(), ask.vit.steady():
+            seen: Tensor = ask.vit.embed(ask.images)
+    else:
+        at, kind = block_index(place(layer)[0], ask.vit.depth), place(layer)[1]
+        needs = frozenset({"n" if kind == "norm1" else "x"})
+        seen = ask.run([LayerJob(lambda b: b.n if kind == "norm1" else b.x, needs, (at,))]).values[0][0][at]
+    patches = seen[:, ask.vit.prefix :].transpose(1, 2).contiguous()
+    return patches.view(*patches.shape[:2], *ask.vit.grid)
+
+
+def refuses(settings: Settings, vit: Anatomy) -> str | None:
+    if vit.depth and place(settings["layer"])[1] == "norm1" and vit.parts(0).norm1 is None:
+        return f"{vit.name} has no first norm in its blocks; layer='input' works"
+    return None
+
+
+@method(
+    "score-cam",
+    paper="Wang et al., CVPR-W 2020, on tokens",
+    aliases=("scorecam",),
+    ablates=True,
+    default_score="logit",
+    cost="1 forward per channel + 1 (769 at width 768)",
+    refuses=refuses,
+    constant="ReLU leaves nothing of a negative map; use relu=False",
+    presets={
+        "paper": {"relu": True},
+        "jacobgil": {},
+        "vit-cx": {"variant": "vit-cx", "score": "probability"},
+    },
+)
+def score_cam(
+    ask: Ask,
+    layer: int | str = "blocks[-1].norm1",
+    variant: Literal["paper", "vit-cx"] = "paper",
+    relu: bool = False,
+    fill: Fill | float = "zero",
+) -> Tensor:
+    """Score-CAM: alpha = softmax_k f(X * H_k), map = sum_k alpha_k A_k, H_k the k-th channel stretched to [0, 1].
+
+    H_k = minmax(Up(A_k)), Up bilinear with corners aligned; the score of an empty baseline, the same for all k, drops
+    out of the softmax. Signed like the other CAMs; `relu=True` (preset `paper`) keeps the positive part, which can be
+    nothing, since a ViT's activations are signed. `variant="vit-cx"` is sum_k f(X * H_k) H_k, as ViT-CX describes it,
+    with probabilities in its preset. `layer` is read as for `gradcam`; a
+    hierarchical model has one feature map, that of the stage it is opened behind. Token maps [B,h,w]; D + 1 forwards.
+    """
+    maps = channels(ask, layer)
+    flat = maps.flatten(0, 1)
+    low, high = flat.new_empty(2, len(flat))
+
+    def stretched(part: slice) -> Tensor:
+        up = F.interpolate(flat[part, None], ask.images.shape[-2:], mode="bilinear", align_corners=True)[:, 0]
+        low[part], high[part] = up.amin((1, 2)), up.amax((1, 2))
+        shown: Tensor = (up - low[part, None, None]) / (high[part] - low[part] + 1e-8)[:, None, None]
+        return shown
+
+    filling = fill_images(fill, ask.images, ask.vit, ask.seed)
+    scores = ask.score_variants(MadeMasks(owners(ask, maps.shape[1]), stretched, filling))
+    scores = scores.view(*maps.shape[:2], -1)
+    if variant == "paper":
+        weights = scores.softmax(1)
+    else:
+        maps = ((flat - low[:, None, None]) / (high - low + 1e-8)[:, None, None]).view_as(maps)
+        weights = scores
+    cam = torch.einsum("bkt,bkhw->bthw", weights.to(maps), maps)
+    return cam.relu() if relu else cam

@@ -1,0 +1,179 @@
+"""KernelSHAP: the patches as players of a game, their Shapley values from sampled coalitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from patchlight.ablation import Fill, PixelMasks, TokenSubsets, fill_images
+from patchlight.anatomy.base import Anatomy
+from patchlight.methods.masking import owners
+from patchlight.registry import Ask, Settings, method
+from patchlight.rules import RULES
+from patchlight.taps import Evidence, Taps
+
+Mode = Literal["auto", "tokens", "pixels"]
+
+
+class Unseen(Taps):
+    """Attention that sees the keys `seen` [B,N] alone, fused where the model's is."""
+
+    def __init__(self, seen: Tensor) -> None:
+        super().__init__(RULES["plain"], frozenset(), Evidence(-1, seen), in_block=True)
+        self.seen = seen[:, None, None]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "scaled_dot_product_attention":
+            return self._fused(func, *args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _fused(
+        self,
+        func: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        *a: Any,
+        **b: Any,
+    ) -> Any:
+        bias = self.seen if attn_mask is None else attn_mask.masked_fill(~self.seen, -torch.inf)
+        return func(q, k, v, bias, *a, **b)
+
+    def _attend(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(~self.seen, -torch.inf).softmax(-1)
+
+
+@dataclass(frozen=True)
+class PaddedSubsets(TokenSubsets):
+    """Subsets of unequal size in one list: of keep[v] [V,k] the first size[v] are members, the others hidden as keys.
+
+    To a classifier that reads prefix tokens alone this is dropping the others.
+    """
+
+    size: Tensor
+    prefix: int
+    device: torch.device
+
+    def around(self, part: slice) -> Unseen:
+        keep = self.keep[part]
+        seen = torch.arange(-self.prefix, keep.shape[1]) < self.size[part][:, None]
+        return Unseen(seen.to(self.device))
+
+
+def score_coalitions(ask: Ask, z: Tensor, lengths: int = 12) -> Tensor:
+    """Scores [B,n,T] of every image with only the patches of each coalition z [n,d].
+
+    Tokens are really removed, down to about so many different `lengths`, so that a list is long enough for a batch;
+    what a coalition does not have of its list's length is hidden from attention, which is the same.
+    """
+    count, players = len(ask.images), z.shape[1]
+    step = max(1, players // lengths)
+    size = z.sum(1)
+    length = (-(-size // step) * step).clamp_max(players)
+    members_first = (~z).to(torch.uint8).argsort(dim=1, stable=True)
+    lists, places = [], []
+    for longest in length.unique().tolist():
+        rows = (length == longest).nonzero()[:, 0]
+        owner, keep = owners(ask, len(rows)), members_first[rows, :longest].repeat(count, 1)
+        same = bool((size[rows] == longest).all())
+        padded = PaddedSubsets(owner, keep, size[rows].repeat(count), ask.vit.prefix, ask.images.device)
+        lists.append(TokenSubsets(owner, keep) if same else padded)
+        places.append(rows)
+    parts = ask.score_variants(lists).split([len(some.owner) for some in lists])
+    scores = torch.cat([part.view(count, len(part) // count, -1) for part in parts], 1)
+    return scores[:, torch.cat(places).argsort().to(scores.device)]
+
+
+def draw_coalitions(n: int, players: int, generator: torch.Generator) -> Tensor:
+    """Coalitions z [n,d] (True: takes part), each second one the complement of the one before.
+
+    The size k is drawn with P(k) proportional to 1 / (k (d - k)), 0 < k < d; then a subset of that size, uniformly.
+    """
+    size = torch.arange(1, players, dtype=torch.float64)
+    pairs = -(-n // 2)
+    drawn = torch.multinomial(1 / (size * (players - size)), pairs, replacement=True, generator=generator) + 1
+    place = torch.rand(pairs, players, generator=generator, dtype=torch.float64).argsort(1).argsort(1)
+    z = place < drawn[:, None]
+    return torch.stack([z, ~z], 1).flatten(0, 1)[:n]
+
+
+def constrained_values(z: Tensor, gain: Tensor, total: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The least-squares values phi [d,R] of coalitions z [n,d] whose gains v(z) - v(empty) are [n,R].
+
+    With A = mean z z^T and b = mean z gain: phi = A^-1 b - A^-1 1 (1^T A^-1 b - total) / (1^T A^-1 1), so that
+    sum phi = total [R] = v(full) - v(empty). `weight` [n] weighs the coalitions; sampled ones weigh the same. Fewer
+    coalitions than players leave A singular, and its pseudo-inverse gives the smallest solution. All in float64.
+    """
+    z, gain, total = z.double(), gain.double(), total.double()
+    share = torch.full_like(z[:, 0], 1 / len(z)) if weight is None else weight.double() / weight.sum()
+    inverse = torch.linalg.pinv(z.T @ (share[:, None] * z), hermitian=True)
+    free = inverse @ (z.T @ (share[:, None] * gain))
+    ones = inverse.sum(1, keepdim=True)
+    phi: Tensor = free - ones * (free.sum(0) - total) / ones.sum()
+    return phi
+
+
+def _why_not_drop(vit: Anatomy) -> str | None:
+    if vit.can_drop is not None:
+        return f"{vit.name} cannot drop tokens: {vit.can_drop}; mode='pixels' works"
+    if vit.pooling not in ("cls", "cls+dist"):
+        return f"{vit.name} reads its patches, so it says nothing about the empty coalition; mode='pixels' works"
+    return None
+
+
+def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    return _why_not_drop(vit) if settings["mode"] == "tokens" else None
+
+
+def _advice(settings: Settings, vit: Anatomy) -> str | None:
+    players = vit.grid[0] * vit.grid[1]
+    if settings["n"] >= players:
+        return None
+    return f"{settings['n']} coalitions cannot tell {players} patches apart; use n={10 * players} or more"
+
+
+@method(
+    "kernel-shap",
+    paper="Lundberg & Lee, NeurIPS 2017",
+    aliases=("kernelshap",),
+    ablates=True,
+    default_score="probability",
+    stochastic=True,
+    cost="n + 2 forwards (n = 2000), of half the tokens on average",
+    quick={"n": 200},
+    presets={"captum": {"n": 25, "mode": "pixels", "fill": "zero"}, "xplique": {"n": 800, "mode": "pixels"}},
+    refuses=_refuses,
+    advice=_advice,
+)
+def kernel_shap(
+    ask: Ask, n: Annotated[int, Field(ge=2)] = 2000, mode: Mode = "auto", fill: Fill | float = "zero"
+) -> Tensor:
+    """Shapley values of the patches by constrained least squares: sum phi = v(all patches) - v(none), exactly. Signed.
+
+    Coalitions S of sizes 0 < k < d come with P(k) proportional to 1 / (k (d - k)) in antithetic pairs (S and its
+    complement), n in all, drawn once for all images; the solution is that of `constrained_values`, in float64. v(S) is
+    the score of the image with the patches of S: `mode="tokens"` really drops the others, and of the empty coalition
+    the prefix tokens remain; `mode="pixels"` puts `fill` in their place. The default, "auto", drops tokens where the
+    model can and its classifier reads prefix tokens alone. n should be 10 d or more. Presets `captum` and `xplique`
+    are those libraries' sizes, the first too small for most grids. [B,h,w]; n + 2 forwards.
+    """
+    grid, count = ask.vit.grid, len(ask.images)
+    z = draw_coalitions(n, grid[0] * grid[1], ask.generator())
+    z = torch.cat([torch.zeros_like(z[:1]), torch.ones_like(z[:1]), z])
+    if mode == "tokens" or (mode == "auto" and _why_not_drop(ask.vit) is None):
+        values = score_coalitions(ask, z)
+    else:
+        masks = z.view(-1, *grid).repeat(count, 1, 1)
+        shown = PixelMasks(owners(ask, n + 2), masks, fill_images(fill, ask.images, ask.vit, ask.seed))
+        values = ask.score_variants(shown).view(count, n + 2, -1)
+    gain = (values[:, 1:] - values[:, :1]).double().cpu().movedim(1, 0).flatten(1)
+    phi = constrained_values(z[2:], gain[1:], gain[0])
+    return phi.T.reshape(count, -1, *grid).to(ask.images)

@@ -1,0 +1,141 @@
+"""TIS, Transformer Input Sampling: masks are clusters of the model's own activations, tokens are really removed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from patchlight.ablation import Count, PixelMasks, TokenSubsets, Variants, fill_images
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError
+from patchlight.kmeans import Empty, draw_initial, kmeans
+from patchlight.registry import Ask, Settings, method
+from patchlight.trace import LayerJob
+
+Ratio = Annotated[float, Field(gt=0, le=1)]
+Ratios = Annotated[list[Ratio], Field(min_length=1)]
+
+
+def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
+    """The outputs of every block as points [B,L*D,N] in float32: one per block and channel, its values at the patches.
+
+    `standardise` gives each point mean 0 and variance 1, so that a few huge channels do not decide the clusters.
+    """
+    vit = ask.vit
+    job = LayerJob(lambda b: b.y[:, b.prefix :].float().mT, frozenset({"y"}), tuple(range(vit.depth)))
+    values = ask.run([job]).values[0][0]
+    points = torch.cat([values[layer] for layer in range(vit.depth)], 1)
+    if standardise:
+        points = points - points.mean(-1, keepdim=True)
+        points = points / points.std(-1, correction=0, keepdim=True).clamp_min(1e-6)
+    return points
+
+
+def ranked_patches(centroids: Tensor) -> Tensor:
+    """The patches in falling order of each centroid [B,K,N]; of equal ones the first comes first."""
+    return centroids.argsort(stable=True, dim=-1, descending=True)
+
+
+def as_masks(keep: Tensor, patches: int) -> Tensor:
+    """Indices [B,K,k] as masks [B,K,N] of 0 and 1."""
+    return torch.zeros(*keep.shape[:2], patches, dtype=torch.bool, device=keep.device).scatter_(2, keep, True)
+
+
+def mean_score(scores: Tensor, masks: Tensor) -> Tensor:
+    """sum_j w_j M_j / sum_j M_j [B,T,N] of scores w [B,V,T] and masks M [B,V,N].
+
+    A patch that no mask shows gets the image's lowest value.
+    """
+    masks = masks.to(scores)
+    coverage = masks.sum(1)[:, None]
+    mean = (scores.mT @ masks) / coverage.clamp_min(1)
+    lowest = mean.masked_fill(coverage == 0, torch.inf).amin(-1, keepdim=True)
+    return torch.where(coverage > 0, mean, lowest)
+
+
+def sampled_scores(
+    ask: Ask,
+    centroids: Tensor,
+    keep: Sequence[float],
+    mode: Literal["tokens", "pixels"] = "tokens",
+    fill: Literal["noise", "zero"] = "noise",
+    inverted: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Scores w [B,V,T] and masks M [B,V,N] of centroids [B,K,N] at every keep ratio, V = K len(keep).
+
+    `inverted` scores what is left without M, and w is minus that.
+    """
+    batch, count, patches = centroids.shape
+    order = ranked_patches(centroids)
+    owner = torch.arange(batch).repeat_interleave(count)
+    filled = fill_images(fill, ask.images, ask.vit, ask.seed)
+    lists: list[Variants] = []
+    masks = []
+    for ratio in keep:
+        size = max(1, int(ratio * patches))
+        if inverted and size == patches:
+            raise PatchlightError(f"inverted masks of keep={ratio} leave no patch to score; give keep below 1")
+        masks.append(as_masks(order[..., :size], patches))
+        if mode == "tokens":
+            shown = order[..., size:] if inverted else order[..., :size]
+            lists.append(TokenSubsets(owner, shown.flatten(0, 1)))
+        else:
+            pixels = ~masks[-1] if inverted else masks[-1]
+            lists.append(PixelMasks(owner, pixels.reshape(-1, *ask.vit.grid), filled))
+    scores = ask.score_variants(lists).view(len(keep), batch, count, -1)
+    scores = scores.transpose(0, 1).flatten(1, 2)
+    return -scores if inverted else scores, torch.cat(masks, 1)
+
+
+def _no_dropping(settings: Settings, vit: Anatomy) -> str | None:
+    return vit.can_drop
+
+
+@method(
+    "tis",
+    paper="Englebert et al., ICCV-W 2023",
+    aliases=("transformer-input-sampling",),
+    ablates=True,
+    default_score="probability",
+    stochastic=True,
+    exact=False,
+    cost="1 + n_masks (1024) forwards of half the tokens, and a k-means",
+    quick={"n_masks": 48},
+    presets={"authors": {"empty": "zero", "iterations": 100}},
+    refuses=_no_dropping,
+    constant="every mask scored alike (keep=1 shows all of the image in each); use a smaller keep",
+)
+def tis(
+    ask: Ask,
+    n_masks: Count = 1024,
+    keep: Ratio | Ratios = 0.5,
+    mode: Literal["tokens", "pixels"] = "tokens",
+    fill: Literal["noise", "zero"] = "noise",
+    inverted: bool = False,
+    empty: Empty = "reseed",
+    standardise: bool = False,
+    iterations: Count = 100,
+) -> Tensor:
+    """Mean score of the masks that show a patch: TIS_c = (sum_j w_j M_j) / (sum_j M_j), w_j = p_c(tokens of M_j).
+
+    The outputs of all L blocks are L*D points of dimension N (patches); their k-means has `n_masks` centroids (at most
+    one for each point), and mask M_j [N] shows the int(keep N) patches where centroid j is largest. The transformer
+    runs on the prefix tokens and those patches alone, taken after the position embedding. Several `keep` ratios pool
+    their masks. The map is not stretched to [0, 1]; a patch that no mask shows gets the image's lowest value.
+
+    `mode="pixels"` masks pixels instead, over uniform `noise` in [0, 1) (one draw an image) or `zero`, both after
+    normalisation: the paper's ablation. Ours: `inverted` removes M_j, and the map is minus the mean score of what is
+    left; `standardise` scales each point to variance 1; an empty cluster starts again at a far point. Preset `authors`:
+    empty clusters at zero. 1 + n_masks len(keep) forwards, no backward.
+    """
+    points = activation_points(ask, standardise)
+    initial = draw_initial(points.shape[1], n_masks, ask.generator())
+    centroids = kmeans(points, initial, iterations, empty=empty)
+    ratios = keep if isinstance(keep, list) else [keep]
+    scores, masks = sampled_scores(ask, centroids, ratios, mode, fill, inverted)
+    maps = mean_score(scores, masks)
+    return maps.view(*maps.shape[:2], *ask.vit.grid).to(ask.vit.dtype)

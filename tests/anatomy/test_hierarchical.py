@@ -1,0 +1,111 @@
+"""Hierarchical models, opened behind any stage: the two halves are the model, pixels are explained, blocks refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import patchlight as pl
+from patchlight.ablation import Ablation, TokenSubsets
+from patchlight.anatomy import Anatomy, model_names
+from patchlight.errors import Unsupported
+from tests.families import CLASSES, FAMILIES, HIERARCHICAL, images, randomise, shared
+
+SMALL = {"depths": (1, 1, 2, 1), "num_heads": (1, 2, 2, 4), "num_classes": CLASSES}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{family: FAMILIES[family] for family in HIERARCHICAL},
+    "swin-wide": lambda: timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=(64, 96), window_size=4, embed_dim=16, **SMALL
+    ),
+    "swin-odd": lambda: timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=(72, 56), window_size=4, embed_dim=16, **SMALL
+    ),
+    "swinv2": lambda: timm.create_model("swinv2_tiny_window8_256", img_size=64, window_size=4, embed_dim=16, **SMALL),
+    "twins": lambda: timm.create_model("twins_svt_small", img_size=64, embed_dims=(16, 32, 32, 48), **SMALL),
+    "twins-pcpvt": lambda: timm.create_model("twins_pcpvt_small", img_size=64, embed_dims=(16, 32, 32, 48), **SMALL),
+}
+
+
+def opened(name: str, **about: object) -> Anatomy:
+    torch.manual_seed(0)
+    return pl.wrap(randomise(MODELS[name]()), name=name, **about)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_stage_gives_the_model(name: str) -> None:
+    for stage in range(4):
+        vit = opened(name, stage=stage)
+        batch = images(vit, 2)
+        tokens = vit.embed(batch)
+        with torch.no_grad():
+            logits = vit.model(batch)
+        assert (logits[0] - logits[1]).abs().max() > 0.1, "the test model does not look at its input"
+        torch.testing.assert_close(vit.readout(vit.run(tokens)), logits, atol=1e-5, rtol=1e-5)
+        step = 4 * 2**stage
+        assert vit.grid == tuple(-(-side // step) for side in vit.preprocess.size)
+        assert tokens.shape[:2] == (2, vit.tokens)
+        assert (vit.depth, vit.prefix, vit.hierarchical) == (0, 0, True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_stand_in_reading_order(name: str) -> None:
+    """With the right column of the image changed, the tokens change most in the grid's right column."""
+    vit = opened(name, stage=0)
+    batch = images(vit, 1)
+    changed = batch.clone()
+    changed[..., -4:] += 2
+    moved = vit.patches((vit.embed(changed) - vit.embed(batch)).norm(dim=-1))[0].mean(0)
+    assert int(moved.argmax()) == vit.grid[1] - 1
+    assert moved[-1] > 3 * moved[0]
+
+
+def test_the_stage_is_chosen_by_name_or_count() -> None:
+    default, last = opened("swin"), opened("swin", stage=-1)
+    assert (default.grid, last.grid) == ((4, 4), (2, 2))
+    loaded = pl.load("pvt_v2_b0", pretrained=False, num_classes=CLASSES, stage=1)
+    assert (loaded.grid, loaded.preprocess.size, loaded.name) == ((28, 28), (224, 224), "pvt_v2_b0")
+    assert {"swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "pvt_v2_b0", "twins_svt_small"} <= {
+        *model_names()
+    }
+    with pytest.raises(pl.PatchlightError, match="there is no stage 4; swin has stages 0 to 3"):
+        opened("swin", stage=4)
+    for family in ("vit", "torchvision"):
+        with pytest.raises(pl.PatchlightError, match="has no stages, so stage=2 means nothing"):
+            pl.wrap(FAMILIES[family](), stage=2)
+    with pytest.raises(pl.PatchlightError, match="no classifier"):
+        pl.wrap(timm.create_model("pvt_v2_b0", num_classes=0))
+
+
+@pytest.mark.parametrize("family", HIERARCHICAL)
+def test_what_works_and_what_is_refused(family: str) -> None:
+    vit = shared(family)
+    batch = images(vit, 2)
+    works = {m.name: m for m in pl.methods(vit)}
+    assert all(works[name].supported for name in ("random", "smoothgrad", "kernel-shap", "hsic"))
+    for name in ("genatt", "ixg", "decompx", "rollout", "lrp", "gradcam", "tis", "atman"):
+        assert works[name].supported is False, name
+        with pytest.raises(Unsupported, match=rf"'{name}' does not work here: .*these do: .*kernel-shap"):
+            pl.explain(vit, batch, name)
+    assert "level='pixel' works" in works["ixg"].reason
+    for name in ("ixg", "grad", "ixg.libra"):
+        assert pl.explain(vit, batch, name, level="pixel").grid == (64, 64)
+    with pytest.raises(Unsupported, match="cannot drop tokens: each of its stages merges"):
+        vit.run(vit.embed(batch), keep=torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(Unsupported, match="cannot drop tokens"):
+        Ablation(vit, batch).logits(TokenSubsets(torch.arange(2), torch.zeros(2, 3, dtype=torch.long)))
+    with pytest.raises(Unsupported, match="mode='pixels' works"):
+        pl.explain(vit, batch, "kernel-shap", mode="tokens")
+
+
+def test_pixel_gradients_are_those_of_the_model() -> None:
+    vit = shared("swin", torch.float64)
+    batch = images(vit, 2).requires_grad_()
+    logits = vit.model(batch)
+    (gradient,) = torch.autograd.grad(logits.amax(1).sum(), batch)
+    expected = (gradient * batch).sum(1).detach()
+    found = pl.explain(vit, batch.detach(), "ixg", level="pixel").scores
+    torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
