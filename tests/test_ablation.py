@@ -122,6 +122,23 @@ def test_progress_and_cancellation() -> None:
     assert model.training, "the model was left in another mode"
 
 
+@pytest.mark.parametrize("precision", ["autocast", "bf16"])
+@pytest.mark.parametrize("family", ["vit", "eva02", "swin"])
+def test_half_precision_is_close_and_leaves_the_model_whole(family: str, precision: str) -> None:
+    vit = build(family)
+    batch = images(vit)
+    before = {k: v.clone() for k, v in vit.model.state_dict().items()}
+    masks = (torch.rand(6, *vit.grid, generator=torch.Generator().manual_seed(1)) > 0.5).float()
+    variants = PixelMasks(torch.arange(6) % 3, masks, fill_images("zero", batch, vit))
+    full = Ablation(vit, batch).logits(variants)
+    half = Ablation(vit, batch, chunk=2, precision=precision).logits(variants)  # type: ignore[arg-type]
+    assert half.dtype == torch.float32
+    assert 0 < float((full - half).abs().max() / full.abs().max()) < 0.05
+    after = vit.model.state_dict()
+    assert all(v.dtype == after[k].dtype and torch.equal(v, after[k]) for k, v in before.items())
+    assert torch.equal(Ablation(vit, batch).logits(variants), full)
+
+
 def test_fills_have_their_closed_forms() -> None:
     vit = shared("vit", torch.float64)
     batch = images(vit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -22,7 +22,8 @@ from patchlight.errors import PatchlightError
 from patchlight.targets import Score, Targets, score_of
 
 Fill = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]
-Precision = Literal["auto", "full", "bf16"]
+Precision = Literal["auto", "full", "autocast", "bf16"]
+"""`autocast` multiplies in bfloat16; `bf16` runs blocks and head in it throughout; `auto` is autocast on CUDA."""
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -119,6 +120,7 @@ class Ablation:
     compile: bool = False
     progress: Callable[[int, int], None] | None = None
     cancel: Callable[[], bool] | None = None
+    _halves: list[Tensor] = field(default_factory=list, repr=False)
 
     def logits(self, variants: Variants | Sequence[Variants]) -> Tensor:
         """Logits [V,C] of every variant in float32 (or the model's own wider type), lists one after another."""
@@ -126,6 +128,7 @@ class Ablation:
         total = sum(len(v.owner) for v in lists)
         out: Tensor | None = None
         done = 0
+        self._halves.clear()
         with torch.inference_mode(False), torch.no_grad(), self.vit.steady(), self._cast():
             embedded = self.vit.embed(self.images)
             for some in lists:
@@ -158,7 +161,8 @@ class Ablation:
             stop = min(begin + size, total)
             try:
                 tokens, positions = variants.tokens(self.vit, self.images, embedded, slice(begin, stop))
-                with contextlib.nullcontext() if around is None else around(slice(begin, stop)):
+                with self._in_bf16(), contextlib.nullcontext() if around is None else around(slice(begin, stop)):
+                    tokens = tokens.bfloat16() if self.precision == "bf16" else tokens
                     logits = forward(self.vit, tokens, positions)
             except (torch.OutOfMemoryError, MemoryError):
                 if size == 1:
@@ -172,9 +176,28 @@ class Ablation:
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
         on_gpu = self.images.device.type == "cuda" and self.vit.dtype == torch.float32
-        if self.precision == "bf16" or (self.precision == "auto" and on_gpu):
+        if self.precision == "autocast" or (self.precision == "auto" and on_gpu):
             return torch.autocast(self.images.device.type, torch.bfloat16)
         return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _in_bf16(self) -> Iterator[None]:
+        """The model's weights in bfloat16 inside, where that is asked for, and themselves again afterwards."""
+        if self.precision != "bf16":
+            yield
+            return
+        model = self.vit.model
+        weights = [w for w in (*model.parameters(), *model.buffers()) if w.is_floating_point()]
+        if not self._halves:
+            self._halves.extend(w.data.bfloat16() for w in weights)
+        whole = [w.data for w in weights]
+        try:
+            for weight, half in zip(weights, self._halves, strict=True):
+                weight.data = half
+            yield
+        finally:
+            for weight, data in zip(weights, whole, strict=True):
+                weight.data = data
 
 
 def _forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:

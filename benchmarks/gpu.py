@@ -1,0 +1,115 @@
+"""Perturbation methods on an accelerator, seconds an image, beside bare forwards of the same shapes.
+
+    python -m benchmarks.gpu [--model vit_base_patch16_224] [--images 4]
+
+Every section is measured on its own, so that one that fails leaves the others; the table goes to results/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+import patchlight as pl
+from benchmarks.common import device, machine, record
+from patchlight.ablation import Ablation, TokenSubsets, _forward
+
+
+def seconds(task: Callable[[], object], repeats: int = 3) -> float:
+    """The fastest of `repeats` runs after one warm-up, device work included."""
+    times = []
+    for _ in range(repeats + 1):
+        _settle()
+        begin = time.perf_counter()
+        task()
+        _settle()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="vit_base_patch16_224")
+    parser.add_argument("--images", type=int, default=4)
+    parser.add_argument("--masks", type=int, default=1024)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    vit = pl.load(options.model, pretrained=False, device=device())
+    size, width = vit.tokens, vit.embed(torch.zeros(1, 3, *vit.preprocess.size, device=device())).shape[-1]
+    images = torch.randn(options.images, 3, *vit.preprocess.size, device=device())
+    masks, half = options.masks, (size - vit.prefix) // 2
+    rows: list[list[str]] = []
+    bare: dict[str, float] = {}
+
+    def add(what: str, task: Callable[[], float], note: Callable[[float], str] = lambda s: "") -> None:
+        try:
+            value = task()
+            rows.append([what, f"{value:.4f}", note(value)])
+        except Exception as error:
+            traceback.print_exc()
+            rows.append([what, "failed", str(error).splitlines()[0][:80]])
+        print(rows[-1], flush=True)
+
+    def forwards(tokens: int, count: int, kind: str, compiled: bool = False) -> float:
+        x = torch.randn(count, tokens, width, device=device())
+        model = vit if kind != "bf16" else pl.wrap(_bf16_copy(vit), name="bf16")
+        x = x.bfloat16() if kind == "bf16" else x
+        run = torch.compile(_forward, dynamic=False) if compiled else _forward
+        auto = torch.autocast(device(), torch.bfloat16, enabled=kind == "autocast")
+        with torch.no_grad(), auto:
+            taken = seconds(lambda: run(model, x, None))
+        bare[f"{tokens} {kind} {compiled}"] = taken / count
+        return taken
+
+    kept = half + vit.prefix
+    for kind, compiled in (("autocast", False), ("bf16", False), ("autocast", True)):
+        name = f"bare forward of {masks} x {kept} tokens, {kind}{', compiled' if compiled else ''}"
+        add(name, lambda k=kind, c=compiled: forwards(kept, masks, k, c), lambda s: f"{masks / s:.0f} forwards/s")
+    add(f"bare forward of 512 x {size} tokens, autocast", lambda: forwards(size, 512, "autocast"),
+        lambda s: f"{512 / s:.0f} forwards/s")  # fmt: skip
+
+    keep = torch.stack([torch.randperm(size - vit.prefix)[:half] for _ in range(masks)])
+    subsets = TokenSubsets(torch.zeros(masks, dtype=torch.long), keep)
+    add(
+        f"scoring {masks} token subsets",
+        lambda: seconds(lambda: Ablation(vit, images[:1]).logits(subsets)),
+        lambda s: f"{s / masks / bare[f'{kept} autocast False']:.2f} of the bare forwards",
+    )
+
+    def method(name: str, count: int, key: str, **settings: object) -> None:
+        add(
+            f"{name} {settings or ''}, per image",
+            lambda: seconds(lambda: pl.explain(vit, images, name, target=0, **settings), 2) / len(images),
+            lambda s: f"{100 * count * bare[key] / s:.0f} % in bare forwards" if key in bare else "",
+        )
+
+    short, long = f"{kept} autocast False", f"{size} autocast False"
+    method("tis", masks, short, n_masks=masks)
+    method("tis", masks, short, n_masks=masks, iterations=20)
+    method("tis", masks, f"{kept} autocast True", n_masks=masks, iterations=20, compile=True)
+    method("vit-cx", 127, long)
+    method("rise", 4 * masks, long, n=4 * masks)
+    method("kernel-shap", 2 * masks, long, n=2 * masks)
+    method("occlusion", size, long)
+    print(machine())
+    record("gpu", f"Perturbation methods, {options.model}, {options.images} images at a time",
+           ["what", "seconds", "note"], rows)  # fmt: skip
+
+
+def _bf16_copy(vit: pl.Anatomy) -> torch.nn.Module:
+    import copy
+
+    return copy.deepcopy(vit.model).bfloat16()
+
+
+if __name__ == "__main__":
+    main()
