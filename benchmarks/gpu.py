@@ -17,6 +17,14 @@ import torch
 import patchlight as pl
 from benchmarks.common import device, machine, record
 from patchlight.ablation import Ablation, TokenSubsets, _forward
+from patchlight.kmeans import draw_initial, kmeans
+from patchlight.methods.tis import activation_points
+from patchlight.registry import Ask
+from patchlight.rules import RULES
+from patchlight.targets import Targets
+from patchlight.testing import spearman
+
+PLAIN = RULES["plain"]
 
 
 def seconds(task: Callable[[], object], repeats: int = 3) -> float:
@@ -93,16 +101,40 @@ def main() -> None:
         )
 
     short, long = f"{kept} autocast False", f"{size} autocast False"
+    pure = f"{kept} bf16 False"
     method("tis", masks, short, n_masks=masks)
-    method("tis", masks, short, n_masks=masks, iterations=20)
-    method("tis", masks, f"{kept} autocast True", n_masks=masks, iterations=20, compile=True)
+    method("tis", masks, pure, n_masks=masks, precision="bf16")
+    method("tis", masks, pure, n_masks=masks, precision="bf16", iterations=20)
     method("vit-cx", 127, long)
-    method("rise", 4 * masks, long, n=4 * masks)
-    method("kernel-shap", 2 * masks, long, n=2 * masks)
+    method("vit-cx", 127, long, precision="bf16")
+    method("rise", 4000, long, n=4000)
+    method("rise", 4000, long, n=4000, precision="bf16")
+    method("kernel-shap", 2000, long, n=2000)
+    method("kernel-shap", 2000, long, n=2000, precision="bf16")
     method("occlusion", size, long)
+    add("k-means of tis alone, per image", lambda: seconds(lambda: _kmeans(vit, images, masks), 2) / len(images))
+    for precision in ("autocast", "bf16"):
+        add(
+            f"tis, {precision}: rank correlation with full precision",
+            lambda p=precision: _agreement(vit, images[:1], p),
+        )
+    method("tis", masks, f"{kept} autocast True", n_masks=masks, compile=True)
+    method("tis", masks, pure, n_masks=masks, precision="bf16", compile=True)
     print(machine())
     record("gpu", f"Perturbation methods, {options.model}, {options.images} images at a time",
            ["what", "seconds", "note"], rows)  # fmt: skip
+
+
+def _kmeans(vit: pl.Anatomy, images: torch.Tensor, masks: int) -> torch.Tensor:
+    points = activation_points(
+        Ask(vit, images, Targets(torch.zeros(len(images), 1, dtype=torch.long)), "logit", 0, PLAIN)
+    )
+    return kmeans(points, draw_initial(points.shape[1], masks, torch.Generator().manual_seed(0)))
+
+
+def _agreement(vit: pl.Anatomy, images: torch.Tensor, precision: str) -> float:
+    full, half = (pl.explain(vit, images, "tis", target=0, n_masks=256, precision=p) for p in ("full", precision))
+    return spearman(full.scores, half.scores)
 
 
 def _bf16_copy(vit: pl.Anatomy) -> torch.nn.Module:
