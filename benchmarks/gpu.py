@@ -19,6 +19,7 @@ from benchmarks.common import device, machine, record
 from patchlight.ablation import Ablation, TokenSubsets, _forward
 from patchlight.kmeans import draw_initial, kmeans
 from patchlight.methods.tis import activation_points
+from patchlight.methods.vitcx import clusters, cosine_distances, feature_maps, scaled
 from patchlight.registry import Ask
 from patchlight.rules import RULES
 from patchlight.targets import Targets
@@ -105,8 +106,10 @@ def main() -> None:
     method("tis", masks, short, n_masks=masks)
     method("tis", masks, pure, n_masks=masks, precision="bf16")
     method("tis", masks, pure, n_masks=masks, precision="bf16", iterations=20)
-    method("vit-cx", 127, long)
-    method("vit-cx", 127, long, precision="bf16")
+    limit, clusters_found = _threshold(vit, images[:1])
+    print(f"vit-cx: {clusters_found} clusters at threshold {limit:.3f}", flush=True)
+    method("vit-cx", 2 * clusters_found + 1, long, threshold=limit)
+    method("vit-cx", 2 * clusters_found + 1, long, threshold=limit, precision="bf16")
     method("rise", 4000, long, n=4000)
     method("rise", 4000, long, n=4000, precision="bf16")
     method("kernel-shap", 2000, long, n=2000)
@@ -130,6 +133,16 @@ def _kmeans(vit: pl.Anatomy, images: torch.Tensor, masks: int) -> torch.Tensor:
         Ask(vit, images, Targets(torch.zeros(len(images), 1, dtype=torch.long)), "logit", 0, PLAIN)
     )
     return kmeans(points, draw_initial(points.shape[1], masks, torch.Generator().manual_seed(0)))
+
+
+def _threshold(vit: pl.Anatomy, images: torch.Tensor, wanted: int = 63) -> tuple[float, int]:
+    """The threshold at which vit-cx finds about the published number of clusters, and that number."""
+    ask = Ask(vit, images, Targets(torch.zeros(1, 1, dtype=torch.long)), "logit", 0, PLAIN)
+    size = (images.shape[-2], images.shape[-1])
+    distances = cosine_distances(scaled(feature_maps(ask)[0], size)[0], size)[0].cpu().numpy()
+    tried = {t: int(clusters(distances, t).max()) + 1 for t in (0.5**k for k in torch.linspace(0, 8, 60).tolist())}
+    best = min(tried, key=lambda t: abs(tried[t] - wanted))
+    return best, tried[best]
 
 
 def _agreement(vit: pl.Anatomy, images: torch.Tensor, precision: str) -> float:
