@@ -34,12 +34,12 @@ bench: $(VENV)/.stamp-dev
 
 $(VENV)/.stamp-run: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -r requirements.txt hatchling==1.33.0
+	$(PIP) install --no-compile -r requirements.txt
 	$(PIP) install --no-deps --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-run requirements-dev.txt
-	$(PIP) install -r requirements-dev.txt
+	$(PIP) install --no-compile -r requirements-dev.txt
 	touch $@
 
 clean:
