@@ -23,7 +23,7 @@ from patchlight.targets import Score, Targets, score_of
 
 Fill = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]
 Precision = Literal["auto", "full", "autocast", "bf16"]
-"""`autocast` multiplies in bfloat16; `bf16` runs blocks and head in it throughout; `auto` is autocast on CUDA."""
+"""`autocast` multiplies in bfloat16; `bf16` runs blocks and head in it; `auto` is bf16 on CUDA and full elsewhere."""
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -162,7 +162,7 @@ class Ablation:
             try:
                 tokens, positions = variants.tokens(self.vit, self.images, embedded, slice(begin, stop))
                 with self._in_bf16(), contextlib.nullcontext() if around is None else around(slice(begin, stop)):
-                    tokens = tokens.bfloat16() if self.precision == "bf16" else tokens
+                    tokens = tokens.bfloat16() if self._bf16 else tokens
                     logits = forward(self.vit, tokens, positions)
             except (torch.OutOfMemoryError, MemoryError):
                 if size == 1:
@@ -174,16 +174,20 @@ class Ablation:
             yield begin, stop, logits
             begin = stop
 
+    @property
+    def _bf16(self) -> bool:
+        on_gpu = self.images.device.type == "cuda" and self.images.dtype == torch.float32
+        return self.precision == "bf16" or (self.precision == "auto" and on_gpu)
+
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
-        on_gpu = self.images.device.type == "cuda" and self.vit.dtype == torch.float32
-        if self.precision == "autocast" or (self.precision == "auto" and on_gpu):
+        if self.precision == "autocast" or self._bf16:
             return torch.autocast(self.images.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _in_bf16(self) -> Iterator[None]:
         """The model's weights in bfloat16 inside, where that is asked for, and themselves again afterwards."""
-        if self.precision != "bf16":
+        if not self._bf16:
             yield
             return
         model = self.vit.model
@@ -194,7 +198,8 @@ class Ablation:
         try:
             for weight, half in zip(weights, self._halves, strict=True):
                 weight.data = half
-            yield
+            with torch.autocast(self.images.device.type, enabled=False):
+                yield
         finally:
             for weight, data in zip(weights, whole, strict=True):
                 weight.data = data
