@@ -25,8 +25,8 @@ test-accelerator:
 	$(PYTHON) -m pytest -m accelerator
 
 lint: $(VENV)/.stamp-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 
 bench: $(VENV)/.stamp-dev
