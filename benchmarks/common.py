@@ -47,12 +47,13 @@ def machine() -> str:
     return f"{torch.get_num_threads()} threads of {model}"
 
 
-def record(name: str, title: str, header: list[str], rows: list[list[str]]) -> None:
+def record(name: str, title: str, header: list[str], rows: list[list[str]], command: str = "") -> None:
     """Print a table, and keep it in results/ with how it was made."""
+    command = command or f"python -m benchmarks {name}"
     lines = [
         f"# {title}",
         "",
-        f"`python -m benchmarks {name}`, {machine()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}.",
+        f"`{command}`, {machine()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}.",
         "",
         "| " + " | ".join(header) + " |",
         "|" + "---|" * len(header),

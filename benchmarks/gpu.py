@@ -119,8 +119,8 @@ def main() -> None:
         )
     method("tis", masks, f"{kept} bf16 True", n_masks=masks, compile=True)
     print(machine())
-    record("gpu", f"Perturbation methods, {options.model}, {options.images} images at a time",
-           ["what", "seconds", "note"], rows)  # fmt: skip
+    title = f"Perturbation methods, {options.model}, {options.images} images at a time"
+    record("gpu", title, ["what", "seconds", "note"], rows, "python -m benchmarks.gpu")
 
 
 def _kmeans(vit: pl.Anatomy, images: torch.Tensor, masks: int) -> torch.Tensor:
