@@ -77,7 +77,7 @@ def explain(
     for begin in range(0, count, size):
         part = slice(begin, begin + size)
         batch = vit.batch(images[part])
-        used, maps = compute(vit, batch, requests, None if targets is None else targets[part], seed)
+        used, maps = compute(vit, batch, requests, None if targets is None else targets[part], seed, begin)
         chosen.append(used)
         for kept, scores in zip(chunks, maps, strict=True):
             kept.append(scores.float().cpu())
@@ -92,9 +92,9 @@ def explain(
 
 
 def compute(
-    vit: Anatomy, batch: Tensor, requests: Sequence[Request], targets: Targets | None, seed: int
+    vit: Anatomy, batch: Tensor, requests: Sequence[Request], targets: Targets | None, seed: int, first: int = 0
 ) -> tuple[Targets, list[Tensor]]:
-    """The maps [B,T,h,w] of every request, in the model's own precision, on one batch.
+    """The maps [B,T,h,w] of every request, in the model's own precision, on one batch (from image `first` on).
 
     White-box requests are grouped by backward rule and score; each group is one forward and one backward per class.
     Requests without a gradient join the first group.
@@ -111,7 +111,7 @@ def compute(
     for i, request in enumerate(requests):
         if i not in maps:
             maps[i] = _asked(request, vit, batch, targets, seed)
-        _warn_if_degenerate(request, vit, maps[i])
+        _warn_if_degenerate(request, vit, maps[i], first)
     return targets, [maps[i] for i in range(len(requests))]
 
 
@@ -156,12 +156,12 @@ def _asked(request: Request, vit: Anatomy, batch: Tensor, targets: Targets, seed
     return torch.stack([one(t) for t in range(targets.count)], 1)
 
 
-def _warn_if_degenerate(request: Request, vit: Anatomy, maps: Tensor) -> None:
+def _warn_if_degenerate(request: Request, vit: Anatomy, maps: Tensor, first: int) -> None:
     advice = request.method.advice
     reason = advice({**request.settings, "rule": request.rule.name}, vit) if advice is not None else None
     if reason is None:
         flat = maps.detach().flatten(2)
-        dead = (flat.amax(-1) == flat.amin(-1)).any(1).nonzero().flatten().tolist()
+        dead = (first + (flat.amax(-1) == flat.amin(-1)).any(1).nonzero().flatten()).tolist()
         if dead and flat.shape[-1] > 1:
             reason = f"the map of image {', '.join(map(str, dead[:8]))} is constant"
             reason += f": {request.method.constant}" if request.method.constant else ""
