@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -270,7 +269,7 @@ def test_methods(tiny: pl.Anatomy) -> None:
     assert all(m["supported"] in (True, False) for m in json.loads(run("methods", "--model", "x", "--json").stdout))
     table = run("methods").stdout
     assert all(name in table for name in names)
-    assert re.search(r"discard: float = 0\.0", run("methods", "attention-rollout").stdout)
+    assert "discard: float >= 0 and < 1 = 0.0" in run("methods", "attention-rollout").stdout
     assert "did you mean 'rollout'" in refused("methods", "rolout")
 
 
@@ -310,3 +309,18 @@ def test_groups_of_methods_leave_out_what_a_model_cannot(folder: Path, monkeypat
     assert "transatt" not in asked, "siglip has no CLS token for LRP"
     assert "left out: 'transatt'" in done.stderr
     assert not {n for n, e in registered().items() if e.ablates} & set(asked)
+
+
+def test_a_method_is_described_with_its_wrappers() -> None:
+    text = run("methods", "decompx.skipplus").stdout
+    assert text.startswith("decompx.skipplus")
+    assert "rounding: 'ceil' | 'floor' = 'ceil'" in text
+    assert "start: int or None = None" in text
+    assert "keep: float > 0" in run("methods", "tis").stdout
+    assert run("--version").stdout.strip() == pl.__version__
+
+
+def test_an_unknown_kind_of_figure_is_refused(folder: Path, tiny: pl.Anatomy) -> None:
+    assert "a folder's name ends with '/'" in refused("explain", "photos/a.jpg", "--out", "a.pgn")
+    run("explain", "photos/a.jpg", "--out", "a.pgn/")
+    assert Path("a.pgn/a.png").is_file()

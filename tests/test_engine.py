@@ -124,6 +124,10 @@ def test_wrong_images_are_explained(given: object, message: str) -> None:
         ("gradcam", {"layer": "blocks[-1].nrom"}, "is not a place"),
         ([], {}, "no method was named"),
         ("genatt", {"batch_size": -1}, "batch_size -1"),
+        ("genatt", {"batch_size": 0}, "batch_size 0"),
+        ("genatt", {"seed": "x"}, "seed 'x' is a str"),
+        ("ixg.plus", {"level": "pixel"}, "sums over blocks, and level='pixel' has none"),
+        ("ixg", {"level": "pixel", "start": 1}, "start=1 means nothing"),
     ],
 )
 def test_wrong_requests_are_explained(method: str, settings: dict[str, object], message: str) -> None:
@@ -180,6 +184,13 @@ def test_trace_hands_over_the_evidence() -> None:
     torch.testing.assert_close(vit.patches(directional).float(), expected["ixg"].scores)
     assert not t.attention, "the evidence outlives the with"
     with pytest.raises(pl.PatchlightError, match="no backward rule"), pl.trace(vit, batch, rule="libre"):
+        pass
+    with (
+        pytest.raises(pl.PatchlightError, match="one class an image; 2 were given"),
+        pl.trace(vit, batch, [[0, 1]] * 3),
+    ):
+        pass
+    with pytest.raises(pl.Unsupported, match="no transformer blocks"), pl.trace(shared("swin"), batch):
         pass
 
 

@@ -85,6 +85,8 @@ def test_score_as_a_callable() -> None:
     torch.testing.assert_close(pl.explain(vit, batch, "ixg", score=lambda y: y[:, 2]).scores, logit)
     with pytest.raises(pl.PatchlightError, match=r"gave shape \[\] for logits"):
         pl.explain(vit, batch, "ixg", score=lambda y: y.sum())
+    with pytest.raises(pl.PatchlightError, match="has no classes to tell apart"):
+        pl.explain(vit, batch, "ixg", target=(0, 1), score=lambda y: y[:, 2])
     with pytest.raises(pl.PatchlightError, match="score 'logits' is not known"):
         pl.explain(vit, batch, "ixg", score="logits")  # type: ignore[arg-type]
 

@@ -259,3 +259,11 @@ def test_drawing_leaves_pyplot_alone() -> None:
     figure(Image.new("RGB", (8, 8)), attribution(torch.rand(1, 4, 4)))
     pyplot = sys.modules.get("matplotlib.pyplot")
     assert pyplot is None or not pyplot.get_fignums()
+
+
+def test_rows_with_classes_of_their_own_say_so() -> None:
+    att = pl.Attribution(torch.rand(2, 2, 8, 8), torch.zeros(2, 2), "m", "model", (8, 8), labels=("a", "b", "b", "c"))
+    words = [t.get_text().replace("\n", " ") for t in figure([Image.new("RGB", (9, 9))] * 2, att).texts]
+    assert words[:4] == ["(1)", "m", "(2)", "m"]
+    assert "(1) a, (2) b" in words
+    assert "(1) b, (2) c" in words

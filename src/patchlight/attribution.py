@@ -113,7 +113,7 @@ class Attribution:
         return flat.scatter(-1, best[..., 0] * self.grid[1] + best[..., 1], True).view(self.scores.shape)
 
     def overlay(self, image: Any, index: int = 0, **options: Any) -> Any:
-        """A PIL picture of image `index`'s heat over `image` (a PIL image or path, as given to explain).
+        """A PIL picture of image `index`'s heat over `image` (a PIL image, a path or a [C,H,W] tensor).
 
         The image is cut as the model saw it. Of several classes the first is shown. Options as in viz.overlay.
         """
@@ -121,6 +121,10 @@ class Attribution:
 
         if not -len(self) <= index < len(self):
             raise PatchlightError(f"there is no image {index}; this attribution has {len(self)}")
+        if isinstance(image, Tensor):
+            if self.preprocess is None or image.ndim != 3:
+                raise PatchlightError("give the picture itself, or one preprocessed [C,H,W] tensor of this model")
+            image = self.preprocess.picture(image)
         scores = self.scores[index]
         options = {"preprocess": self.preprocess, **options}
         return overlay(scores if scores.ndim == 2 else scores[0], image, self.image_size, **options)

@@ -55,15 +55,21 @@ def main() -> None:
     app()
 
 
-@app.callback()
-def _patchlight(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         from patchlight import __version__
 
         print(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _patchlight(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -157,14 +163,14 @@ def methods(
             vit = _load(model, pretrained=False) if model is not None else None
             rows = table(vit)
         if name is not None:
-            entry = resolve(name).method
-            rows = [row for row in rows if row.name == entry.name]
+            request = resolve(name)
+            rows = [row for row in rows if row.name == request.method.name]
         if as_json:
             _print_json(
                 [{k: v for k, v in asdict(row).items() if vit is not None or k not in _OF_A_MODEL} for row in rows]
             )
         elif name is not None:
-            _describe(rows[0], entry)
+            _describe(rows[0], request)
         else:
             _list_methods(rows, vit is not None)
 
@@ -362,6 +368,9 @@ def _destination(paths: Sequence[str], out: str | None) -> tuple[Path | None, Pa
         alone = len(paths) == 1 and not Path(paths[0]).is_dir()
         return (Path(f"{Path(paths[0]).stem}-explained.png"), None) if alone else (None, Path("explained"))
     path = Path(out)
+    unknown = path.suffix[1:].isalpha() and path.suffix.lower() not in {*FORMATS, *SUFFIXES}
+    if unknown and not out.endswith(("/", "\\")) and not path.is_dir():
+        raise PatchlightError(f"'{out}' is no figure ({', '.join(FORMATS)}); a folder's name ends with '/'")
     if out.endswith(("/", "\\")) or path.is_dir() or path.suffix.lower() not in {*FORMATS, *SUFFIXES}:
         return None, path
     figure_format(path)
@@ -616,15 +625,23 @@ def _list_methods(rows: Sequence[Any], of_model: bool) -> None:
     _say("`patchlight methods NAME` tells more; wrappers such as .plus, .rollout and .libra may follow a name")
 
 
-def _describe(row: Any, entry: Any) -> None:
+def _describe(row: Any, request: Any) -> None:
     import inspect
 
-    print(f"{row.name}  ({row.paper}; {row.cost})")
+    from patchlight.registry import parameters, type_name
+
+    entry = request.method
+    print(f"{request.name}  ({row.paper}; {row.cost})")
     if row.aliases:
         print(f"also called {', '.join(row.aliases)}")
     print(inspect.getdoc(entry.function) or "")
-    print("\nSettings:" if row.settings else "\nNo settings.")
-    for key, kind in row.settings.items():
-        print(f"  {key}: {kind}")
+    if request.combine is not entry.combine:
+        print(f"\n.{request.combine.name}: {inspect.getdoc(request.combine.function)}")
+    if request.rule.name != "plain":
+        print(f"\nBackward rule {request.rule.name}: {request.rule.paper}")
+    print("\nSettings:")
+    for key, (_, kind) in parameters(entry, request.combine).items():
+        print(f"  {key}: {type_name(kind)} = {request.settings[key]!r}")
+    print(f"  score: 'logit' | 'probability' | a callable of the logits = {entry.default_score!r}")
     if entry.presets:
         print(f"  preset: {', '.join(entry.presets)}")

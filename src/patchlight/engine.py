@@ -60,6 +60,8 @@ def explain(
     >>> att = pl.explain(vit, "cat.jpg", method="genatt", target="tabby")      # doctest: +SKIP
     """
     vit = wrap(vit)
+    if not isinstance(seed, int):
+        raise PatchlightError(f"seed {seed!r} is a {type(seed).__name__}; give an integer")
     requests = _requests(method, settings, score)
     for request in requests:
         check_supported(request, vit)
@@ -69,7 +71,7 @@ def explain(
     if count == 0:
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
     targets = resolve_targets(target, count, vit.classes, vit.labels)
-    size = batch_size or _batch_size(vit)
+    size = _batch_size(vit) if batch_size is None else batch_size
     if size < 1:
         raise PatchlightError(f"batch_size {size} is not possible; give 1 or more")
     chunks: list[list[Tensor]] = [[] for _ in requests]

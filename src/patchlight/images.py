@@ -88,7 +88,7 @@ def open_image(source: Picture) -> Image.Image:
     if not path.exists():
         raise PatchlightError(f"no image at '{path}'")
     if path.is_dir():
-        raise PatchlightError(f"'{path}' is a folder; give the image files in it, or use list_images")
+        raise PatchlightError(f"'{path}' is a folder; give the image files in it")
     if not path.is_file():
         raise PatchlightError(f"'{path}' is not a file")
     try:

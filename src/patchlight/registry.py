@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -350,7 +351,14 @@ def _settings(
         values |= {k: v for k, v in entry.presets[preset].items() if k in values or k == "score"}
     if "score" in given:
         values["score"] = given.pop("score")
+    pixels = given.get("level", values.get("level")) == "pixel" and entry.whitebox
+    if pixels and composed:
+        raise PatchlightError(f"'{name}' sums over blocks, and level='pixel' has none; leave out level or the sum")
     for key, value in given.items():
+        if pixels and key == "start":
+            raise PatchlightError(
+                f"'{name}' explains the image itself at level='pixel', so start={value} means nothing"
+            )
         if key not in allowed:
             hint = nearest(key, [*allowed, "preset", "score"])
             raise PatchlightError(f"'{name}' has no setting '{key}'; {hint}")
@@ -431,13 +439,17 @@ def check_supported(request: Request, vit: Anatomy) -> None:
 def methods(vit: Anatomy | None = None) -> list[MethodInfo]:
     """All methods; with a model, which of them work on it and why the others do not.
 
-    >>> [m.name for m in methods()][:2]                          # doctest: +SKIP
-    ['genatt', 'gradcam']
+    >>> "genatt" in [m.name for m in methods()]                  # doctest: +SKIP
+    True
     """
+    if vit is not None and not isinstance(vit, Anatomy):
+        from patchlight.anatomy import wrap
+
+        vit = wrap(vit)
     rows = []
     for name, entry in sorted(registered().items()):
         reason = refusal(resolve(name), vit) if vit is not None else None
-        settings = {k: f"{_type_name(t)} = {p.default!r}" for k, (p, t) in parameters(entry, entry.combine).items()}
+        settings = {k: f"{type_name(t)} = {p.default!r}" for k, (p, t) in parameters(entry, entry.combine).items()}
         supported = None if vit is None else reason is None
         rows.append(
             MethodInfo(name, entry.aliases, entry.paper, entry.cost, entry.summary, settings, supported, reason or "")
@@ -445,7 +457,18 @@ def methods(vit: Anatomy | None = None) -> list[MethodInfo]:
     return rows
 
 
-def _type_name(kind: Any) -> str:
+def type_name(kind: Any) -> str:
+    """A type in words: "int >= 1 or 'all' or None"."""
+    origin, inside = get_origin(kind), get_args(kind)
     if hasattr(kind, "__metadata__"):
-        kind = get_args(kind)[0]
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+        signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+        limits = [m for field_info in kind.__metadata__ for m in getattr(field_info, "metadata", ())]
+        told = [f"{sign} {getattr(m, name)}" for m in limits for name, sign in signs.items() if hasattr(m, name)]
+        return " ".join([type_name(kind.__origin__), " and ".join(told)]).strip()
+    if origin is Literal:
+        return " | ".join(map(repr, inside))
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(type_name, inside)))
+    if origin is list:
+        return f"list of {type_name(inside[0])}"
+    return "None" if kind is NoneType else kind.__name__ if isinstance(kind, type) else str(kind)

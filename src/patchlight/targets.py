@@ -131,6 +131,8 @@ def score_of(logits: Tensor, targets: Targets, score: Score, sigmoid: bool) -> T
     if callable(score):
         values = score(logits)
         if values.ndim == 1 and values.shape[0] == logits.shape[0]:
+            if targets.against is not None or targets.several:
+                raise PatchlightError("a score callable that gives one value an image [B] has no classes to tell apart")
             return values[:, None].expand(-1, targets.count)
         if values.shape != logits.shape:
             raise PatchlightError(

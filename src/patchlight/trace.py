@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError, nearest
+from patchlight.errors import PatchlightError, Unsupported, nearest
 from patchlight.rules import RULES, Rule
 from patchlight.taps import Evidence, Taps
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
@@ -205,7 +205,7 @@ def _fill_missing(evidence: Evidence) -> None:
 class Trace:
     """The evidence itself: `tokens` x_0..x_L, `gradients` g_0..g_L-1, `attention` A_l and `attention_gradients` G_l.
 
-    Attention is [B,H,N,N] (to, from). With several classes an image, gradients are those of the first.
+    Attention is [B,H,N,N] (to, from); `target` [B,1] and `scores` [B,1] say what was explained.
     """
 
     vit: Anatomy
@@ -233,8 +233,14 @@ def trace(
     """
     if rule not in RULES:
         raise PatchlightError(f"no backward rule is called '{rule}'; {nearest(rule, RULES)}")
+    if vit.depth == 0:
+        raise Unsupported(
+            f"{vit.name} is opened as a feature map with no transformer blocks, so there is none to trace"
+        )
     batch = vit.batch(images)
     targets = resolve_targets(target, len(batch), vit.classes, vit.labels)
+    if targets is not None and targets.several:
+        raise PatchlightError(f"a trace is of one class an image; {targets.count} were given for each")
     job = LayerJob(lambda e: (e.x, e.y, e.g, e.A, e.G), frozenset("xygAG"), tuple(range(vit.depth)))
     seen = run_pass(vit, batch, targets, score, RULES[rule], [job])
     layers = [seen.values[0][0][layer] for layer in range(vit.depth)]

@@ -71,7 +71,7 @@ def test_nothing_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             {"name": "vit_tiny_patch16_224", "pretrained": False, "labels": ["a"]},
             "1 labels for a model with 1000 classes",
         ),
-        ({"name": "resnet18", "pretrained": False}, "ResNet is not a model that can be read"),
+        ({"name": "resnet18", "pretrained": False}, "'resnet18' is not a Vision Transformer that can be read"),
     ],
 )
 def test_load_says_what_is_wrong(options: dict[str, object], message: str) -> None:

@@ -153,6 +153,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Tensors by name from a safetensors file, or a torch file read without unpickling code."""
     if not path.is_file():
         raise PatchlightError(f"no weights at '{path}'")
+    if path.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
+        raise PatchlightError(f"'{path}' cannot be read as weights; give a .safetensors, .pth, .pt or .bin file")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -161,7 +163,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             return tensors
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise PatchlightError(f"'{path}' cannot be read as weights: {str(error).splitlines()[0]}") from error
+        raise PatchlightError(
+            f"'{path}' cannot be read as weights: it is damaged, or holds more than plain tensors"
+        ) from error
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -227,8 +231,11 @@ def _load_timm(
 ) -> Anatomy:
     import timm
 
+    known = model_names()
     if not timm.is_model(name):
-        raise PatchlightError(f"no model is called '{name}'; {nearest(name, model_names())}")
+        raise PatchlightError(f"no model is called '{name}'; {nearest(name, known)}")
+    if name.partition(".")[0] not in known:
+        raise PatchlightError(f"'{name}' is not a Vision Transformer that can be read; {nearest(name, known)}")
     if state is not None and "num_classes" not in options:
         head = state.get("head.weight", state.get("head.fc.weight"))
         if head is not None:

@@ -239,7 +239,7 @@ def _columns(name: str, att: Attribution) -> list[_Column]:
         return [_Column(name, att.scores, signed)]
     several = att.scores.shape[1]
     named = [set(att.labels[t::several]) for t in range(several)]
-    words = [short(labels.pop()) if len(labels) == 1 else f"class {t + 1}" for t, labels in enumerate(named)]
+    words = [short(labels.pop()) if len(labels) == 1 else f"({t + 1})" for t, labels in enumerate(named)]
     return [_Column(f"{name}\n{word}", att.scores[:, t], signed) for t, word in enumerate(words)]
 
 
@@ -268,6 +268,10 @@ def _row_labels(
         pictures = images if isinstance(images, Tensor) else [open_image(image) for image in _listed(images)]
         predictions = [top[0] for top in vit.predict(pictures, k=1)]
     explained = ["" if att.scores.ndim == 4 else label for label in att.labels]
+    several = _several_words(att)
+    if several:
+        words = [""] * len(att) if predictions is None else [in_words(p) for p in predictions]
+        return [_wrapped(f"{one} {more}".strip()) for one, more in zip(words, several, strict=True)]
     if predictions is None:
         return [_wrapped(short(label)) for label in explained]
     if len(predictions) != len(att):
@@ -283,6 +287,17 @@ def _row_labels(
             lines.append(_wrapped(f"against {short(vit.label(index)) if vit is not None else f'class {index}'}"))
         labels.append("\n".join(lines))
     return labels
+
+
+def _several_words(att: Attribution) -> list[str]:
+    """The classes explained in each row, numbered as the columns are, where rows differ in them."""
+    if att.scores.ndim != 4:
+        return []
+    count = att.scores.shape[1]
+    rows = [tuple(map(short, att.labels[r * count : (r + 1) * count])) for r in range(len(att))]
+    return (
+        [", ".join(f"({t + 1}) {label}" for t, label in enumerate(row)) for row in rows] if len(set(rows)) > 1 else []
+    )
 
 
 def _wrapped(words: str) -> str:
