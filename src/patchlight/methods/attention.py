@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.methods.compose import ADDITIVE, FIRST, LAST, ROLLOUT, SUM
+from patchlight.methods.gradients import token_ixg
 from patchlight.registry import Settings, method
 from patchlight.taps import Evidence
 
@@ -205,7 +206,7 @@ def attixg(b: Evidence, pair: Literal["output", "input"] = "output", last: bool 
     tokens that enter block l, as AttCAT's own code and the SkipPLUS text do. One forward, one backward.
     """
     if pair == "input":
-        return read_from(b) * (b.x * b.g).sum(-1)
+        return read_from(b) * token_ixg(b)
     if b.index == b.depth - 1 and not last:
         return b.x.new_zeros(b.x.shape[:2])
     return read_from(b) * (b.y * b.gy).sum(-1)
@@ -232,4 +233,4 @@ def attcat(b: Evidence, pair: Literal["output", "input"] = "output", last: bool 
 )
 def cat(b: Evidence) -> Tensor:
     """CAT: sum over blocks l = 0..L-1 of sum_d x_l g_l at their inputs, which is `ixg.plus`. Signed."""
-    return (b.x * b.g).sum(-1)
+    return token_ixg(b)

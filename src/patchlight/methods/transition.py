@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -15,7 +14,6 @@ from patchlight.methods.compose import Readout, block_index
 from patchlight.methods.tokentm import no_linear_values
 from patchlight.registry import Ask, LayerMaps, method
 from patchlight.taps import Evidence
-from patchlight.targets import Targets
 from patchlight.trace import LayerJob, Pass
 
 _ROWS_AT_ONCE = 32
@@ -51,15 +49,10 @@ def feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool = True) -> 
     total: Any = 0.0
     for some in alphas.split(max(1, _ROWS_AT_ONCE // batch)):
         scaled = (some[:, None, None, None, None] * ask.images).flatten(0, 1)
-        gradient = replace(ask, images=scaled, targets=_repeated(ask.targets, len(some))).run([job]).values[0][0][last]
+        gradient = ask.run([job], scaled).values[0][0][last]
         total = total + gradient.unflatten(0, (len(some), batch)).sum(0)
     mean: Tensor = total / len(alphas)
     return mean.relu().mean(1)
-
-
-def _repeated(targets: Targets, count: int) -> Targets:
-    against = None if targets.against is None else targets.against.repeat(count, 1)
-    return Targets(targets.index.repeat(count, 1), against)
 
 
 def _layer_pass(ask: Ask, function: Callable[[Evidence], Tensor], needs: set[str], first: int) -> Pass:
