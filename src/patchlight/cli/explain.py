@@ -1,27 +1,39 @@
-"""The command line. Torch and the models are imported inside the commands, so that `--help` answers at once.
-
-Exit codes: 0 done; 1 a bug; 2 a wrong request, told in one sentence; 3 some images could not be read, the rest were.
-"""
+"""`patchlight demo` and `patchlight explain`: from paths to pictures, raw scores and a table of predictions."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from patchlight.errors import PatchlightError, nearest
+from patchlight.cli.common import (
+    SOME_FAILED,
+    AsJson,
+    Debug,
+    Device,
+    Labels,
+    Model,
+    Seed,
+    Settings,
+    Stage,
+    Weights,
+    answering,
+    console,
+    load_model,
+    print_json,
+    progress,
+    read_settings,
+    say,
+)
+from patchlight.errors import PatchlightError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,61 +44,23 @@ if TYPE_CHECKING:
 
 DEMO_METHODS = ("rollout", "genatt", "tokentm", "ixg.plus.libra", "random")
 TWO_CLASSES = "dog-and-cat.jpg"
-BATCH, TABLE_ROWS, WIDE = 16, 50, 160
-SOME_FAILED = 3
-
-app = typer.Typer(
-    name="patchlight",
-    help="Which patches of an image a Vision Transformer decided on.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Model = Annotated[str, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.")]
-Weights = Annotated[Path | None, typer.Option(help="Weights of the model, a safetensors file.")]
-Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one a line, or a CSV.")]
+BATCH, TABLE_ROWS = 16, 50
 
 
-def main() -> None:
-    """The entry point."""
-    app()
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        from patchlight import __version__
-
-        print(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _patchlight(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the figures; an earlier demo's are replaced.")] = Path("demo"),
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Explain the bundled photographs with the bundled model, and write two figures."""
-    with _answering(as_json, debug):
-        with _progress("loading the model"):
+    with answering(as_json, debug):
+        with progress("loading the model"):
             from patchlight.zoo import pocket
 
             photos = [
                 pocket.PHOTOS / about["file"] for about in json.loads((pocket.PHOTOS / "photos.json").read_text())
             ]
-            vit = _load("pocket")
+            vit = load_model("pocket")
         items = [Item(photo, None, None) for photo in photos if photo.name != TWO_CLASSES]
         methods: dict[str, dict[str, Any]] = {name: {} for name in DEMO_METHODS}
         done = _run(Task(items, out / "patchlight-demo.png", methods), lambda: vit)
@@ -96,7 +70,6 @@ def demo(
             print("Your own image: patchlight explain photo.jpg --method genatt,rollout --out explained.png")
 
 
-@app.command()
 def explain(
     paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH...")],
     method: Annotated[
@@ -105,16 +78,15 @@ def explain(
     model: Model = "pocket",
     weights: Weights = None,
     labels: Labels = None,
+    stage: Stage = None,
     target: Annotated[str | None, typer.Option(help="Class to explain, a name or index; else the prediction.")] = None,
     against: Annotated[str | None, typer.Option(help="Class that the target is contrasted with.")] = None,
     out: Annotated[str | None, typer.Option(help="A file for one figure, or a folder for one per image.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting: method.name=value, or name=value.")
-    ] = None,
+    settings: Settings = None,
     save: Annotated[str | None, typer.Option(help="Folder for the raw scores, one attribution per method.")] = None,
     score: Annotated[str | None, typer.Option(help="What is explained: logit or probability.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of methods that draw at random.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")] = "cpu",
+    seed: Seed = 0,
+    device: Device = "cpu",
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Images at once; by default what memory allows.")
     ] = None,
@@ -123,10 +95,11 @@ def explain(
     debug: Debug = False,
 ) -> None:
     """Explain images: which patches speak for a class. Writes pictures and prints predictions."""
-    with _answering(as_json, debug):
+    with answering(as_json, debug):
         _check_paths(paths)
         names = _expanded(method.split(","))
-        wanted = _wanted(names, settings or [], score)
+        wanted = read_settings(names, settings or [])
+        _check_settings(wanted, score)
         figure, folder = _destination(paths, out)
         task = Task(
             items=_plan(paths, folder, save),
@@ -141,63 +114,10 @@ def explain(
             optional=frozenset(names) - {name.strip() for name in method.split(",")},
         )
         _check_outputs(task)
-        done = _run(task, lambda: _load(model, weights, labels, device))
+        done = _run(task, lambda: load_model(model, weights, labels, device, stage))
         _report(done, as_json)
         if done.errors:
             raise typer.Exit(SOME_FAILED)
-
-
-@app.command()
-def methods(
-    name: Annotated[str | None, typer.Argument(help="One method, to see its settings.")] = None,
-    model: Annotated[str | None, typer.Option(help="Say which methods work on this model.")] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """List the methods, or the settings of one."""
-    with _answering(as_json, debug):
-        with _progress(f"loading {model or 'the methods'}"):
-            from patchlight.registry import methods as table
-            from patchlight.registry import resolve
-
-            vit = _load(model, pretrained=False) if model is not None else None
-            rows = table(vit)
-        if name is not None:
-            request = resolve(name)
-            rows = [row for row in rows if row.name == request.method.name]
-        if as_json:
-            _print_json(
-                [{k: v for k, v in asdict(row).items() if vit is not None or k not in _OF_A_MODEL} for row in rows]
-            )
-        elif name is not None:
-            _describe(rows[0], request)
-        else:
-            _list_methods(rows, vit is not None)
-
-
-@app.command()
-def models(
-    pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern such as 'deit*'.")] = "",
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """List the models that can be loaded by name."""
-    with _answering(as_json, debug):
-        with _progress("loading the names"):
-            from patchlight.anatomy import model_names
-
-            names = model_names(pattern)
-            if not names:
-                raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, model_names())}")
-        if as_json:
-            _print_json(names)
-            return
-        for model in names:
-            print(model)
-        _say(f"{len(names)} models; also hf:NAME (transformers) and torchvision:NAME")
-
-
-_OF_A_MODEL = ("supported", "reason")
 
 
 @dataclass(frozen=True)
@@ -254,67 +174,11 @@ class _Read:
     picture: Image
 
 
-@contextlib.contextmanager
-def _answering(as_json: bool, debug: bool) -> Iterator[None]:
-    """Errors become one sentence and an exit code; `--debug` lets them through."""
-    try:
-        yield
-    except (PatchlightError, MemoryError, OSError) as error:
-        if debug or isinstance(error, BrokenPipeError):
-            raise
-        _fail(" ".join(str(error).split()) or type(error).__name__, 2, as_json)
-    except (typer.Exit, typer.Abort):
-        raise
-    except Exception as error:
-        if debug:
-            raise
-        told = " ".join(str(error).split())
-        _fail(f"unexpected {type(error).__name__}: {told} (--debug shows where)", 1, as_json)
+def _check_settings(wanted: dict[str, dict[str, Any]], score: str | None) -> None:
+    from patchlight.registry import resolve
 
-
-def _fail(sentence: str, code: int, as_json: bool) -> None:
-    if as_json:
-        _print_json({"error": sentence})
-    _say(f"error: {sentence}")
-    raise typer.Exit(code)
-
-
-def _say(words: str) -> None:
-    """A line on stderr, as it is."""
-    print(words, file=sys.stderr)
-
-
-def _console() -> Console:
-    """Tables on stdout; not squeezed where nobody watches."""
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else WIDE)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, ensure_ascii=False, default=str))
-
-
-@contextlib.contextmanager
-def _progress(first: str) -> Iterator[Progress]:
-    """A bar on stderr while something is under way; silent where nobody watches."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        bar.add_task(first, total=None)
-        yield bar
-
-
-def _load(
-    name: str, weights: Path | None = None, labels: Path | None = None, device: str = "cpu", **options: Any
-) -> Anatomy:
-    from patchlight.anatomy import load
-
-    return load(name, weights=weights, labels=labels, device=device, **options)
+    for name, own in wanted.items():
+        resolve(name, own, score)  # type: ignore[arg-type]
 
 
 def _expanded(names: Sequence[str]) -> list[str]:
@@ -326,36 +190,6 @@ def _expanded(names: Sequence[str]) -> list[str]:
     entries = registered()
     groups = {"all": list(entries), "whitebox": [n for n, e in entries.items() if not e.ablates and n != "random"]}
     return list(dict.fromkeys(one for name in names for one in groups.get(name.strip(), [name.strip()])))
-
-
-def _wanted(names: Sequence[str], given: Sequence[str], score: str | None) -> dict[str, dict[str, Any]]:
-    """Settings by method; `--set method.name=value` goes to that method, `name=value` to the only one."""
-    wanted: dict[str, dict[str, Any]] = {name.strip(): {} for name in names if name.strip()}
-    if not wanted:
-        raise PatchlightError("no method was named; `patchlight methods` lists them")
-    for setting in given:
-        key, equals, text = setting.partition("=")
-        name, _, key = key.strip().rpartition(".")
-        if not equals or not key:
-            raise PatchlightError(f"'--set {setting}' is not a setting; write method.name=value or name=value")
-        if not name and len(wanted) > 1:
-            choices = " or ".join(f"{n}.{setting}" for n in list(wanted)[:3])
-            raise PatchlightError(f"'--set {setting}' could be for any of {len(wanted)} methods; write {choices}")
-        if name and name not in wanted:
-            raise PatchlightError(f"'--set {setting}' is for '{name}', which was not asked; {nearest(name, wanted)}")
-        wanted[name or next(iter(wanted))][key] = _value(text.strip())
-    from patchlight.registry import resolve
-
-    for name, own in wanted.items():
-        resolve(name, own, score)  # type: ignore[arg-type]
-    return wanted
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _destination(paths: Sequence[str], out: str | None) -> tuple[Path | None, Path | None]:
@@ -447,7 +281,7 @@ def _check_outputs(task: Task) -> None:
 
 def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
     """Explain batch by batch: one batch of tensors and small pictures is all that is held at a time."""
-    with _progress("loading the model") as bar:
+    with progress("loading the model") as bar:
         vit = load()
         target = _target(task, vit)
         size = task.batch_size or BATCH
@@ -482,7 +316,7 @@ def _target(task: Task, vit: Anatomy) -> Any:
         request = resolve(name, own, task.score)  # type: ignore[arg-type]
         if name in task.optional and refusal(request, vit) is not None:
             del task.methods[name]
-            _say(f"left out: '{name}', since {refusal(request, vit)}")
+            say(f"left out: '{name}', since {refusal(request, vit)}")
         else:
             check_supported(request, vit)
     if task.against is not None and task.target is None:
@@ -505,7 +339,7 @@ def _read(items: Sequence[Item], vit: Anatomy, errors: list[dict[str, str]]) -> 
         except (PatchlightError, MemoryError) as error:
             sentence = str(error) or f"'{item.path}' does not fit into memory"
             errors.append({"path": str(item.path), "error": sentence})
-            _say(f"failed: {sentence}")
+            say(f"failed: {sentence}")
     return read
 
 
@@ -527,7 +361,7 @@ def _explained(
         words = " ".join(str(warning.message).split())
         if issubclass(warning.category, UserWarning) and words not in told:
             told.append(words)
-            _say(f"warning: {words}")
+            say(f"warning: {words}")
     for i, (one, top) in enumerate(zip(read, vit.predict(batch, k=3), strict=True)):
         yield one, {name: att[i] for name, att in maps.items()}, top
 
@@ -589,7 +423,7 @@ def _report(done: Done, as_json: bool) -> None:
     if as_json:
         about = {"model": done.model, "methods": task.methods, "score": task.score, "seed": task.seed}
         found = {"images": done.images, "errors": done.errors, "warnings": done.warnings, "written": done.written}
-        _print_json(about | found)
+        print_json(about | found)
         return
     from patchlight.viz import percent, short
 
@@ -603,7 +437,7 @@ def _report(done: Done, as_json: bool) -> None:
             explained += f" against {short(image['against']['label'])}"
         table.add_row(Path(image["path"]).name, words[0], ", ".join(words[1:]), explained)
     if done.images:
-        _console().print(table)
+        console().print(table)
     if len(done.images) > TABLE_ROWS:
         print(f"and {len(done.images) - TABLE_ROWS} more (--json lists all)")
     if done.errors:
@@ -612,36 +446,3 @@ def _report(done: Done, as_json: bool) -> None:
         print(f"Wrote {' and '.join(done.written)}")
     elif done.written:
         print(f"Wrote {len(done.written)} files, from {done.written[0]} to {done.written[-1]}")
-
-
-def _list_methods(rows: Sequence[Any], of_model: bool) -> None:
-    table = Table(
-        "method", *(("works",) if of_model else ()), "paper", "cost", "what it shows", box=None, pad_edge=False
-    )
-    for row in rows:
-        works = ("yes" if row.supported else f"no: {row.reason}",) if of_model else ()
-        table.add_row(row.name, *works, row.paper, row.cost, row.summary)
-    _console().print(table)
-    _say("`patchlight methods NAME` tells more; wrappers such as .plus, .rollout and .libra may follow a name")
-
-
-def _describe(row: Any, request: Any) -> None:
-    import inspect
-
-    from patchlight.registry import parameters, type_name
-
-    entry = request.method
-    print(f"{request.name}  ({row.paper}; {row.cost})")
-    if row.aliases:
-        print(f"also called {', '.join(row.aliases)}")
-    print(inspect.getdoc(entry.function) or "")
-    if request.combine is not entry.combine:
-        print(f"\n.{request.combine.name}: {inspect.getdoc(request.combine.function)}")
-    if request.rule.name != "plain":
-        print(f"\nBackward rule {request.rule.name}: {request.rule.paper}")
-    print("\nSettings:")
-    for key, (_, kind) in parameters(entry, request.combine).items():
-        print(f"  {key}: {type_name(kind)} = {request.settings[key]!r}")
-    print(f"  score: 'logit' | 'probability' | a callable of the logits = {entry.default_score!r}")
-    if entry.presets:
-        print(f"  preset: {', '.join(entry.presets)}")

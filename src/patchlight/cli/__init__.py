@@ -1,0 +1,45 @@
+"""The command line. Torch and the models are imported inside the commands, so that `--help` answers at once.
+
+Exit codes: 0 done; 1 a bug; 2 a wrong request, told in one sentence; 3 some items failed, the rest were done.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from patchlight.cli.explain import demo, explain
+from patchlight.cli.tables import methods, models
+
+app = typer.Typer(
+    name="patchlight",
+    help="Which patches of an image a Vision Transformer decided on.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (demo, explain, methods, models):
+    app.command()(command)
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from patchlight import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _patchlight(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,127 @@
+"""What the commands share: options, the way they answer and fail, progress, and how settings are read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from patchlight.errors import PatchlightError, nearest
+
+if TYPE_CHECKING:
+    from patchlight.anatomy import Anatomy
+
+WIDE = 160
+SOME_FAILED = 3
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Model = Annotated[str, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.")]
+Weights = Annotated[Path | None, typer.Option(help="Weights of the model, a safetensors file.")]
+Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one a line, or a CSV.")]
+Stage = Annotated[int | None, typer.Option(help="Stage a hierarchical model (Swin, PVT, …) is read behind.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")]
+Seed = Annotated[int, typer.Option(help="Seed of everything drawn at random.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="A setting: name.key=value, or key=value.")]
+
+
+@contextlib.contextmanager
+def answering(as_json: bool, debug: bool) -> Iterator[None]:
+    """Errors become one sentence and an exit code; `--debug` lets them through."""
+    try:
+        yield
+    except (PatchlightError, MemoryError, OSError) as error:
+        if debug or isinstance(error, BrokenPipeError):
+            raise
+        _fail(" ".join(str(error).split()) or type(error).__name__, 2, as_json)
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if debug:
+            raise
+        told = " ".join(str(error).split())
+        _fail(f"unexpected {type(error).__name__}: {told} (--debug shows where)", 1, as_json)
+
+
+def _fail(sentence: str, code: int, as_json: bool) -> None:
+    if as_json:
+        print_json({"error": sentence})
+    say(f"error: {sentence}")
+    raise typer.Exit(code)
+
+
+def say(words: str) -> None:
+    """A line on stderr, as it is."""
+    print(words, file=sys.stderr)
+
+
+def console() -> Console:
+    """Tables on stdout; not squeezed where nobody watches."""
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else WIDE)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+
+
+@contextlib.contextmanager
+def progress(first: str) -> Iterator[Progress]:
+    """A bar on stderr while something is under way; silent where nobody watches."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        bar.add_task(first, total=None)
+        yield bar
+
+
+def load_model(
+    name: str,
+    weights: Path | None = None,
+    labels: Path | None = None,
+    device: str = "cpu",
+    stage: int | None = None,
+    **options: Any,
+) -> Anatomy:
+    from patchlight.anatomy import load
+
+    staged: dict[str, Any] = {} if stage is None else {"stage": stage}
+    return load(name, weights=weights, labels=labels, device=device, **staged, **options)
+
+
+def read_settings(names: Sequence[str], given: Sequence[str], noun: str = "method") -> dict[str, dict[str, Any]]:
+    """Settings by name; `--set name.key=value` goes to that one, `key=value` to the only one."""
+    wanted: dict[str, dict[str, Any]] = {name.strip(): {} for name in names if name.strip()}
+    if not wanted:
+        raise PatchlightError(f"no {noun} was named; `patchlight {noun}s` lists them")
+    for setting in given:
+        key, equals, text = setting.partition("=")
+        name, _, key = key.strip().rpartition(".")
+        if not equals or not key:
+            raise PatchlightError(f"'--set {setting}' is not a setting; write {noun}.name=value or name=value")
+        if not name and len(wanted) > 1:
+            choices = " or ".join(f"{n}.{setting}" for n in list(wanted)[:3])
+            raise PatchlightError(f"'--set {setting}' could be for any of {len(wanted)} {noun}s; write {choices}")
+        if name and name not in wanted:
+            raise PatchlightError(f"'--set {setting}' is for '{name}', which was not asked; {nearest(name, wanted)}")
+        wanted[name or next(iter(wanted))][key] = _value(text.strip())
+    return wanted
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,99 @@
+"""`patchlight methods` and `patchlight models`: what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from patchlight.cli.common import AsJson, Debug, answering, console, load_model, print_json, progress, say
+from patchlight.errors import PatchlightError, nearest
+
+_OF_A_MODEL = ("supported", "reason")
+
+
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method, to see its settings.")] = None,
+    model: Annotated[str | None, typer.Option(help="Say which methods work on this model.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List the methods, or the settings of one."""
+    with answering(as_json, debug):
+        with progress(f"loading {model or 'the methods'}"):
+            from patchlight.registry import methods as table
+            from patchlight.registry import resolve
+
+            vit = load_model(model, pretrained=False) if model is not None else None
+            rows = table(vit)
+        if name is not None:
+            request = resolve(name)
+            rows = [row for row in rows if row.name == request.method.name]
+        if as_json:
+            print_json(
+                [{k: v for k, v in asdict(row).items() if vit is not None or k not in _OF_A_MODEL} for row in rows]
+            )
+        elif name is not None:
+            _describe(rows[0], request)
+        else:
+            _list_methods(rows, vit is not None)
+
+
+def models(
+    pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern such as 'deit*'.")] = "",
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List the models that can be loaded by name."""
+    with answering(as_json, debug):
+        with progress("loading the names"):
+            from patchlight.anatomy import model_names
+
+            names = model_names(pattern)
+            if not names:
+                raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, model_names())}")
+        if as_json:
+            print_json(names)
+            return
+        for model in names:
+            print(model)
+        say(f"{len(names)} models; also hf:NAME (transformers) and torchvision:NAME")
+
+
+_OF_A_MODEL = ("supported", "reason")
+
+
+def _list_methods(rows: Sequence[Any], of_model: bool) -> None:
+    table = Table(
+        "method", *(("works",) if of_model else ()), "paper", "cost", "what it shows", box=None, pad_edge=False
+    )
+    for row in rows:
+        works = ("yes" if row.supported else f"no: {row.reason}",) if of_model else ()
+        table.add_row(row.name, *works, row.paper, row.cost, row.summary)
+    console().print(table)
+    say("`patchlight methods NAME` tells more; wrappers such as .plus, .rollout and .libra may follow a name")
+
+
+def _describe(row: Any, request: Any) -> None:
+    import inspect
+
+    from patchlight.registry import parameters, type_name
+
+    entry = request.method
+    print(f"{request.name}  ({row.paper}; {row.cost})")
+    if row.aliases:
+        print(f"also called {', '.join(row.aliases)}")
+    print(inspect.getdoc(entry.function) or "")
+    if request.combine is not entry.combine:
+        print(f"\n.{request.combine.name}: {inspect.getdoc(request.combine.function)}")
+    if request.rule.name != "plain":
+        print(f"\nBackward rule {request.rule.name}: {request.rule.paper}")
+    print("\nSettings:")
+    for key, (_, kind) in parameters(entry, request.combine).items():
+        print(f"  {key}: {type_name(kind)} = {request.settings[key]!r}")
+    print(f"  score: 'logit' | 'probability' | a callable of the logits = {entry.default_score!r}")
+    if entry.presets:
+        print(f"  preset: {', '.join(entry.presets)}")
