@@ -19,11 +19,16 @@ _HOMES = {
     "PatchlightError": "patchlight.errors",
     "Preprocess": "patchlight.images",
     "Unsupported": "patchlight.errors",
+    "UndefinedMetric": "patchlight.metrics",
+    "Evaluation": "patchlight.metrics",
+    "evaluate": "patchlight.metrics",
     "explain": "patchlight.engine",
     "figure": "patchlight.viz",
     "load": "patchlight.anatomy",
     "method": "patchlight.registry",
     "methods": "patchlight.registry",
+    "metric": "patchlight.metrics",
+    "metrics": "patchlight.metrics",
     "trace": "patchlight.trace",
     "wrap": "patchlight.anatomy",
 }
@@ -39,6 +44,11 @@ if TYPE_CHECKING:
     from patchlight.errors import PatchlightError as PatchlightError
     from patchlight.errors import Unsupported as Unsupported
     from patchlight.images import Preprocess as Preprocess
+    from patchlight.metrics import Evaluation as Evaluation
+    from patchlight.metrics import UndefinedMetric as UndefinedMetric
+    from patchlight.metrics import evaluate as evaluate
+    from patchlight.metrics import metric as metric
+    from patchlight.metrics import metrics as metrics
     from patchlight.registry import method as method
     from patchlight.registry import methods as methods
     from patchlight.trace import trace as trace

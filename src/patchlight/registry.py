@@ -362,11 +362,11 @@ def _settings(
         if key not in allowed:
             hint = nearest(key, [*allowed, "preset", "score"])
             raise PatchlightError(f"'{name}' has no setting '{key}'; {hint}")
-        values[key] = _checked(name, key, value, allowed[key][1])
+        values[key] = checked(name, key, value, allowed[key][1])
     return values
 
 
-def _checked(name: str, key: str, value: Any, kind: Any) -> Any:
+def checked(name: str, key: str, value: Any, kind: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

@@ -1,0 +1,17 @@
+"""Metrics: is an explanation true? Faithfulness, localisation, robustness, complexity, sanity."""
+
+from __future__ import annotations
+
+import importlib
+
+from patchlight.metrics.base import Evaluation, Measure, Measured, UndefinedMetric, evaluate, metric, metrics
+
+__all__ = ["Evaluation", "Measure", "Measured", "UndefinedMetric", "evaluate", "metric", "metrics"]
+
+_ROOMS = ("deletion",)
+
+
+def load_bundled() -> None:
+    """Import every room, so that its metrics are registered."""
+    for room in _ROOMS:
+        importlib.import_module(f"patchlight.metrics.{room}")
