@@ -54,9 +54,11 @@ class TokenSubsets:
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         vit.check_droppable()
-        owner, keep = self.owner[part].to(embedded.device), self.keep[part].to(embedded.device)
+        owner, keep = _there(self.owner[part], embedded), _there(self.keep[part], embedded)
         prefix = torch.arange(vit.prefix, device=keep.device).expand(len(keep), -1)
-        return embedded[owner[:, None], torch.cat([prefix, keep + vit.prefix], 1)], keep
+        kept = torch.cat([prefix, keep + vit.prefix], 1)
+        rows = (kept + embedded.shape[1] * owner[:, None]).flatten()
+        return embedded.flatten(0, 1).index_select(0, rows).view(*kept.shape, -1), keep
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class PixelMasks:
     fill: Tensor
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
-        owner = self.owner[part].to(images.device)
-        masks = self.masks[part].to(images)[:, None]
+        owner = _there(self.owner[part], images)
+        masks = self.masks[part].to(images, non_blocking=True)[:, None]
         if masks.shape[-2:] != images.shape[-2:]:
             masks = F.interpolate(masks, images.shape[-2:], mode="nearest")
         return vit.embed(torch.lerp(self.fill[owner], images[owner], masks)), None
@@ -92,8 +94,8 @@ class RankThresholds:
     inverted: bool = False
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
-        owner = self.owner[part].to(images.device)
-        shown = self.ranks[owner] < self.thresholds[part].to(images.device)[:, None, None]
+        owner = _there(self.owner[part], images)
+        shown = self.ranks[owner] < _there(self.thresholds[part], images)[:, None, None]
         shown = (~shown if self.inverted else shown)[:, None]
         return vit.embed(torch.where(shown, images[owner], self.fill[owner])), None
 
@@ -131,6 +133,7 @@ class Ablation:
         self._halves.clear()
         with torch.inference_mode(False), torch.no_grad(), self.vit.steady(), self._cast():
             embedded = self.vit.embed(self.images)
+            embedded = embedded.bfloat16() if self._bf16 else embedded
             for some in lists:
                 for begin, stop, logits in self._chunks(some, embedded):
                     if out is None:
@@ -203,6 +206,11 @@ class Ablation:
         finally:
             for weight, data in zip(weights, whole, strict=True):
                 weight.data = data
+
+
+def _there(small: Tensor, like: Tensor) -> Tensor:
+    """Indices on the device of `like`, without a wait for what it still computes."""
+    return small.to(like.device, non_blocking=True)
 
 
 def _forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Empty = Literal["reseed", "zero"]
-_CHECK = 5
-"""Iterations between two looks from the host at whether all have converged."""
+_CHECK = 2
+"""Iterations between two looks from the host at what has converged."""
+_RESTARTS = 64
+"""Far points that empty clusters of one set start again from in an iteration; any more wait for the next."""
 
 
 def draw_initial(points: int, clusters: int, generator: torch.Generator) -> Tensor:
@@ -40,36 +43,65 @@ def _parts(points: Tensor, clusters: int) -> Iterator[slice]:
     return (slice(begin, begin + size) for begin in range(0, len(points), size))
 
 
+@dataclass(frozen=True)
+class _Points:
+    """Points [B,P,N] as an iteration reads them.
+
+    `longer` has a coordinate 1 more, and zeros to a length that suits the hardware, so that |c|^2 - 2 <x, c> is one
+    product. `wide` is in float64: an accelerator adds in any order, and sums in float32 would keep the difference.
+    """
+
+    plain: Tensor
+    longer: Tensor
+    wide: Tensor
+    norms: Tensor
+
+    @staticmethod
+    def of(points: Tensor) -> _Points:
+        extra = points.new_zeros(*points.shape[:2], -(points.shape[2] + 1) % 8 + 1)
+        extra[..., 0] = 1
+        return _Points(points, torch.cat([points, extra], -1), points.double(), points.square().sum(-1))
+
+    def __getitem__(self, sets: Tensor) -> _Points:
+        return _Points(self.plain[sets], self.longer[sets], self.wide[sets], self.norms[sets])
+
+
 def _lloyd(points: Tensor, initial: Tensor, iterations: int, tolerance: float, empty: Empty) -> Tensor:
-    rows = torch.arange(len(points), device=points.device)[:, None]
-    centroids = points[rows, initial]
-    norms = points.square().sum(-1)
+    """Sets that have converged leave the work whenever the host looks."""
+    sets = torch.arange(len(points), device=points.device)
+    result = centroids = points[sets[:, None], initial]
+    these = _Points.of(points)
     converged = torch.zeros(len(points), dtype=torch.bool, device=points.device)
     for step in range(iterations):
-        moved = _moved(points, norms, centroids, rows, empty)
+        moved = _moved(these, centroids, empty)
         shift = (moved - centroids).square().sum((1, 2))
         centroids = torch.where(converged[:, None, None], centroids, moved)
         converged = converged | (shift <= tolerance)
-        if step % _CHECK == _CHECK - 1 and bool(converged.all()):
-            break
-    return centroids
+        if step % _CHECK == _CHECK - 1 or step == iterations - 1:
+            result = result.index_copy(0, sets, centroids)
+            going = (~converged).nonzero()[:, 0]
+            if len(going) == 0:
+                break
+            if len(going) < len(sets):
+                sets, these, centroids, converged = sets[going], these[going], centroids[going], converged[going]
+    return result
 
 
-def _moved(points: Tensor, norms: Tensor, centroids: Tensor, rows: Tensor, empty: Empty) -> Tensor:
+def _moved(points: _Points, centroids: Tensor, empty: Empty) -> Tensor:
     """One iteration: the means [B,K,N] of the points nearest to each centroid."""
     batch, clusters, size = centroids.shape
-    shorter = torch.baddbmm(centroids.square().sum(-1)[:, None], points, centroids.mT, alpha=-2)
-    distance, nearest = shorter.min(-1)
+    rows = torch.arange(batch, device=centroids.device)[:, None]
+    against = centroids.new_zeros(batch, clusters, points.longer.shape[-1])
+    against[..., :size] = -2 * centroids
+    against[..., size] = centroids.square().sum(-1)
+    distance, nearest = (points.longer @ against.mT).min(-1)
     flat = (nearest + clusters * rows).flatten()
-    # sums in float64: an accelerator adds in any order, and float32 would keep the difference
-    sums = torch.zeros(batch * clusters, size, dtype=torch.float64, device=points.device)
-    sums.index_add_(0, flat, points.flatten(0, 1).double())
-    counts = torch.zeros(batch * clusters, dtype=torch.float64, device=points.device)
-    counts.index_add_(0, flat, torch.ones_like(flat, dtype=torch.float64))
-    means = (sums / counts.clamp_min(1)[:, None]).to(points.dtype).view(batch, clusters, size)
+    sums = points.wide.new_zeros(batch * clusters, size).index_add_(0, flat, points.wide.flatten(0, 1))
+    counts = sums.new_zeros(batch * clusters).index_add_(0, flat, torch.ones_like(flat, dtype=sums.dtype))
+    means = (sums / counts.clamp_min(1)[:, None]).to(centroids.dtype).view(batch, clusters, size)
     if empty == "zero":
         return means
     missing = counts.view(batch, clusters) == 0
-    farthest = (distance + norms).topk(clusters, 1).indices
-    order = (missing.cumsum(1) - 1).clamp_min(0)
-    return torch.where(missing[..., None], points[rows, farthest.gather(1, order)], means)
+    farthest = (distance + points.norms).topk(min(clusters, _RESTARTS), 1).indices
+    order = (missing.cumsum(1) - 1).clamp(0, farthest.shape[1] - 1)
+    return torch.where(missing[..., None], points.plain[rows, farthest.gather(1, order)], means)

@@ -14,6 +14,8 @@ import patchlight as pl
 from patchlight.anatomy import Anatomy
 from patchlight.engine import compute
 from patchlight.methods.vitcx import (
+    _merged,
+    _numbered,
     causal_scores,
     cluster_masks,
     clusters,
@@ -122,21 +124,39 @@ def test_a_mask_ignores_shift_and_scale_and_turns_over_with_the_sign() -> None:
     torch.testing.assert_close(scaled(-maps, (40, 48))[0], 1 - masks)
 
 
-def test_clusters_stay_below_the_threshold() -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_clusters_stay_below_the_threshold(on_device: bool) -> None:
+    """By scipy, and by the rounds that an accelerator takes."""
+
+    def found(distances: Tensor, threshold: float) -> list[int]:
+        used = torch.ones(1, len(distances), dtype=torch.bool)
+        leader = _merged(distances[None], threshold, used)
+        return (_numbered(leader, used) if on_device else clusters(distances[None], threshold))[0].tolist()
+
     masks, _ = scaled(torch.rand(40, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), (32, 32))
     distances = cosine_distances(masks, (32, 32))
     for threshold in (0.1, 0.2, 0.3):
-        labels = clusters(distances.numpy(), threshold)
+        labels = np.array(found(distances, threshold))
         groups = [np.flatnonzero(labels == k) for k in range(labels.max() + 1)]
         assert {tuple(g) for g in groups} == {tuple(sorted(g)) for g in merged(distances, threshold)}
         assert all(float(distances[g][:, g].max()) < threshold for g in groups)
         assert [g[0] for g in groups] == sorted(g[0] for g in groups), "numbered by their first member"
-    assert clusters(distances.numpy(), 1.5).max() == 0
-    twice = cosine_distances(torch.cat([masks, masks[:7]]), (32, 32)).numpy()
-    assert clusters(twice, 1e-9).max() + 1 == 40, "as many clusters as distinct masks"
-    halves = np.array([[0, 0.5], [0.5, 0]])
-    assert clusters(halves, 0.5).tolist() == [0, 1], "merged only below the threshold"
-    assert clusters(halves, 0.5001).tolist() == [0, 0]
+    assert max(found(distances, 1.5)) == 0
+    twice = cosine_distances(torch.cat([masks, masks[:7]]), (32, 32))
+    assert max(found(twice, 1e-9)) + 1 == 40, "as many clusters as distinct masks"
+    halves = torch.tensor([[0, 0.5], [0.5, 0]], dtype=torch.float64)
+    assert found(halves, 0.5) == [0, 1], "merged only below the threshold"
+    assert found(halves, 0.5001) == [0, 0]
+
+
+def test_unused_masks_belong_to_no_cluster() -> None:
+    masks, _ = scaled(torch.rand(2, 30, 4, 4, generator=torch.Generator().manual_seed(3)).double(), (32, 32))
+    distances, used = cosine_distances(masks, (32, 32)), torch.rand(2, 30) > 0.3
+    labels = clusters(distances, 0.2, used)
+    assert torch.equal(labels, _numbered(_merged(distances, 0.2, used), used))
+    assert ((labels < 0) == ~used).all()
+    alone = [clusters(distances[i : i + 1, used[i]][:, :, used[i]], 0.2)[0] for i in range(2)]
+    assert all(torch.equal(labels[i, used[i]], alone[i]) for i in range(2))
 
 
 def test_full_and_empty_masks() -> None:
@@ -149,11 +169,13 @@ def test_full_and_empty_masks() -> None:
         return vit.probabilities(vit.logits(x))[:, [1, 3]]
 
     masks = torch.stack([torch.ones(4, 4), torch.zeros(4, 4)]).double()
-    scores = causal_scores(ask, upsampled(masks, batch), 2, f(batch)[0], draws(ask), 0.5, n_noise=3)
+    scores = causal_scores(
+        ask, upsampled(masks, batch), torch.zeros(2, dtype=torch.long), f(batch), draws(ask), 0.5, n_noise=3
+    )
     torch.testing.assert_close(scores[0], f(batch)[0], atol=1e-10, rtol=0)
     z = 0.5 * draws(ask)(torch.tensor([3, 4, 5]))
     torch.testing.assert_close(scores[1], (f(z) - f(batch + z)).mean(0) + f(batch)[0], atol=1e-10, rtol=0)
-    plain = masked_scores(ask, upsampled(masks, batch), 2)
+    plain = masked_scores(ask, upsampled(masks, batch), torch.zeros(2, dtype=torch.long))
     torch.testing.assert_close(plain, f(torch.cat([batch, 0 * batch])), atol=1e-10, rtol=0)
 
 
@@ -215,9 +237,9 @@ def test_noise_cancels_in_a_linear_model() -> None:
     batch = torch.randn(1, 3, 12, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ask = asked(vit, batch, [0, 2], score="logit")
     features, clean = feature_maps(ask)
-    masks = cluster_masks(scaled(features, (12, 16))[0][0], np.array([0, 1, 0, 2, 1]), (12, 16))
+    masks = cluster_masks(scaled(features, (12, 16))[0], torch.tensor([[0, 1, 0, 2, 1]]), (12, 16))
     made = upsampled(masks, batch)
-    scores = causal_scores(ask, made, 3, clean[0], draws(ask), sigma=3.0)
+    scores = causal_scores(ask, made, torch.zeros(3, dtype=torch.long), clean, draws(ask), sigma=3.0)
     expected = torch.stack([vit.logits(batch * m)[0, [0, 2]] for m in made(torch.arange(3))])
     torch.testing.assert_close(scores, expected, atol=1e-10, rtol=0)
 
@@ -234,7 +256,9 @@ def test_constant_channels_are_left_out() -> None:
     for b in range(2):
         masks = scaled(features[b, [0, 1, 3, 4]], (12, 16))[0]
         ask = asked(whole, batch[b : b + 1], [b], score="logit")
-        expected = saliency(masked_scores(ask, upsampled(masks, batch), 4), masks, (12, 16))[0]
+        expected = saliency(
+            masked_scores(ask, upsampled(masks, batch), torch.zeros(4, dtype=torch.long)), masks, (12, 16)
+        )[0]
         torch.testing.assert_close(found[b, 0], expected, atol=1e-10, rtol=0)
     with pytest.warns(pl.DegenerateMap, match="smaller threshold"):
         _, (none,) = compute(Linear(torch.zeros(5, 3, 12, 16)), batch, [resolve("vit-cx")], targets, 0)

@@ -97,7 +97,7 @@ def test_vit_cx_clusters_are_theirs(image: int) -> None:
     saved = reference("vitcx")
     features, _ = feature_maps(asked("vitcx", slice(image, image + 1)))
     assert relative_error(features, saved["features14"][image]) <= 1e-3
-    labels = clusters(cosine_distances(scaled(features, SIZE)[0], SIZE)[0].numpy(), 0.1)
+    labels = clusters(cosine_distances(scaled(features, SIZE)[0], SIZE), 0.1)[0]
     pairs = set(zip(labels.tolist(), saved["cluster_labels"][image].tolist(), strict=True))
     assert len(pairs) == labels.max() + 1 == saved["K"][image], "not the same partition"
 
@@ -110,9 +110,13 @@ def test_vit_cx_scores_and_maps_are_theirs_given_their_noise(image: int) -> None
     count = int(saved["K"][image])
     ask = asked("vitcx", slice(image, image + 1))
     features, clean = feature_maps(ask)
-    masks = cluster_masks(scaled(features, SIZE)[0][0], saved["cluster_labels"][image].astype(np.int64), SIZE)
+    masks = cluster_masks(
+        scaled(features, SIZE)[0], torch.from_numpy(saved["cluster_labels"][image].astype(np.int64))[None], SIZE
+    )
     noise = torch.randn(count, 3, *SIZE, generator=torch.Generator().manual_seed(1000 + image))
-    scores = causal_scores(ask, upsampled(masks, ask.images), count, clean[0], lambda index: noise[index], 0.1)
+    scores = causal_scores(
+        ask, upsampled(masks, ask.images), torch.zeros(count, dtype=torch.long), clean, lambda index: noise[index], 0.1
+    )
     assert float(np.abs(scores[:, 0].numpy() - saved["scores"][image, :count]).max()) <= 1e-4
     assert relative_error(saliency(scores, masks, SIZE)[0] / count, saved["maps"][image]) <= 1e-3
 

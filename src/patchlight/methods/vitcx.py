@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import lru_cache
 from typing import Annotated, Literal
 
 import numpy as np
@@ -97,17 +97,58 @@ def cosine_distances(masks: Tensor, size: tuple[int, int]) -> Tensor:
     return (1 - cosine).clamp_min(0)
 
 
-def clusters(distances: np.ndarray, threshold: float) -> np.ndarray:
-    """Complete linkage: the cluster of each mask, merged while the largest distance inside stays below `threshold`."""
-    from scipy.cluster.hierarchy import fcluster, linkage
+def clusters(distances: Tensor, threshold: float, used: Tensor | None = None) -> Tensor:
+    """Complete linkage of masks, distances [B,D,D]: the cluster of each [B,D], merged while all inside lie closer than
+    `threshold`, numbered in the order of their first members; -1 where not `used` [B,D].
+    """
+    used = torch.ones(distances.shape[:2], dtype=torch.bool, device=distances.device) if used is None else used
+    if distances.device.type == "cuda":
+        return _numbered(_merged(distances, threshold, used), used)
+    leaders = [_linked(d[u][:, u], u, threshold) for d, u in zip(distances, used, strict=True)]
+    return _numbered(torch.stack(leaders), used)
 
+
+def _linked(distances: Tensor, used: Tensor, threshold: float) -> Tensor:
+    """The first member of each mask's cluster [D], of the used ones, by scipy."""
+    from scipy.cluster.hierarchy import fcluster, linkage
+    from scipy.spatial.distance import squareform
+
+    leader = torch.arange(len(used))
     if len(distances) < 2:
-        return np.zeros(len(distances), dtype=np.int64)
-    upper = distances[np.triu_indices(len(distances), 1)]
-    labels = fcluster(linkage(upper, "complete"), np.nextafter(threshold, 0), "distance")
+        return leader
+    tree = linkage(squareform(distances.numpy(), checks=False), "complete")
+    labels = fcluster(tree, np.nextafter(threshold, 0), "distance")
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    rank: np.ndarray = np.argsort(np.argsort(first))
-    return rank[inverse]
+    leader[used] = leader[used][torch.from_numpy(first[inverse])]
+    return leader
+
+
+def _merged(distances: Tensor, threshold: float, used: Tensor) -> Tensor:
+    """The first member of each mask's cluster [B,D], all images at once on their device.
+
+    Pairs that are each other's nearest are merged together, round after round: for complete linkage this gives the same
+    clusters as merging the closest pair first.
+    """
+    batch, count, _ = distances.shape
+    places = torch.arange(count, device=distances.device).expand(batch, -1)
+    leader, alive = places, used
+    while True:
+        apart = alive[:, :, None] & alive[:, None, :] & ~torch.eye(count, dtype=torch.bool, device=distances.device)
+        distances = distances.masked_fill(~apart, torch.inf)
+        nearest, partner = distances.min(-1)
+        merged = (partner.gather(1, partner) == places) & (nearest < threshold) & (partner < places)
+        if not bool(merged.any()):
+            return leader
+        into = torch.where(merged, partner, places)
+        distances = distances.scatter_reduce(1, into[:, :, None].expand_as(distances), distances, "amax")
+        distances = distances.scatter_reduce(2, into[:, None, :].expand_as(distances), distances, "amax")
+        leader, alive = into.gather(1, leader), alive & ~merged
+
+
+def _numbered(leader: Tensor, used: Tensor) -> Tensor:
+    """Clusters by number [B,D], from each mask's first member."""
+    first = used & (leader == torch.arange(leader.shape[1], device=leader.device))
+    return (first.cumsum(1) - 1).gather(1, leader).masked_fill(~used, -1)
 
 
 def draws(ask: Ask) -> Noise:
@@ -117,6 +158,7 @@ def draws(ask: Ask) -> Noise:
     """
     shape, device = ask.images.shape[1:], ask.images.device
 
+    @lru_cache(maxsize=8)
     def block(index: int) -> Tensor:
         seeds = torch.randint(2**31, (index + 1,), generator=ask.generator())
         generator = torch.Generator(device).manual_seed(int(seeds[index]))
@@ -125,39 +167,47 @@ def draws(ask: Ask) -> Noise:
     def noise(indices: Tensor) -> Tensor:
         first, last = int(indices.min()) // _BLOCK, int(indices.max()) // _BLOCK
         made = torch.cat([block(i) for i in range(first, last + 1)])
-        return made[(indices - first * _BLOCK).to(device)].to(ask.images.dtype)
+        return made[(indices - first * _BLOCK).to(device, non_blocking=True)].to(ask.images.dtype)
 
     return noise
 
 
-def masked_scores(ask: Ask, masks: Masks, count: int) -> Tensor:
-    """f(X * M_i) [K,T] of one image; masks are made inside the chunk."""
+def masked_scores(ask: Ask, masks: Masks, owner: Tensor) -> Tensor:
+    """f(X * M_i) [K,T], mask i of image owner[i]; masks are made inside the chunk."""
+    device = ask.images.device
+    index, of = torch.arange(len(owner), device=device), owner.to(device)
 
     def render(part: slice) -> Tensor:
-        with torch.autocast(ask.images.device.type, enabled=False):
-            return ask.images * masks(torch.arange(count)[part].to(ask.images.device))
+        with torch.autocast(device.type, enabled=False):
+            return ask.images[of[part]] * masks(index[part])
 
-    return ask.score_variants(Rendered(torch.zeros(count, dtype=torch.long), render))
+    return ask.score_variants(Rendered(owner, render))
 
 
 def causal_scores(
-    ask: Ask, masks: Masks, count: int, clean: Tensor, noise: Noise, sigma: float, n_noise: int = 1
+    ask: Ask, masks: Masks, owner: Tensor, clean: Tensor, noise: Noise, sigma: float, n_noise: int = 1
 ) -> Tensor:
-    """s_i = f(X * M_i + e_i) - f(X + e_i) + f(X) [K,T] of one image, e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2).
+    """s_i = f(X * M_i + e_i) - f(X + e_i) + f(X) [K,T], e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2).
 
-    Masks and noise are made inside the chunk; `clean` [T] is f(X). Mean over `n_noise` draws: 2 K n_noise forwards.
+    Mask i is of image owner[i] (images one after another); the noise is counted anew for each. Masks and noise are made
+    inside the chunk; `clean` [B,T] is f(X). Mean over `n_noise` draws: 2 K n_noise forwards.
     """
-    draw = torch.arange(count * n_noise).repeat_interleave(2)
+    device = ask.images.device
+    place = torch.arange(len(owner)) - torch.searchsorted(owner, owner)
+    draw = (place[:, None] * n_noise + torch.arange(n_noise)).flatten().repeat_interleave(2)
+    mask = torch.arange(len(owner)).repeat_interleave(2 * n_noise)
+    index, of = mask.to(device), owner[mask].to(device)
+    whole = (torch.arange(len(mask)) % 2 == 1).to(device)[:, None, None, None]
 
     def render(part: slice) -> Tensor:
-        with torch.autocast(ask.images.device.type, enabled=False):
-            shown = masks((draw[part] // n_noise).to(ask.images.device))
-            whole = (torch.arange(len(draw))[part] % 2 == 1).to(shown.device)[:, None, None, None]
-            return ask.images * torch.where(whole, 1, shown) + (1 - shown) * (sigma * noise(draw[part]))
+        with torch.autocast(device.type, enabled=False):
+            shown = masks(index[part])
+            filled = (1 - shown) * (sigma * noise(draw[part]))
+            return torch.addcmul(filled, ask.images[of[part]], shown.masked_fill(whole[part], 1))
 
-    scores = ask.score_variants(Rendered(torch.zeros_like(draw), render))
-    masked, noisy = scores.view(count, n_noise, 2, scores.shape[-1]).mean(1).unbind(1)
-    return masked - noisy + clean
+    scores = ask.score_variants(Rendered(owner[mask], render))
+    masked, noisy = scores.view(len(owner), n_noise, 2, scores.shape[-1]).mean(1).unbind(1)
+    return masked - noisy + clean[owner.to(clean.device)]
 
 
 def upsampled(masks: Tensor, images: Tensor) -> Masks:
@@ -221,37 +271,43 @@ def vit_cx(
     """
     size = (ask.images.shape[-2], ask.images.shape[-1])
     features, clean = feature_maps(ask, layer)
-    channels, spans = scaled(features, size)
-    used = (spans > 0).cpu().numpy()
-    clustered = variant not in (1, 2)
-    distances = cosine_distances(channels, size).cpu().numpy() if clustered else None
-    limit = threshold or (0.05 if ask.vit.hierarchical else 0.1)
 
-    def scored(i: int, masks: Masks, count: int) -> Tensor:
-        one = replace(ask, images=ask.images[i : i + 1], targets=ask.targets[i : i + 1])
+    def scored(masks: Masks, owner: Tensor) -> Tensor:
         if sigma == 0 or variant in (3, 5):
-            return masked_scores(one, masks, count)
-        return causal_scores(one, masks, count, clean[i], draws(ask), sigma, n_noise)
+            return masked_scores(ask, masks, owner)
+        return causal_scores(ask, masks, owner, clean, draws(ask), sigma, n_noise)
 
     if variant == 2:
         grids = draw_grids(n_random, 7, 0.5, size, ask.generator()).to(ask.images)
-        random = [scored(i, lambda index: grids.masks(index)[:, None], n_random).T for i in range(len(ask.images))]
-        wide = grids.to(torch.stack(random))
-        return _covered(wide.weighted(torch.stack(random)), wide.weighted(torch.ones_like(random[0][:1]))[0])
-    maps = []
-    # one image after another: an accelerator scores one while the next is clustered here
-    for i, live in enumerate(used):
-        masks = channels[i, torch.from_numpy(live.nonzero()[0]).to(channels.device)]
-        if distances is not None:
-            masks = cluster_masks(masks, clusters(distances[i][live][:, live], limit), size, rescale)
-        scores = scored(i, upsampled(masks, ask.images), len(masks))
-        maps.append(saliency(scores, masks, size, corrected=variant not in (4, 5)))
+        owner = torch.arange(len(ask.images)).repeat_interleave(n_random)
+        random = (
+            scored(lambda index: grids.masks(index % n_random)[:, None], owner).view(len(features), n_random, -1).mT
+        )
+        wide = grids.to(random)
+        return _covered(wide.weighted(random), wide.weighted(torch.ones_like(random[0, :1]))[0])
+    channels, spans = scaled(features, size)
+    used = spans > 0
+    if variant == 1:
+        masks, counts = channels[used], used.sum(1)
+    else:
+        limit = threshold or (0.05 if ask.vit.hierarchical else 0.1)
+        labels = clusters(cosine_distances(channels, size), limit, used)
+        masks, counts = cluster_masks(channels, labels, size, rescale), labels.amax(1) + 1
+    owner = torch.arange(len(counts)).repeat_interleave(counts.cpu())
+    scores = scored(upsampled(masks, ask.images), owner)
+    shares = zip(scores.split(counts.tolist()), masks.split(counts.tolist()), strict=True)
+    maps = [saliency(s, m, size, corrected=variant not in (4, 5)) for s, m in shares]
     return torch.stack(maps).to(ask.vit.dtype)
 
 
-def cluster_masks(masks: Tensor, labels: np.ndarray, size: tuple[int, int], rescale: bool = True) -> Tensor:
-    """One mask for each cluster [K,h,w]: the sum of its members [D,h,w], stretched to [0, 1]; or their mean."""
-    sizes = np.bincount(labels)
-    member = torch.from_numpy(labels).to(masks.device)
-    sums = masks.new_zeros(len(sizes), *masks.shape[1:]).index_add_(0, member, masks)
-    return scaled(sums, size)[0] if rescale else sums / torch.from_numpy(sizes).to(sums)[:, None, None]
+def cluster_masks(masks: Tensor, labels: Tensor, size: tuple[int, int], rescale: bool = True) -> Tensor:
+    """One mask for each cluster [K,h,w], images one after another: the sum of its members among masks [B,D,h,w],
+    stretched to [0, 1]; or their mean. `labels` [B,D] are clusters' numbers in each image, -1 for none.
+    """
+    counts = labels.amax(1) + 1
+    member = (labels + (counts.cumsum(0) - counts)[:, None])[labels >= 0]
+    total = int(counts.sum())
+    sums = masks.new_zeros(total, *masks.shape[2:]).index_add_(0, member, masks[labels >= 0])
+    if rescale:
+        return scaled(sums, size)[0]
+    return sums / torch.bincount(member, minlength=total)[:, None, None]
