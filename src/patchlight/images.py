@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,21 +49,54 @@ class Preprocess:
 
     def crop(self, image: Image.Image) -> Image.Image:
         """The part of `image` that the model sees, at the model's size: what a heat map lies on."""
-        height, width = self.size
-        resample = _RESAMPLING.get(self.interpolation, Image.Resampling.BICUBIC)
-        short_h, short_w = math.floor(height / self.crop_pct), math.floor(width / self.crop_pct)
+        return self._cut(image, _RESAMPLING.get(self.interpolation, Image.Resampling.BICUBIC))
+
+    def mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """A mask [H,W] of integers drawn on an image, cut as `crop` cuts the image; nearest pixel, so values stay."""
+        if mask.ndim != 2 or mask.is_floating_point():
+            raise PatchlightError(f"a mask has shape {list(mask.shape)} and dtype {mask.dtype}; give integers [H,W]")
+        cut = self._cut(Image.fromarray(mask.cpu().numpy().astype(np.int32)), Image.Resampling.NEAREST)
+        return torch.from_numpy(np.array(cut)).to(mask.dtype)
+
+    def boxes(self, boxes: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        """Boxes [n,4] (xmin, ymin, xmax, ymax) on an image of `size` (width, height), cut as `crop` cuts the image.
+
+        Clipped to the model's input; a box of which nothing is left is dropped, so the result is [m,4] with m <= n.
+        """
+        if boxes.ndim != 2 or boxes.shape[1] != 4:
+            raise PatchlightError(f"boxes have shape {list(boxes.shape)}; give [n,4]: xmin, ymin, xmax, ymax")
+        boxes = boxes if boxes.is_floating_point() else boxes.float()
+        part, (width, height), (left, top) = self._plan(*size)
+        scale = boxes.new_tensor([width / (part[2] - part[0]), height / (part[3] - part[1])]).repeat(2)
+        moved = (boxes - boxes.new_tensor(part[:2]).repeat(2)) * scale - boxes.new_tensor([left, top]).repeat(2)
+        limit = boxes.new_tensor([self.size[1], self.size[0]]).repeat(2)
+        moved = torch.minimum(moved.clamp(min=0), limit)
+        return moved[(moved[:, 2] > moved[:, 0]) & (moved[:, 3] > moved[:, 1])]
+
+    def _cut(self, image: Image.Image, resample: Image.Resampling) -> Image.Image:
+        part, size, (left, top) = self._plan(*image.size)
+        if part != (0, 0, *image.size):
+            image = image.crop(part)
+        return image.resize(size, resample).crop((left, top, left + self.size[1], top + self.size[0]))
+
+    def _plan(self, width: int, height: int) -> tuple[tuple[int, int, int, int], tuple[int, int], tuple[int, int]]:
+        """For a picture of this size: the part of it that is resized, to what size, and where the cut then begins.
+
+        Images, masks and boxes all go by these numbers.
+        """
+        short_h, short_w = (math.floor(side / self.crop_pct) for side in self.size)
+        part = (0, 0, width, height)
         if self.fit == "squash":
-            image = image.resize((short_w, short_h), resample)
+            size = (short_w, short_h)
         else:
-            image = _within_aspect(image)
+            part = _within_aspect(width, height)
+            width, height = part[2] - part[0], part[3] - part[1]
             whole = int if short_h == short_w else round
-            if short_h * image.width >= short_w * image.height:
-                size = (whole(short_h * image.width / image.height), short_h)
+            if short_h * width >= short_w * height:
+                size = (whole(short_h * width / height), short_h)
             else:
-                size = (short_w, whole(short_w * image.height / image.width))
-            image = image.resize(size, resample)
-        left, top = round((image.width - width) / 2.0), round((image.height - height) / 2.0)
-        return image.crop((left, top, left + width, top + height))
+                size = (short_w, whole(short_w * height / width))
+        return part, size, (round((size[0] - self.size[1]) / 2.0), round((size[1] - self.size[0]) / 2.0))
 
     def tensor(self, image: Image.Image) -> torch.Tensor:
         """The normalised [C,H,W] tensor of one image."""
@@ -82,9 +116,15 @@ def open_image(source: Picture) -> Image.Image:
 
     Refuses, in one sentence, what cannot be read and what has more than 100 million pixels.
     """
-    if isinstance(source, Image.Image):
-        return _as_rgb(source, "the PIL image")
-    path = Path(source)
+    return _as_rgb(source, "the PIL image") if isinstance(source, Image.Image) else _open(Path(source), _as_rgb)
+
+
+def open_mask(path: Path) -> Image.Image:
+    """Open a picture whose pixels are class numbers: in the mode it was stored in, nothing turned or scaled."""
+    return _open(path, _as_stored)
+
+
+def _open(path: Path, convert: Callable[[Image.Image, str], Image.Image]) -> Image.Image:
     if not path.exists():
         raise PatchlightError(f"no image at '{path}'")
     if path.is_dir():
@@ -92,10 +132,8 @@ def open_image(source: Picture) -> Image.Image:
     if not path.is_file():
         raise PatchlightError(f"'{path}' is not a file")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(path) as image:
-                return _as_rgb(image, f"'{path}'")
+        with _quietly(), Image.open(path) as image:
+            return convert(image, f"'{path}'")
     except PatchlightError:
         raise
     except Image.DecompressionBombError as error:
@@ -108,6 +146,17 @@ def open_image(source: Picture) -> Image.Image:
         raise PatchlightError(f"'{path}' is damaged or truncated: {str(error) or type(error).__name__}") from error
 
 
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """No warnings of decoders; filters belong to the whole process, so that threads must leave them alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def list_images(folder: Path) -> list[Path]:
     """Every image file below `folder`, sorted, hidden files and folders left out; an error if there is none."""
     below = (p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
@@ -117,19 +166,22 @@ def list_images(folder: Path) -> list[Path]:
     return found
 
 
-def _within_aspect(image: Image.Image, limit: int = 20) -> Image.Image:
+def _within_aspect(width: int, height: int, limit: int = 20) -> tuple[int, int, int, int]:
     """The centre of a very long image: the model's crop lies inside it, and resizing the rest could exhaust memory."""
-    w, h = min(image.width, limit * image.height), min(image.height, limit * image.width)
-    if (w, h) == image.size:
-        return image
-    left, top = (image.width - w) // 2, (image.height - h) // 2
-    return image.crop((left, top, left + w, top + h))
+    w, h = min(width, limit * height), min(height, limit * width)
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
 
 
 def _check_size(image: Image.Image, what: str) -> None:
     if image.width * image.height > MAX_PIXELS:
         limit = MAX_PIXELS // 10**6
         raise PatchlightError(f"{what} is too large: {image.width} x {image.height}; at most {limit} million pixels")
+
+
+def _as_stored(image: Image.Image, what: str) -> Image.Image:
+    _check_size(image, what)
+    return image.copy()
 
 
 def _as_rgb(image: Image.Image, what: str) -> Image.Image:

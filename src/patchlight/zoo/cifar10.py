@@ -81,17 +81,23 @@ def _read_npz(path: Path) -> Cifar10:
         return Cifar10(*(np.ascontiguousarray(arrays[name], dtype=np.uint8) for name in Cifar10._fields))
 
 
-def _read_binary(place: Path) -> Cifar10:
-    def read(name: str) -> tuple[UInt8Array, UInt8Array]:
-        raw = np.fromfile(place / f"{name}.bin", dtype=np.uint8)
-        if raw.size % 3073:
-            raise ValueError(f"{place / name}.bin is {raw.size} bytes long, which is no multiple of 3073")
-        records = raw.reshape(-1, 3073)
-        pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        return np.ascontiguousarray(pixels), np.ascontiguousarray(records[:, 0])
+def read_records(path: Path, label_bytes: int = 1) -> tuple[UInt8Array, UInt8Array]:
+    """Images (N, 32, 32, 3) and labels (N,) of one file of the binary version.
 
-    train = [read(name) for name in TRAIN_BATCHES]
-    test = read(TEST_BATCH)
+    CIFAR-100 has two label bytes, the coarse and the fine class: the last one counts.
+    """
+    raw = np.fromfile(path, dtype=np.uint8)
+    size = label_bytes + 3072
+    if raw.size % size:
+        raise ValueError(f"{path} is {raw.size} bytes long, which is no multiple of {size}")
+    records = raw.reshape(-1, size)
+    pixels = records[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(pixels), np.ascontiguousarray(records[:, label_bytes - 1])
+
+
+def _read_binary(place: Path) -> Cifar10:
+    train = [read_records(place / f"{name}.bin") for name in TRAIN_BATCHES]
+    test = read_records(place / f"{TEST_BATCH}.bin")
     return Cifar10(np.concatenate([x for x, _ in train]), np.concatenate([y for _, y in train]), test[0], test[1])
 
 

@@ -1,0 +1,279 @@
+"""What every data set is, a sequence of samples read when asked for, and how samples become a batch for a model."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError
+from patchlight.images import SUFFIXES, Preprocess, to_batch
+
+T = TypeVar("T")
+SLACK = 1.0
+"""Pixels by which a box may leave its image: annotations count from 0 or from 1, and were rounded."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image with what is known of it, in the pixels of `image`.
+
+    `boxes` [n,4] are xmin, ymin, xmax, ymax; `mask` [H,W] int8 is 1 on the object, 0 on the background and -1 where
+    nobody labelled; `regions` [H,W] int16 are class indices and -1, where several classes are drawn: `mask` is then
+    the class with the largest area.
+    """
+
+    name: str
+    image: Image.Image
+    label: int | None = None
+    boxes: Tensor | None = None
+    mask: Tensor | None = None
+    regions: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Data:
+    """A sequence of samples: `data[i]` is `read(names[i])`; names are unique and stable, `labels` name the classes."""
+
+    name: str
+    names: Sequence[str]
+    read: Callable[[str], Sample]
+    labels: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if len(set(self.names)) != len(self.names):
+            twice = Counter(self.names).most_common(1)[0][0]
+            raise PatchlightError(f"data set '{self.name}' has two samples called '{twice}'; give each its own name")
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Sample:
+        return _checked(self.read(self.names[index]), self)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[i] for i in range(len(self)))
+
+    def select(self, indices: Iterable[int] | None = None, every: int = 1) -> Data:
+        """The samples at `indices` (default: all), of these every n-th."""
+        if every < 1:
+            raise PatchlightError(f"every={every} is not a step; give 1 or more")
+        chosen = list(range(len(self)) if indices is None else indices)
+        wrong = next((i for i in chosen if not 0 <= i < len(self)), None)
+        if wrong is not None:
+            raise PatchlightError(f"no sample {wrong} in data set '{self.name}'; it has 0 to {len(self) - 1}")
+        return replace(self, names=[self.names[i] for i in chosen[::every]])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples as a model and a metric take them, boxes and masks on the model's input.
+
+    `images` [B,C,H,W] preprocessed; `labels` [B] int64, or None unless every sample has one; `boxes` per image [n,4],
+    [0,4] where the crop cut them all away; `masks` [B,H,W] int8; `failures` the (name, sentence) of samples that could
+    not be read and are not among the B.
+    """
+
+    names: list[str]
+    images: Tensor
+    labels: Tensor | None
+    boxes: list[Tensor] | None
+    masks: Tensor | None
+    failures: list[tuple[str, str]]
+
+
+def load_batch(data: Data, indices: Iterable[int], vit: Anatomy | Preprocess, workers: int = 0) -> Batch:
+    """The samples at `indices`, preprocessed for a model (or by a `Preprocess`), read by this many threads."""
+    return next(_batches(data, [list(indices)], vit, workers))
+
+
+def batches(data: Data, vit: Anatomy | Preprocess, size: int = 32, workers: int = 2) -> Iterator[Batch]:
+    """All samples in batches of `size`; threads read the next batch while this one is worked on."""
+    if size < 1:
+        raise PatchlightError(f"a batch of size {size} was asked; give 1 or more")
+    chunks = [list(range(i, min(i + size, len(data)))) for i in range(0, len(data), size)]
+    return _batches(data, chunks, vit, workers)
+
+
+def _batches(data: Data, chunks: Sequence[Sequence[int]], vit: Anatomy | Preprocess, workers: int) -> Iterator[Batch]:
+    preprocess, channels = (vit, 3) if isinstance(vit, Preprocess) else (vit.preprocess, vit.channels)
+
+    def load(index: int) -> _Item:
+        try:
+            return _prepared(data[index], preprocess, channels)
+        except PatchlightError as error:
+            return data.names[index], str(error)
+
+    def stacked(items: Iterable[_Item]) -> Batch:
+        return _stacked(list(items), (channels, *preprocess.size))
+
+    if workers <= 0:
+        yield from (stacked(map(load, chunk)) for chunk in chunks)
+        return
+    pool = ThreadPoolExecutor(workers)
+    ahead: deque[Iterator[_Item]] = deque()
+    try:
+        for chunk in chunks:
+            ahead.append(pool.map(load, chunk))
+            if len(ahead) > 1:
+                yield stacked(ahead.popleft())
+        while ahead:
+            yield stacked(ahead.popleft())
+    finally:
+        pool.shutdown(cancel_futures=True)  # whoever stops early need not wait for what was read ahead
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A sample on the model's input."""
+
+    name: str
+    image: Tensor
+    label: int | None
+    boxes: Tensor | None
+    mask: Tensor | None
+
+
+_Item = _Prepared | tuple[str, str]
+
+
+def _prepared(sample: Sample, preprocess: Preprocess, channels: int) -> _Prepared:
+    label, boxes, mask = sample.label, sample.boxes, sample.mask
+    if boxes is not None:
+        boxes = preprocess.boxes(boxes, sample.image.size)
+    if sample.regions is not None:
+        mask, label = largest_region(preprocess.mask(sample.regions), sample.name)
+    elif mask is not None:
+        mask = preprocess.mask(mask)
+        if not bool((mask == 1).any()):
+            raise PatchlightError(f"the mask of '{sample.name}' has no object left inside the model's crop")
+    return _Prepared(sample.name, to_batch(sample.image, preprocess, channels)[0], label, boxes, mask)
+
+
+def _stacked(items: Sequence[_Item], shape: tuple[int, int, int]) -> Batch:
+    good = [item for item in items if isinstance(item, _Prepared)]
+    labels = [item.label for item in good if item.label is not None]
+    boxes = [item.boxes for item in good if item.boxes is not None]
+    masks = [item.mask for item in good if item.mask is not None]
+    return Batch(
+        names=[item.name for item in good],
+        images=torch.stack([item.image for item in good]) if good else torch.empty(0, *shape),
+        labels=torch.tensor(labels) if good and len(labels) == len(good) else None,
+        boxes=boxes if good and len(boxes) == len(good) else None,
+        masks=torch.stack(masks) if good and len(masks) == len(good) else None,
+        failures=[item for item in items if not isinstance(item, _Prepared)],
+    )
+
+
+def largest_region(regions: Tensor, name: str) -> tuple[Tensor, int]:
+    """The class with the most pixels in `regions` [H,W] (the first of equals) as a mask of 1 and 0, and its index."""
+    areas = torch.bincount(regions[regions >= 0].long())
+    if not len(areas):
+        raise PatchlightError(f"the mask of '{name}' has no object in it; leave the image out")
+    label = int(areas.argmax())
+    return (regions == label).to(torch.int8), label
+
+
+def _checked(sample: Sample, data: Data) -> Sample:
+    """The sample, its boxes clipped to its image; refused where its annotations cannot be of this image."""
+    width, height = sample.image.size
+    if sample.label is not None and data.labels is not None and not 0 <= sample.label < len(data.labels):
+        raise PatchlightError(
+            f"'{sample.name}' has class {sample.label}; the classes of '{data.name}' are 0 to {len(data.labels) - 1}"
+        )
+    for drawn in (sample.mask, sample.regions):
+        if drawn is not None and tuple(drawn.shape) != (height, width):
+            raise PatchlightError(
+                f"the mask of '{sample.name}' is {drawn.shape[1]} x {drawn.shape[0]}, but its image {width} x {height}"
+            )
+    if sample.mask is not None and not bool((sample.mask == 1).any()):
+        raise PatchlightError(f"the mask of '{sample.name}' has no object in it; leave the image out")
+    if sample.boxes is None:
+        return sample
+    for box in sample.boxes.tolist():
+        x0, y0, x1, y1 = box
+        told = ", ".join(f"{v:g}" for v in box)
+        if not (x0 < x1 and y0 < y1):
+            raise PatchlightError(f"a box of '{sample.name}' is ({told}); give xmin < xmax and ymin < ymax")
+        if x0 < -SLACK or y0 < -SLACK or x1 > width + SLACK or y1 > height + SLACK:
+            raise PatchlightError(f"a box of '{sample.name}' is ({told}), outside its image of {width} x {height}")
+    limit = sample.boxes.new_tensor([width, height, width, height])
+    return replace(sample, boxes=torch.minimum(sample.boxes.clamp(min=0), limit))
+
+
+def existing_folder(path: str | Path, what: str) -> Path:
+    """`path`, if it is a folder."""
+    path = Path(path)
+    if not path.is_dir():
+        why = "is not a folder" if path.exists() else "does not exist"
+        raise PatchlightError(f"'{path}' {why}; give the folder of {what}")
+    return path
+
+
+def first_existing(paths: Iterable[Path]) -> Path | None:
+    return next((path for path in paths if path.exists()), None)
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PatchlightError(f"'{path}' is not a text file in UTF-8") from error
+    except OSError as error:
+        raise PatchlightError(f"'{path}' cannot be read: {error.strerror or error}") from error
+
+
+def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a CSV file with a header, which must have these columns."""
+    try:
+        rows = csv.DictReader(read_text(path).splitlines(), restval="")
+        missing = [column for column in columns if column not in (rows.fieldnames or [])]
+        if missing:
+            raise PatchlightError(f"'{path}' has no column {missing[0]}; its header must name {', '.join(columns)}")
+        return list(rows)
+    except csv.Error as error:
+        raise PatchlightError(f"'{path}' is not a CSV file: {error}") from error
+
+
+def read_number(text: str, path: Path) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise PatchlightError(f"'{path}' has '{text}' where a number should stand") from error
+
+
+def read_pairs(path: Path) -> dict[str, str]:
+    """A label file, by image: lines `name,label` or `name label`; a header and lines with # are passed over."""
+    pairs: dict[str, str] = {}
+    for number, line in enumerate(read_text(path).splitlines()):
+        words = next(csv.reader([line])) if "," in line else line.split(maxsplit=1)
+        name, label = (word.strip() for word in (*words, "", "")[:2])
+        header = number == 0 and name.lower() in {"name", "image", "file", "filename"}
+        if header or not name or name.startswith("#"):
+            continue
+        if not label:
+            raise PatchlightError(f"line {number + 1} of '{path}' is '{line.strip()}'; write name,label")
+        pairs[_bare(name)] = label
+    return pairs
+
+
+def look_up(name: str, table: Mapping[str, T], path: Path) -> T:
+    """What a file says of an image, which it may call by path or by file name, with or without suffix."""
+    for key in (_bare(name), _bare(Path(name).name)):
+        if key in table:
+            return table[key]
+    raise PatchlightError(f"'{path}' has no line for image '{name}'; add one or take the image away")
+
+
+def _bare(name: str) -> str:
+    stem, dot, suffix = name.rpartition(".")
+    return stem if f"{dot}{suffix}".lower() in SUFFIXES else name

@@ -1,0 +1,258 @@
+"""ImageNet's validation images with classes and boxes, from the official files or a CSV.
+
+A class index is the place of the class's synset in the sorted list of the 1,000, as in timm and torchvision. The
+official `ILSVRC2012_validation_ground_truth.txt` numbers classes differently, and is read only beside the table that
+says how.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import torch
+
+from patchlight.data.base import (
+    Data,
+    Sample,
+    existing_folder,
+    first_existing,
+    look_up,
+    read_number,
+    read_pairs,
+    read_table,
+    read_text,
+)
+from patchlight.errors import PatchlightError
+from patchlight.images import list_images, open_image
+
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+IMAGE_FOLDERS = ("images", "val", "validation", "ILSVRC2012_img_val", "Data/CLS-LOC/val")
+XML_FOLDERS = ("Annotations/CLS-LOC/val", "ILSVRC2012_bbox_val_v3/val", "Annotations")
+DEVKITS = ("", "data/", "ILSVRC2012_devkit_t12/data/")
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a file says of one image: its synset or class index, boxes, and the size of the image they were drawn on."""
+
+    label: str
+    boxes: list[tuple[float, ...]] = field(default_factory=list)
+    size: tuple[float, float] | None = None
+
+
+def open_imagenet(path: str | Path, labels: str | Path | None = None, boxes: str | Path | None = None) -> Data:
+    """ImageNet's validation images below `path`: folders named by synset, or one flat folder with a label file.
+
+    `labels`: the official ground truth, `LOC_val_solution.csv`, a `boxes.csv`, or lines `name,label` with a synset or
+    a class index. `boxes`: `boxes.csv` (image, class_index or synset, xmin, ymin, xmax, ymax and perhaps width and
+    height), `LOC_val_solution.csv`, or the folder of the official XML files. All of them are found by their names in
+    `path` and beside it. Boxes drawn on a larger copy of the image are scaled.
+    """
+    root = existing_folder(path, "ImageNet's validation images")
+    paths = list_images(first_existing(root / name for name in IMAGE_FOLDERS) or root)
+    images = {p.stem: p for p in paths}
+    if len(images) < len(paths):
+        raise PatchlightError(f"'{root}' has {len(paths) - len(images)} images of the same name in different folders")
+    places = (root, root.parent)
+    drawn = Path(boxes) if boxes else _found(places, ("boxes.csv", "LOC_val_solution.csv", *XML_FOLDERS))
+    truth = _found(places, [f"{kit}{GROUND_TRUTH}" for kit in DEVKITS])
+    for given in (labels, boxes):
+        if given is not None and not Path(given).exists():
+            raise PatchlightError(f"'{given}' does not exist; give a file with ImageNet's labels or boxes")
+    synsets = _synsets(_found(places, ("classes.csv",)))
+    notes = _read_notes(drawn, images) if drawn is not None and drawn.is_file() else None
+    if labels is not None:
+        words = _labels(_read_notes(Path(labels), images))
+    elif all(_is_synset(p.parent.name) for p in paths):
+        words = {name: p.parent.name for name, p in images.items()}
+    elif notes is not None:
+        words = _labels(notes)
+    elif (source := truth or drawn) is not None:
+        words = _labels(_read_notes(source, images))
+    else:
+        raise PatchlightError(
+            f"no classes for the images in '{root}': put them into folders named by synset (n01440764, …), or give "
+            f"labels= a file of lines name,label, LOC_val_solution.csv or {GROUND_TRUTH}"
+        )
+    numbers = {name: _class_index(word, name, synsets) for name, word in words.items()}
+    return Data(
+        "imagenet", list(images), partial(_read, images, numbers, drawn if notes is None else notes), class_names()
+    )
+
+
+@cache
+def class_names() -> tuple[str, ...]:
+    from patchlight.anatomy.timm import imagenet_labels
+
+    return tuple(imagenet_labels(1000) or ())
+
+
+@cache
+def synset_indices() -> dict[str, int]:
+    """The class index of each of ImageNet's 1,000 synsets, as timm lists them."""
+    from timm.data import ImageNetInfo
+
+    return {str(synset): i for i, synset in enumerate(ImageNetInfo().label_names())}
+
+
+def _synsets(classes: Path | None) -> Mapping[str, int]:
+    """The class index of each synset: timm's, or those of a `classes.csv`."""
+    if classes is None:
+        return synset_indices()
+    rows = read_table(classes, ("class_index", "synset"))
+    return {row["synset"]: int(read_number(row["class_index"], classes)) for row in rows}
+
+
+def _read(
+    images: Mapping[str, Path], labels: Mapping[str, int], source: Mapping[str, Note] | Path | None, name: str
+) -> Sample:
+    image = open_image(images[name])
+    if source is None:
+        return Sample(name, image, labels[name])
+    note = _read_xml(source, name) if isinstance(source, Path) else source[name]
+    if not note.boxes:
+        raise PatchlightError(f"'{name}' has no box; leave the image out")
+    return Sample(name, image, labels[name], _scaled(note, image.size, name))
+
+
+def _scaled(note: Note, size: tuple[int, int], name: str) -> torch.Tensor:
+    """The boxes in the pixels of the image; they may have been drawn on a copy of another size, but not shape."""
+    boxes = torch.tensor(note.boxes)
+    width, height = size
+    if note.size is None or min(note.size) <= 0 or note.size == (width, height):
+        return boxes
+    x, y = width / note.size[0], height / note.size[1]
+    if abs(x / y - 1) > 0.02:
+        raise PatchlightError(
+            f"the boxes of '{name}' were drawn on {note.size[0]:g} x {note.size[1]:g} pixels, which is not the shape "
+            f"of its image of {width} x {height}"
+        )
+    return boxes * boxes.new_tensor([x, y, x, y])
+
+
+def _labels(notes: Mapping[str, Note]) -> dict[str, str]:
+    return {name: note.label for name, note in notes.items()}
+
+
+def _read_notes(path: Path, images: Mapping[str, Path]) -> dict[str, Note]:
+    """What a label or box file says of each image."""
+    if path.is_dir():
+        return {name: _read_xml(path, name) for name in images}
+    first = read_text(path).partition("\n")[0]
+    if path.name == GROUND_TRUTH or first.strip().isdecimal():
+        return _read_ground_truth(path, list(images))
+    if "PredictionString" in first:
+        table = {row["ImageId"]: _solution(row["PredictionString"], path) for row in read_table(path, ["ImageId"])}
+    elif "xmin" in first:
+        table = _read_boxes(path)
+    else:
+        table = {name: Note(label) for name, label in read_pairs(path).items()}
+    return {name: look_up(name, table, path) for name in images}
+
+
+def _read_boxes(path: Path) -> dict[str, Note]:
+    rows = read_table(path, ("image", "xmin", "ymin", "xmax", "ymax"))
+    notes: dict[str, Note] = {}
+    for row in rows:
+        label = row.get("class_index") or row.get("synset") or ""
+        size = None
+        if row.get("width") and row.get("height"):
+            size = (read_number(row["width"], path), read_number(row["height"], path))
+        note = notes.setdefault(Path(row["image"]).stem, Note(label, size=size))
+        note.boxes.append(tuple(read_number(row[side], path) for side in ("xmin", "ymin", "xmax", "ymax")))
+    return notes
+
+
+def _solution(text: str, path: Path) -> Note:
+    """One image of LOC_val_solution.csv: `synset xmin ymin xmax ymax`, once or more."""
+    words = text.split()
+    if not words or len(words) % 5:
+        raise PatchlightError(f"'{path}' has '{text}'; write synset xmin ymin xmax ymax, once or more")
+    groups = [words[i : i + 5] for i in range(0, len(words), 5)]
+    return Note(words[0], [tuple(read_number(w, path) for w in group[1:]) for group in groups])
+
+
+def _read_xml(folder: Path, name: str) -> Note:
+    """One image of the official annotations, in PASCAL VOC's form."""
+    path = folder / f"{name}.xml"
+    if not path.is_file():
+        raise PatchlightError(f"no boxes for image '{name}': '{path}' does not exist")
+    text = read_text(path)
+    if "<!DOCTYPE" in text or "<!ENTITY" in text:
+        raise PatchlightError(f"'{path}' declares a document type, which ImageNet's annotations never do; not read")
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        raise PatchlightError(f"'{path}' is not sound XML: {error}") from error
+
+    def number(parent: ElementTree.Element, tag: str) -> float:
+        return read_number(parent.findtext(tag, ""), path)
+
+    objects = root.findall("object")
+    if not objects:
+        raise PatchlightError(f"'{path}' has no object; leave the image out")
+    size = None if root.find("size") is None else (number(root, "size/width"), number(root, "size/height"))
+    boxes = [tuple(number(o, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")) for o in objects]
+    return Note(objects[0].findtext("name", ""), boxes, size)
+
+
+def _read_ground_truth(path: Path, names: Sequence[str]) -> dict[str, Note]:
+    """The official list: line i is the class of ILSVRC2012_val_<i>, in the numbering of the development kit."""
+    synsets = _devkit_synsets(path)
+    lines = read_text(path).split()
+    notes = {}
+    for name in names:
+        match = re.search(r"_val_(\d{8})$", name)
+        place = int(match[1]) if match else 0
+        if not 1 <= place <= len(lines):
+            raise PatchlightError(
+                f"'{path}' has no line for image '{name}'; its {len(lines)} lines are for ILSVRC2012_val_00000001, …"
+            )
+        number = int(read_number(lines[place - 1], path))
+        if number not in synsets:
+            raise PatchlightError(f"'{name}' has class {number} in '{path}'; classes there are 1 to {len(synsets)}")
+        notes[name] = Note(synsets[number])
+    return notes
+
+
+def _devkit_synsets(path: Path) -> dict[int, str]:
+    """ILSVRC2012_ID to synset, from `map_clsloc.txt` or the development kit's `meta.mat` beside the ground truth."""
+    table, meta = path.parent / "map_clsloc.txt", path.parent / "meta.mat"
+    if table.is_file():
+        rows = [line.split() for line in read_text(table).splitlines() if line.strip()]
+        return {int(read_number(row[1], table)): row[0] for row in rows if len(row) > 1}
+    if meta.is_file():
+        from scipy.io import loadmat
+
+        try:
+            found = np.atleast_1d(loadmat(meta, squeeze_me=True)["synsets"])
+            return {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in found if int(row["ILSVRC2012_ID"]) <= 1000}
+        except Exception as error:  # a damaged file makes scipy raise all kinds of exceptions
+            raise PatchlightError(f"'{meta}' is not the meta.mat of ImageNet's development kit: {error}") from error
+    raise PatchlightError(
+        f"'{path}' numbers classes as the development kit does, not as models do; put the kit's meta.mat or "
+        "map_clsloc.txt beside it, or give labels by synset"
+    )
+
+
+def _is_synset(word: str) -> bool:
+    return re.fullmatch(r"n\d{8}", word) is not None
+
+
+def _class_index(word: str, name: str, synsets: Mapping[str, int]) -> int:
+    index = int(word) if word.isdecimal() else synsets.get(word, -1)
+    if not 0 <= index < 1000:
+        raise PatchlightError(
+            f"'{name}' has class '{word}'; ImageNet's classes are 0 to 999 or a synset like n01440764"
+        )
+    return index
+
+
+def _found(places: Sequence[Path], names: Sequence[str]) -> Path | None:
+    return first_existing(place / name for place in places for name in names)

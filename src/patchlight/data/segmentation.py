@@ -1,0 +1,174 @@
+"""Images with masks: ImageNet-S, ImageNet-Segmentation and the trimaps of Oxford-IIIT Pet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from patchlight.data.base import Data, Sample, existing_folder, first_existing, largest_region, read_text
+from patchlight.data.imagenet import class_names, synset_indices
+from patchlight.errors import PatchlightError
+from patchlight.images import list_images, open_image, open_mask
+
+IGNORED = 1000
+NO_CLASS = -2
+
+
+def open_imagenet_s(path: str | Path, split: str = "validation", categories: str | Path | None = None) -> Data:
+    """ImageNet-S: images in `validation/SYNSET/`, masks in `validation-segmentation/SYNSET/` as PNG.
+
+    A mask's pixel is the class id R + 256 G: 0 is another class, 1000 is ignored, i the i-th of the sorted synsets in
+    `categories` (`ImageNetS_categories_im919.txt`, found in the folder or above it; a complete set of class folders
+    says the same). The class of an image is the one with the largest area on the model's input, its mask 1 there and
+    0 elsewhere.
+    """
+    root = existing_folder(path, "ImageNet-S")
+    folder, masks = root / split, root / f"{split}-segmentation"
+    for needed in (folder, masks):
+        existing_folder(needed, f"ImageNet-S ({needed.name})")
+    paths = {p.stem: p for p in list_images(folder)}
+    table = _class_table(_categories(root, masks, categories))
+    drawn = {name: (masks / p.relative_to(folder)).with_suffix(".png") for name, p in paths.items()}
+    return Data(f"imagenet-s-{split}", list(paths), partial(_read_regions, paths, drawn, table), class_names())
+
+
+def open_imagenet_segmentation(path: str | Path) -> Data:
+    """ImageNet-Segmentation (Guillaumin et al.): `gtsegs_ijcv.mat`, 4,276 images with one object each.
+
+    Read with h5py (`pip install patchlight[segmentation]`). An image has a label if its synset is one of ImageNet's
+    1,000; the papers explain the predicted class.
+    """
+    file = Path(path)
+    file = file / "gtsegs_ijcv.mat" if file.is_dir() else file
+    if not file.is_file():
+        raise PatchlightError(f"'{file}' does not exist; give gtsegs_ijcv.mat or the folder it lies in")
+    with _open_mat(file) as mat:
+        missing = [key for key in ("value/img", "value/gt") if key not in mat]
+        if missing:
+            raise PatchlightError(f"'{file}' has no '{missing[0]}', so it is not gtsegs_ijcv.mat")
+        count = len(mat["value/img"])
+    names = [f"segmentation-{i:04d}" for i in range(count)]
+    return Data("imagenet-segmentation", names, partial(_read_mat, file), class_names())
+
+
+def open_pets(path: str | Path, split: str = "all") -> Data:
+    """Oxford-IIIT Pet: `images/` and `trimaps/` (or `annotations/trimaps/`): 1 animal, 2 background, 3 border.
+
+    The border is not labelled. `split` trainval or test takes the images of `annotations/trainval.txt` or `test.txt`,
+    all those of `list.txt` or else every image. Classes are the breeds, in alphabetical order.
+    """
+    root = existing_folder(path, "Oxford-IIIT Pet")
+    images = existing_folder(root / "images", "its images")
+    trimaps = first_existing((root / "trimaps", root / "annotations" / "trimaps"))
+    if trimaps is None:
+        raise PatchlightError(f"'{root}' has no folder trimaps or annotations/trimaps")
+    paths = {p.stem: p for p in list_images(images)}
+    listed = root / "annotations" / f"{'list' if split == 'all' else split}.txt"
+    names = list(paths)
+    if listed.is_file():
+        lines = [line for line in read_text(listed).splitlines() if line.strip() and not line.startswith("#")]
+        names = [line.split()[0] for line in lines]
+    elif split != "all":
+        raise PatchlightError(f"no split '{split}': '{listed}' does not exist")
+    breeds = sorted({_breed(name) for name in paths}, key=str.lower)
+    labels = {name: breeds.index(_breed(name)) for name in paths}
+    return Data(f"pets-{split}", names, partial(_read_trimap, images, trimaps, paths, labels), breeds)
+
+
+def _read_regions(paths: Mapping[str, Path], drawn: Mapping[str, Path], table: torch.Tensor, name: str) -> Sample:
+    channels = np.asarray(open_mask(drawn[name]).convert("RGB"), dtype=np.int64)
+    ids = torch.from_numpy(channels[..., 0] + 256 * channels[..., 1])
+    regions = table[ids.clamp(max=len(table) - 1)]
+    if bool((regions == NO_CLASS).any()):
+        wrong = int(ids[regions == NO_CLASS][0])
+        known = int((table >= 0).sum())
+        raise PatchlightError(f"the mask of '{name}' has class id {wrong}; ids are 0, 1 to {known}, and {IGNORED}")
+    mask, label = largest_region(regions, name)
+    return Sample(name, open_image(paths[name]), label, mask=mask, regions=regions)
+
+
+def _class_table(synsets: Sequence[str]) -> torch.Tensor:
+    """ImageNet-S class id to class index: -1 for what belongs to no class."""
+    table = torch.full((IGNORED + 2,), NO_CLASS, dtype=torch.int16)
+    table[0] = table[IGNORED] = -1
+    for i, synset in enumerate(sorted(synsets), start=1):
+        if synset not in synset_indices() or i >= IGNORED:
+            raise PatchlightError(f"'{synset}' in the list of categories is not a synset of ImageNet's 1,000 classes")
+        table[i] = synset_indices()[synset]
+    return table
+
+
+def _categories(root: Path, masks: Path, given: str | Path | None) -> list[str]:
+    """The synsets of this ImageNet-S, from its list, or from class folders where none can be missing."""
+    if given is not None:
+        return read_text(Path(given)).split()
+    above = (root, *root.resolve().parents[:2])
+    lists = [
+        p for a in above for sub in ("", "data/categories") for p in (a / sub).glob("ImageNetS_categories_im*.txt")
+    ]
+    folders = [p.name for p in masks.iterdir() if p.is_dir()]
+    for path in lists:
+        synsets = read_text(path).split()
+        if len(lists) == 1 or root.name.endswith(f"{len(synsets)}"):
+            return synsets
+    if len(folders) in (50, 300, 919):
+        return folders
+    raise PatchlightError(
+        f"which classes the ids of '{masks}' mean is not known; give categories=, the ImageNetS_categories_im*.txt of "
+        "the data set"
+    )
+
+
+def _open_mat(file: Path) -> Any:
+    try:
+        import h5py
+    except ImportError as error:
+        raise PatchlightError("gtsegs_ijcv.mat is read with h5py: pip install patchlight[segmentation]") from error
+    try:
+        return h5py.File(file, "r")
+    except OSError as error:
+        raise PatchlightError(f"'{file}' is not a MATLAB 7.3 file, or it is truncated: {error}") from error
+
+
+def _read_mat(file: Path, name: str) -> Sample:
+    index = int(name.rpartition("-")[2])
+    with _open_mat(file) as mat:  # opened anew each time: threads and processes share no handle
+
+        def array(key: str) -> Any:
+            value = mat[key][index, 0]
+            while getattr(mat[value].dtype, "kind", "") == "O":  # a cell inside a cell
+                value = mat[value][0, 0]
+            return mat[value][()]
+
+        try:
+            pixels, drawn = array("value/img"), array("value/gt")
+            told = "".join(map(chr, array("value/id").ravel())) if "value/id" in mat else ""
+        except (OSError, KeyError, ValueError, TypeError) as error:
+            raise PatchlightError(f"'{name}' of '{file}' cannot be read: {error}") from error
+    if pixels.ndim != 3 or pixels.shape[0] != 3 or pixels.dtype != np.uint8 or drawn.ndim != 2:
+        raise PatchlightError(f"'{name}' of '{file}' is no RGB image with a mask: {pixels.shape}, {drawn.shape}")
+    # MATLAB stores columns first: [C,W,H] and [W,H]
+    mask = torch.from_numpy(np.where(drawn == 1, 1, np.where(drawn == 0, 0, -1)).astype(np.int8).T.copy())
+    image = Image.fromarray(np.ascontiguousarray(pixels.transpose(2, 1, 0)))
+    return Sample(name, image, synset_indices().get(told.partition("_")[0]), mask=mask)
+
+
+def _read_trimap(
+    images: Path, trimaps: Path, paths: Mapping[str, Path], labels: Mapping[str, int], name: str
+) -> Sample:
+    image = open_image(paths.get(name, images / f"{name}.jpg"))
+    trimap = np.asarray(open_mask(trimaps / f"{name}.png"))
+    if trimap.ndim != 2 or not np.isin(trimap, (1, 2, 3)).all():
+        raise PatchlightError(f"the trimap of '{name}' has other values than 1 (animal), 2 (background), 3 (border)")
+    mask = np.array([0, 1, 0, -1], dtype=np.int8)[trimap]
+    return Sample(name, image, labels[name], mask=torch.from_numpy(mask))
+
+
+def _breed(name: str) -> str:
+    return name.rpartition("_")[0]
