@@ -126,6 +126,7 @@ class Method:
     benchmarks. `composable`: why no composition may follow, where none may. `composed`: defaults that change under a
     composition. `advice`: why a map is degenerate, known beforehand; `constant`: why it may turn out constant, and what
     to use instead. `refuses`: why a model cannot be explained with these settings, beyond what `needs` says.
+    `features`: it reads the activations of one place, which of a hierarchical model is its feature map.
     `own_pass`: its rules are its own, so it runs its own pass: the function takes an Ask, and with a combiner returns a
     Pass with maps of the blocks `ask.layers`. `ablates`: it scores variants of the images; it takes an Ask with all
     classes at once and returns [B,T,h,w].
@@ -152,6 +153,7 @@ class Method:
     advice: Callable[[Settings, Anatomy], str | None] | None = None
     constant: str = ""
     refuses: Callable[[Settings, Anatomy], str | None] | None = None
+    features: bool = False
     own_pass: bool = False
     ablates: bool = False
     matrix: bool = False
@@ -410,6 +412,8 @@ def _accepted(function: Callable[..., Any], settings: Settings) -> dict[str, Any
 def refusal(request: Request, vit: Anatomy) -> str | None:
     """Why this model cannot be explained with this method; None when it can."""
     needs = request.method.needed(request.settings)
+    if vit.depth == 0 and request.method.features:
+        return _no_feature_map(request, vit)
     if vit.depth == 0 and _reads_blocks(request):
         pixels = "pixel" in request.method.levels and not request.method.own_pass
         instead = "; level='pixel' works" if pixels else ""
@@ -419,6 +423,19 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
     if "u" in needs and vit.parts(0).norm2 is None:
         return f"{vit.name} has no second norm in its blocks, where the tokens after attention are read"
     return request.method.refuses(request.settings, vit) if request.method.refuses is not None else None
+
+
+def _no_feature_map(request: Request, vit: Anatomy) -> str | None:
+    """Why a hierarchical model's one feature map does not serve a request that reads one."""
+    if request.combine is not request.method.combine:
+        return (
+            f"it sums over blocks, and {vit.name} is opened as a feature map with none; '{request.method.name}' works"
+        )
+    if request.rule.name != "plain":
+        return f"backward rules are for plain blocks, which {vit.name} has not; '{request.method.name}' works"
+    if request.settings["layer"] != parameters(request.method, request.combine)["layer"][0].default:
+        return f"{vit.name} has no blocks to name as a layer; load it with another stage, and leave layer out"
+    return None
 
 
 def _reads_blocks(request: Request) -> bool:

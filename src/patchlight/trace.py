@@ -25,7 +25,7 @@ PIXELS = -1
 
 BACKWARD = frozenset({"g", "gy", "gn", "G", "bias"})
 TAPPED = frozenset({"A", "G", "v", "n", "gn", "u", "bias"})
-EVIDENCE = frozenset({"x", "y", "A", "v", "n", "u"}) | BACKWARD
+EVIDENCE = frozenset({"x", "y", "A", "v", "n", "u", "p"}) | BACKWARD
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,14 @@ class _Runner:
         self.vit, self.rule, self.jobs = vit, rule, jobs
         self.backward = any(job.backward for job in jobs)
         self.first = min((min(job.layers) for job in jobs if job.backward), default=vit.depth)
-        self.wants = {k: [j for j, job in enumerate(jobs) if k in job.layers] for k in range(PIXELS, vit.depth)}
+        self.wants = {k: [j for j, job in enumerate(jobs) if k in job.layers] for k in range(PIXELS, max(vit.depth, 1))}
         self.evidence: dict[int, Evidence] = {}
         self.values: list[dict[int, Any]] = [{} for _ in jobs]
         self.finished: set[int] = set()
         self.closing = False
         self.leaf = torch.empty(0)
         self.end = Evidence(vit.depth, torch.empty(0))
+        self.projected: Tensor = None  # type: ignore[assignment]
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
         vit = self.vit
@@ -108,7 +109,7 @@ class _Runner:
         x = self.leaf = images.detach().requires_grad_(pixels)
         self.evidence[PIXELS] = Evidence(PIXELS, x.detach().movedim(1, -1))
         with torch.set_grad_enabled(pixels), self._tapped(self.evidence[PIXELS], frozenset(), in_block=False):
-            x = vit.embed(x) if tokens is None else tokens
+            x = self._embed(x) if tokens is None else tokens
         for layer in range(vit.depth):
             graph = self.backward and layer >= self.first
             if graph and layer == self.first:
@@ -117,7 +118,7 @@ class _Runner:
                 x.register_hook(self._hook(layer))
             needs = frozenset[str]().union(*(self.jobs[j].needs for j in self.wants[layer]))
             evidence = self.evidence[layer] = Evidence(
-                layer, x.detach(), parts=vit.parts(layer), prefix=vit.prefix, depth=vit.depth
+                layer, x.detach(), parts=vit.parts(layer), prefix=vit.prefix, depth=vit.depth, p=self.projected
             )
             with torch.set_grad_enabled(graph), self._tapped(evidence, needs & TAPPED):
                 x = vit.block(layer, x)
@@ -128,6 +129,8 @@ class _Runner:
                         self.values[j][layer] = self.jobs[j].function(evidence)
             if not graph:
                 del self.evidence[layer]
+        if vit.depth == 0 and self.wants[0]:
+            x = self._feature_map(x)
         needs = frozenset({"bias"} if any("bias" in job.needs for job in self.jobs) else ())
         needs |= {"A"} if vit.pooling == "map" else frozenset()
         self.end.x = x.detach()
@@ -135,6 +138,26 @@ class _Runner:
             x.register_hook(self._hook(vit.depth))
         with torch.set_grad_enabled(self.backward), self._tapped(self.end, needs, in_block=False):
             return vit.readout(x)
+
+    def _feature_map(self, x: Tensor) -> Tensor:
+        """A hierarchical model's tokens stand for the input of a block, which it has none of."""
+        if self.backward and self.first == 0:
+            x = self.leaf = x.detach().requires_grad_()
+        evidence = self.evidence[0] = Evidence(0, x.detach(), prefix=self.vit.prefix)
+        for j in self.wants[0]:
+            if not self.jobs[j].backward:
+                self.values[j][0] = self.jobs[j].function(evidence)
+        return x
+
+    def _embed(self, images: Tensor) -> Tensor:
+        if not any("p" in job.needs for job in self.jobs):
+            return self.vit.embed(images)
+
+        def keep(patches: Tensor) -> None:
+            self.projected = patches.detach()
+
+        with self.vit.projecting(keep):
+            return self.vit.embed(images)
 
     @contextlib.contextmanager
     def _tapped(self, evidence: Evidence, needs: frozenset[str], in_block: bool = True) -> Iterator[None]:

@@ -12,7 +12,10 @@ from torch import nn
 import patchlight as pl
 from patchlight.ablation import Ablation, TokenSubsets
 from patchlight.anatomy import Anatomy, model_names
+from patchlight.engine import compute
 from patchlight.errors import Unsupported
+from patchlight.registry import resolve
+from patchlight.targets import Targets
 from tests.families import CLASSES, FAMILIES, HIERARCHICAL, images, randomise, shared
 
 SMALL = {"depths": (1, 1, 2, 1), "num_heads": (1, 2, 2, 4), "num_classes": CLASSES}
@@ -86,7 +89,7 @@ def test_what_works_and_what_is_refused(family: str) -> None:
     batch = images(vit, 2)
     works = {m.name: m for m in pl.methods(vit)}
     assert all(works[name].supported for name in ("random", "smoothgrad", "kernel-shap", "hsic"))
-    for name in ("genatt", "ixg", "decompx", "rollout", "lrp", "gradcam", "tis", "atman"):
+    for name in ("genatt", "ixg", "decompx", "rollout", "lrp", "tis", "atman"):
         assert works[name].supported is False, name
         with pytest.raises(Unsupported, match=rf"'{name}' does not work here: .*these do: .*kernel-shap"):
             pl.explain(vit, batch, name)
@@ -99,6 +102,28 @@ def test_what_works_and_what_is_refused(family: str) -> None:
         Ablation(vit, batch).logits(TokenSubsets(torch.arange(2), torch.zeros(2, 3, dtype=torch.long)))
     with pytest.raises(Unsupported, match="mode='pixels' works"):
         pl.explain(vit, batch, "kernel-shap", mode="tokens")
+
+
+@pytest.mark.parametrize("family", HIERARCHICAL)
+def test_grad_cam_of_the_feature_map(family: str) -> None:
+    """w_k = mean_i g_ik, map_i = sum_k w_k a_ik, at the stage the model is opened behind."""
+    vit = shared(family, torch.float64)
+    batch = images(vit, 2)
+    with torch.no_grad():
+        a = vit.embed(batch)
+    logits = vit.readout(a.requires_grad_())
+    (g,) = torch.autograd.grad(logits[:, 3].sum(), a)
+    request = resolve("gradcam")
+    _, (found,) = compute(vit, batch, [request], Targets(torch.full((2, 1), 3)), 0)
+    expected = (a * g.mean(1, keepdim=True)).sum(-1).view(2, *vit.grid)
+    torch.testing.assert_close(found[:, 0], expected.detach(), rtol=1e-10, atol=1e-12)
+    for name in ("hirescam", "layercam", "eigencam", "gradcam-aug"):
+        assert pl.explain(vit, batch, name).grid == vit.grid
+    for name, why in (("gradcam.plus", "sums over blocks"), ("gradcam.libra", "rules are for plain blocks")):
+        with pytest.raises(Unsupported, match=why):
+            pl.explain(vit, batch, name)
+    with pytest.raises(Unsupported, match="no blocks to name"):
+        pl.explain(vit, batch, "gradcam", layer=0)
 
 
 def test_pixel_gradients_are_those_of_the_model() -> None:

@@ -122,6 +122,30 @@ class Anatomy(ABC):
         """Embedding and head, where they are those of a plain ViT with a CLS token; else None."""
         return None
 
+    def projection(self) -> nn.Module | None:
+        """The module whose output is the projected patches, before prefix tokens and positions join them; else None."""
+        return None
+
+    @contextlib.contextmanager
+    def projecting(self, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+        """Inside, `change` sees the projected patches [B,P,D] of every `embed`, and what it returns replaces them."""
+        module = self.projection()
+        if module is None:
+            raise Unsupported(f"{self.name} has no patch projection to look at")
+
+        def seen(_: nn.Module, given: Any, out: Tensor) -> Tensor | None:
+            if isinstance(module, nn.Conv2d):
+                new = change(out.flatten(2).mT)
+                return None if new is None else new.mT.reshape(out.shape)
+            new = change(out.flatten(1, -2))
+            return None if new is None else new.reshape(out.shape)
+
+        handle = module.register_forward_hook(seen)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     @property
     def depth(self) -> int:
         return len(self.blocks)

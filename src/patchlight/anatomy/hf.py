@@ -84,6 +84,9 @@ class HuggingFaceAnatomy(Anatomy):
         before = getattr(self._backbone, "pre_layrnorm", None)
         return cast(Tensor, tokens if before is None else before(tokens))
 
+    def projection(self) -> nn.Module | None:
+        return _find(self._backbone.embeddings, "patch_embeddings", "patch_embedding")
+
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         out = self.blocks[index](tokens, **dict.fromkeys(self._required))
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)

@@ -44,6 +44,9 @@ class TimmAnatomy(Anatomy):
         tokens = self._net._pos_embed(self._net.patch_embed(images))
         return cast(Tensor, self._net.norm_pre(tokens))
 
+    def projection(self) -> nn.Module | None:
+        return cast(nn.Module, self._net.patch_embed)
+
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return cast(Tensor, self.blocks[index](tokens))
 

@@ -50,6 +50,9 @@ class TorchvisionAnatomy(Anatomy):
         cls = self._net.class_token.expand(patches.shape[0], -1, -1)
         return cast(Tensor, torch.cat([cls, patches], 1) + self._net.encoder.pos_embedding)
 
+    def projection(self) -> nn.Module | None:
+        return cast(nn.Module, self._net.conv_proj)
+
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return cast(Tensor, self.blocks[index](tokens))
 

@@ -21,6 +21,7 @@ from patchlight.methods.compose import block_index
 from patchlight.methods.gradients import input_times_gradient, token_ixg
 from patchlight.registry import Ask, Combiner, LayerMaps, Settings, method, resolve
 from patchlight.taps import Evidence
+from patchlight.trace import LayerJob
 
 Prefix = Literal["exclude", "include"]
 _PLACE = re.compile(r"(?:blocks\[(-?\d+)\])?\.?(norm1|input)?")
@@ -50,21 +51,43 @@ def _forward_needs(settings: Settings) -> frozenset[str]:
     return cam_needs(settings) - {"g", "gn"}
 
 
+def _index(layer: int | str, depth: int) -> int:
+    """The block that `layer` names; 0 stands for the feature map of a hierarchical model, which has no blocks."""
+    return block_index(place(layer)[0], depth) if depth else 0
+
+
 def _at_layer(maps: LayerMaps, layer: int | str = _NORM1) -> Tensor:
-    return maps.vector(block_index(place(layer)[0], maps.vit.depth))
+    return maps.vector(_index(layer, maps.vit.depth))
 
 
-AT_LAYER = Combiner(_at_layer, lambda depth, s: (block_index(place(s["layer"])[0], depth),))
+AT_LAYER = Combiner(_at_layer, lambda depth, s: (_index(s["layer"], depth),))
 
 
 def activations(b: Evidence, layer: int | str) -> tuple[Tensor, Tensor]:
     """Activations and gradients [B,N,D] at the place that `layer` names."""
-    return (b.n, b.gn) if place(layer)[1] == "norm1" else (b.x, b.g)
+    return (b.n, b.gn) if _at_norm(b, layer) else (b.x, b.g)
+
+
+def _at_norm(b: Evidence, layer: int | str) -> bool:
+    """Whether a block's first norm is meant; a hierarchical model's feature map has none."""
+    return place(layer)[1] == "norm1" and b.n is not None
 
 
 def product(b: Evidence, layer: int | str) -> Tensor:
     """a * g at that place; the methods of one pass share it."""
-    return b.once("ngn", lambda: b.n * b.gn) if place(layer)[1] == "norm1" else input_times_gradient(b)
+    return b.once("ngn", lambda: b.n * b.gn) if _at_norm(b, layer) else input_times_gradient(b)
+
+
+def feature_maps(ask: Ask, layer: int | str | None = None) -> tuple[Tensor, Tensor]:
+    """The channels at a place on the patch grid [B,D,h,w], and the images' scores [B,T]: 1 forward.
+
+    By default the output of the last block's first norm; of a hierarchical model, the stage it is opened behind.
+    """
+    vit, layer = ask.vit, _NORM1 if layer is None else layer
+    index, norm = _index(layer, vit.depth), place(layer)[1] == "norm1" and not vit.hierarchical
+    seen = ask.run([LayerJob(lambda b: b.n if norm else b.x, frozenset({"n" if norm else "x"}), (index,))])
+    tokens: Tensor = seen.values[0][0][index]
+    return tokens[:, vit.prefix :].mT.contiguous().unflatten(-1, vit.grid), seen.scores
 
 
 def counted(values: Tensor, b: Evidence, prefix: Prefix) -> Tensor:
@@ -94,7 +117,7 @@ def apply_weights(a: Tensor, weights: Tensor, b: Evidence, eigen: bool) -> Tenso
 
 def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
     """HiResCAM at a block's input is IxG there: nothing but rounding at the last block of a CLS-pooled model."""
-    if "start" in settings:
+    if "start" in settings or vit.hierarchical:
         return None
     index, kind = place(settings["layer"])
     at_last = kind == "input" and block_index(index, vit.depth) == vit.depth - 1
@@ -112,6 +135,7 @@ def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
     aliases=("grad-cam",),
     needs=cam_needs,
     combine=AT_LAYER,
+    features=True,
     composed=_COMPOSED,
     presets={**_PRESETS, "diffmask": {"eigen": True}},
 )
@@ -132,6 +156,7 @@ def gradcam(b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", 
     aliases=("gradcampp", "grad-cam++"),
     needs=cam_needs,
     combine=AT_LAYER,
+    features=True,
     composed={**_COMPOSED, "eps": 1e-7},
     presets={**_PRESETS, "skipplus": {**_PRESETS["skipplus"], "eps": 1e-7}},
 )
@@ -161,6 +186,7 @@ def gradcam_pp(
     paper="Fu et al., BMVC 2020, on tokens",
     needs=cam_needs,
     combine=AT_LAYER,
+    features=True,
     composed=_COMPOSED,
     presets=_PRESETS,
 )
@@ -182,6 +208,7 @@ def xgradcam(
     aliases=("xgradcam-abs",),
     needs=cam_needs,
     combine=AT_LAYER,
+    features=True,
     composed=_COMPOSED,
     presets=_PRESETS,
 )
@@ -200,6 +227,7 @@ def xgradcam_abs(
     paper="Draelos & Carin, 2020, on tokens",
     needs=cam_needs,
     combine=AT_LAYER,
+    features=True,
     composed=_COMPOSED,
     presets=_PRESETS,
     advice=degenerate_hirescam,
@@ -208,7 +236,7 @@ def hirescam(b: Evidence, layer: int | str = _NORM1, eigen: bool = False) -> Ten
     """HiResCAM: map_i = sum_k g_ik a_ik, which at a block's input is IxG. Signed. `eigen=True` is EigenGradCAM."""
     if eigen:
         return principal(product(b, layer), b)
-    return product(b, layer).sum(-1) if place(layer)[1] == "norm1" else token_ixg(b)
+    return product(b, layer).sum(-1) if _at_norm(b, layer) else token_ixg(b)
 
 
 @method(
@@ -217,6 +245,7 @@ def hirescam(b: Evidence, layer: int | str = _NORM1, eigen: bool = False) -> Ten
     aliases=("gradcamelementwise",),
     needs=cam_needs,
     combine=AT_LAYER,
+    features=True,
     composed=_COMPOSED,
     presets=_PRESETS,
 )
@@ -231,6 +260,7 @@ def gradcam_elementwise(b: Evidence, layer: int | str = _NORM1, eigen: bool = Fa
     paper="Jiang et al., TIP 2021, on tokens",
     needs=cam_needs,
     combine=AT_LAYER,
+    features=True,
     composed=_COMPOSED,
     presets=_PRESETS,
 )
@@ -259,6 +289,7 @@ def layercam(
     paper="Muhammad & Yeasin, IJCNN 2020, on tokens",
     needs=_forward_needs,
     combine=AT_LAYER,
+    features=True,
     composed=_COMPOSED,
     presets=_PRESETS,
     class_specific=False,
@@ -266,12 +297,13 @@ def layercam(
 )
 def eigencam(b: Evidence, layer: int | str = _NORM1) -> Tensor:
     """EigenCAM: the patches' activations on their first principal axis. Class-agnostic; the sign is a convention."""
-    return principal(b.n if place(layer)[1] == "norm1" else b.x, b)
+    return principal(b.n if _at_norm(b, layer) else b.x, b)
 
 
 @method(
     "gradcam-aug",
     paper="the grad-cam library's aug_smooth",
+    features=True,
     cost="6 forwards + 6 backwards",
     presets={"diffmask": {"eigen": True, "scaled": True}},
 )

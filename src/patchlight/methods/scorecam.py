@@ -10,24 +10,9 @@ from torch.nn import functional as F
 
 from patchlight.ablation import Fill, fill_images
 from patchlight.anatomy.base import Anatomy
-from patchlight.methods.cams import place
-from patchlight.methods.compose import block_index
+from patchlight.methods.cams import feature_maps, place
 from patchlight.methods.masking import MadeMasks, owners
 from patchlight.registry import Ask, Settings, method
-from patchlight.trace import LayerJob
-
-
-def channels(ask: Ask, layer: int | str) -> Tensor:
-    """The patches' activations at the place that `layer` names, one map per channel: [B,D,h,w]. One forward."""
-    if ask.vit.depth == 0:
-        with torch.no_grad(), ask.vit.steady():
-            seen: Tensor = ask.vit.embed(ask.images)
-    else:
-        at, kind = block_index(place(layer)[0], ask.vit.depth), place(layer)[1]
-        needs = frozenset({"n" if kind == "norm1" else "x"})
-        seen = ask.run([LayerJob(lambda b: b.n if kind == "norm1" else b.x, needs, (at,))]).values[0][0][at]
-    patches = seen[:, ask.vit.prefix :].transpose(1, 2).contiguous()
-    return patches.view(*patches.shape[:2], *ask.vit.grid)
 
 
 def refuses(settings: Settings, vit: Anatomy) -> str | None:
@@ -66,7 +51,7 @@ def score_cam(
     with probabilities in its preset. `layer` is read as for `gradcam`; a
     hierarchical model has one feature map, that of the stage it is opened behind. Token maps [B,h,w]; D + 1 forwards.
     """
-    maps = channels(ask, layer)
+    maps, _ = feature_maps(ask, layer)
     flat = maps.flatten(0, 1)
     low, high = flat.new_empty(2, len(flat))
 

@@ -14,41 +14,17 @@ from torch.nn import functional as F
 
 from patchlight.ablation import Count, Rendered
 from patchlight.anatomy.base import Anatomy
-from patchlight.methods.cams import place
-from patchlight.methods.compose import block_index
+from patchlight.methods.cams import feature_maps, place
 from patchlight.methods.rise import draw_grids
 from patchlight.registry import Ask, Settings, method
-from patchlight.trace import LayerJob
 
 Variant = Literal["full", 1, 2, 3, 4, 5]
 Noise = Callable[[Tensor], Tensor]
 """From indices of draws [n] to standard normal images [n,C,H,W]."""
 Masks = Callable[[Tensor], Tensor]
 """From indices of masks [n] to masks [n,1,H,W]."""
-_NORM1 = "blocks[-1].norm1"
 _BLOCK = 16
 """Draws of noise made at once."""
-
-
-def feature_maps(ask: Ask, layer: int | str | None = None) -> tuple[Tensor, Tensor]:
-    """The channels of a layer on the patch grid [B,D,h,w] in float64, and the clean images' scores [B,T]: 1 forward.
-
-    By default the output of the last block's first norm; of a hierarchical model, the stage it is opened behind.
-    """
-    vit = ask.vit
-    if vit.hierarchical:
-        with torch.no_grad(), vit.steady():
-            tokens = vit.embed(ask.images)
-        clean = ask.run([], tokens=tokens).scores
-    else:
-        index, kind = place(_NORM1 if layer is None else layer)
-        index = block_index(index, vit.depth)
-        job = LayerJob(
-            lambda b: b.n if kind == "norm1" else b.x, frozenset({"n" if kind == "norm1" else "x"}), (index,)
-        )
-        seen = ask.run([job])
-        tokens, clean = seen.values[0][0][index], seen.scores
-    return tokens[:, vit.prefix :].double().mT.unflatten(-1, vit.grid), clean
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
@@ -271,6 +247,7 @@ def vit_cx(
     """
     size = (ask.images.shape[-2], ask.images.shape[-1])
     features, clean = feature_maps(ask, layer)
+    features = features.double()
 
     def scored(masks: Masks, owner: Tensor) -> Tensor:
         if sigma == 0 or variant in (3, 5):
