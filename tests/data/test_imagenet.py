@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.io import savemat
 
-from patchlight.data import batches, open_data
+from patchlight.data import Data, Sample, batches, open_data
 from patchlight.errors import PatchlightError
 from patchlight.images import Preprocess
 from tests.reference import shared_dir
@@ -31,6 +31,13 @@ def flat(tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
+def by_name(data: Data) -> list[Sample]:
+    """Samples in the order of their names; the data has them class by class."""
+    labels = [sample.label for sample in data]
+    assert labels == sorted(labels, key=lambda label: -1 if label is None else label)
+    return sorted(data, key=lambda sample: sample.name)
+
+
 def refused(path: Path, **options: object) -> str:
     with pytest.raises(PatchlightError) as error:
         open_data("imagenet", path, **options)
@@ -40,7 +47,7 @@ def refused(path: Path, **options: object) -> str:
 
 def unreadable(path: Path, **options: object) -> str:
     with pytest.raises(PatchlightError) as error:
-        open_data("imagenet", path, **options)[0]
+        list(open_data("imagenet", path, **options))
     return str(error.value)
 
 
@@ -67,7 +74,7 @@ def test_boxes_csv(flat: Path) -> None:
     header = "image,class_index,synset,xmin,ymin,xmax,ymax,width,height\n"
     first, second = f"{NAMES[0]},1,{GOLDFISH},2.5,3,30,20,40,30\n", f"{NAMES[1]},0,{TENCH},10,20,50,60,80,60\n"
     boxes = write(flat / "boxes.csv", header + first + f"{NAMES[0]},1,{GOLDFISH},0,0,5,5,40,30\n" + second)
-    data = open_data("imagenet", flat)
+    data = by_name(open_data("imagenet", flat))
     assert [s.label for s in data] == [1, 0]
     assert data[0].boxes is not None
     assert data[0].boxes.tolist() == [[2.5, 3, 30, 20], [0, 0, 5, 5]]
@@ -92,7 +99,7 @@ def test_loc_val_solution(flat: Path) -> None:
         f"ImageId,PredictionString\n{NAMES[1]},{TENCH} 1 2 11 12 {TENCH} 3 4 13 14 \n{NAMES[0]},{GOLDFISH} 0 0 9 9 \n"
     )
     solution = write(flat / "LOC_val_solution.csv", text)
-    data = open_data("imagenet", flat)
+    data = by_name(open_data("imagenet", flat))
     assert [s.label for s in data] == [1, 0]
     assert data[1].boxes is not None
     assert data[1].boxes.tolist() == [[1, 2, 11, 12], [3, 4, 13, 14]]
@@ -109,12 +116,12 @@ def test_xml(flat: Path) -> None:
     assert f"no boxes for image '{NAMES[1]}'" in refused(flat)
     one = OBJECT.format(TENCH, 1, 2, 30, 20)
     write(folder / f"{NAMES[1]}.xml", XML.format(name=NAMES[1], width=40, height=30, objects=one))
-    data = open_data("imagenet", flat)
+    data = by_name(open_data("imagenet", flat))
     assert [s.label for s in data] == [1, 0]
     assert data[0].boxes is not None
     assert data[0].boxes.tolist() == [[2, 3, 10, 15], [0, 0, 40, 30]]
     labels = write(flat / "val.txt", f"{NAMES[0]}.JPEG 5\n{NAMES[1]}.JPEG {GOLDFISH}\n")
-    assert [s.label for s in open_data("imagenet", flat, labels=labels, boxes=folder)] == [5, 1]
+    assert [s.label for s in by_name(open_data("imagenet", flat, labels=labels, boxes=folder))] == [5, 1]
     bomb = '<!DOCTYPE a [<!ENTITY b "bbbb"><!ENTITY c "&b;&b;&b;&b;">]><annotation>&c;</annotation>'
     for text, sentence in {
         bomb: "declares a document type",
@@ -132,7 +139,7 @@ def test_the_official_ground_truth_needs_its_table(flat: Path) -> None:
     truth = write(kit / "ILSVRC2012_validation_ground_truth.txt", "2\n1\n1\n")
     assert "numbers classes as the development kit does, not as models do" in refused(flat)
     table = write(kit / "map_clsloc.txt", f"{TENCH} 1 tench\n{GOLDFISH} 2 goldfish\n")
-    assert [s.label for s in open_data("imagenet", flat)] == [1, 0], "line 1 is image 1, line 3 image 3"
+    assert [s.label for s in by_name(open_data("imagenet", flat))] == [1, 0], "line 1 is image 1, line 3 image 3"
     table.unlink()
     rows = [(1, GOLDFISH), (2, TENCH), (1001, "n00001740")]
     savemat(kit / "meta.mat", {"synsets": np.array(rows, dtype=[("ILSVRC2012_ID", object), ("WNID", object)])})

@@ -34,8 +34,8 @@ def counting_grids(count: int | None = None, seed: int = 0, part: Part = "train"
     """Grids drawn from one part of the pool; by default as many as its patches fill (600, 33 and 33).
 
     The pool has 1,000 patches of each colour of {0, 1}^3 without black and white, split at random 90:5:5. A grid has
-    n ~ Uniform{0..9} red patches and 9 - n others, drawn without replacement, in random order. The released code has five
-    colours besides red; the paper speaks of six: `distractors=6` adds white.
+    n ~ Uniform{0..9} red patches and 9 - n others, drawn without replacement, in random order. The released code has
+    five colours besides red; the paper speaks of six: `distractors=6` adds white.
     """
     if distractors not in (5, 6):
         raise PatchlightError(
