@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -96,8 +96,12 @@ class RankThresholds:
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         owner = _there(self.owner[part], images)
         shown = self.ranks[owner] < _there(self.thresholds[part], images)[:, None, None]
-        shown = (~shown if self.inverted else shown)[:, None]
-        return vit.embed(torch.where(shown, images[owner], self.fill[owner])), None
+        there, gone = (self.fill, images) if self.inverted else (images, self.fill)
+        return vit.embed(torch.where(shown[:, None], there[owner], gone[owner])), None
+
+    def halved(self) -> RankThresholds:
+        """The same in fewer bytes: a bfloat16 embedding rounds the pixels it is given either way."""
+        return replace(self, ranks=self.ranks.int(), fill=self.fill.bfloat16())
 
 
 @dataclass(frozen=True)
@@ -156,14 +160,16 @@ class Ablation:
         """(begin, stop, logits) of each chunk; on out-of-memory the chunk is halved and tried again."""
         size = self.chunk or _free_chunk(self.vit)
         begin, total = 0, len(variants.owner)
-        around = getattr(variants, "around", None)
+        around, images = getattr(variants, "around", None), self.images
+        if self._bf16 and isinstance(variants, RankThresholds):
+            variants, images = variants.halved(), images.bfloat16()
         forward = _compiled(self.vit) if self.compile and around is None else _forward
         while begin < total:
             if self.cancel is not None and self.cancel():
                 raise Cancelled(f"stopped after {begin} of {total} variants")
             stop = min(begin + size, total)
             try:
-                tokens, positions = variants.tokens(self.vit, self.images, embedded, slice(begin, stop))
+                tokens, positions = variants.tokens(self.vit, images, embedded, slice(begin, stop))
                 with self._in_bf16(), contextlib.nullcontext() if around is None else around(slice(begin, stop)):
                     tokens = tokens.bfloat16() if self._bf16 else tokens
                     logits = forward(self.vit, tokens, positions)
