@@ -40,6 +40,7 @@ $(VENV)/.stamp-run: requirements.txt pyproject.toml
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-run requirements-dev.txt
 	$(PIP) install --no-compile -r requirements-dev.txt
+	$(PIP) install --no-deps quantus==0.6.0  # without its opencv-python: the headless one is there
 	touch $@
 
 clean:

@@ -71,7 +71,7 @@ def explain(
     if count == 0:
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
     targets = resolve_targets(target, count, vit.classes, vit.labels)
-    size = _batch_size(vit) if batch_size is None else batch_size
+    size = default_batch_size(vit) if batch_size is None else batch_size
     if size < 1:
         raise PatchlightError(f"batch_size {size} is not possible; give 1 or more")
     chunks: list[list[Tensor]] = [[] for _ in requests]
@@ -183,7 +183,7 @@ def _requests(
     return [resolve(name, settings, score) for name in dict.fromkeys(method)]
 
 
-def _batch_size(vit: Anatomy) -> int:
+def default_batch_size(vit: Anatomy) -> int:
     """As many images as keep attention and its gradient, all heads and blocks, in about 1.5 GB; 1 to 32."""
     per_image = 2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2
     return max(1, min(32, int(1.5e9 / per_image)))

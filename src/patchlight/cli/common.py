@@ -120,6 +120,14 @@ def read_settings(names: Sequence[str], given: Sequence[str], noun: str = "metho
     return wanted
 
 
+def read_class(word: str, vit: Anatomy) -> int:
+    """The index of a class given by name or, unless a class is called so, by number."""
+    from patchlight.targets import class_index
+
+    named = any(word.casefold() == label.casefold() for label in vit.labels or ())
+    return class_index(word if named or not word.lstrip("-").isdigit() else int(word), vit.classes, vit.labels)
+
+
 def _value(text: str) -> Any:
     try:
         return json.loads(text)

@@ -30,6 +30,7 @@ from patchlight.cli.common import (
     load_model,
     print_json,
     progress,
+    read_class,
     read_settings,
     say,
 )
@@ -297,8 +298,8 @@ def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
                         rows.append((one, maps, top[0]))
             bar.update(bar.task_ids[0], completed=min(begin + size, len(task.items)))
         if task.figure is not None and rows:
-            joined = {name: _joined([maps[name] for _, maps, _ in rows]) for name in task.methods}
-            _draw([one.picture for one, _, _ in rows], joined, [top for _, _, top in rows], vit, task.figure)
+            together = {name: joined([maps[name] for _, maps, _ in rows]) for name in task.methods}
+            _draw([one.picture for one, _, _ in rows], together, [top for _, _, top in rows], vit, task.figure)
             done.written.append(str(task.figure))
     return done
 
@@ -306,11 +307,6 @@ def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
 def _target(task: Task, vit: Anatomy) -> Any:
     """The target as `explain` takes it; with it, everything that depends on the model is checked."""
     from patchlight.registry import check_supported, refusal, resolve
-    from patchlight.targets import class_index
-
-    def read(word: str) -> int:
-        named = any(word.casefold() == label.casefold() for label in vit.labels or ())
-        return class_index(word if named or not word.lstrip("-").isdigit() else int(word), vit.classes, vit.labels)
 
     for name, own in list(task.methods.items()):
         request = resolve(name, own, task.score)  # type: ignore[arg-type]
@@ -323,7 +319,8 @@ def _target(task: Task, vit: Anatomy) -> Any:
         raise PatchlightError("--against needs --target, the class it is contrasted with")
     if task.target is None:
         return None
-    return read(task.target) if task.against is None else (read(task.target), read(task.against))
+    wanted = read_class(task.target, vit)
+    return wanted if task.against is None else (wanted, read_class(task.against, vit))
 
 
 def _read(items: Sequence[Item], vit: Anatomy, errors: list[dict[str, str]]) -> list[_Read]:
@@ -403,7 +400,7 @@ def _draw(
     figure(pictures, maps, predictions=top, vit=vit, path=path)
 
 
-def _joined(parts: list[Attribution]) -> Attribution:
+def joined(parts: list[Attribution]) -> Attribution:
     """The attributions of single images as one."""
     import torch
 

@@ -8,7 +8,7 @@ from patchlight.metrics.base import Evaluation, Measure, Measured, UndefinedMetr
 
 __all__ = ["Evaluation", "Measure", "Measured", "UndefinedMetric", "evaluate", "metric", "metrics"]
 
-_ROOMS = ("deletion",)
+_ROOMS = ("deletion", "perturbation", "localisation", "robustness", "complexity", "sanity")
 
 
 def load_bundled() -> None:

@@ -29,9 +29,11 @@ from patchlight.registry import parameters as method_parameters
 from patchlight.statistics import bootstrap_weights, percentiles
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets
 
-Unit = Literal["pixel", "patch"]
+Unit = Literal["pixel", "patch", "token"]
+"""What is taken away at a time: pixels, patches of pixels, or patch tokens, which are really removed."""
 Upsampling = Literal["nearest", "bilinear", "bicubic"]
-TargetClass = Literal["given", "predicted"]
+TargetClass = Literal["given", "label", "predicted"]
+"""The class the map explains, the true one, or the model's own prediction."""
 Explainer = Callable[[Anatomy, Tensor, Targets, int], Tensor]
 """From a model, images [B,C,H,W], their classes and a seed to maps [B,h,w]."""
 Sums = Mapping[str, Tensor]
@@ -62,6 +64,10 @@ class Measure:
     how: Mapping[str, Any] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)
     """What metrics of one call keep for each other."""
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """What metrics keep for the batches to come."""
+    fresh: bool = False
+    """Whether the maps are what `again` makes of these images, classes and seed."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -78,14 +84,20 @@ class Measure:
             self.shared[key] = function()
         return self.shared[key]
 
+    def anew(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+        """Maps [n,h,w] of other images, or of another model, explained as these were."""
+        return _explained(self.again, vit, images, targets, seed)
+
     def logits(self) -> Tensor:
         """The clean images' logits [B,C], in the precision the variants are scored in."""
         logits: Tensor = self.once("logits", lambda: self.ablation.logits(_Whole(torch.arange(len(self.images)))))
         return logits
 
     def of(self, which: TargetClass) -> Targets:
-        """The classes given, or the model's own prediction."""
-        return self.targets if which == "given" else predicted(self.logits())
+        """The classes given, the true ones, or the model's own prediction."""
+        if which == "label" and self.labels is not None:
+            return Targets(self.labels[:, None].cpu())
+        return predicted(self.logits()) if which == "predicted" else self.targets
 
     def upsampled(self, mode: Upsampling = "bilinear") -> Tensor:
         """The maps at the images' size [B,H,W]."""
@@ -134,8 +146,8 @@ def ranked(maps: Tensor, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(flat.shape[1], generator=generator).to(flat.device)
     order = shuffled[flat[:, shuffled].argsort(dim=1, descending=True, stable=True)]
-    places = torch.arange(flat.shape[1], device=flat.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, places).view(maps.shape)
+    places = torch.arange(flat.shape[1], device=flat.device, dtype=torch.int32).expand_as(order)
+    return places.new_empty(flat.shape).scatter_(1, order, places).view(maps.shape)
 
 
 @dataclass(frozen=True)
@@ -156,15 +168,16 @@ class Measured:
 class Metric:
     """A registered metric.
 
-    `needs`: annotations it reads, of labels, boxes and masks. `again`: it explains anew, so it needs a method and not
-    only maps. `combine`: the data set's number from the sums of `parts` over images; without it, the mean of the
-    values. `words`: by preset, a paper's own words for the values of a setting. `quick`: settings for a cheap run.
+    `needs`: annotations it reads, of labels, boxes and masks ("boxes or masks": either). `again`: it explains anew, so
+    it needs a method and not only maps. `combine`: the data set's number from the sums of `parts` over images; without
+    it, the mean of the values. `words`: by preset, a paper's own words for the values of a setting. `quick`: settings
+    for a cheap run.
     """
 
     name: str
     function: Callable[..., Measured]
     paper: str
-    higher_is_better: bool
+    higher_is_better: bool | Callable[[Mapping[str, Any]], bool]
     bounds: tuple[float, float] | Callable[[Mapping[str, Any]], tuple[float, float]] = (0.0, 1.0)
     aliases: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
@@ -188,6 +201,10 @@ class Metric:
 
     def limits(self, settings: Mapping[str, Any]) -> tuple[float, float]:
         return self.bounds(settings) if callable(self.bounds) else self.bounds
+
+    def rises(self, settings: Mapping[str, Any]) -> bool:
+        """Whether higher is better under these settings."""
+        return self.higher_is_better(settings) if callable(self.higher_is_better) else self.higher_is_better
 
 
 def _option(name: str, default: Any) -> inspect.Parameter:
@@ -256,7 +273,7 @@ def metrics() -> list[MetricInfo]:
                 name,
                 entry.aliases,
                 entry.paper,
-                entry.higher_is_better,
+                entry.rises(defaults),
                 entry.limits(defaults),
                 (*sorted(entry.needs), *(("a method",) if entry.again else ())),
                 entry.cost,
@@ -343,6 +360,18 @@ class Evaluation:
         """A bootstrap interval of `mean` over images."""
         return percentiles(self.resampled(bootstrap_weights(len(self), samples, seed)), confidence)
 
+    @staticmethod
+    def joined(parts: Sequence[Evaluation]) -> Evaluation:
+        """The evaluations of one metric, with the same settings, on several batches of images as one."""
+        curves = [part.curve for part in parts if part.curve is not None]
+        return replace(
+            parts[0],
+            values=torch.cat([part.values for part in parts]),
+            curve=torch.cat(curves) if curves else None,
+            reasons=tuple(reason for part in parts for reason in part.reasons),
+            parts={key: torch.cat([part.parts[key] for part in parts]) for key in parts[0].parts},
+        )
+
     def __repr__(self) -> str:
         low, high = self.interval()
         left_out = f", {len(self) - self.count} undefined" if self.count < len(self) else ""
@@ -420,6 +449,7 @@ def evaluate(
     frames = _boxes(boxes, count, vit) if boxes is not None else None
     found: list[list[Measured]] = [[] for _ in requests]
     undefined: dict[int, str] = {}
+    kept: dict[Any, Any] = {}
     for begin in range(0, count, batch_size):
         part = slice(begin, min(begin + batch_size, count))
         batch = vit.batch(images[part])
@@ -437,9 +467,11 @@ def evaluate(
             canvas[part].to(vit.device) if canvas is not None else None,
             again,
             seed,
+            kept=kept,
+            fresh=scores is None,
         )
         for results, request in zip(found, requests, strict=True):
-            how = {key: request.settings[key] for key in _HOW if key in request.settings}
+            how = {key: request.settings[key] for key in _HOW} if request.metric.ablates else {}
             own_settings = {k: v for k, v in request.settings.items() if k not in how}
             results.append(request.metric.function(replace(given, how=how), **own_settings))
         if progress is not None:
@@ -548,9 +580,11 @@ def _check_needs(request: MetricRequest, again: Explainer | None, given: Mapping
             f"'{request.metric.name}' explains anew, so it needs a method: give an Attribution, a method's name or a "
             f"callable instead of maps"
         )
-    missing = [need for need in sorted(request.metric.needs) if given.get(need) is None]
+    needs = sorted(request.metric.needs)
+    missing = [need for need in needs if all(given.get(one) is None for one in need.split(" or "))]
     if missing:
-        raise PatchlightError(f"'{request.metric.name}' needs {' and '.join(missing)}; give {missing[0]}=…")
+        first = missing[0].split(" or ")[0]
+        raise PatchlightError(f"'{request.metric.name}' needs {' and '.join(missing)}; give {first}=…")
 
 
 def _labels(labels: Any, count: int, vit: Anatomy) -> Tensor:
@@ -596,6 +630,7 @@ def _evaluation(request: MetricRequest, found: Sequence[Measured], undefined: Ma
     for m in found:
         for i, reason in m.reasons.items():
             reasons[first + i] = reason
+            values[first + i] = float("nan")
         first += len(m.values)
     for i, reason in undefined.items():
         reasons[i] = reason
@@ -612,14 +647,15 @@ def _evaluation(request: MetricRequest, found: Sequence[Measured], undefined: Ma
             stacklevel=3,
         )
     curves = [m.curve.detach().double().cpu() for m in found if m.curve is not None]
+    curve = torch.cat(curves) if curves else None
+    if curve is not None:
+        curve[missing] = float("nan")
     return Evaluation(
         metric=request.metric.name,
         values=values,
-        higher_is_better=request.metric.higher_is_better,
+        higher_is_better=request.metric.rises(request.settings),
         bounds=request.metric.limits(request.settings),
-        curve=torch.cat([c.detach().double().cpu() for c in curves if c is not None])
-        if curves[0] is not None
-        else None,
+        curve=curve,
         x=found[0].x.double().cpu() if found[0].x is not None else None,
         reasons=tuple(reasons),
         settings=request.settings,

@@ -1,89 +1,160 @@
-"""Insertion and deletion: the class's probability while the map's highest pixels appear, or disappear, step by step."""
+"""Insertion and deletion: the class's probability while the map's highest pixels appear, or disappear, step by step.
+
+`removed_logits` is the one place that takes parts of images away in a map's order; every faithfulness metric reads it.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from patchlight.ablation import Count, Fill, RankThresholds, fill_images
+from patchlight.ablation import Count, Fill, RankThresholds, TokenSubsets, fill_images
+from patchlight.errors import Unsupported
 from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, metric
-from patchlight.targets import Score
+from patchlight.targets import Targets, score_of
 
-Integrator = Literal["trapezoid", "mean"]
+Integrator = Literal["trapezoid", "mean", "unit", "width"]
+"""`trapezoid`: trapezoids, divided by the width they cover; `mean` of the points; `unit`: trapezoids of width 1 each;
+`width`: trapezoids, not divided by anything."""
 AnyFill = Fill | float
-_RISE = {"steps": 224, "unit": "pixel", "first": True, "integrator": "trapezoid", "target_class": "predicted"}
-_TIS = {"steps": 224, "unit": "pixel", "first": False, "integrator": "mean", "target_class": "given"}
+Share = Annotated[float, Field(ge=0, le=1)]
+
+_PIXELS: dict[str, Any] = {"steps": 224, "unit": "pixel", "upsampling": "bilinear"}
+_RISE = {**_PIXELS, "first": True, "integrator": "trapezoid", "target_class": "predicted"}
+_TIS = {**_PIXELS, "first": False, "integrator": "mean", "target_class": "given"}
+_SHAPLEY = {"steps": None, "unit": "token", "first": True, "integrator": "mean", "target_class": "label"}
 _WORDS = {
     "rise": {"fill": {"blur": "blur-rise", "black": "zero", "grey": "zero"}},
     "tis": {"fill": {"blur": "blur-tis", "black": "zero", "mean": "image-mean", "random": "noise"}},
 }
+_INS_DEL_WORDS = {preset: {**words, "deletion_fill": words["fill"]} for preset, words in _WORDS.items()}
 _SAID = "Petsiuk et al., BMVC 2018"
 
 
-def thresholds(cells: int, steps: int, first: bool) -> Tensor:
-    """Cells changed at each point [P]: steps of ceil(cells / steps), the last full; `first` adds the clean point."""
-    size = math.ceil(cells / steps)
+def thresholds(cells: int, steps: int | None, first: bool) -> Tensor:
+    """Cells changed at each point [P]: steps of ceil(cells / steps), the last full; `first` adds the clean point.
+
+    Without `steps` each changes one cell.
+    """
+    size = math.ceil(cells / (steps or cells))
     changed = torch.arange(0 if first else 1, math.ceil(cells / size) + 1) * size
     return changed.clamp_max(cells)
 
 
-def area(curve: Tensor, integrator: Integrator) -> Tensor:
-    """The area [B] under curves [B,P] over [0, 1]: trapezoids between equally spaced points, or their mean."""
-    if integrator == "mean":
+def count_cells(ask: Measure, unit: Unit) -> int:
+    rows, columns = ask.size if unit == "pixel" else ask.vit.grid
+    return rows * columns
+
+
+def area(curve: Tensor, integrator: Integrator, x: Tensor) -> Tensor:
+    """The area [B] under curves [B,P] over rising x [P]."""
+    if integrator == "mean" or len(x) == 1:
         return curve.mean(-1)
-    return (curve.sum(-1) - (curve[:, 0] + curve[:, -1]) / 2) / (curve.shape[-1] - 1)
+    if integrator == "unit":
+        return torch.trapezoid(curve, dx=1.0)
+    x = x.to(curve)
+    return torch.trapezoid(curve, x) / (x[-1] - x[0] if integrator == "trapezoid" else 1.0)
 
 
-def removal_curve(
+def removed_logits(
     ask: Measure,
-    insert: bool,
     changed: Tensor,
-    fill: AnyFill,
+    insert: bool = False,
+    fill: AnyFill = "black",
     unit: Unit = "pixel",
     upsampling: Upsampling = "bilinear",
-    target_class: TargetClass = "given",
-    score: Score = "probability",
     lowest_first: bool = False,
     noise: tuple[float, float] = (0.0, 1.0),
     noise_seed: int | None = None,
 ) -> Tensor:
-    """The score [B,P] with the `changed` [P] highest cells shown over the fill (`insert`), or replaced by it."""
-    ranks = ask.ranks(unit, upsampling, lowest_first)
-    if unit == "patch":
-        (h, w), (height, width) = ranks.shape[-2:], ask.size
-        ranks = ranks.repeat_interleave(height // h, 1).repeat_interleave(width // w, 2)
-    batch, points = len(ask.images), len(changed)
-    owner = torch.arange(batch).repeat_interleave(points)
-    filled = fill_images(fill, ask.images, ask.vit, ask.seed if noise_seed is None else noise_seed, noise)
-    variants = RankThresholds(owner, changed.repeat(batch), ranks, filled, inverted=not insert)
-    return ask.scores(variants, ask.of(target_class), score).view(batch, points)
+    """Logits [B,P,C] with the `changed` [P] highest cells taken from the image, or (`insert`) alone left of it.
+
+    The fill stands where pixels or patches are missing; tokens leave nothing behind. Metrics of one call that ask for
+    the same variants share them. P forwards an image.
+    """
+    seed = ask.seed if noise_seed is None else noise_seed
+
+    def pixels() -> Tensor:
+        ranks = ask.ranks(unit, upsampling, lowest_first)
+        if unit == "patch":
+            (h, w), (height, width) = ranks.shape[-2:], ask.size
+            ranks = ranks.repeat_interleave(height // h, 1).repeat_interleave(width // w, 2)
+        owner = torch.arange(len(ask.images)).repeat_interleave(len(changed))
+        filled = fill_images(fill, ask.images, ask.vit, seed, noise)
+        variants = RankThresholds(owner, changed.repeat(len(ask.images)), ranks, filled, inverted=not insert)
+        return ask.ablation.logits(variants).view(len(ask.images), len(changed), -1)
+
+    def tokens() -> Tensor:
+        _check_tokens(ask, changed, insert)
+        order = ask.ranks(unit, upsampling, lowest_first).flatten(1).argsort(1)
+        owner = torch.arange(len(order))
+        lists = [TokenSubsets(owner, order[:, :n] if insert else order[:, n:]) for n in changed.tolist()]
+        return ask.ablation.logits(lists).view(len(changed), len(order), -1).transpose(0, 1)
+
+    how = tuple(sorted(ask.how.items()))
+    filled_by = () if unit == "token" else (fill, noise, seed)
+    key = ("removed", tuple(changed.tolist()), insert, unit, upsampling, lowest_first, filled_by, how)
+    logits: Tensor = ask.once(key, tokens if unit == "token" else pixels)
+    return logits
+
+
+def _check_tokens(ask: Measure, changed: Tensor, insert: bool) -> None:
+    """Refuse a model that cannot drop tokens, or one that would be left with none at all."""
+    vit = ask.vit
+    if vit.can_drop is not None:
+        raise Unsupported(f"{vit.name} cannot drop tokens: {vit.can_drop}; unit='patch' fills patches instead")
+    left = changed if insert else count_cells(ask, "token") - changed
+    if vit.prefix == 0 and int(left.min()) == 0:
+        raise Unsupported(
+            f"{vit.name} has no prefix token, so nothing is left to classify once all patches are dropped; "
+            f"unit='patch' fills patches instead"
+        )
+
+
+def probability(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
+    """p(class) [B,P] of logits [B,P,C]; of a pair, the difference."""
+    points = logits.shape[1]
+    against = None if targets.against is None else targets.against.repeat_interleave(points, 0)
+    each = Targets(targets.index.repeat_interleave(points, 0), against)
+    return score_of(logits.flatten(0, 1), each, "probability", ask.vit.sigmoid).view(-1, points)
+
+
+def _curve(ask: Measure, insert: bool, changed: Tensor, fill: AnyFill, target: TargetClass, **how: Any) -> Tensor:
+    return probability(removed_logits(ask, changed, insert, fill, **how), ask.of(target), ask)
 
 
 def _measured(curve: Tensor, changed: Tensor, integrator: Integrator) -> Measured:
-    return Measured(area(curve, integrator), curve, changed.double() / changed[-1])
+    x = changed.double() / changed[-1]
+    steps = torch.linspace(float(x[0]), 1.0, len(x), dtype=x.dtype)  # a last step cut short counts as a whole one
+    return Measured(area(curve, integrator, steps), curve, x)
 
 
-def _cells(ask: Measure, unit: Unit) -> int:
-    rows, columns = ask.size if unit == "pixel" else ask.vit.grid
-    return rows * columns
+def _limits(settings: Any) -> tuple[float, float]:
+    if settings["integrator"] != "unit":
+        return 0.0, 1.0
+    if settings["steps"] is None:
+        return 0.0, math.inf
+    return 0.0, float(settings["steps"] - (0 if settings["first"] else 1))
 
 
 @metric(
     "insertion",
     paper=_SAID,
     higher_is_better=True,
+    bounds=_limits,
     ablates=True,
     cost="steps (224) + 1 forwards",
-    presets={"rise": {**_RISE, "fill": "blur-rise"}, "tis": {**_TIS, "fill": "blur-tis"}},
+    presets={"rise": {**_RISE, "fill": "blur-rise"}, "tis": {**_TIS, "fill": "blur-tis"}, "vit-shapley": _SHAPLEY},
     words=_WORDS,
     quick={"steps": 14},
 )
 def insertion(
     ask: Measure,
-    steps: Count = 224,
+    steps: Count | None = 224,
     fill: AnyFill = "blur-rise",
     unit: Unit = "pixel",
     first: bool = True,
@@ -93,28 +164,31 @@ def insertion(
 ) -> Measured:
     """Area under p(class) while the highest-ranked pixels of the image appear on the fill; higher is better.
 
-    Each of the `steps` shows ceil(HW / steps) more pixels (or patches: `unit`) of the upsampled map's order; `first`
-    adds the bare fill as a point. Preset `rise`: 225 points, trapezoids, the predicted class, RISE's blur. Preset
-    `tis`: 224 points without the bare fill, their mean, the class given; fills by its words (blur, random, black,
-    mean). Curve [B,P] over the fraction shown. P forwards an image.
+    Each of the `steps` shows ceil(HW / steps) more pixels (or patches, or tokens: `unit`) of the upsampled map's order,
+    one each where `steps` is None; `first` adds the bare fill as a point. Preset `rise`: 225 points, trapezoids, the
+    predicted class, RISE's blur. Preset `tis`: 224 points without the bare fill, their mean, the class given; fills by
+    its words (blur, random, black, mean). Preset `vit-shapley`: tokens one by one, from none to all, the mean of the
+    points, the true class. Curve [B,P] over the fraction shown. P forwards an image.
     """
-    changed = thresholds(_cells(ask, unit), steps, first)
-    return _measured(removal_curve(ask, True, changed, fill, unit, upsampling, target_class), changed, integrator)
+    changed = thresholds(count_cells(ask, unit), steps, first)
+    curve = _curve(ask, True, changed, fill, target_class, unit=unit, upsampling=upsampling)
+    return _measured(curve, changed, integrator)
 
 
 @metric(
     "deletion",
     paper=_SAID,
     higher_is_better=False,
+    bounds=_limits,
     ablates=True,
     cost="steps (224) + 1 forwards",
-    presets={"rise": {**_RISE, "fill": "zero"}, "tis": {**_TIS, "fill": "blur-tis"}},
+    presets={"rise": {**_RISE, "fill": "zero"}, "tis": {**_TIS, "fill": "blur-tis"}, "vit-shapley": _SHAPLEY},
     words=_WORDS,
     quick={"steps": 14},
 )
 def deletion(
     ask: Measure,
-    steps: Count = 224,
+    steps: Count | None = 224,
     fill: AnyFill = "zero",
     unit: Unit = "pixel",
     first: bool = True,
@@ -126,27 +200,29 @@ def deletion(
 
     Settings and presets as for `insertion`; `rise` deletes to `zero`, grey after normalisation.
     """
-    changed = thresholds(_cells(ask, unit), steps, first)
-    return _measured(removal_curve(ask, False, changed, fill, unit, upsampling, target_class), changed, integrator)
+    changed = thresholds(count_cells(ask, unit), steps, first)
+    curve = _curve(ask, False, changed, fill, target_class, unit=unit, upsampling=upsampling)
+    return _measured(curve, changed, integrator)
 
 
 @metric(
     "ins-del",
     paper="Englebert et al., ICCV-W 2023",
     higher_is_better=True,
-    bounds=(-1.0, 1.0),
+    bounds=lambda settings: (-_limits(settings)[1], _limits(settings)[1]),
     ablates=True,
     cost="2 steps (448) + 2 forwards",
     presets={
         "rise": {**_RISE, "fill": "blur-rise", "deletion_fill": "zero"},
         "tis": {**_TIS, "fill": "blur-tis", "deletion_fill": None},
+        "vit-shapley": _SHAPLEY,
     },
-    words=_WORDS,
+    words=_INS_DEL_WORDS,
     quick={"steps": 14},
 )
 def ins_del(
     ask: Measure,
-    steps: Count = 224,
+    steps: Count | None = 224,
     fill: AnyFill = "image-mean",
     deletion_fill: AnyFill | None = None,
     unit: Unit = "pixel",
@@ -156,10 +232,13 @@ def ins_del(
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
     """Insertion less deletion, over the same fill (or `deletion_fill`); higher is better. Curve: their difference."""
-    changed = thresholds(_cells(ask, unit), steps, first)
+    changed = thresholds(count_cells(ask, unit), steps, first)
     over = fill if deletion_fill is None else deletion_fill
-    inserted = removal_curve(ask, True, changed, fill, unit, upsampling, target_class)
-    deleted = removal_curve(ask, False, changed, over, unit, upsampling, target_class)
+    inserted = _curve(ask, True, changed, fill, target_class, unit=unit, upsampling=upsampling)
+    deleted = _curve(ask, False, changed, over, target_class, unit=unit, upsampling=upsampling)
     found = _measured(inserted - deleted, changed, integrator)
-    parts = {"insertion": area(inserted, integrator), "deletion": area(deleted, integrator)}
+    parts = {
+        "insertion": _measured(inserted, changed, integrator).values,
+        "deletion": _measured(deleted, changed, integrator).values,
+    }
     return Measured(found.values, found.curve, found.x, parts)

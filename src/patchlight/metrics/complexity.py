@@ -1,0 +1,93 @@
+"""Complexity and completeness: on how few patches a map rests, and whether its scores add up to what they explain."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from patchlight.ablation import Fill, fill_images
+from patchlight.metrics.base import Measure, Measured, Upsampling, metric
+from patchlight.targets import score_of
+
+Small = Annotated[float, Field(ge=0)]
+
+
+def gini(values: Tensor) -> Tensor:
+    """G = sum_i (2i - n - 1) a_(i) / (n sum a) [B] of values [B,n] >= 0, a_(1) <= … <= a_(n)."""
+    values = values.double().sort(1).values
+    n = values.shape[1]
+    weights = 2 * torch.arange(1, n + 1, device=values.device, dtype=torch.float64) - n - 1
+    return (values @ weights) / (n * values.sum(1))
+
+
+@metric(
+    "sparseness",
+    paper="Chalasani et al., ICML 2020",
+    aliases=("gini",),
+    higher_is_better=True,
+    presets={
+        "tis": {"shift": "always", "absolute": False, "unit": "pixel", "upsampling": "bilinear"},
+        "quantus": {"shift": "none", "absolute": True, "unit": "pixel", "upsampling": "bilinear"},
+    },
+)
+def sparseness(
+    ask: Measure,
+    shift: Literal["negative", "always", "none"] = "negative",
+    absolute: bool = False,
+    eps: Small = 1e-7,
+    unit: Literal["pixel", "patch"] = "pixel",
+    upsampling: Upsampling = "bilinear",
+) -> Measured:
+    """Gini index of the map: 0 when all pixels are equal, 1 - 1/n when one holds everything.
+
+    G = sum_i (2i - n - 1) a_(i) / (n sum a), a_(1) <= … <= a_(n) the scores of the upsampled map (`unit="patch"`: on
+    the patch grid). `shift` subtracts the lowest score where there are negative ones, as the paper says, `always`
+    (preset `tis`), or never; `absolute` takes |map| first (preset `quantus`). `eps` times the highest is then added, so
+    that G does not depend on the map's scale; a constant map has 0. No forward.
+    """
+    maps = (ask.upsampled(upsampling) if unit == "pixel" else ask.on_grid()).flatten(1).double()
+    maps = maps.abs() if absolute else maps
+    low = maps.amin(1, keepdim=True)
+    if shift != "none":
+        maps = torch.where((low < 0) | (shift == "always"), maps - low, maps)
+    reasons = {}
+    if shift == "none":
+        reasons = {int(i): "the map has negative scores" for i in (low[:, 0] < 0).nonzero().flatten()}
+    high = maps.amax(1, keepdim=True)
+    values = gini(maps + torch.where(high > 0, eps * high, 1))
+    values[list(reasons)] = torch.nan
+    return Measured(values, reasons=reasons)
+
+
+@metric(
+    "completeness-error",
+    paper="Sundararajan et al., ICML 2017; LibraGrad, CVPR 2025",
+    higher_is_better=False,
+    bounds=(0.0, float("inf")),
+    cost="1 forward; 2 with a baseline",
+)
+def completeness_error(
+    ask: Measure,
+    baseline: Fill | float | None = None,
+    score: Literal["logit", "probability"] = "logit",
+    relative: bool = False,
+) -> Measured:
+    """How far the map's sum is from what it explains: |sum of the map - (s(x) - s(baseline))|.
+
+    s is the class's logit (a pair's difference) in full precision. Without a `baseline` its term is 0: the target of
+    methods that share out the whole logit, FullGrad and DecompX with their biases. Integrated gradients and SHAP share
+    out the difference to a baseline: give it (`zero` for `ig`). The map is the method's own, not upsampled; what it
+    leaves out (prefix tokens, biases) is part of the error. `relative` divides by |s(x) - s(baseline)|.
+    """
+    explained = _score(ask, ask.images, score)
+    if baseline is not None:
+        explained = explained - _score(ask, fill_images(baseline, ask.images, ask.vit, ask.seed), score)
+    error = (ask.maps.double().sum((1, 2)) - explained).abs()
+    return Measured(error / explained.abs() if relative else error)
+
+
+def _score(ask: Measure, images: Tensor, score: Literal["logit", "probability"]) -> Tensor:
+    return score_of(ask.vit.logits(images), ask.targets, score, ask.vit.sigmoid)[:, 0].double()

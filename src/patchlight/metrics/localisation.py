@@ -1,0 +1,399 @@
+"""Localisation: does the map lie on the object? Pointing game, segmentation scores, and boxes drawn around the heat.
+
+The object is the union of boxes, or a mask; an image without one, or one that is nothing else, has no value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.metrics.base import Measure, Measured, Sums, Upsampling, metric
+from patchlight.targets import predicted
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Level = Annotated[float, Field(ge=0, le=1)]
+Pixels = Annotated[float, Field(ge=0)]
+Region = Literal["boxes", "masks"]
+Tie = Literal["seeded", "first", "any"]
+Components = Literal["largest", "all"]
+
+STEPS = 101
+"""Thresholds 0, .01, …, 1 of the sweep."""
+_CHEFER = "Chefer et al., CVPR 2021"
+_CHOE = "Choe et al., CVPR 2020"
+
+
+def box_region(ask: Measure) -> Tensor:
+    """The union of each image's boxes as pixels [B,H,W]: rows int(ymin) to int(ymax) - 1, columns likewise."""
+    assert ask.boxes is not None
+    height, width = ask.size
+    most = max(1, *(len(box) for box in ask.boxes))
+    boxes = torch.stack([F.pad(box, (0, 0, 0, most - len(box))) for box in ask.boxes]).to(ask.maps.device).long()
+    xmin, ymin, xmax, ymax = boxes[..., None].unbind(2)
+    rows, columns = (torch.arange(side, device=boxes.device) for side in (height, width))
+    inside_rows, inside_columns = (rows >= ymin) & (rows < ymax), (columns >= xmin) & (columns < xmax)
+    return (inside_rows[..., None] & inside_columns[:, :, None]).any(1)
+
+
+def _object(ask: Measure, region: Region | None, max_area: float | None) -> tuple[Tensor, dict[int, str]]:
+    """The object's pixels [B,H,W], and why some images have none that counts."""
+    if ask.boxes is not None and region != "masks":
+        pixels = box_region(ask)
+        absent = {i: "it has no boxes" for i, box in enumerate(ask.boxes) if len(box) == 0}
+        empty = "its boxes hold no pixel"
+    else:
+        assert ask.masks is not None
+        pixels, absent, empty = ask.masks == 1, {}, "its mask shows no object"
+    area = pixels.double().mean((1, 2))
+    reasons = dict.fromkeys(_where(area == 0), empty)
+    if max_area is not None:
+        reasons |= {
+            i: f"the object covers {float(area[i]):.0%} of it, not less than max_area ({max_area:.0%})"
+            for i in _where(area >= max_area)
+        }
+    return pixels, reasons | absent
+
+
+def _where(found: Tensor) -> list[int]:
+    return [int(i) for i in found.nonzero().flatten()]
+
+
+def _defined(values: Tensor, reasons: Mapping[int, str]) -> Tensor:
+    values = values.double()
+    values[list(reasons)] = torch.nan
+    return values
+
+
+def _grown(pixels: Tensor, by: float) -> Tensor:
+    """Pixels [B,H,W] and all within a distance of `by` of them."""
+    reach = int(by)
+    if reach == 0:
+        return pixels
+    line = torch.arange(-reach, reach + 1, device=pixels.device)
+    disc = (line[:, None] ** 2 + line**2 <= by**2).float()[None, None]
+    return F.conv2d(pixels[:, None].float(), disc, padding=reach)[:, 0] > 0.5
+
+
+_POINTING: dict[str, Mapping[str, Any]] = {
+    "tis": {"tie": "first", "tolerance": 0.0, "max_area": 0.5},
+    "original": {"tie": "first", "tolerance": 15.0, "max_area": None},
+    "quantus": {"tie": "any", "tolerance": 0.0, "max_area": None},
+}
+
+
+@metric(
+    "pointing-game",
+    paper="Zhang et al., IJCV 2018",
+    higher_is_better=True,
+    needs={"boxes or masks"},
+    presets=_POINTING,
+)
+def pointing_game(
+    ask: Measure,
+    max_area: Share | None = 0.5,
+    tolerance: Pixels = 0.0,
+    tie: Tie = "seeded",
+    upsampling: Upsampling = "bilinear",
+    region: Region | None = None,
+) -> Measured:
+    """1 where the highest pixel of the map lies on the object, or within `tolerance` pixels of it; else 0.
+
+    The object is the union of all boxes, else the mask (`region` chooses where both are given). Images whose object
+    covers `max_area` or more are left out: None keeps all. Of equal maxima one is drawn from the seed, or the `first`
+    is taken, or `any` may hit. Presets: `tis` (first maximum, half the image), `original` (15 px, all images),
+    `quantus` (any maximum, all images). No forward.
+    """
+    pixels, reasons = _object(ask, region, max_area)
+    pixels = _grown(pixels, tolerance).flatten(1)
+    maps = ask.upsampled(upsampling).flatten(1)
+    if tie == "any":
+        hits = (pixels & (maps == maps.amax(1, keepdim=True))).any(1)
+    else:
+        order = torch.arange(maps.shape[1])
+        if tie == "seeded":
+            order = torch.randperm(maps.shape[1], generator=torch.Generator().manual_seed(ask.seed))
+        order = order.to(maps.device)
+        highest = order[maps[:, order].argmax(1)]
+        hits = pixels.gather(1, highest[:, None])[:, 0]
+    return Measured(_defined(hits, reasons), reasons=reasons)
+
+
+@metric(
+    "energy-pointing",
+    paper="Wang et al., CVPR-W 2020",
+    higher_is_better=True,
+    needs={"boxes or masks"},
+)
+def energy_pointing(
+    ask: Measure,
+    max_area: Share | None = 0.5,
+    negative: Literal["absolute", "drop"] = "absolute",
+    upsampling: Upsampling = "bilinear",
+    region: Region | None = None,
+) -> Measured:
+    """Share of the map that lies on the object: sum over it of |map| over the sum of |map|.
+
+    `negative="drop"` counts positive scores only. A map of zeros counts as a constant one: its value is the object's
+    share of the image. Object and exclusion as for `pointing-game`. No forward.
+    """
+    pixels, reasons = _object(ask, region, max_area)
+    maps = ask.upsampled(upsampling).double()
+    energy = maps.abs() if negative == "absolute" else maps.relu()
+    energy = torch.where(energy.amax((1, 2), keepdim=True) > 0, energy, torch.ones_like(energy))
+    values = (energy * pixels).sum((1, 2)) / energy.sum((1, 2))
+    return Measured(_defined(values, reasons), reasons=reasons)
+
+
+def average_precision(scores: Tensor, positive: Tensor, counted: Tensor | None = None) -> Tensor:
+    """AP [B] = sum_n (R_n - R_{n-1}) P_n over the distinct scores [B,N], highest first; NaN without a positive.
+
+    `counted` [B,N] leaves elements out where it is False. One sort.
+    """
+    order = scores.argsort(1, descending=True)
+    ordered = scores.gather(1, order)
+    weight = torch.ones_like(ordered, dtype=torch.float64) if counted is None else counted.gather(1, order).double()
+    hits = positive.gather(1, order).double() * weight
+    precision = hits.cumsum(1) / weight.cumsum(1).clamp_min(1)
+    return (hits * precision.gather(1, tie_ends(ordered))).sum(1) / hits.sum(1)
+
+
+def tie_ends(ordered: Tensor) -> Tensor:
+    """For each element of sorted rows [B,N], the place of the last one equal to it."""
+    places = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
+    last = F.pad(ordered[:, 1:] != ordered[:, :-1], (0, 1), value=True)
+    ends = torch.where(last, places, ordered.shape[1])
+    return ends.flip(1).cummin(1).values.flip(1)
+
+
+def _labelled(ask: Measure, unlabelled: str = "leave-out") -> tuple[Tensor, Tensor, dict[int, str]]:
+    """Object and counted pixels [B,N], and the images whose mask tells nothing."""
+    assert ask.masks is not None
+    masks = ask.masks.flatten(1)
+    positive = masks == 1
+    counted = masks >= 0 if unlabelled == "leave-out" else torch.ones_like(positive)
+    reasons = dict.fromkeys(_where(~(counted & ~positive).any(1)), "its mask shows nothing but the object")
+    return positive, counted, reasons | dict.fromkeys(_where(~positive.any(1)), "its mask shows no object")
+
+
+@metric(
+    "ap",
+    paper="SkipPLUS, CVPR-W 2024",
+    aliases=("seg-ap",),
+    higher_is_better=True,
+    needs={"masks"},
+    presets={"skipplus": {"upsampling": "nearest", "unlabelled": "background"}},
+)
+def ap(
+    ask: Measure,
+    upsampling: Upsampling = "nearest",
+    unlabelled: Literal["leave-out", "background"] = "leave-out",
+) -> Measured:
+    """Average precision of the map as a detector of the object's pixels: sum_n (R_n - R_{n-1}) P_n.
+
+    Only the order of the scores counts, and equal scores count as one threshold. A random map scores the object's share
+    of the image. Pixels marked -1 are left out, or (`unlabelled`, preset `skipplus`) are background. No forward.
+    """
+    positive, counted, reasons = _labelled(ask, unlabelled)
+    values = average_precision(ask.upsampled(upsampling).flatten(1), positive, counted)
+    return Measured(_defined(values, reasons), reasons=reasons)
+
+
+def unit_range(maps: Tensor) -> Tensor:
+    """Maps [B,h,w] from 0 to 1 in float64; a constant one is 0."""
+    maps = maps.double()
+    low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
+    return (maps - low) / torch.where(high > low, high - low, 1)
+
+
+def _foreground(ask: Measure) -> Tensor:
+    """Where the upsampled map is above its own mean [B,N]."""
+    maps = unit_range(ask.upsampled()).flatten(1)
+    return maps > maps.mean(1, keepdim=True)
+
+
+def _pixel_accuracy(sums: Sums) -> Tensor:
+    return sums["correct"] / sums["labelled"]
+
+
+@metric(
+    "pixel-accuracy",
+    paper=_CHEFER,
+    higher_is_better=True,
+    needs={"masks"},
+    combine=_pixel_accuracy,
+)
+def pixel_accuracy(ask: Measure) -> Measured:
+    """Share of labelled pixels on the right side: object where the map is above its mean, background elsewhere.
+
+    The data set's number is a micro average: correct over labelled pixels of all images. No forward.
+    """
+    positive, counted, reasons = _labelled(ask)
+    correct = ((_foreground(ask) == positive) & counted).sum(1)
+    parts = {"correct": correct.double(), "labelled": counted.sum(1).double()}
+    return Measured(_defined(_pixel_accuracy(parts), reasons), parts=parts, reasons=reasons)
+
+
+def _miou(sums: Sums) -> Tensor:
+    return (sums["intersection"] / sums["union"]).mean(-1)
+
+
+@metric("miou", paper=_CHEFER, higher_is_better=True, needs={"masks"}, combine=_miou)
+def miou(ask: Measure) -> Measured:
+    """Mean of the two IoUs, of background and object, each I / U, of the map cut at its mean.
+
+    The data set's number takes I and U over all images before it divides, as Chefer et al. do. No forward.
+    """
+    positive, counted, reasons = _labelled(ask)
+    above = _foreground(ask)
+    shown = torch.stack([~above, above], 1) & counted[:, None]
+    truth = torch.stack([~positive, positive], 1) & counted[:, None]
+    parts = {"intersection": (shown & truth).sum(2).double(), "union": (shown | truth).sum(2).double()}
+    return Measured(_defined(_miou(parts), reasons), parts=parts, reasons=reasons)
+
+
+@metric("map", paper=_CHEFER, higher_is_better=True, needs={"masks"})
+def two_channel_ap(ask: Measure) -> Measured:
+    """Average precision over two channels at once: the map m in [0, 1] for the object and 1 - m for the background.
+
+    2HW elements an image, so that it is the same for (m, mask) and (1 - m, 1 - mask). No forward.
+    """
+    positive, counted, reasons = _labelled(ask)
+    maps = unit_range(ask.upsampled()).flatten(1)
+    values = average_precision(
+        torch.cat([1 - maps, maps], 1), torch.cat([~positive, positive], 1), torch.cat([counted, counted], 1)
+    )
+    return Measured(_defined(values, reasons), reasons=reasons)
+
+
+@metric("f1", paper=_CHEFER, higher_is_better=True, needs={"masks"})
+def f1(ask: Measure) -> Measured:
+    """F1 of the object's pixels, the map cut at its mean: 2 TP / (2 TP + FP + FN), per image. No forward."""
+    positive, counted, reasons = _labelled(ask)
+    shown = _foreground(ask) & counted
+    both = (shown & positive).sum(1).double()
+    return Measured(_defined(2 * both / (shown.sum(1) + (positive & counted).sum(1)), reasons), reasons=reasons)
+
+
+def heat_overlaps(
+    maps: NDArray[np.float64], boxes: NDArray[np.float64], levels: NDArray[np.float64], components: Components
+) -> NDArray[np.float64]:
+    """At each level [T], the best IoU of a box around the heat with one of an image's boxes [n,4].
+
+    The heat is one map [H,W] in [0, 1] where it is >= the level; its box is the tight one around the largest
+    8-connected component (of equal ones the first), or every component has one. One labelling for all levels.
+    """
+    from scipy import ndimage
+
+    structure = np.zeros((3, 3, 3), bool)
+    structure[1] = True
+    labels, count = ndimage.label(maps >= levels[:, None, None], structure)
+    places = ndimage.find_objects(labels)
+    spans = np.array([[s.start for s in place] + [s.stop for s in place] for place in places], float)
+    spans = spans.reshape(-1, 6)
+    level = spans[:, 0].astype(int)
+    iou = _iou(spans[:, [2, 1, 5, 4]], boxes).max(1)
+    best = np.zeros(len(levels))
+    if components == "all":
+        np.maximum.at(best, level, iou)
+        return best
+    size = np.bincount(labels.ravel(), minlength=count + 1)[1:]
+    order = np.lexsort((-size, level))
+    found, first = np.unique(level[order], return_index=True)
+    best[found] = iou[order[first]]
+    return best
+
+
+def _iou(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """IoU [n,m] of boxes [n,4] and [m,4]."""
+    low, high = np.maximum(a[:, None, :2], b[:, :2]), np.minimum(a[:, None, 2:], b[:, 2:])
+    both: NDArray[np.float64] = (high - low).clip(0).prod(2)
+    areas: NDArray[np.float64] = (a[:, 2:] - a[:, :2]).prod(1)[:, None] + (b[:, 2:] - b[:, :2]).prod(1)
+    return np.divide(both, areas - both)
+
+
+def _overlaps(
+    ask: Measure, levels: NDArray[np.float64], components: Components, upsampling: Upsampling
+) -> tuple[Tensor, dict[int, str]]:
+    """The IoU [B,T] of the heat's box at each level, and the images without boxes."""
+    assert ask.boxes is not None
+    maps = unit_range(ask.upsampled(upsampling)).cpu().numpy()
+    boxes = [box.cpu().numpy() for box in ask.boxes]
+
+    def one(i: int) -> NDArray[np.float64]:
+        return heat_overlaps(maps[i], boxes[i], levels, components) if len(boxes[i]) else np.zeros(len(levels))
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        found = np.stack(list(pool.map(one, range(len(maps)))))
+    return torch.from_numpy(found), {i: "it has no boxes" for i, box in enumerate(boxes) if len(box) == 0}
+
+
+@metric("gt-known-loc", paper=_CHOE, higher_is_better=True, needs={"boxes"}, cost="no forward; 1 labelling")
+def gt_known_loc(
+    ask: Measure,
+    threshold: Level = 0.2,
+    iou: Share = 0.5,
+    components: Components = "largest",
+    upsampling: Upsampling = "bilinear",
+) -> Measured:
+    """1 where the box around the map's heat meets one of the image's boxes with an IoU of at least `iou`.
+
+    The map goes from 0 to 1; its heat is what is >= `threshold` (0.2, as for CAM), and the box is the tight one around
+    the largest 8-connected component (`components="all"`: the best of all components' boxes). No forward.
+    """
+    overlaps, reasons = _overlaps(ask, np.array([threshold]), components, upsampling)
+    return Measured(_defined(overlaps[:, 0] >= iou, reasons), reasons=reasons)
+
+
+@metric("top1-loc", paper=_CHOE, higher_is_better=True, needs={"boxes", "labels"}, cost="1 forward; 1 labelling")
+def top1_loc(
+    ask: Measure,
+    threshold: Level = 0.2,
+    iou: Share = 0.5,
+    components: Components = "largest",
+    upsampling: Upsampling = "bilinear",
+) -> Measured:
+    """`gt-known-loc`, and the model must also predict the true label. One forward."""
+    assert ask.labels is not None
+    overlaps, reasons = _overlaps(ask, np.array([threshold]), components, upsampling)
+    right = predicted(ask.vit.logits(ask.images)).index[:, 0] == ask.labels.cpu()
+    return Measured(_defined((overlaps[:, 0] >= iou) & right, reasons), reasons=reasons)
+
+
+def _max_box_acc(sums: Sums) -> Tensor:
+    return (sums["hits"] / sums["images"][..., None, None]).amax(-1).mean(-1)
+
+
+@metric(
+    "max-box-acc",
+    paper=_CHOE,
+    aliases=("max-box-acc-v2",),
+    higher_is_better=True,
+    needs={"boxes"},
+    cost="no forward; 101 labellings",
+    presets={"choe": {"components": "all"}},
+    combine=_max_box_acc,
+)
+def max_box_acc(ask: Measure, components: Components = "largest", upsampling: Upsampling = "bilinear") -> Measured:
+    """MaxBoxAccV2: localisation accuracy at the best threshold, averaged over IoUs of 0.3, 0.5 and 0.7.
+
+    Thresholds 0, .01, …, 1; the best for each IoU is chosen for the data set, so an image's own value is what it would
+    be alone, and their mean is above the data set's number. Curve [B,101]: hits, averaged over the IoUs. Boxes as for
+    `gt-known-loc`; preset `choe` takes every component's box, as the authors' code does. No forward; one labelling of
+    101 planes an image.
+    """
+    levels = np.arange(STEPS) / (STEPS - 1)
+    overlaps, reasons = _overlaps(ask, levels, components, upsampling)
+    hits = (overlaps[:, None] >= torch.tensor([0.3, 0.5, 0.7], dtype=torch.float64)[:, None]).double()
+    parts = {"hits": hits, "images": torch.ones(len(hits), dtype=torch.float64)}
+    values = _defined(_max_box_acc(parts), reasons)
+    return Measured(values, hits.mean(1), torch.from_numpy(levels), parts, reasons)

@@ -1,0 +1,357 @@
+"""Perturbation tests at a few levels of removal: accuracy, probability, KL and log-likelihood of what remains.
+
+Positive perturbation removes the map's highest parts first, negative its lowest. Variants are made by
+`deletion.removed_logits` and shared by the metrics of one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.ablation import Count
+from patchlight.errors import PatchlightError
+from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, metric
+from patchlight.metrics.deletion import AnyFill, Integrator, Share, area, count_cells, probability, removed_logits
+from patchlight.targets import Targets
+
+Direction = Literal["positive", "negative"]
+Quantity = Literal["accuracy", "probability", "kl", "nll"]
+Points = Annotated[int, Field(ge=2)]
+TokenQuantity = Literal["accuracy", "aopc"]
+Form = Literal["area", "percent", "higher"]
+"""The area itself; times 100; or times 100 and, where lower is better, subtracted from 100."""
+
+_LOG_FLOOR = math.log(1e-12)
+_FALLING = ("accuracy", "probability")
+
+
+def levels(cells: int, points: int, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Fractions [P], evenly from low to high, and the whole cells int(fraction * cells) that each removes [P]."""
+    if low > high or (low == high and points > 1):
+        raise PatchlightError(f"fractions from low={low} to high={high} are no range; give low < high")
+    x = torch.linspace(low, high, points, dtype=torch.float64)
+    return x, (x * cells + 1e-6).long()
+
+
+def _log_probabilities(logits: Tensor, ask: Measure) -> tuple[Tensor, Tensor | None]:
+    """log p [...,C] and, where each class is a yes or no of its own, log(1 - p)."""
+    if logits.shape[-1] == 1:
+        return F.logsigmoid(torch.cat([-logits, logits], -1)), None
+    if ask.vit.sigmoid:
+        return F.logsigmoid(logits), F.logsigmoid(-logits)
+    return logits.log_softmax(-1), None
+
+
+def log_probability(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
+    """log p(class) [B,P] of logits [B,P,C], at least log 1e-12."""
+    if targets.against is not None:
+        raise PatchlightError("a pair of classes has no logarithm of its probability; give target= one class per image")
+    index = targets.index.to(logits.device)[:, None].expand(-1, logits.shape[1], 1)
+    log_p = _log_probabilities(logits, ask)[0]
+    return log_p.gather(-1, index)[..., 0].clamp_min(_LOG_FLOOR)
+
+
+def kl_divergence(clean: Tensor, logits: Tensor, ask: Measure) -> Tensor:
+    """KL(p_clean || p_k) [B,P] from logits [B,1,C] and [B,P,C]; summed over classes that are each a yes or no."""
+    (log_p, log_not_p), (log_q, log_not_q) = _log_probabilities(clean, ask), _log_probabilities(logits, ask)
+    total = (log_p.exp() * (log_p - log_q)).sum(-1)
+    if log_not_p is not None and log_not_q is not None:
+        total = total + (log_not_p.exp() * (log_not_p - log_not_q)).sum(-1)
+    return total.clamp_min(0)
+
+
+def accuracy(logits: Tensor, targets: Targets) -> Tensor:
+    """1 where the largest logit is the class's, else 0 [B,P]."""
+    top = (logits[..., 0] > 0).long() if logits.shape[-1] == 1 else logits.argmax(-1)
+    return (top == targets.index.to(top.device)).to(logits)
+
+
+def _quantity(ask: Measure, quantity: Quantity, logits: Tensor, targets: Targets) -> Tensor:
+    if quantity == "accuracy":
+        return accuracy(logits, targets)
+    if quantity == "probability":
+        return probability(logits, targets, ask)
+    if quantity == "kl":
+        return kl_divergence(ask.logits()[:, None], logits, ask)
+    return -log_probability(logits, targets, ask)
+
+
+def _perturbation_rises(settings: Mapping[str, Any]) -> bool:
+    falls: bool = settings["quantity"] in _FALLING
+    return falls is (settings["direction"] == "negative")
+
+
+def _perturbation_limits(settings: Mapping[str, Any]) -> tuple[float, float]:
+    top = {"kl": math.inf, "nll": -_LOG_FLOOR}.get(settings["quantity"], 1.0)
+    across = settings["high"] - settings["low"]
+    return 0.0, top * {"unit": settings["points"] - 1, "width": across}.get(settings["integrator"], 1.0)
+
+
+@metric(
+    "perturbation",
+    paper="Chefer et al., CVPR 2021",
+    higher_is_better=_perturbation_rises,
+    bounds=_perturbation_limits,
+    ablates=True,
+    cost="points (9) forwards",
+    presets={
+        "chefer": {
+            "quantity": "accuracy",
+            "points": 9,
+            "low": 0.1,
+            "high": 0.9,
+            "unit": "pixel",
+            "fill": "black",
+            "integrator": "mean",
+            "target_class": "label",
+            "upsampling": "bilinear",
+        },
+        "diffmask": {
+            "quantity": "probability",
+            "points": 29,
+            "low": 0.0,
+            "high": 1.0,
+            "unit": "pixel",
+            "fill": "noise",
+            "noise": (-1.0, 1.0),
+            "noise_seed": 123,
+            "integrator": "unit",
+            "target_class": "predicted",
+            "upsampling": "bilinear",
+        },
+    },
+    quick={"points": 3},
+)
+def perturbation(
+    ask: Measure,
+    direction: Direction = "positive",
+    quantity: Quantity = "accuracy",
+    points: Count = 9,
+    low: Share = 0.1,
+    high: Share = 0.9,
+    unit: Unit = "pixel",
+    fill: AnyFill = "black",
+    integrator: Integrator = "mean",
+    target_class: TargetClass = "label",
+    upsampling: Upsampling = "bilinear",
+    noise: tuple[float, float] = (0.0, 1.0),
+    noise_seed: int | None = None,
+) -> Measured:
+    """Accuracy (or p, KL, -log p) averaged over levels of removal, highest (positive) or lowest (negative) parts first.
+
+    At each of `points` fractions from `low` to `high`, int(fraction * HW) pixels give way to the fill. `quantity`:
+    `accuracy` is 1 where the largest logit is the class's; `probability` p(class); `kl` KL(p_clean || p_k) over all
+    classes; `nll` -log p(class). Positive perturbation should lower the first two and raise the others.
+
+    Preset `chefer`: 9 levels of 10 % to 90 %, true black, accuracy against the true label, the mean. Preset `diffmask`:
+    29 points of 1792 px (of 224 x 224), noise U(-1, 1) of seed 123, trapezoids of width 1, the predicted class; what
+    its paper calls accuracy and KL are `probability` and `nll`. Curve [B,P] over the fraction removed.
+    """
+    x, changed = levels(count_cells(ask, unit), points, low, high)
+    logits = removed_logits(ask, changed, False, fill, unit, upsampling, direction == "negative", noise, noise_seed)
+    curve = _quantity(ask, quantity, logits, ask.of(target_class))
+    return Measured(area(curve, integrator, x), curve, x)
+
+
+_TOKENTM = "Wu et al., CVPR 2024"
+
+
+@metric(
+    "auc",
+    paper=_TOKENTM,
+    higher_is_better=False,
+    ablates=True,
+    cost="points (21) forwards, shared with aopc and lodds",
+    quick={"points": 5},
+)
+def auc(
+    ask: Measure,
+    points: Points = 21,
+    unit: Unit = "pixel",
+    fill: AnyFill = "black",
+    target_class: TargetClass = "predicted",
+    upsampling: Upsampling = "bilinear",
+) -> Measured:
+    """Area under accuracy while the top k % of the pixels are removed, k = 0, 5, ..., 100; lower is better.
+
+    Trapezoids over [0, 1]; accuracy is whether the class (by default the prediction on the clean image) is still the
+    one predicted. Curve [B,P] over the fraction removed.
+    """
+    x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
+    curve = accuracy(logits, ask.of(target_class))
+    return Measured(area(curve, "trapezoid", x), curve, x)
+
+
+@metric(
+    "aopc",
+    paper=_TOKENTM,
+    higher_is_better=True,
+    bounds=(-1.0, 1.0),
+    ablates=True,
+    cost="points (21) + 1 forwards, shared with auc and lodds",
+    quick={"points": 5},
+)
+def aopc(
+    ask: Measure,
+    points: Points = 21,
+    unit: Unit = "pixel",
+    fill: AnyFill = "black",
+    target_class: TargetClass = "predicted",
+    upsampling: Upsampling = "bilinear",
+) -> Measured:
+    """Mean fall of p(class) over the levels of removal, 1/|K| sum_k [p(y|x) - p(y|x_k)]; higher is better.
+
+    K = {0, 5, ..., 100} per cent of the pixels; level 0 counts. Curve [B,P]: the fall at each level.
+    """
+    x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
+    targets = ask.of(target_class)
+    curve = probability(ask.logits()[:, None], targets, ask) - probability(logits, targets, ask)
+    return Measured(curve.mean(1), curve, x)
+
+
+@metric(
+    "lodds",
+    paper=_TOKENTM,
+    higher_is_better=False,
+    bounds=(_LOG_FLOOR, -_LOG_FLOOR),
+    ablates=True,
+    cost="points (21) + 1 forwards, shared with auc and aopc",
+    quick={"points": 5},
+)
+def lodds(
+    ask: Measure,
+    points: Points = 21,
+    unit: Unit = "pixel",
+    fill: AnyFill = "black",
+    target_class: TargetClass = "predicted",
+    upsampling: Upsampling = "bilinear",
+) -> Measured:
+    """Mean log-odds over the levels of removal, -1/|K| sum_k log(p(y|x) / p(y|x_k)); lower is better.
+
+    K as for `aopc`; probabilities are at least 1e-12. Curve [B,P]: log p(y|x_k) - log p(y|x).
+    """
+    x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
+    targets = ask.of(target_class)
+    curve = log_probability(logits, targets, ask) - log_probability(ask.logits()[:, None], targets, ask)
+    return Measured(curve.mean(1), curve, x)
+
+
+def _levels_of_removal(
+    ask: Measure, points: int, unit: Unit, fill: AnyFill, upsampling: Upsampling
+) -> tuple[Tensor, Tensor]:
+    x, changed = levels(count_cells(ask, unit), points, 0.0, 1.0)
+    return x, removed_logits(ask, changed, False, fill, unit, upsampling)
+
+
+_SKIPPLUS = "SkipPLUS, CVPR-W 2024"
+_SKIPPLUS_PRESETS: dict[str, dict[str, Any]] = {
+    "skipplus": {"points": 9, "low": 0.1, "high": 0.9, "integrator": "trapezoid", "form": "higher"},
+    "skipplus-code": {"points": 9, "low": 0.1, "high": 0.9, "integrator": "width", "form": "percent"},
+}
+
+
+def _natural(insert: bool, quantity: str) -> bool:
+    """Whether higher is better before anything is subtracted from 100."""
+    return insert == (quantity == "accuracy")
+
+
+def _token_limits(insert: bool) -> Callable[[Mapping[str, Any]], tuple[float, float]]:
+    def limits(settings: Mapping[str, Any]) -> tuple[float, float]:
+        across = 1 - settings["low"] if insert else settings["high"]
+        top = {"unit": float(settings["points"]), "width": across}.get(settings["integrator"], 1.0)
+        top *= 1 if settings["form"] == "area" else 100
+        low = -top if settings["quantity"] == "aopc" else 0.0
+        flipped = settings["form"] == "higher" and not _natural(insert, settings["quantity"])
+        return (100 - top, 100 - low) if flipped else (low, top)
+
+    return limits
+
+
+def _token_measured(
+    ask: Measure, insert: bool, quantity: TokenQuantity, form: Form, integrator: Integrator, targets: Targets, grid: Any
+) -> Measured:
+    """The curve over levels of token removal with the whole image as its first (deletion) or last (insertion) point."""
+    points, low, high = grid
+    x, changed = levels(count_cells(ask, "token"), points, low, high)
+    logits = removed_logits(ask, changed, insert, unit="token")
+    whole = ask.logits()[:, None]
+    together = torch.cat([logits, whole] if insert else [whole, logits], 1)
+    if quantity == "accuracy":
+        curve = accuracy(together, targets)
+    else:
+        curve = probability(whole, targets, ask) - probability(together, targets, ask)
+    end = x.new_tensor([1.0 if insert else 0.0])
+    x = torch.cat([x, end] if insert else [end, x])
+    values = area(curve, integrator, x)
+    if form != "area":
+        values, curve = 100 * values, 100 * curve
+    if form == "higher" and not _natural(insert, quantity):
+        values = 100 - values
+    return Measured(values, curve, x)
+
+
+@metric(
+    "token-deletion",
+    paper=_SKIPPLUS,
+    higher_is_better=lambda s: s["form"] == "higher" or _natural(False, s["quantity"]),
+    bounds=_token_limits(False),
+    ablates=True,
+    cost="points (9) + 1 forwards of fewer tokens",
+    presets=_SKIPPLUS_PRESETS,
+    quick={"points": 3},
+)
+def token_deletion(
+    ask: Measure,
+    quantity: TokenQuantity = "accuracy",
+    points: Count = 9,
+    low: Share = 0.1,
+    high: Share = 0.9,
+    integrator: Integrator = "trapezoid",
+    form: Form = "area",
+    target_class: TargetClass = "label",
+) -> Measured:
+    """Area under accuracy, or under the fall of p(class), while the highest patch tokens are really removed.
+
+    At each of `points` fractions r the int(r N) highest of N patch tokens leave the sequence after the position
+    embedding; prefix tokens stay, and the whole image is a further point at 0. `quantity`: `accuracy` (lower is better)
+    or `aopc`, p(y|x) - p(y|x_r) (higher is better).
+
+    Preset `skipplus`: 10 % to 90 %, in per cent, accuracy as 100 - area, so that higher is always better. Preset
+    `skipplus-code`: as released, trapezoids over [0, 0.9] that end at 90 per cent, nothing subtracted. Curve [B,P+1].
+    """
+    return _token_measured(ask, False, quantity, form, integrator, ask.of(target_class), (points, low, high))
+
+
+@metric(
+    "token-insertion",
+    paper=_SKIPPLUS,
+    higher_is_better=lambda s: s["form"] == "higher" or _natural(True, s["quantity"]),
+    bounds=_token_limits(True),
+    ablates=True,
+    cost="points (9) + 1 forwards of fewer tokens",
+    presets=_SKIPPLUS_PRESETS,
+    quick={"points": 3},
+)
+def token_insertion(
+    ask: Measure,
+    quantity: TokenQuantity = "accuracy",
+    points: Count = 9,
+    low: Share = 0.1,
+    high: Share = 0.9,
+    integrator: Integrator = "trapezoid",
+    form: Form = "area",
+    target_class: TargetClass = "label",
+) -> Measured:
+    """Area under accuracy, or under the lack of p(class), while only the highest patch tokens are kept.
+
+    As `token-deletion`, with the int(r N) highest tokens kept and the whole image as the point at 1. `accuracy` is
+    better high, `aopc` low; preset `skipplus` subtracts the latter from 100.
+    """
+    return _token_measured(ask, True, quantity, form, integrator, ask.of(target_class), (points, low, high))

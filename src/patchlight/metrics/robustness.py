@@ -1,0 +1,81 @@
+"""Robustness: how much a map changes when the image hardly does."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from patchlight.ablation import Count
+from patchlight.engine import default_batch_size
+from patchlight.metrics.base import Measure, Measured, metric
+from patchlight.targets import Targets
+
+Norm = Literal["l2", "l1", "linf"]
+Radius = Annotated[float, Field(ge=0)]
+_ORDER = {"l2": 2.0, "l1": 1.0, "linf": float("inf")}
+
+
+def draws(shape: tuple[int, ...], n: int, radius: float, seed: int) -> Tensor:
+    """Perturbations d_j [n,C,H,W] ~ U(-radius, radius), on the CPU: the same for every image, batch and device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(n, *shape).uniform_(-radius, radius, generator=generator)
+
+
+@metric(
+    "max-sensitivity",
+    paper="Yeh et al., NeurIPS 2019",
+    higher_is_better=False,
+    bounds=(0.0, float("inf")),
+    again=True,
+    cost="n (10) explanations",
+    presets={
+        "tis": {"n": 10, "radius": 0.02, "norm": "l2", "reseed": False},
+        "quantus": {"n": 200, "radius": 0.2, "norm": "l2", "reseed": False},
+    },
+    quick={"n": 2},
+)
+def max_sensitivity(
+    ask: Measure,
+    n: Count = 10,
+    radius: Radius = 0.02,
+    norm: Norm = "l2",
+    reseed: bool = False,
+    chunk: Count | None = None,
+) -> Measured:
+    """Largest relative change of the map under small noise: max_j ||Phi(x) - Phi(x + d_j)|| / ||Phi(x)||, j = 1..n.
+
+    d_j ~ U(-radius, radius) for each value of the normalised image, drawn from the seed and the same for every image;
+    the class stays. Phi is the method's own map, not upsampled; a norm of 0 below counts as 1. Every explanation has
+    the same seed, so that a method which draws is not blamed for it, unless `reseed` gives each its own. Presets `tis`
+    (captum's defaults) and `quantus` (200 draws of radius 0.2): their values do not compare. n explanations an image,
+    `chunk` at a time.
+    """
+    batch = len(ask.images)
+    first = ask.maps if ask.fresh else ask.anew(ask.vit, ask.images, ask.targets, ask.seed)
+    first = first.flatten(1)
+    noise = draws(tuple(ask.images.shape[1:]), n, radius, ask.seed).to(ask.images)
+    # Draw by draw, all images under each: a chunk may reach over draws, but not over seeds.
+    owner, draw = torch.arange(batch).repeat(n), torch.arange(n).repeat_interleave(batch)
+    size = chunk or default_batch_size(ask.vit)
+    runs = range(0, n * batch, batch if reseed else n * batch)
+    parts = [
+        slice(begin, min(begin + size, start + runs.step))
+        for start in runs
+        for begin in range(start, start + runs.step, size)
+    ]
+    changes = []
+    for part in parts:
+        images = ask.images[owner[part]] + noise[draw[part]]
+        seed = ask.seed + 1 + int(draw[part.start]) if reseed else ask.seed
+        maps = ask.anew(ask.vit, images, _picked(ask.targets, owner[part]), seed).flatten(1)
+        changes.append(torch.linalg.vector_norm(maps - first[owner[part]], _ORDER[norm], 1))
+    below = torch.linalg.vector_norm(first, _ORDER[norm], 1)
+    change = torch.cat(changes).view(n, batch).amax(0)
+    return Measured(change / torch.where(below == 0, 1, below))
+
+
+def _picked(targets: Targets, rows: Tensor) -> Targets:
+    return Targets(targets.index[rows], None if targets.against is None else targets.against[rows])

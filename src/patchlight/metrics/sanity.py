@@ -1,0 +1,253 @@
+"""Sanity: does the map depend on what the model has learnt? Its layers are randomised, and the maps compared."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from patchlight.ablation import Count
+from patchlight.anatomy import Anatomy, wrap
+from patchlight.errors import PatchlightError, Unsupported
+from patchlight.metrics.base import Measure, Measured, metric
+from patchlight.metrics.localisation import tie_ends, unit_range
+
+Similarity = Literal["spearman", "spearman-abs", "ssim", "hog"]
+Window = Literal["gaussian", "uniform"]
+Mode = Literal["cascading", "independent"]
+Stage = tuple[str, list[str]]
+"""A name, and the parameters that are randomised together."""
+
+
+def average_ranks(values: Tensor) -> Tensor:
+    """The rank of each value of rows [B,n] in rising order, equal ones sharing their mean, in float64."""
+    order = values.argsort(1)
+    ordered = values.gather(1, order)
+    last = tie_ends(ordered)
+    first = values.shape[1] - 1 - tie_ends(ordered.flip(1)).flip(1)
+    ranks = (first + last).double() / 2
+    return torch.empty_like(ranks).scatter_(1, order, ranks)
+
+
+def spearman(a: Tensor, b: Tensor) -> Tensor:
+    """Rank correlation [B] of rows [B,n]; 0 where one of them is constant and so has no order."""
+    a, b = (r - r.mean(1, keepdim=True) for r in (average_ranks(a), average_ranks(b)))
+    norm = (a.square().sum(1) * b.square().sum(1)).sqrt()
+    return (a * b).sum(1) / torch.where(norm > 0, norm, 1)
+
+
+def ssim(a: Tensor, b: Tensor, window: Window = "gaussian") -> Tensor:
+    """Structural similarity [B] of maps [B,H,W] in [0, 1], averaged where the window lies inside.
+
+    The window is an 11 x 11 Gaussian of sigma 1.5, or a uniform 7 x 7; (co)variances are those of a sample.
+    """
+    reach = 5 if window == "gaussian" else 3
+    side = 2 * reach + 1
+    if min(a.shape[-2:]) < side:
+        raise PatchlightError(f"SSIM takes maps of {side} pixels or more a side; these have {min(a.shape[-2:])}")
+    line = torch.arange(-reach, reach + 1, device=a.device, dtype=torch.float64)
+    line = torch.exp(-0.5 * (line / 1.5) ** 2) if window == "gaussian" else torch.ones_like(line)
+    kernel = (line[:, None] * line / line.sum() ** 2)[None, None]
+    a, b = a.double(), b.double()
+    planes = torch.stack([a, b, a * a, b * b, a * b], 1).flatten(0, 1)[:, None]
+    mean_a, mean_b, aa, bb, ab = F.conv2d(planes, kernel).unflatten(0, (-1, 5))[:, :, 0].unbind(1)
+    sample = side**2 / (side**2 - 1)
+    var_a, var_b, cov = sample * (aa - mean_a**2), sample * (bb - mean_b**2), sample * (ab - mean_a * mean_b)
+    c1, c2 = 0.01**2, 0.03**2
+    luminance = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
+    local: Tensor = luminance * (2 * cov + c2) / (var_a + var_b + c2)
+    return local.mean((1, 2))
+
+
+def hog(maps: Tensor, cell: int = 16, bins: int = 9, block: int = 3) -> Tensor:
+    """Histograms of oriented gradients [B,F] of maps [B,H,W] in float64.
+
+    Central differences; `bins` unsigned orientations a cell of `cell` x `cell` pixels, weighted by magnitude; blocks of
+    `block` x `block` cells (fewer where the map has fewer), normalised by L2, clipped at 0.2 and normalised again.
+    """
+    batch, height, width = maps.shape
+    rows, columns = height // cell, width // cell
+    if min(rows, columns) < 1:
+        raise PatchlightError(
+            f"HOG cells of {cell} pixels do not fit into maps of {height}x{width}; give a smaller cell"
+        )
+    maps = maps.double()
+    down, right = torch.zeros_like(maps), torch.zeros_like(maps)
+    down[:, 1:-1] = maps[:, 2:] - maps[:, :-2]
+    right[:, :, 1:-1] = maps[:, :, 2:] - maps[:, :, :-2]
+    angle = torch.rad2deg(torch.atan2(down, right)) % 180
+    which = (angle * bins / 180).long().clamp_max(bins - 1)
+    votes = maps.new_zeros(batch, bins, height, width).scatter_(1, which[:, None], torch.hypot(down, right)[:, None])
+    cells = F.avg_pool2d(votes[:, :, : rows * cell, : columns * cell], cell)
+    tall, wide = min(block, rows), min(block, columns)
+    blocks = cells.unfold(2, tall, 1).unfold(3, wide, 1).permute(0, 2, 3, 4, 5, 1).flatten(3)
+    for limit in (0.2, torch.inf):
+        blocks = (blocks / (blocks.square().sum(-1, keepdim=True) + 1e-10).sqrt()).clamp_max(limit)
+    return blocks.flatten(1)
+
+
+def similar(
+    ask: Measure, a: Tensor, b: Tensor, similarity: Similarity, window: Window = "gaussian", cell: int = 16
+) -> Tensor:
+    """The similarity [B] of maps a and b [B,h,w]; SSIM and HOG see them from 0 to 1 at image size."""
+    if similarity == "spearman":
+        return spearman(a.flatten(1), b.flatten(1))
+    if similarity == "spearman-abs":
+        return spearman(a.abs().flatten(1), b.abs().flatten(1))
+    a, b = (
+        unit_range(F.interpolate(m[:, None].double(), ask.size, mode="bilinear", align_corners=False)[:, 0])
+        for m in (a, b)
+    )
+    return ssim(a, b, window) if similarity == "ssim" else spearman(hog(a, cell), hog(b, cell))
+
+
+def stages(vit: Anatomy) -> list[Stage]:
+    """The layers of a model of our own, as they are randomised: head, final norm, blocks last to first, embedding.
+
+    What the classifier reads behind the blocks is found by its gradient; the embedding is all that is left: patch
+    projection, prefix tokens, positions.
+    """
+    named = {name: p for name, p in vit.model.named_parameters() if p.is_floating_point()}
+    blocks = [{id(p) for p in block.parameters()} for block in vit.blocks]
+    image = torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)
+    with torch.enable_grad():
+        vit.model.requires_grad_(True)
+        logits = vit.readout(vit.run(vit.embed(image)).detach())
+        found = torch.autograd.grad(logits.sum(), list(named.values()), allow_unused=True)
+        vit.model.requires_grad_(False)
+    read = {name for name, grad in zip(named, found, strict=True) if grad is not None}
+    norms = {
+        f"{where}.{name}".lstrip(".")
+        for where, module in vit.model.named_modules()
+        if "norm" in type(module).__name__.casefold()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    order: list[Stage] = [("head", sorted(read - norms)), ("norm", sorted(read & norms))]
+    order += [
+        (f"block {i}", [name for name, p in named.items() if id(p) in blocks[i]]) for i in reversed(range(vit.depth))
+    ]
+    taken = {name for _, names in order for name in names}
+    order.append(("embed", [name for name in named if name not in taken]))
+    return [(name, members) for name, members in order if members]
+
+
+def twin(vit: Anatomy) -> Anatomy:
+    """The same model with parameters of its own."""
+    if vit.library == "described":
+        functions: Any = vit.__dict__
+        if not all(inspect.ismethod(functions[key]) for key in ("_embed", "_readout")):
+            raise Unsupported(
+                f"{vit.name} was described by functions, which a copy of it cannot use; describe it by bound methods "
+                f"of the model (embed=model.embed, readout=model.readout)"
+            )
+        other = copy.deepcopy(vit)
+        other.model.eval().requires_grad_(False)
+        return other
+    about: dict[str, Any] = {"stage": getattr(vit, "stage", None)} if vit.hierarchical else {}
+    labels = {} if vit.labels is None else {"labels": vit.labels}
+    model = copy.deepcopy(vit.model).eval().requires_grad_(False)
+    return wrap(model, name=vit.name, preprocess=vit.preprocess, sigmoid=vit.sigmoid, **labels, **about)
+
+
+def fresh_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Every parameter drawn anew, on the CPU, from the seed.
+
+    By the module's own `reset_parameters`, and else (class token, positions) from a normal of 0.02 cut at 2.
+    """
+    model = copy.deepcopy(model).cpu()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for module in model.modules():
+            own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+            reset = getattr(module, "reset_parameters", None)
+            for parameter in own:
+                nn.init.trunc_normal_(parameter, std=0.02)
+            if own and callable(reset):
+                reset()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _randomised_maps(ask: Measure, mode: Mode) -> tuple[Tensor, list[Tensor]]:
+    """The maps as they are, and after each stage."""
+    if "twin" not in ask.kept:
+        other = twin(ask.vit)
+        ask.kept["twin"] = other, stages(other), fresh_parameters(ask.vit.model, ask.seed)
+    other, order, drawn = ask.kept["twin"]
+    own = dict(ask.vit.model.named_parameters())
+    theirs = dict(other.model.named_parameters())
+
+    def put(names: list[str], values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name in names:
+                theirs[name].copy_(values[name])
+
+    first = ask.maps if ask.fresh else ask.anew(ask.vit, ask.images, ask.targets, ask.seed)
+    maps = []
+    put(list(own), own)
+    for _, names in order:
+        put(names, drawn)
+        maps.append(ask.anew(other, ask.images, ask.targets, ask.seed))
+        if mode == "independent":
+            put(names, own)
+    return first, maps
+
+
+@metric(
+    "randomisation",
+    paper="Adebayo et al., NeurIPS 2018",
+    aliases=("mprt",),
+    higher_is_better=False,
+    bounds=(-1.0, 1.0),
+    again=True,
+    cost="depth + 3 explanations",
+)
+def randomisation(
+    ask: Measure,
+    mode: Mode = "cascading",
+    similarity: Similarity = "spearman",
+    window: Window = "gaussian",
+    cell: Count = 16,
+) -> Measured:
+    """Similarity of the map to the maps of the same model with its layers randomised, averaged over the stages.
+
+    Stages: head, final norm, blocks from last to first, embedding; `cascading` keeps earlier ones random, `independent`
+    randomises one at a time. The class stays, weights are drawn from the seed, and a copy of the model is used.
+    `similarity`: Spearman of the maps or of |maps|, SSIM (`window`) or Spearman of HOGs (`cell` pixels) of the maps
+    from 0 to 1 at image size. A map that stays the same does not explain the model: lower is better. Curve [B,S+1]: 1
+    before anything is random, then one value a stage. A constant map after a stage counts 0 for Spearman; where the
+    map itself is constant there is no value. depth + 3 explanations an image, shared by all similarities of a mode.
+    """
+    first, maps = ask.once(("randomised", mode), lambda: _randomised_maps(ask, mode))
+    curve = torch.stack([similar(ask, first, other, similarity, window, cell) for other in (first, *maps)], 1)
+    return _compared(first, curve[:, 1:].mean(1), curve, torch.arange(curve.shape[1]))
+
+
+@metric("random-floor", paper="Adebayo et al., NeurIPS 2018", higher_is_better=False, bounds=(-1.0, 1.0))
+def random_floor(
+    ask: Measure,
+    n: Count = 10,
+    similarity: Similarity = "spearman",
+    window: Window = "gaussian",
+    cell: Count = 16,
+) -> Measured:
+    """Similarity of the map to random ones, the mean of `n`: what `randomisation` falls to. No forward.
+
+    The maps are U(0, 1) at the map's own resolution, drawn from the seed.
+    """
+    shape = ask.maps.shape
+    noise = torch.rand(n, *shape[1:], generator=torch.Generator().manual_seed(ask.seed)).to(ask.maps)
+    curve = torch.stack([similar(ask, ask.maps, one.expand(shape), similarity, window, cell) for one in noise], 1)
+    return _compared(ask.maps, curve.mean(1))
+
+
+def _compared(maps: Tensor, values: Tensor, curve: Tensor | None = None, x: Tensor | None = None) -> Measured:
+    constant = (maps.amax((1, 2)) == maps.amin((1, 2))).nonzero().flatten()
+    reasons = {int(i): "the map is constant, so nothing can be similar to it" for i in constant}
+    values = values.double()
+    values[list(reasons)] = torch.nan
+    return Measured(values, curve, x, reasons=reasons)

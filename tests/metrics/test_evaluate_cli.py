@@ -1,0 +1,170 @@
+"""`patchlight evaluate` and `patchlight metrics`: what they print and write, and how they refuse."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import patchlight as pl
+from tests.test_cli import folder as folder
+from tests.test_cli import refused, run
+from tests.test_cli import tiny as tiny
+from tests.test_images import noise
+
+QUICK = ("--set", "insertion.steps=4", "--set", "deletion.steps=4")
+
+
+@pytest.fixture
+def saved(folder: Path, tiny: pl.Anatomy) -> Path:
+    """The four photos of `folder`, explained by two methods, the maps where `explain --save maps` puts them."""
+    for name, photo in (("a", "a.jpg"), ("b", "b.png"), ("cats/a.jpg", "cats/a.jpg"), ("cats/a.png", "cats/a.png")):
+        for method, att in pl.explain(tiny, f"photos/{photo}", ["genatt", "rollout"]).items():
+            att.save(f"maps/{name}/{method}")
+    return folder
+
+
+def test_saved_maps_are_measured(folder: Path, tiny: pl.Anatomy) -> None:
+    run("explain", "photos", "--method", "genatt,rollout", "--save", "maps", "--out", "out/")
+    metrics = ("--metric", "insertion,deletion", *QUICK)
+    result = run("evaluate", "maps", "--images", "photos", *metrics)
+    assert "insertion ↑" in result.stdout
+    assert "deletion ↓" in result.stdout
+    assert "genatt" in result.stdout
+    found = json.loads(run("evaluate", "maps", "--images", "photos", *metrics, "--json").stdout)
+    assert [(r["method"], r["metric"]) for r in found["results"]] == [
+        (m, k) for m in ("genatt", "rollout") for k in ("insertion", "deletion")
+    ]
+    assert found["errors"] == []
+    row = found["results"][0]
+    assert row["images"] == 4
+    assert row["interval"][0] <= row["mean"] <= row["interval"][1]
+    paths = [f"photos/{name}" for name in row["values"]]
+    expected = pl.evaluate(tiny, paths, pl.explain(tiny, paths, "genatt"), "insertion", steps=4)
+    assert list(row["values"].values()) == pytest.approx(expected.values.tolist(), abs=1e-5)
+    assert row["mean"] == pytest.approx(expected.mean, abs=1e-5)
+
+
+def test_methods_are_explained_first(saved: Path, tiny: pl.Anatomy) -> None:
+    metrics = ("--metric", "deletion", "--images", "photos", "--set", "deletion.steps=4", "--json")
+    before = json.loads(run("evaluate", "maps", *metrics).stdout)["results"]
+    anew = json.loads(run("evaluate", "--method", "genatt,rollout", *metrics).stdout)["results"]
+    for one, other in zip(before, anew, strict=True):
+        assert one["mean"] == pytest.approx(other["mean"], abs=1e-5)
+        assert one["values"] == pytest.approx(other["values"], abs=1e-5)
+    started = json.loads(
+        run("evaluate", "--method", "rollout", *metrics, "--set", "rollout.start=2", "--target", "dog").stdout
+    )
+    assert started["results"][0]["mean"] != anew[1]["mean"]
+    assert started["target"] == "dog"
+
+
+def test_only_the_methods_asked_are_measured(saved: Path) -> None:
+    found = json.loads(
+        run("evaluate", "maps", "--images", "photos", "--method", "rollout", "--metric", "auc", "--json").stdout
+    )
+    assert [r["method"] for r in found["results"]] == ["rollout"]
+    assert "'genat'" in refused("evaluate", "maps", "--images", "photos", "--method", "genat")
+
+
+def test_what_is_missing_is_told_and_the_rest_measured(saved: Path) -> None:
+    shutil.rmtree("maps/b/rollout")
+    Path("photos/cats/a.png").write_bytes(b"broken")
+    Path("photos/a.jpg").unlink()
+    noise(80, 80, seed=9).save("photos/new.png")
+    result = run("evaluate", "maps", "--images", "photos", "--metric", "deletion", *QUICK[2:], "--json", code=3)
+    found = json.loads(result.stdout)
+    told = {error["image"]: error["error"] for error in found["errors"]}
+    assert set(told) == {"a", "b.png", "cats/a.png"}
+    assert told["a"] == "the maps of 'a' have no image in --images"
+    assert told["b.png"] == "there is no map of 'b.png' by 'rollout'"
+    assert [list(r["values"]) for r in found["results"]] == [["b.png", "cats/a.jpg"], ["cats/a.jpg"]]
+
+
+def test_undefined_values_are_counted_and_named(saved: Path) -> None:
+    for name, value in (("a", float("nan")), ("b", 2.0)):
+        att = pl.Attribution.load(f"maps/{name}/genatt")
+        att.scores.fill_(value)
+        att.save(f"maps/{name}/genatt", force=True)
+    result = run(
+        "evaluate",
+        "maps",
+        "--images",
+        "photos",
+        "--metric",
+        "deletion",
+        "--method",
+        "genatt",
+        *QUICK[2:],
+        "--csv",
+        "d.csv",
+    )
+    assert "1 undefined" in result.stdout
+    assert "deletion of genatt has no value for 'a.jpg': the map holds NaN" in result.stderr
+    assert "the map of 'b.png' by genatt is constant" in result.stderr
+    with Path("d.csv").open() as file:
+        rows = {row["image"]: row for row in csv.DictReader(file)}
+    assert rows["a.jpg"]["value"] == ""
+    assert "NaN" in rows["a.jpg"]["reason"]
+    assert 0 <= float(rows["b.png"]["value"]) <= 1
+    assert "d.csv' exists already" in refused("evaluate", "maps", "--images", "photos", "--csv", "d.csv")
+
+
+def test_labels_of_a_data_set(saved: Path, tiny: pl.Anatomy) -> None:
+    """Sub-folders named by classes are the labels of --data folder."""
+    predicted, _ = tiny.predict("photos/b.png")[0][0]
+    other = "cat" if predicted != "cat" else "ship"
+    for name in (predicted, other):
+        Path("classes", name).mkdir(parents=True)
+        shutil.copy("photos/b.png", f"classes/{name}/1.png")
+    clean = ("--set", "perturbation.points=1", "--set", "perturbation.low=0")
+    labelled = ("--images", "classes", "--metric", "perturbation", *clean, "--json")
+    found = json.loads(run("evaluate", "--method", "genatt", *labelled, "--data", "folder").stdout)
+    assert found["results"][0]["values"] == {f"{predicted}/1.png": 1, f"{other}/1.png": 0}
+    run("evaluate", "--method", "genatt", *labelled, "--data", "folder", "--target", "label")
+    assert "--data" in refused("evaluate", "--method", "genatt", *labelled[:4], "--target", "label")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("evaluate", "maps"), "--images FOLDER"),
+        (("evaluate", "--images", "photos"), "--method NAME"),
+        (("evaluate", "maps", "--images", "nowhere"), "no image or folder at 'nowhere'"),
+        (("evaluate", "nowhere", "--images", "photos"), "no folder of maps at 'nowhere'"),
+        (("evaluate", "photos", "--images", "photos"), "no maps in 'photos'"),
+        (("evaluate", "maps", "--images", "other"), "no map in 'maps' is of an image"),
+        (("evaluate", "maps", "--images", "photos", "--metric", "delettion"), "did you mean 'deletion'"),
+        (("evaluate", "maps", "--images", "photos", "--metric", "auc", "--preset", "tis"), "has no preset 'tis'"),
+        (("evaluate", "maps", "--images", "photos", "--metric", "auc", "--set", "step=3"), "no setting 'step'"),
+        (("evaluate", "maps", "--images", "photos", "--data", "imagenett"), "no data set is called 'imagenett'"),
+        (("evaluate", "--method", "genat", "--images", "photos"), "did you mean 'genatt'"),
+        (("evaluate", "maps", "--images", "photos", "--target", "unicorn"), "no class is called 'unicorn'"),
+        (("metrics", "delettion"), "did you mean 'deletion'"),
+    ],
+)
+def test_wrong_requests_get_one_sentence(saved: Path, arguments: tuple[str, ...], words: str) -> None:
+    Path("other").mkdir()
+    noise(70, 70, seed=1).save("other/z.png")
+    assert words in refused(*arguments)
+
+
+def test_metrics_are_listed_and_described() -> None:
+    rows = {row["name"]: row for row in json.loads(run("metrics", "--json").stdout)}
+    assert rows["deletion"]["higher_is_better"] is False
+    assert rows["perturbation"]["presets"] == ["chefer", "diffmask"]
+    table = run("metrics").stdout
+    assert all(name in table for name in rows)
+    told = run("metrics", "perturbation").stdout
+    assert "lower is better, from 0 to 1" in told
+    assert "quantity: 'accuracy' | 'probability' | 'kl' | 'nll' = 'accuracy'" in told
+    assert "preset: chefer, diffmask" in told
+
+
+def test_maps_of_another_model_are_told(saved: Path, tiny: pl.Anatomy) -> None:
+    tiny.name = "another"
+    result = run("evaluate", "maps", "--images", "photos", "--metric", "auc", "--set", "points=2")
+    assert "the maps are of vit, but are measured on another" in result.stderr
