@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,14 @@ from patchlight.registry import Ask, method
 
 @method("random", paper="baseline", class_specific=False, stochastic=True, nonnegative=True, cost="none")
 def random(ask: Ask) -> Tensor:
-    """Uniform noise on the patch grid, the same for every image: its generator is seeded by `seed` alone."""
-    generator = torch.Generator().manual_seed(ask.seed)
-    noise = torch.rand(ask.vit.grid, generator=generator, dtype=torch.float64)
-    return noise.to(ask.images).expand(len(ask.images), -1, -1)
+    """Uniform noise on the patch grid, drawn anew for every image: from `seed` and a checksum of its pixels.
+
+    One draw for all images would make every mean over a data set that of a single map.
+    """
+
+    def one(image: Tensor) -> Tensor:
+        checksum = zlib.crc32(image.float().cpu().contiguous().numpy().tobytes(), ask.seed % 2**32)
+        generator = torch.Generator().manual_seed(checksum)
+        return torch.rand(ask.vit.grid, generator=generator, dtype=torch.float64)
+
+    return torch.stack([one(image) for image in ask.images.detach()]).to(ask.images)
