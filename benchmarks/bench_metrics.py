@@ -71,20 +71,20 @@ def main(chunk: int = 64, repeats: int = 3) -> None:
     nn.init.normal_(plain.head.weight, std=0.05)
     half = copy.deepcopy(plain).bfloat16() if on_gpu else plain
     vit = pl.wrap(plain, name=name)
-    chunk = 256 if on_gpu else chunk
-    image = torch.randn(1, 3, 224, 224, device=device())
-    maps = torch.rand(1, 14, 14)
-    count = 2 * (STEPS + 1)
+    chunk, images = (512, 8) if on_gpu else (chunk, 1)
+    batch = torch.randn(images, 3, 224, 224, device=device())
+    maps = torch.rand(images, 14, 14)
+    count = 2 * (STEPS + 1) * images
     precision: Precision = "auto" if on_gpu else "full"
 
     def measured() -> object:
         return pl.evaluate(
-            vit, image, maps, ["insertion", "deletion"], 0, steps=STEPS, chunk=chunk, precision=precision
+            vit, batch, maps, ["insertion", "deletion"], 0, steps=STEPS, chunk=chunk, precision=precision
         )
 
     tasks = {
-        f"{count} bare forwards": lambda: bare(half, image, count, chunk, on_gpu),
-        f"insertion and deletion, {STEPS} steps each": measured,
+        f"{count} bare forwards": lambda: bare(half, batch[:1], count, chunk, on_gpu),
+        f"insertion and deletion, {STEPS} steps each, {images} image(s)": measured,
     }
     seconds = medians(tasks, repeats)
     base = next(iter(seconds.values()))

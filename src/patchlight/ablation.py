@@ -158,7 +158,7 @@ class Ablation:
 
     def _chunks(self, variants: Variants, embedded: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """(begin, stop, logits) of each chunk; on out-of-memory the chunk is halved and tried again."""
-        size = self.chunk or _free_chunk(self.vit)
+        size = self.chunk or free_chunk(self.vit)
         begin, total = 0, len(variants.owner)
         around, images = getattr(variants, "around", None), self.images
         if self._bf16 and isinstance(variants, RankThresholds):
@@ -233,7 +233,7 @@ def _compiled(vit: Anatomy) -> Callable[[Anatomy, Tensor, Tensor | None], Tensor
     return compiled
 
 
-def _free_chunk(vit: Anatomy) -> int:
+def free_chunk(vit: Anatomy) -> int:
     """Variants at once: a quarter of an accelerator's free memory, at about 24 token tensors each; 64 on a CPU."""
     if vit.device.type != "cuda":
         return 64

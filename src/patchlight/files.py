@@ -10,8 +10,11 @@ from pathlib import Path
 from patchlight.errors import PatchlightError
 
 
-def write_whole(path: str | Path, data: bytes) -> Path:
-    """Write `data` under a temporary name beside `path`, then rename: nobody ever meets half a file."""
+def write_whole(path: str | Path, data: bytes, durable: bool = False) -> Path:
+    """Write `data` under a temporary name beside `path`, then rename: nobody ever meets half a file.
+
+    `durable` has it on the disk before the rename, so that not even a power cut leaves an empty one.
+    """
     path = Path(path)
     part = ""
     try:
@@ -19,6 +22,9 @@ def write_whole(path: str | Path, data: bytes) -> Path:
         handle, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(part, 0o644)
         os.replace(part, path)
     except OSError as error:

@@ -27,8 +27,8 @@ class Evidence:
 
     x, y: tokens entering and leaving [B,N,D]; g, gy: their gradients. A: attention [B,H,N,N] (to, from); G: its
     gradient; v: values [B,H,N,d]. n, gn: output of the first norm and its gradient. u: tokens after attention and
-    its skip. bias: sum over the block's biases b of <b, ds/dz> per token [B,N]. p: the projected patches [B,P,D], before
-    positions; every block has the same.
+    its skip. bias: sum over the block's biases b of <b, ds/dz> per token [B,N]. p: the projected patches [B,P,D],
+    before positions; every block has the same.
     """
 
     index: int

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from patchlight.cli.bench import bench
+from patchlight.cli.evaluate import evaluate, metrics
 from patchlight.cli.explain import demo, explain
 from patchlight.cli.tables import methods, models
 
@@ -19,8 +21,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, explain, methods, models):
+for command in (demo, explain, evaluate, methods, metrics, models):
     app.command()(command)
+
+app.add_typer(bench)
 
 
 def main() -> None:

@@ -1,0 +1,239 @@
+"""`patchlight bench`: run a recipe into a folder, see how far it is, and make tables and a report of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from patchlight.cli.common import (
+    SOME_FAILED,
+    AsJson,
+    Debug,
+    Device,
+    answering,
+    print_json,
+    progress,
+    read_settings,
+    say,
+)
+from patchlight.errors import PatchlightError
+
+if TYPE_CHECKING:
+    from patchlight.bench.local import Summary
+    from patchlight.bench.recipe import Recipe
+
+bench = typer.Typer(name="bench", help="Measure methods on a model and data, as a recipe says.", no_args_is_help=True)
+Folder = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="DIR")]
+SHOWN = 8
+
+
+@bench.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, a TOML file.", metavar="RECIPE")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; one that was broken off goes on.")],
+    quick: Annotated[bool, typer.Option("--quick", help="With the recipe's quick settings.")] = False,
+    images: Annotated[int | None, typer.Option(min=1, help="How many images, spread over the data.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="NAME, or LABEL=NAME for the recipe's model it stands for; repeatable.")
+    ] = None,
+    weights: Annotated[list[str] | None, typer.Option(help="Weights of each --model, in order.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the data, or KIND:FOLDER.")] = None,
+    target: Annotated[str | None, typer.Option(help="Class to explain: label or prediction.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of a method or metric of the recipe: label.key=value.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's seed.")] = None,
+    device: Device = "cpu",
+    retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print events, a line of JSON each.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Run a recipe. What is done already is left alone; failures are counted and do not stop it."""
+    with answering(as_json, debug):
+        with progress("reading the recipe"):
+            from patchlight.bench.local import run as run_local
+            from patchlight.bench.recipe import override, read_recipe
+
+            read, text = read_recipe(recipe)
+            own = read_settings([*read.methods, *read.metrics], settings or [])
+            chosen = override(read, model or (), weights or (), data, images, quick, seed, target, own)
+        with _watching(chosen, as_json) as listen:
+            summary = run_local(chosen, out, text=text, device=device, quick=quick, retry=retry, listen=listen)
+        if not as_json:
+            _conclude(summary, out)
+        if summary.failures:
+            raise typer.Exit(SOME_FAILED)
+
+
+@bench.command()
+def status(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> None:
+    """How far a run is, and what failed."""
+    with answering(as_json, debug):
+        from patchlight.bench.store import Store
+
+        store = Store(folder)
+        manifest, failures = store.manifest(), store.failures()
+        finished = [s for s in manifest["shards"] if store.path(s["place"], s["key"]).exists()]
+        models = dict.fromkeys(s["model"] for s in manifest["shards"])
+        done = len(finished)
+        state = {
+            "recipe": manifest["resolved"]["name"],
+            "quick": manifest["quick"],
+            "shards": len(manifest["shards"]),
+            "done": done,
+            "images": {m: sum(len(s["images"]) for s in finished if s["model"] == m) for m in models},
+            "failures": failures,
+            "notes": manifest["notes"],
+        }
+        if as_json:
+            print_json(state)
+            return
+        quick = ", quick" if manifest["quick"] else ""
+        print(f"{state['recipe']}{quick}: {done} of {state['shards']} shards done")
+        for model, count in state["images"].items():
+            print(f"  {model}: {count} images")
+        _tell(failures, manifest["notes"], print)
+
+
+@bench.command()
+def report(
+    folder: Folder,
+    html: Annotated[Path | None, typer.Option(help="Write the whole report to this file.")] = None,
+    latex: Annotated[bool, typer.Option("--latex", help="Print the tables as LaTeX.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print the numbers as CSV, timing columns last.")] = False,
+    debug: Debug = False,
+) -> None:
+    """The tables of a run: Markdown by default."""
+    with answering(False, debug):
+        if latex and csv:
+            raise PatchlightError("--latex and --csv both print; give one of them")
+        with progress("reading the run"):
+            from patchlight.bench.report import as_csv, as_latex, as_markdown, gather, write_html
+
+            gathered = gather(folder)
+        if html is not None:
+            with progress("writing the report"):
+                write_html(gathered, html)
+            say(f"wrote {html}")
+        if latex or csv or html is None:
+            print(as_latex(gathered) if latex else as_csv(gathered) if csv else as_markdown(gathered), end="")
+        for note in gathered.notes:
+            say(f"note: {note}")
+
+
+def _conclude(summary: Summary, out: Path) -> None:
+    done = f"{summary.before} of {summary.shards} shards done already" if summary.before else f"{summary.shards} shards"
+    partly = f", {summary.partly} partly" if summary.partly else ""
+    say(f"{done}{partly}; {summary.shards - summary.before} run now")
+    _tell(summary.failures, summary.notes, say)
+    say(f"`patchlight bench report {out}` shows the table")
+
+
+def _tell(failures: dict[str, int], notes: Any, tell: Callable[[str], None]) -> None:
+    if failures:
+        tell(f"{sum(failures.values())} values failed:")
+        for reason, count in list(failures.items())[:SHOWN]:
+            tell(f"  {count} x {reason}")
+        if len(failures) > SHOWN:
+            tell(f"  and {len(failures) - SHOWN} other reasons")
+    for note in notes:
+        tell(f"note: {note}")
+
+
+@contextlib.contextmanager
+def _watching(recipe: Recipe, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A listener: lines of JSON, a live display on a terminal, or silence."""
+    if as_json:
+        yield _print_event
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda event: None
+        return
+    board = Board(recipe)
+    with Live(get_renderable=board.show, console=console, refresh_per_second=4, transient=True):
+        yield board.listen
+
+
+def _print_event(event: dict[str, Any]) -> None:
+    rows = event.pop("rows", None)
+    if rows is not None:
+        event["failed"] = sum(bool(row["error"]) for row in rows)
+    print(json.dumps(event, ensure_ascii=False), flush=True)
+
+
+@dataclass
+class Board:
+    """The live display: shards done, rate, time left, failures, and the means so far."""
+
+    recipe: Recipe
+    shards: int = 0
+    done: int = 0
+    before: int = 0
+    images: int = 0
+    failed: int = 0
+    now: str = "loading the model"
+    begun: float = field(default_factory=time.monotonic)
+    sums: dict[tuple[str, str, str], tuple[float, int]] = field(default_factory=dict)
+
+    def listen(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "start":
+            self.shards, self.done, self.before = event["shards"], event["done"], event["done"]
+            self.begun = time.monotonic()
+        elif kind == "shard":
+            self.now = f"{event['model']}, {event['images']} images"
+        elif kind == "step":
+            self.now = f"{event['stage']} {event['method']}"
+        elif kind == "done":
+            self.done += 1
+            self.images += len({row["image"] for row in event["rows"]})
+            for row in event["rows"]:
+                self.failed += bool(row["error"])
+                if row["value"] is not None:
+                    key = row["model"], row["method"], row["metric"]
+                    total, count = self.sums.get(key, (0.0, 0))
+                    self.sums[key] = total + row["value"], count + 1
+
+    def show(self) -> Group:
+        spent = time.monotonic() - self.begun
+        fresh = self.done - self.before
+        left = spent / fresh * (self.shards - self.done) if fresh else None
+        line = f"{self.done} of {self.shards} shards"
+        line += f" ({self.before} done already)" if self.before else ""
+        line += f"  {self.images / spent:.2f} images/s, {_clock(left)} left" if left is not None else ""
+        line += f"  {self.failed} values failed" if self.failed else ""
+        bar = ProgressBar(total=max(self.shards, 1), completed=self.done, width=60)
+        return Group(Text(line), bar, Text(self.now, style="dim"), *self._tables())
+
+    def _tables(self) -> Iterator[Table]:
+        for model in self.recipe.models:
+            if not any(key[0] == model for key in self.sums):
+                continue
+            table = Table("mean so far", *self.recipe.metrics, title=model, box=None, pad_edge=False)
+            for method in self.recipe.methods:
+                found = [self.sums.get((model, method, n)) for n in self.recipe.metrics]
+                shown = [
+                    f"{s[0] / s[1] * m.scale:.{m.digits}f}" if s else "–"
+                    for s, m in zip(found, self.recipe.metrics.values(), strict=True)
+                ]
+                table.add_row(method, *shown)
+            yield table
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

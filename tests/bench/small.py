@@ -1,0 +1,58 @@
+"""A recipe that runs in a second or two: the bundled model on six small pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from PIL import Image
+
+from patchlight.bench.recipe import Recipe, parse
+from patchlight.zoo import pocket
+
+TEXT = """\
+name = "small"
+target = "prediction"
+shard = 2
+
+[models]
+Pocket = "pocket"
+
+[data]
+kind = "folder"
+path = "{path}"
+
+[methods]
+GenAtt = "genatt"
+"Rollout (max)" = {{method = "rollout", fusion = "max"}}
+Rollout = "rollout"
+Random = "random"
+
+[metrics]
+Ins = {{metric = "insertion", steps = 3}}
+Del = {{metric = "deletion", steps = 3, scale = 100, digits = 1}}
+
+[published.Pocket]
+metrics = ["Ins", "Del"]
+GenAtt = [0.5, nan]
+
+[quick.metrics]
+insertion = {{steps = 2}}
+"""
+
+
+def pictures(folder: Path, count: int = 6) -> Path:
+    """Small pictures cut from the bundled photographs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    photos = sorted(pocket.PHOTOS.glob("*.jpg"))
+    for i in range(count):
+        with Image.open(photos[i % len(photos)]) as photo:
+            photo.convert("RGB").resize((72, 64)).rotate(7 * i).save(folder / f"{i}.png")
+    return folder
+
+
+def text(folder: Path) -> str:
+    return TEXT.format(path=folder.as_posix())
+
+
+def recipe(folder: Path) -> Recipe:
+    return parse(text(folder))

@@ -1,0 +1,105 @@
+"""Recipes: what they say, what an error says, and what a user may put in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from patchlight.bench.recipe import Quick, key_lines, override, parse, quickened, read_recipe
+from patchlight.errors import PatchlightError
+from tests.bench.small import text
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+BENCH = [p for p in RECIPES if "[metrics" in p.read_text(encoding="utf-8")]
+
+
+def line(of: str, word: str) -> int:
+    return next(i for i, row in enumerate(of.splitlines(), 1) if word in row)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at", "told"),
+    [
+        ('GenAtt = "genatt"', 'GenAtt = "genat"', "genat", "did you mean 'genatt'"),
+        ('fusion = "max"', 'fusion = "most"', "most", "fusion='most'"),
+        ('fusion = "max"', "fuse = 1", "fuse", "no setting 'fuse'"),
+        ('metric = "deletion"', 'metric = "delete"', '"delete"', "no metric is called 'delete'"),
+        ('kind = "folder"', 'kind = "folders"', "folders", "did you mean 'folder'"),
+        ("shard = 2", "shard = 0", "shard", "'shard'"),
+        ("shard = 2", "shards = 2", "shards", "did you mean 'shard'"),
+        ('target = "prediction"', 'target = "truth"', "truth", "'label' or 'prediction'"),
+        ("GenAtt = [0.5, nan]", "GenAtt = [0.5]", "[0.5]", "give 2 numbers"),
+        ("GenAtt = [0.5, nan]", "Genatt = [0.5, nan]", "Genatt", "no method is called 'Genatt'"),
+        ("[published.Pocket]", "[published.Pokket]", "Pokket", "did you mean 'Pocket'"),
+        ("insertion = {steps = 2}", "insertion = {step = 2}", "{step =", "no setting 'step'"),
+        ("insertion = {steps = 2}", "insert = {steps = 2}", "insert =", "the recipe has no 'insert'"),
+        ("shard = 2", 'quick.leave_out = ["Genatt"]', "leave_out", "did you mean 'GenAtt'"),
+        ("shard = 2", "shard = = 2", "= =", "not TOML"),
+    ],
+)
+def test_an_error_names_the_line_and_what_would_work(tmp_path: Path, old: str, new: str, at: str, told: str) -> None:
+    good = text(tmp_path)
+    bad = good.replace(old, new)
+    assert bad != good
+    expected = line(bad, at)
+    with pytest.raises(PatchlightError) as caught:
+        parse(bad, "r.toml")
+    assert str(caught.value).startswith(f"r.toml, line {expected}: ")
+    assert told in str(caught.value)
+
+
+def test_a_missing_table_and_a_missing_file_are_told(tmp_path: Path) -> None:
+    with pytest.raises(PatchlightError, match=r"'data' is missing"):
+        parse('name = "x"\n[models]\na = "pocket"\n[methods]\nb = "genatt"\n[metrics]\nc = "deletion"\n')
+    with pytest.raises(PatchlightError, match="no recipe at"):
+        read_recipe(tmp_path / "none.toml")
+
+
+def test_lines_are_found_through_quotes_dots_and_long_strings() -> None:
+    toml = 'a = """\nb = 1\n"""\n["x y".z]\n"k 1" = 2\nd.e = [\n 1,\n]\n'
+    assert key_lines(toml) == {("a",): 1, ("x y", "z"): 4, ("x y", "z", "k 1"): 5, ("x y", "z", "d", "e"): 6}
+
+
+def test_quick_settings_go_by_the_registered_name(tmp_path: Path) -> None:
+    quick = quickened(parse(text(tmp_path).replace("[quick.", '[quick]\nleave_out = ["Random"]\n[quick.')))
+    assert list(quick.methods) == ["GenAtt", "Rollout (max)", "Rollout"]
+    assert quick.metrics["Ins"].settings["steps"] == 2
+    assert quick.metrics["Del"].settings["steps"] == 3
+    assert quick.metrics["Del"].scale == 100
+
+
+def test_a_users_model_stands_for_the_one_named_most_alike(tmp_path: Path) -> None:
+    two = text(tmp_path).replace(
+        'Pocket = "pocket"', 'ViT = "vit_base_patch16_224"\nDeiT = "deit_base_patch16_224"\nPocket = "pocket"'
+    )
+    recipe = override(parse(two), ["deit_tiny_patch16_224", "ViT=pocket"], ["w.safetensors"], "pets:/data", 5, seed=3)
+    assert {k: (m.stands_for, m.weights) for k, m in recipe.models.items()} == {
+        "deit_tiny_patch16_224": ("DeiT", "w.safetensors"),
+        "pocket": ("ViT", None),
+    }
+    assert (recipe.data.kind, recipe.data.path, recipe.data.images) == ("pets", "/data", 5)
+    assert recipe.data.stands_for == "folder"
+    assert recipe.seed == 3
+    with pytest.raises(PatchlightError, match="no model of the recipe"):
+        override(parse(two), ["Vit=pocket"])
+    with pytest.raises(PatchlightError, match="2 weights were given for 1 model"):
+        override(parse(two), ["pocket"], ["a", "b"])
+
+
+def test_published_numbers_follow_a_stand_in(tmp_path: Path) -> None:
+    recipe = parse(text(tmp_path))
+    assert recipe.number("Pocket", "GenAtt", "Ins") == 0.5
+    assert recipe.number("Pocket", "GenAtt", "Del") is None
+    assert recipe.number("Pocket", "Rollout", "Ins") is None
+    other = override(recipe, ["Pocket=vit_tiny_patch16_224"])
+    assert other.number("vit_tiny_patch16_224", "GenAtt", "Ins") == 0.5
+
+
+@pytest.mark.parametrize("path", BENCH, ids=[p.stem for p in BENCH])
+def test_every_recipe_of_the_project_is_valid(path: Path) -> None:
+    recipe, _ = read_recipe(path)
+    assert recipe.name == path.stem
+    assert recipe.paper
+    assert recipe.notes
+    assert recipe.quick != Quick()

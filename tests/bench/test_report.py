@@ -1,0 +1,105 @@
+"""Reports: what they say is what the store holds, and equal stores give equal reports."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from patchlight.bench.local import run
+from patchlight.bench.recipe import override
+from patchlight.bench.report import Gathered, as_csv, as_html, as_latex, as_markdown, gather
+from patchlight.bench.store import Store
+from patchlight.cli import app
+from patchlight.errors import PatchlightError
+from tests.bench.small import pictures, recipe
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    run(recipe(pictures(folder / "images")), folder / "run", text="# the recipe's own <words>")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def gathered(out: Path) -> Gathered:
+    return gather(out)
+
+
+def test_csv_has_full_precision_and_timing_last(out: Path, gathered: Gathered) -> None:
+    rows = list(csv.DictReader(io.StringIO(as_csv(gathered))))
+    assert list(rows[0])[-3:] == ["rank", "explain_seconds", "measure_seconds"]
+    assert len(rows) == 8
+    columns = Store(out).results().columns
+    for row in rows:
+        values = columns[row["model"], row["method"], row["metric"]].values
+        assert float(row["mean"]) == pytest.approx(float(values.mean()), abs=1e-15)
+        assert float(row["low"]) <= float(row["mean"]) <= float(row["high"])
+    ins = {row["method"]: row for row in rows if row["metric"] == "Ins"}
+    assert ins["GenAtt"]["published"] == "0.5"
+    best = max(ins, key=lambda m: float(ins[m]["mean"]))
+    assert ins[best]["mark"] == "best"
+    deleted = {row["method"]: row for row in rows if row["metric"] == "Del"}
+    assert deleted[min(deleted, key=lambda m: float(deleted[m]["mean"]))]["mark"] == "best"
+    assert sum(float(row["rank"]) for row in ins.values()) == pytest.approx(1 + 2 + 3 + 4)
+
+
+def test_markdown_scales_and_marks(gathered: Gathered) -> None:
+    table = as_markdown(gathered)
+    assert "| method | Ins ↑ | Del ↓ | s/image |" in table
+    cell = gathered.by_key["Pocket", "GenAtt", "Del"]
+    assert f"{100 * cell.mean:.1f}" in next(line for line in table.splitlines() if line.startswith("| GenAtt"))
+    assert "(0.500)" in table
+    assert table.count("**") == 2 * sum(c.mark == "best" for c in gathered.cells)
+
+
+def test_latex_is_escaped(gathered: Gathered) -> None:
+    table = as_latex(gathered)
+    assert r"Ins $\uparrow$ & Del $\downarrow$" in table
+    assert table.count(r"\textbf{") == sum(c.mark == "best" for c in gathered.cells)
+    assert table.count(r" \\") == 1 + 4
+
+
+def test_html_is_whole_by_itself_and_the_same_for_equal_stores(out: Path, gathered: Gathered, tmp_path: Path) -> None:
+    page = as_html(gathered)
+    shutil.copytree(out, tmp_path / "copy")
+    assert as_html(gather(tmp_path / "copy")) == page
+    without_plotly = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+    assert not re.search(r"""(src|href)=["'](?!data:)""", without_plotly)
+    assert without_plotly.count("<img ") == 6 * (1 + 4)
+    assert "the recipe&#39;s own &lt;words&gt;" in page
+    assert page.count("<svg viewBox") == 2
+    for chart in ("curve-0-0", "curve-0-1", "time-0"):
+        assert f'<div id="{chart}">' in page
+        assert f'"{chart}": {{' in page
+
+
+def test_photographs_that_are_gone_leave_the_maps(gathered: Gathered, tmp_path: Path, out: Path) -> None:
+    from dataclasses import replace
+
+    gone = replace(gathered, recipe=override(gathered.recipe, data=str(tmp_path / "nowhere")))
+    page = re.sub(r"<script>.*?</script>", "", as_html(gone), flags=re.S)
+    assert page.count("<img ") == 6 * 4
+
+
+def test_the_commands_print_and_refuse(out: Path, tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    done = CliRunner().invoke(app, ["bench", "report", str(out), "--html", str(page)])
+    assert done.exit_code == 0
+    assert page.stat().st_size > 10_000
+    printed = CliRunner().invoke(app, ["bench", "report", str(out), "--csv"])
+    assert printed.stdout.startswith("model,method,metric,mean,")
+    for wrong in (
+        ["report", str(tmp_path / "none")],
+        ["status", str(tmp_path)],
+        ["report", str(out), "--csv", "--latex"],
+    ):
+        assert CliRunner().invoke(app, ["bench", *wrong]).exit_code == 2
+    with pytest.raises(PatchlightError, match="there is no run"):
+        gather(tmp_path)
