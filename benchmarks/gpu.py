@@ -127,7 +127,7 @@ def _kmeans(vit: pl.Anatomy, images: torch.Tensor, masks: int) -> torch.Tensor:
     points = activation_points(
         Ask(vit, images, Targets(torch.zeros(len(images), 1, dtype=torch.long)), "logit", 0, PLAIN)
     )
-    return kmeans(points, draw_initial(points.shape[1], masks, torch.Generator().manual_seed(0)))
+    return kmeans(points, draw_initial(points.shape[1], masks, 0))
 
 
 def _threshold(vit: pl.Anatomy, images: torch.Tensor, wanted: int = 63) -> tuple[float, int]:

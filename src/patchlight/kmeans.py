@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,9 +17,10 @@ _RESTARTS = 64
 """Far points that empty clusters of one set start again from in an iteration; any more wait for the next."""
 
 
-def draw_initial(points: int, clusters: int, generator: torch.Generator) -> Tensor:
-    """The indices of distinct points to start from [K]; a small draw on the CPU."""
-    return torch.randperm(points, generator=generator)[:clusters]
+def draw_initial(points: int, clusters: int, seed: int) -> Tensor:
+    """The indices of distinct points to start from [K], drawn as fast-pytorch-kmeans does after `numpy.random.seed`."""
+    drawn = np.random.RandomState(seed % 2**32).choice(points, min(clusters, points), replace=False)
+    return torch.from_numpy(drawn)
 
 
 def kmeans(

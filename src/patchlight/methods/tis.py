@@ -130,10 +130,11 @@ def tis(
     `mode="pixels"` masks pixels instead, over uniform `noise` in [0, 1) (one draw an image) or `zero`, both after
     normalisation: the paper's ablation. Ours: `inverted` removes M_j, and the map is minus the mean score of what is
     left; `standardise` scales each point to variance 1; an empty cluster starts again at a far point. Preset `authors`:
-    empty clusters at zero. 1 + n_masks len(keep) forwards, no backward.
+    empty clusters at zero. The k-means begins where the authors' code does after `numpy.random.seed(seed)`.
+    1 + n_masks len(keep) forwards, no backward.
     """
     points = activation_points(ask, standardise)
-    initial = draw_initial(points.shape[1], n_masks, ask.generator())
+    initial = draw_initial(points.shape[1], n_masks, ask.seed)
     centroids = kmeans(points, initial, iterations, empty=empty)
     ratios = keep if isinstance(keep, list) else [keep]
     scores, masks = sampled_scores(ask, centroids, ratios, mode, fill, inverted)
