@@ -32,9 +32,12 @@ _HOMES = {
     "trace": "patchlight.trace",
     "wrap": "patchlight.anatomy",
 }
-__all__ = sorted(_HOMES)
+_ROOMS = ("diffmask",)
+"""Rooms that are used by their own name, as in `pl.diffmask.train`."""
+__all__ = sorted([*_HOMES, *_ROOMS])
 
 if TYPE_CHECKING:
+    from patchlight import diffmask as diffmask
     from patchlight.anatomy import Anatomy as Anatomy
     from patchlight.anatomy import load as load
     from patchlight.anatomy import wrap as wrap
@@ -59,6 +62,8 @@ class _Package(ModuleType):
     """`patchlight.methods` and `patchlight.trace` are functions, though rooms of the same name exist beside them."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in _ROOMS:
+            return importlib.import_module(f"patchlight.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'patchlight' has no attribute '{name}'")
         value = getattr(importlib.import_module(_HOMES[name]), name)
@@ -70,7 +75,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_HOMES})
+        return sorted({*super().__dir__(), *_HOMES, *_ROOMS})
 
 
 sys.modules[__name__].__class__ = _Package

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from patchlight.cli.bench import bench
+from patchlight.cli.diffmask import diffmask
 from patchlight.cli.evaluate import evaluate, metrics
 from patchlight.cli.explain import demo, explain
 from patchlight.cli.tables import methods, models
@@ -25,6 +26,7 @@ for command in (demo, explain, evaluate, methods, metrics, models):
     app.command()(command)
 
 app.add_typer(bench)
+app.add_typer(diffmask)
 
 
 def main() -> None:

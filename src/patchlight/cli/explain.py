@@ -84,6 +84,7 @@ def explain(
     against: Annotated[str | None, typer.Option(help="Class that the target is contrasted with.")] = None,
     out: Annotated[str | None, typer.Option(help="A file for one figure, or a folder for one per image.")] = None,
     settings: Settings = None,
+    explainer: Annotated[Path | None, typer.Option(help="Folder of a trained explainer, for method diffmask.")] = None,
     save: Annotated[str | None, typer.Option(help="Folder for the raw scores, one attribution per method.")] = None,
     score: Annotated[str | None, typer.Option(help="What is explained: logit or probability.")] = None,
     seed: Seed = 0,
@@ -100,6 +101,8 @@ def explain(
         _check_paths(paths)
         names = _expanded(method.split(","))
         wanted = read_settings(names, settings or [])
+        if explainer is not None:
+            _add_explainer(wanted, explainer)
         _check_settings(wanted, score)
         figure, folder = _destination(paths, out)
         task = Task(
@@ -173,6 +176,17 @@ class _Read:
     item: Item
     tensor: Tensor
     picture: Image
+
+
+def _add_explainer(wanted: dict[str, dict[str, Any]], explainer: Path) -> None:
+    """Hand a trained explainer to the methods that take one."""
+    from patchlight.registry import resolve
+
+    takers = [name for name in wanted if "explainer" in resolve(name).settings]
+    if not takers:
+        raise PatchlightError(f"--explainer is for method diffmask, and {', '.join(wanted)} was asked")
+    for name in takers:
+        wanted[name]["explainer"] = str(explainer)
 
 
 def _check_settings(wanted: dict[str, dict[str, Any]], score: str | None) -> None:

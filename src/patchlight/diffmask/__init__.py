@@ -1,0 +1,9 @@
+"""VISION DIFFMASK: gates trained beside a frozen Vision Transformer that keep the few patches its output depends on.
+
+`train` makes an explainer, `DiffMask.save` and `load` keep it, and method `diffmask` explains with it.
+"""
+
+from patchlight.diffmask.gates import DiffMask, load
+from patchlight.diffmask.train import Progress, Settings, TrainingWarning, train
+
+__all__ = ["DiffMask", "Progress", "Settings", "TrainingWarning", "load", "train"]

@@ -1,0 +1,224 @@
+"""The counting-patches task end to end: a ViT that counts red patches, DiffMask on it, and a verdict for every method.
+
+Only the red patches matter to the count, or only the others: a faithful mask is one of these two sets, on every grid.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from patchlight.anatomy import wrap
+from patchlight.anatomy.base import Anatomy
+from patchlight.data.counting import PATCH, SIDE, Grids, counting_grids
+from patchlight.diffmask.gates import DiffMask
+from patchlight.diffmask.train import Callback, Settings, train
+from patchlight.engine import DegenerateMap, explain
+from patchlight.errors import PatchlightError
+from patchlight.files import write_whole
+from patchlight.images import Preprocess
+
+Preset = Literal["small", "paper"]
+METHODS: dict[str, dict[str, Any]] = {
+    name: {}
+    for name in ("gradcam", "rollout", "transatt", "genatt", "tis", "vit-cx", "decompx.skipplus", "tokentm", "random")
+}
+ENOUGH = 0.95
+"""The share of grids on which DiffMask must be exact."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of the task: the ViT, how it is trained, and how DiffMask is."""
+
+    width: int
+    depth: int
+    heads: int
+    rate: float
+    batch: int
+    vit_steps: int
+    settings: dict[str, Any]
+
+
+SIZES: dict[str, Size] = {
+    "small": Size(64, 4, 4, 1e-3, 64, 2000, {"steps": 1200, "batch_size": 32}),
+    "paper": Size(768, 12, 12, 5e-5, 64, 4000, {"steps": 3000, "batch_size": 32, "gate_rate": 3e-4}),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On what share of the grids a binarised map is the red set, or its complement; the better of the two counts."""
+
+    method: str
+    red: float
+    complement: float
+    threshold: float
+    normalised: bool
+    """Whether the threshold is on maps stretched to [0, 1] grid by grid."""
+
+    @property
+    def exact(self) -> float:
+        return max(self.red, self.complement)
+
+
+def train_counter(
+    size: Size,
+    seed: int = 0,
+    device: str = "cpu",
+    distractors: int = 5,
+    tell: Callable[[int, float], None] | None = None,
+) -> Anatomy:
+    """A ViT trained until it counts every validation grid right, with a margin; refused if it never does."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    grids = counting_grids(6000, seed, "train", distractors)
+    held = counting_grids(500, seed, "validation", distractors)
+    images, labels = grids.images.to(device), grids.labels.to(device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = VisionTransformer(
+            img_size=SIDE * PATCH,
+            patch_size=PATCH,
+            num_classes=SIDE * SIDE + 1,
+            embed_dim=size.width,
+            depth=size.depth,
+            num_heads=size.heads,
+        )
+    model.to(device).train()
+    optimiser = torch.optim.AdamW(model.parameters(), size.rate, weight_decay=1e-2)
+    generator = torch.Generator().manual_seed(seed)
+    accuracy = 0.0
+    for step in range(1, size.vit_steps + 1):
+        for group in optimiser.param_groups:
+            group["lr"] = size.rate * min(1.0, step / 100)
+        chosen = torch.randint(len(grids), (size.batch,), generator=generator).to(device)
+        loss = F.cross_entropy(model(images[chosen]), labels[chosen])
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        if step % 100 == 0:
+            vit = counter(model)
+            logits = vit.logits(held.images)
+            accuracy = float((logits.argmax(1).cpu() == held.labels).float().mean())
+            sure = float(F.cross_entropy(logits, held.labels.to(device)))
+            if tell is not None:
+                tell(step, accuracy)
+            if accuracy == 1 and sure < 0.02:
+                model.eval().requires_grad_(False)
+                return vit
+    raise PatchlightError(f"the ViT counts only {accuracy:.1%} right after {size.vit_steps} steps; take another seed")
+
+
+def counter(model: nn.Module) -> Anatomy:
+    """A counting ViT, wrapped."""
+    half = (0.5, 0.5, 0.5)
+    side = SIDE * PATCH
+    return wrap(
+        model, name="counting", labels=[str(n) for n in range(10)], preprocess=Preprocess((side, side), half, half)
+    )
+
+
+def loader_of(grids: Grids, batch: int, device: str = "cpu") -> DataLoader[Any]:
+    data = TensorDataset(grids.images.to(device), grids.labels.to(device))
+    return DataLoader(data, batch, shuffle=True, drop_last=True)
+
+
+def best_threshold(scores: Tensor, inside: Tensor) -> tuple[float, float]:
+    """The share of rows [n,P] with {scores > t} = `inside`, and t, for the t at which it is largest.
+
+    A row is exact for t in [max outside, min inside), so t is the point that most of these intervals hold.
+    """
+    low = scores.masked_fill(inside, -torch.inf).amax(1).double()
+    high = scores.masked_fill(~inside, torch.inf).amin(1).double()
+    holding = (low[:, None] <= low[None]) & (low[None] < high[:, None])
+    share, which = holding.double().mean(0).max(0)
+    return float(share), float(low[which])
+
+
+def judge(name: str, maps: Tensor, red: Tensor, threshold: float | None = None) -> Verdict:
+    """The verdict on maps [n,3,3]: at `threshold`, or at the best one, of raw or of stretched maps."""
+    scores, inside = maps.flatten(1), red.flatten(1)
+    if threshold is not None:
+        mask = scores > threshold
+        shares = [float((mask == want).all(1).double().mean()) for want in (inside, ~inside)]
+        return Verdict(name, shares[0], shares[1], threshold, False)
+    span = (scores.amax(1, keepdim=True) - scores.amin(1, keepdim=True)).clamp_min(1e-12)
+    found = []
+    for normalised, values in ((False, scores), (True, (scores - scores.amin(1, keepdim=True)) / span)):
+        (a, at_a), (b, at_b) = best_threshold(values, inside), best_threshold(values, ~inside)
+        found.append(Verdict(name, a, b, at_a if a >= b else at_b, normalised))
+    return max(found, key=lambda v: v.exact)
+
+
+def verdicts(
+    vit: Anatomy,
+    explainer: DiffMask,
+    grids: Grids,
+    methods: Mapping[str, Mapping[str, Any]] | None = None,
+    seed: int = 0,
+    tell: Callable[[str], None] | None = None,
+) -> list[Verdict]:
+    """DiffMask at its own threshold 0.5, and each other method at its best."""
+    rows = [judge("diffmask", explain(vit, grids.images, "diffmask", explainer=explainer).scores, grids.red, 0.5)]
+    for name, settings in (METHODS if methods is None else methods).items():
+        if tell is not None:
+            tell(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DegenerateMap)
+            maps = explain(vit, grids.images, name, seed=seed, **settings).scores
+        rows.append(judge(name, F.adaptive_avg_pool2d(maps, SIDE), grids.red))
+    return rows
+
+
+def run(
+    out: str | Path,
+    preset: Preset = "small",
+    seed: int = 0,
+    device: str = "cpu",
+    distractors: int = 5,
+    grids: int = 100,
+    tell: Callable[[str], None] = lambda words: None,
+    callback: Callback | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> list[Verdict]:
+    """Train the ViT and DiffMask, judge all methods on held-out grids; writes weights, explainer and table to `out`."""
+    from safetensors.torch import save
+
+    if preset not in SIZES:
+        raise PatchlightError(f"no size of the counting task is called '{preset}'; give {' or '.join(SIZES)}")
+    out, size = Path(out), SIZES[preset]
+    tell("training the ViT")
+    vit = train_counter(
+        size, seed, device, distractors, lambda step, right: tell(f"ViT step {step}: {right:.1%} right")
+    )
+    weights = {name: value.cpu().contiguous() for name, value in vit.model.state_dict().items()}
+    write_whole(out / "vit.safetensors", save(weights))
+    tell("training DiffMask")
+    settings = Settings.preset(seed=seed, **{**size.settings, **(changes or {})})
+    loader = loader_of(counting_grids(6000, seed, "train", distractors), settings.batch_size, device)
+    explainer = train(vit, loader, settings, callback, out / "diffmask", resume=False)
+    held = counting_grids(grids, seed, "test", distractors)
+    rows = verdicts(vit, explainer, held, seed=seed, tell=lambda name: tell(f"judging {name}"))
+    write_whole(out / "verdicts.json", json.dumps([asdict(r) for r in rows], indent=1).encode() + b"\n")
+    write_whole(out / "verdicts.md", table(rows).encode())
+    return rows
+
+
+def table(rows: list[Verdict]) -> str:
+    """The verdicts as a Markdown table."""
+    lines = ["| method | exact | red set | complement | threshold |", "| --- | --- | --- | --- | --- |"]
+    for r in rows:
+        at = f"{r.threshold:.3g}" + (" of [0, 1]" if r.normalised else "")
+        lines.append(f"| {r.method} | {r.exact:.1%} | {r.red:.1%} | {r.complement:.1%} | {at} |")
+    return "\n".join(lines) + "\n"

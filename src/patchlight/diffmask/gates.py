@@ -1,0 +1,284 @@
+"""The gates of VISION DIFFMASK: one small network per hidden state, and the explainer that is saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.diffmask import hard_concrete
+from patchlight.errors import PatchlightError
+from patchlight.files import write_whole
+
+FORMAT = 1
+Map = Literal["expected", "keep"]
+
+
+class Gates(nn.Module):
+    """L + 2 gates u_i = alpha tanh(W2 tanh(W1 [h_0; h_i] + c1) + c2) + beta_i, and the baseline b.
+
+    h_0 are the projected patches, h_1 .. h_L what enters the blocks, h_{L+1} what leaves the last. W1 [2D, D/4] and W2
+    [D/4, 1] are weight-normalised; beta_i is learned. All gates are one batched product. Prefix tokens have no gate:
+    they are never masked. `normalise` gives every token of every state mean 0 and variance 1 first.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        width: int,
+        alpha: float = 15.0,
+        beta: float = 8.0,
+        normalise: bool = True,
+        learn_baseline: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        hidden = max(width // 4, 1)
+        self.alpha, self.normalise = alpha, normalise
+
+        def drawn(*shape: int, fan_in: int) -> Tensor:
+            return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(fan_in)
+
+        v1, v2 = drawn(count, hidden, 2 * width, fan_in=2 * width), drawn(count, 1, hidden, fan_in=hidden)
+        self.v1, self.g1 = nn.Parameter(v1), nn.Parameter(v1.norm(dim=-1, keepdim=True))
+        self.v2, self.g2 = nn.Parameter(v2), nn.Parameter(v2.norm(dim=-1, keepdim=True))
+        self.c1 = nn.Parameter(drawn(count, 1, hidden, fan_in=2 * width))
+        self.c2 = nn.Parameter(drawn(count, 1, 1, fan_in=hidden))
+        self.beta = nn.Parameter(torch.full((count,), float(beta)))
+        b = (
+            torch.randn(width, generator=generator) * math.sqrt(2 / (1 + width))
+            if learn_baseline
+            else torch.zeros(width)
+        )
+        self.baseline = nn.Parameter(b, requires_grad=learn_baseline)
+
+    @property
+    def count(self) -> int:
+        return len(self.beta)
+
+    @property
+    def width(self) -> int:
+        return len(self.baseline)
+
+    def locations(self, h0: Tensor, states: Sequence[Tensor] | Tensor, first: int = 0) -> Tensor:
+        """u [S,B,P] of the gates from `first` on, for their states [S,B,P,D] and the projected patches [B,P,D].
+
+        States in one tensor are one batched product (few launches), in a list one product each (no copies); in a list,
+        tokens before the patches are passed over.
+        """
+        those = slice(first, first + len(states))
+        W1, W2 = (self._weight(v[those], g[those]).to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
+        c1, c2 = self.c1[those].to(h0), self.c2[those].to(h0)
+        left, right = W1[..., : self.width].mT, W1[..., self.width :].mT
+        if self.normalise:  # (x - mean) W = x (W - mean W), so only the deviation is left to divide by
+            h0 = F.layer_norm(h0, h0.shape[-1:])
+            right = right - right.mean(-2, keepdim=True)
+        if isinstance(states, Tensor):
+            x = states.flatten(1, 2)
+            out = torch.addcmul(h0.flatten(0, 1) @ left + c1, x @ right, self._scale(x)).tanh() @ W2.mT + c2
+        else:
+            each, patches = [], h0.shape[1]
+            for i, x in enumerate(states):
+                of_h0 = torch.addmm(c1[i, 0], h0.flatten(0, 1), left[i]).view(*h0.shape[:2], -1)
+                of_state, scale = (x @ right[i])[:, -patches:], self._scale(x)[:, -patches:]
+                each.append(torch.addcmul(of_h0, of_state, scale).tanh() @ W2[i, 0] + c2[i, 0])
+            out = torch.stack(each)
+        u: Tensor = self.alpha * out.tanh().view(-1, *h0.shape[:2]) + self.beta[those, None, None].to(h0)
+        return u
+
+    def forward(
+        self, h0: Tensor, states: Sequence[Tensor] | Tensor, uniform: Tensor, shift: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The masked patches z h_0 + (1 - z) b with z = prod_i z_i, and sum_i log P(z_i != 0) [B,P].
+
+        `shift` [B] is added to every u_i of an image.
+        """
+        u = self.locations(h0, states)
+        if shift is not None:
+            u = u + shift[:, None]
+        z = hard_concrete.sample(u, uniform).prod(0)[..., None]
+        return torch.lerp(self.baseline.to(h0), h0, z), hard_concrete.log_keep_probability(u).sum(0)
+
+    def _scale(self, x: Tensor) -> Tensor:
+        """One over the deviation of each token [..., 1] where states are normalised, else 1."""
+        if not self.normalise:
+            return x.new_ones(1).expand(*x.shape[:-1], 1)
+        mean = x.mean(-1, keepdim=True)
+        variance = torch.linalg.vector_norm(x, dim=-1, keepdim=True) ** 2 / self.width - mean**2
+        scale: Tensor = (variance.clamp_min(0) + 1e-5).rsqrt()
+        return scale
+
+    @staticmethod
+    def _weight(v: Tensor, g: Tensor) -> Tensor:
+        weight: Tensor = v * (g / torch.linalg.vector_norm(v, dim=-1, keepdim=True))
+        return weight
+
+
+def aggregate(u: Tensor, kind: Map = "expected") -> Tensor:
+    """One map [B,P] of locations u [S,B,P]: prod_i E[z_i], the paper's, or prod_i P(z_i != 0), its released code's."""
+    if kind == "keep":
+        return hard_concrete.log_keep_probability(u).sum(0).exp()
+    return hard_concrete.expected(u).prod(0)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the gates read of one clean forward: projected patches [B,P,D], states 0..L+1 without prefix, logits."""
+
+    h0: Tensor
+    states: list[Tensor]
+    logits: Tensor
+
+
+def observe(vit: Anatomy, images: Tensor) -> Seen:
+    """One clean forward without gradients: the L + 2 states and the logits, in float32 or wider."""
+    found: list[Tensor] = []
+    with torch.no_grad(), vit.projecting(found.append):
+        tokens = vit.embed(images)
+        states = [tokens]
+        for index in range(vit.depth):
+            states.append(vit.block(index, states[-1]))
+        logits = vit.readout(states[-1])
+    wide = torch.promote_types(vit.dtype, torch.float32)
+    h0 = found[0].to(wide)
+    return Seen(h0, [h0, *(s[:, vit.prefix :].to(wide) for s in states)], logits.to(wide))
+
+
+def masked_logits(vit: Anatomy, images: Tensor, patches: Tensor) -> Tensor:
+    """The logits with `patches` [B,P,D] in place of the projected ones; prefix tokens and positions join as ever."""
+    with vit.projecting(lambda clean: patches.to(clean)):
+        tokens = vit.embed(images)
+    return vit.readout(vit.run(tokens)).to(patches)
+
+
+def why_not(vit: Anatomy) -> str | None:
+    """Why a model cannot have gates; None when it can."""
+    if vit.depth == 0 or vit.projection() is None:
+        return f"{vit.name} has no plain grid of patch tokens through all its blocks"
+    return None
+
+
+def width_of(vit: Anatomy) -> int:
+    """D, the width of the projected patches."""
+    found: list[Tensor] = []
+    image = torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)
+    with torch.no_grad(), vit.projecting(found.append):
+        vit.embed(image)
+    return found[0].shape[-1]
+
+
+def new_gates(vit: Anatomy, seed: int = 0, **options: Any) -> Gates:
+    """Fresh gates for a model, drawn from `seed` alone."""
+    return Gates(vit.depth + 2, width_of(vit), seed=seed, **options).to(vit.device)
+
+
+@dataclass(frozen=True, eq=False)
+class DiffMask:
+    """A trained explainer: the gates, what model they were made for, and how they were trained."""
+
+    gates: Gates
+    model: dict[str, Any]
+    signature: Tensor
+    about: dict[str, Any] = field(default_factory=dict)
+    _ready: dict[Any, Gates] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(gates: Gates, vit: Anatomy, **about: Any) -> DiffMask:
+        return DiffMask(gates.requires_grad_(False).eval(), described(vit), signature(vit), about)
+
+    def mismatch(self, vit: Anatomy) -> str | None:
+        """Why these gates do not belong to a model; None when they do."""
+        mine, other = self.model, described(vit)
+        wrong = [key for key in mine if key != "name" and mine[key] != other[key]]
+        if wrong:
+            told = " and ".join(f"{mine[key]} {key.replace('_', ' ')}, not {other[key]}" for key in wrong)
+            return f"the explainer was made for {mine['name']} with {told}"
+        here = signature(vit)
+        same = here.shape == self.signature.shape
+        if (
+            not same
+            or float(((here - self.signature).abs() / (here.abs() + self.signature.abs() + 1e-6)).mean()) > 5e-3
+        ):
+            return f"the explainer was made for other weights of {mine['name']}"
+        return None
+
+    def on(self, like: Tensor) -> Gates:
+        """The gates in a tensor's type and on its device."""
+        key = (like.device, like.dtype)
+        if key not in self._ready:
+            self._ready[key] = copy.deepcopy(self.gates).to(like)
+        return self._ready[key]
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `gates.safetensors` and `diffmask.json` into a folder; an explainer that lies there is replaced."""
+        from safetensors.torch import save
+
+        folder = Path(folder)
+        tensors = {name: value.detach().cpu().contiguous() for name, value in self.gates.state_dict().items()}
+        write_whole(folder / "gates.safetensors", save({**tensors, "signature": self.signature}))
+        known = {"format": FORMAT, "kind": "diffmask", "model": self.model, "alpha": self.gates.alpha}
+        text = json.dumps({**known, "normalise": self.gates.normalise, "about": self.about}, indent=1)
+        write_whole(folder / "diffmask.json", text.encode() + b"\n")
+        return folder
+
+    def __repr__(self) -> str:
+        grid = "x".join(map(str, self.model["patch_grid"]))
+        return (
+            f"<DiffMask for {self.model['name']}: {self.gates.count} gates of width {self.gates.width}, {grid} patches>"
+        )
+
+
+def load(folder: str | Path, vit: Anatomy | None = None) -> DiffMask:
+    """Read an explainer; with a model, refuse one that was made for another."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    try:
+        about = json.loads((folder / "diffmask.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "gates.safetensors")
+        if about["format"] != FORMAT or about["kind"] != "diffmask":
+            raise PatchlightError(f"'{folder}' holds no DiffMask of this version's format")
+        model = {k: tuple(v) if isinstance(v, list) else v for k, v in about["model"].items()}
+        signed = tensors.pop("signature")
+        count, width = len(tensors["beta"]), len(tensors["baseline"])
+        gates = Gates(count, width, about["alpha"], normalise=about["normalise"])
+        gates.load_state_dict({k: v.float() for k, v in tensors.items()})
+    except FileNotFoundError as error:
+        name = Path(cast(str, error.filename)).name
+        raise PatchlightError(f"'{folder}' holds no DiffMask explainer ({name} is missing)") from error
+    except (json.JSONDecodeError, SafetensorError, KeyError, TypeError, RuntimeError, NotADirectoryError) as error:
+        raise PatchlightError(f"the explainer in '{folder}' is damaged: {str(error).splitlines()[0]}") from error
+    explainer = DiffMask(gates.requires_grad_(False).eval(), model, signed, about["about"])
+    reason = None if vit is None else explainer.mismatch(vit)
+    if reason is not None:
+        raise PatchlightError(f"'{folder}' does not fit {cast(Anatomy, vit).name}: {reason}")
+    return explainer
+
+
+def described(vit: Anatomy) -> dict[str, Any]:
+    """What must agree between the model gates were made for and the one they explain."""
+    return {
+        "name": vit.name,
+        "blocks": vit.depth,
+        "patch_grid": vit.grid,
+        "prefix_tokens": vit.prefix,
+        "classes": vit.classes,
+        "image_size": vit.preprocess.size,
+    }
+
+
+def signature(vit: Anatomy) -> Tensor:
+    """Four numbers of every weight: enough to tell one training from another, in any precision."""
+    some = [p.detach().flatten()[:4].float() for p in vit.model.parameters()]
+    return torch.cat(some).cpu()

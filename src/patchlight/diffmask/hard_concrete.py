@@ -1,0 +1,62 @@
+"""The Hard Concrete distribution of DiffMask's gates: a stretched binary Concrete, folded onto [0, 1] (z = 1 never)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TEMPERATURE, LOW, HIGH = 0.2, -0.2, 1.0
+"""tau, l and r: s in (0, 1) is stretched to (l, r) and clamped, so that z = 0 has mass and z = 1 has none."""
+SHIFT = TEMPERATURE * math.log(-LOW / HIGH)
+
+
+def sample(u: Tensor, uniform: Tensor) -> Tensor:
+    """z = clamp(s (r - l) + l, 0, 1) with s = sigmoid((logit U + u) / tau), for locations u and U in (0, 1)."""
+    noise = uniform.clamp(1e-6, 1 - 1e-6).logit()
+    s = torch.sigmoid((noise + u) / TEMPERATURE)
+    return (s * (HIGH - LOW) + LOW).clamp(0, 1)
+
+
+def keep_probability(u: Tensor) -> Tensor:
+    """P(z != 0) = sigmoid(u - tau log(-l / r))."""
+    return torch.sigmoid(u - SHIFT)
+
+
+def log_keep_probability(u: Tensor) -> Tensor:
+    """log P(z != 0), without underflow."""
+    return F.logsigmoid(u - SHIFT)
+
+
+def expected(u: Tensor) -> Tensor:
+    """E[z] = integral_0^1 P(z > t) dt = (r - l) integral_{-l/(r-l)}^1 sigmoid(u - tau logit y) dy.
+
+    With y = sigmoid(x) the integrand is smooth and falls like exp(-x); 24 Gauss-Legendre nodes give 1e-6.
+    """
+    logits, weights = (torch.tensor(values, device=u.device, dtype=u.dtype) for values in zip(*_NODES, strict=True))
+    return torch.sigmoid(u[..., None] - TEMPERATURE * logits) @ weights
+
+
+def log_probability(z: Tensor, u: Tensor) -> Tensor:
+    """log P(z = 0) where z is 0, else the log density of z in (0, 1)."""
+    y = ((z - LOW) / (HIGH - LOW)).clamp(1e-6, 1 - 1e-6)
+    at = TEMPERATURE * y.logit() - u
+    density = math.log(TEMPERATURE / (HIGH - LOW)) - y.log() - (1 - y).log() + F.logsigmoid(at) + F.logsigmoid(-at)
+    return torch.where(z > 0, density, F.logsigmoid(SHIFT - u))
+
+
+def _nodes(count: int = 24, last: float = 16.0) -> list[tuple[float, float]]:
+    """Nodes x and weights (r - l) w y (1 - y), from y = -l / (r - l) on, scaled to sum to one (E[z] -> 1)."""
+    share = -LOW / (HIGH - LOW)
+    first = math.log(share / (1 - share))
+    x, w = np.polynomial.legendre.leggauss(count)
+    x = first + (x + 1) * (last - first) / 2
+    y = 1 / (1 + np.exp(-x))
+    weights = w * y * (1 - y)
+    return [(float(a), float(b)) for a, b in zip(x, weights / weights.sum(), strict=True)]
+
+
+_NODES = _nodes()

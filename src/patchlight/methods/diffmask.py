@@ -1,0 +1,97 @@
+"""The method `diffmask`: the map of trained gates, read in the same forward as every other white-box method."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.diffmask.gates import DiffMask, Map, aggregate, load, why_not
+from patchlight.errors import PatchlightError
+from patchlight.registry import Combiner, LayerMaps, Settings, method
+from patchlight.taps import Evidence
+from patchlight.zoo.pocket import HERE
+
+SHIPPED = HERE / "pocket-diffmask"
+"""Gates for the bundled model."""
+
+
+def explainer_of(given: Any) -> DiffMask:
+    """An explainer as a setting gives it: itself, a folder, or None for the one that comes with `pocket`."""
+    if isinstance(given, DiffMask):
+        return given
+    if given is None:
+        return _loaded(SHIPPED, 0)
+    if not isinstance(given, str | Path):
+        raise PatchlightError(f"explainer is a {type(given).__name__}; give a DiffMask or the folder it was saved in")
+    file = Path(given) / "diffmask.json"
+    return _loaded(Path(given).resolve(), file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@cache
+def _loaded(folder: Path, changed: int) -> DiffMask:
+    return load(folder)
+
+
+def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    reason = why_not(vit)
+    if reason is not None:
+        return reason
+    given = settings["explainer"]
+    if given is None and vit.name != "pocket":
+        return (
+            f"it needs gates trained for {vit.name}: make them with `patchlight diffmask train` or pl.diffmask.train, "
+            "and give them as explainer"
+        )
+    explainer = explainer_of(given)
+    layer = settings["layer"]
+    if layer is not None and not 0 <= layer < explainer.gates.count:
+        return f"there is no gate {layer}; {vit.name} has gates 0 to {explainer.gates.count - 1}"
+    if layer is None and not settings["aggregated"]:
+        return "aggregated=False shows one gate; say which with layer"
+    return explainer.mismatch(vit)
+
+
+def _product(
+    maps: LayerMaps, explainer: Any = None, map: Map = "expected", layer: int | None = None, aggregated: bool = True
+) -> Tensor:
+    """The gates of all blocks in one batched product, and their product as a map [B,N]."""
+    blocks = [maps.values[block] for block in sorted(maps.values)]
+    h0 = blocks[0][0]
+    gates = explainer_of(explainer).on(h0)
+    last = gates.count - 1 if layer is None else layer
+    first = 0 if aggregated else last
+    states = [h0, *(x for _, x, _ in blocks), blocks[-1][2]][first : last + 1]
+    one_by_one = h0.device.type == "cpu"
+    u = gates.locations(h0, states if one_by_one else torch.stack([x[:, -h0.shape[1] :] for x in states]), first)
+    return F.pad(aggregate(u, map), (maps.vit.prefix, 0))
+
+
+@method(
+    "diffmask",
+    paper="Nalmpantis et al., CVPR-W 2023",
+    aliases=("vision-diffmask",),
+    needs={"x", "y", "p"},
+    combine=Combiner(_product, lambda depth, settings: range(depth)),
+    class_specific=False,
+    nonnegative=True,
+    composable="its gates already make one map of all blocks",
+    refuses=_refuses,
+    cost="1 forward and L + 2 small gates; trained once per model",
+    constant="the gates keep or mask all of the image; train them longer, or with other settings",
+)
+def diffmask(b: Evidence) -> tuple[Tensor, Tensor, Tensor]:
+    """Share of a patch that trained gates keep, such that the whole output distribution stays: m = prod_i E[z_i].
+
+    u_i = alpha tanh(W2 tanh(W1 [h_0; h_i] + c1) + c2) + beta_i for the L + 2 states h_i (projected patches, inputs of
+    the blocks, output of the last), z_i ~ HardConcrete(u_i). `map="keep"` is the released code's prod_i P(z_i != 0);
+    `layer` stops the product at that gate, and `aggregated=False` shows it alone. `explainer` is a
+    `pl.diffmask.DiffMask` or the folder of one; the bundled model brings its own. The map is in [0, 1] and the same for
+    every class. One forward.
+    """
+    return b.p, b.x, b.y

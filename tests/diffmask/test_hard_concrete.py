@@ -1,0 +1,55 @@
+"""The Hard Concrete: closed forms against known numbers, quadrature and Monte Carlo."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.integrate import quad
+
+from patchlight.diffmask import hard_concrete as hc
+
+U = torch.tensor([-2.0, 0.0, 2.0, 8.0], dtype=torch.float64)
+
+
+def test_known_numbers() -> None:
+    assert hc.keep_probability(U).tolist() == pytest.approx([0.157346, 0.579784, 0.910674, 0.999757], abs=1e-6)
+    assert hc.expected(U).tolist() == pytest.approx([0.11114, 0.47391, 0.86557, 0.99961], abs=1e-5)
+    assert torch.allclose(hc.log_keep_probability(U).exp(), hc.keep_probability(U))
+    assert math.isfinite(float(hc.log_keep_probability(torch.tensor(-200.0))))
+
+
+@pytest.mark.parametrize("u", [-9.0, -3.0, 0.7, 5.0])
+def test_the_expected_value_is_the_integral_of_the_survival_function(u: float) -> None:
+    def survival(t: float) -> float:
+        y = (t + 0.2) / 1.2
+        return 1 / (1 + math.exp(-(u - 0.2 * math.log(y / (1 - y)))))
+
+    want = quad(survival, 0, 1, limit=200)[0]
+    assert float(hc.expected(torch.tensor(u, dtype=torch.float64))) == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+def test_samples_have_these_probabilities() -> None:
+    uniform = torch.rand(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for u in U:
+        z = hc.sample(u, uniform)
+        assert float((z > 0).double().mean()) == pytest.approx(float(hc.keep_probability(u)), abs=2e-3)
+        assert float(z.mean()) == pytest.approx(float(hc.expected(u)), abs=2e-3)
+        assert bool(((z >= 0) & (z <= 1)).all())
+        assert u > 0 or float((z == 1).double().mean()) < 1e-3  # no mass at 1, but for rounding
+
+
+def test_mass_and_density_sum_to_one() -> None:
+    def density(x: float, u: torch.Tensor) -> float:
+        """At z = 1.2 sigmoid(x) - 0.2, times dz/dx."""
+        y = 1 / (1 + math.exp(-x))
+        return float(hc.log_probability(torch.tensor(1.2 * y - 0.2, dtype=torch.float64), u).exp()) * 1.2 * y * (1 - y)
+
+    for u in U[:3]:
+        zero = float(hc.log_probability(torch.zeros((), dtype=torch.float64), u).exp())
+        steps = torch.linspace(math.log(0.2), 13.5, 4000, dtype=torch.float64)
+        inside = torch.trapezoid(torch.tensor([density(float(x) + 1e-9, u) for x in steps]), steps)
+        beyond = 1 / (1 + math.exp(0.2 * 13.5 - float(u)))
+        assert zero + float(inside) + beyond == pytest.approx(1, abs=1e-4)
+        assert zero == pytest.approx(1 - float(hc.keep_probability(u)), abs=1e-9)

@@ -1,0 +1,272 @@
+"""Training: it masks what does not matter, survives a kill, and refuses bad input in one sentence."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import patchlight as pl
+from patchlight.diffmask import DiffMask, Progress, Settings, TrainingWarning
+from patchlight.diffmask.gates import aggregate, new_gates, observe
+from patchlight.diffmask.train import calibrate
+from patchlight.errors import PatchlightError, Unsupported
+from tests.diffmask.toys import batches, pictures, toy
+from tests.families import shared
+
+QUICK: dict[str, Any] = {"steps": 14, "batch_size": 4, "warmup": 4, "log_every": 3, "checkpoint_steps": 4}
+
+
+def weights(dm: DiffMask) -> dict[str, Tensor]:
+    return dict(dm.gates.state_dict())
+
+
+def same(a: DiffMask, b: DiffMask) -> bool:
+    return all(torch.equal(weights(a)[key], value) for key, value in weights(b).items())
+
+
+def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None:
+    vit = toy()
+    before = {k: v.clone() for k, v in vit.model.state_dict().items()}
+    state = torch.get_rng_state()
+    first, second, other = (pl.diffmask.train(vit, batches(), Settings(seed=seed, **QUICK)) for seed in (0, 0, 1))
+    assert same(first, second)
+    assert not same(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[k], v) for k, v in vit.model.state_dict().items())
+    assert not any(module._forward_hooks for module in vit.model.modules())
+
+
+def test_every_setting_of_the_paper_and_its_code_trains() -> None:
+    vit = toy()
+    for preset, changes in (("paper", {}), ("code", {"layers": "weighted"}), ("default", {"layers": "all"})):
+        settings = Settings.preset(preset, **{**QUICK, "steps": 4, "baseline": "zero", **changes})
+        dm = pl.diffmask.train(vit, batches(), settings)
+        assert float(dm.gates.baseline.abs().max()) == 0
+        assert all(bool(torch.isfinite(value).all()) for value in weights(dm).values())
+
+
+def test_calibration_places_the_first_mask() -> None:
+    vit = toy()
+    seen = observe(vit, pictures(8))
+    gates = new_gates(vit)
+    calibrate(gates, seen.h0, torch.stack(seen.states), 0.8)
+    assert float(aggregate(gates.locations(seen.h0, seen.states), "keep").mean().detach()) == pytest.approx(
+        0.8, abs=1e-3
+    )
+
+
+def test_a_patch_the_model_cannot_see_is_masked_and_one_it_reads_is_kept() -> None:
+    """The class is the colour of patch 0 alone, the other patches are noise.
+
+    The baseline may take the place of one of the colours, so that only the other one must be kept.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = 0.3 * torch.randn(256, 3, 16, 16, generator=generator)
+    label = torch.arange(256) % 2
+    x[:, :, :4, :4] = (label * 2.0 - 1)[:, None, None, None]
+    vit = toy(classes=2)
+    vit.model.train()
+    optimiser = torch.optim.Adam(vit.model.parameters(), 3e-3)
+    for step in range(60):
+        rows = slice(64 * (step % 4), 64 * (step % 4) + 64)
+        loss = torch.nn.functional.cross_entropy(vit.model(x[rows]), label[rows])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    vit.model.eval()
+    assert float((vit.logits(x).argmax(1) == label).float().mean()) == 1
+    data = torch.utils.data.TensorDataset(x, label)
+    loader = torch.utils.data.DataLoader(data, 32, shuffle=True)
+    dm = pl.diffmask.train(vit, loader, Settings(steps=250, gate_rate=3e-3, warmup=10))
+    maps = pl.explain(vit, x[:32], "diffmask", explainer=dm).scores.flatten(1)
+    assert max(float(maps[:, 0][label[:32] == kind].mean()) for kind in (0, 1)) > 0.9
+    assert float(maps[:, 1:].mean()) < 0.2
+
+
+SCRIPT = """
+import sys, time
+import torch
+torch.set_num_threads(1)
+import patchlight as pl
+from patchlight.diffmask import Settings
+from tests.diffmask.test_train import QUICK
+from tests.diffmask.toys import batches, toy
+pl.diffmask.train(toy(), batches(), Settings(**{**QUICK, "log_every": 1}), lambda now: time.sleep(0.15), sys.argv[1])
+"""
+
+
+def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> None:
+    vit = toy()
+    whole = pl.diffmask.train(vit, batches(), Settings(**QUICK), out=tmp_path / "whole")
+    folder = tmp_path / "killed"
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder)], cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    checkpoint = folder / "checkpoint.safetensors"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert checkpoint.exists()
+    assert not (folder / "gates.safetensors").exists()
+    resumed = pl.diffmask.train(vit, batches(), Settings(**QUICK), out=folder)
+    assert same(whole, resumed)
+    assert same(whole, pl.diffmask.load(folder, vit))
+    again = pl.diffmask.train(vit, batches(), Settings(**QUICK), out=folder)
+    assert same(whole, again)
+
+
+def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: Path) -> None:
+    """Also with the mean-field of a window cut in two, in the middle of an epoch, and with Adam's multipliers."""
+
+    class Stop(Exception):
+        pass
+
+    vit = toy()
+    for preset in ("default", "paper"):
+        settings = Settings.preset(preset, **{**QUICK, "warmup": 4, "layers": "weighted"})
+        whole = pl.diffmask.train(vit, batches(), settings, out=tmp_path / preset / "whole")
+
+        def stop(now: Progress) -> None:
+            if now.step == 9:
+                raise Stop
+
+        folder = tmp_path / preset / "stopped"
+        with pytest.raises(Stop):
+            pl.diffmask.train(vit, batches(), settings, stop, folder)
+        with safe_open(folder / "checkpoint.safetensors", "pt") as file:
+            assert '"step": 8' in file.metadata()["about"]
+        assert same(whole, pl.diffmask.train(vit, batches(), settings, out=folder))
+        ours, theirs = (
+            [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader((p / "metrics.csv").open())]
+            for p in (tmp_path / preset / "whole", folder)
+        )
+        assert ours == theirs
+        assert [float(row["step"]) for row in ours] == [3, 6, 9, 12, 14]
+
+
+def test_a_run_with_other_settings_is_not_taken_up(tmp_path: Path) -> None:
+    vit = toy()
+    pl.diffmask.train(vit, batches(), Settings(**QUICK), out=tmp_path)
+    with pytest.raises(PatchlightError, match="another margin"):
+        pl.diffmask.train(vit, batches(), Settings(margin=0.2, **QUICK), out=tmp_path)
+    fresh = pl.diffmask.train(vit, batches(), Settings(margin=0.2, **QUICK), out=tmp_path, resume=False)
+    assert same(fresh, pl.diffmask.load(tmp_path))
+
+
+def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    vit = toy()
+    head = vit.model.head.weight  # type: ignore[union-attr]
+
+    def spoil(now: Progress) -> None:
+        if now.step == 9:
+            head.data.fill_(float("nan"))  # type: ignore[union-attr, operator]
+
+    with pytest.raises(PatchlightError, match=r"the loss became nan by step 12; the checkpoint of step 8 is kept"):
+        pl.diffmask.train(vit, batches(), Settings(**QUICK), spoil, tmp_path)
+    with safe_open(tmp_path / "checkpoint.safetensors", "pt") as file:
+        assert all(bool(torch.isfinite(file.get_tensor(key)).all()) for key in file.keys())  # noqa: SIM118
+        assert '"step": 8' in file.metadata()["about"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "told"),
+    [
+        ([], "no images to train on"),
+        ([(pictures(4), torch.zeros(4))], "all of class 0"),
+        ([(pictures(4), torch.tensor([0, 1, 2, 9]))], "label 9, but toy has 5 classes"),
+        ([torch.zeros(2, 3, 8, 8)], r"this model takes \[B,3,16,16\]"),
+        ([torch.full((2, 3, 16, 16), torch.nan)], "NaN or infinity"),
+        (["cat.jpg"], "a batch is a str"),
+        (iter([pictures(4)]), "walked only once"),
+    ],
+)
+def test_bad_data_is_refused_in_one_sentence(loader: Any, told: str) -> None:
+    with pytest.raises(PatchlightError, match=told):
+        pl.diffmask.train(toy(), loader, Settings())
+
+
+def test_bad_settings_and_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PatchlightError, match="no setting 'gate_rat'; did you mean"):
+        Settings.preset(gate_rat=1)
+    with pytest.raises(PatchlightError, match="margin=-1"):
+        Settings.preset(margin=-1)
+    with pytest.raises(PatchlightError, match="no DiffMask preset is called 'papr'"):
+        Settings.preset("papr")
+    with pytest.raises(Unsupported, match="no plain grid"):
+        pl.diffmask.train(shared("swin"), [], Settings())
+    start = DiffMask.of(new_gates(toy(depth=3)), toy(depth=3))
+    with pytest.raises(PatchlightError, match="toy needs 4 of width 16"):
+        pl.diffmask.train(toy(), batches(), Settings(**QUICK), start=start)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(PatchlightError, match=r"pip install patchlight\[train\]"):
+        pl.diffmask.train(toy(), batches(), Settings(**QUICK))
+
+
+def test_both_failures_are_told_with_what_to_change() -> None:
+    long = {**QUICK, "steps": 200, "warmup": 0, "log_every": 200, "calibrate": None, "gate_rate": 1e-9}
+    for beta, told in ((40.0, "nothing is masked"), (-40.0, "everything is masked")):
+        with pytest.warns(TrainingWarning, match=told):
+            pl.diffmask.train(toy(), batches(), Settings(beta=beta, **long))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TrainingWarning)
+        pl.diffmask.train(toy(), batches(), Settings(beta=1.0, **long))
+
+
+def test_gates_can_begin_from_others() -> None:
+    vit = toy()
+    first = pl.diffmask.train(vit, batches(), Settings(**QUICK))
+    second = pl.diffmask.train(
+        vit, batches(), Settings(**{**QUICK, "steps": 1, "gate_rate": 1e-12, "baseline_rate": 1e-12}), start=first
+    )
+    assert all(torch.allclose(weights(first)[k], v, atol=1e-6) for k, v in weights(second).items())
+
+
+def test_tensorboard_files_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    pl.diffmask.train(toy(), batches(), Settings(tensorboard=True, **{**QUICK, "steps": 3}), out=tmp_path)
+    assert list(tmp_path.glob("events.out.*"))
+
+
+TWO = """
+import sys
+import torch
+torch.set_num_threads(1)
+from accelerate import PartialState
+from safetensors.torch import save_file
+import patchlight as pl
+from patchlight.diffmask import Settings
+from tests.diffmask.test_train import QUICK
+from tests.diffmask.toys import batches, toy
+dm = pl.diffmask.train(toy(), batches(), Settings(**QUICK), out=sys.argv[1])
+save_file(dict(dm.gates.state_dict()), f"{sys.argv[1]}/rank-{PartialState().process_index}.safetensors")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_same_gates(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO)
+    root = Path(__file__).resolve().parents[2]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    subprocess.run([*launch, str(tmp_path / "two.py"), str(tmp_path)], cwd=root, env=env, check=True, timeout=300)
+    ranks = []
+    for rank in (0, 1):
+        with safe_open(tmp_path / f"rank-{rank}.safetensors", "pt") as file:
+            ranks.append({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+    assert all(torch.equal(ranks[0][key], value) for key, value in ranks[1].items())
