@@ -1,7 +1,7 @@
 """Ablation: score many variants of images, tokens really removed or pixels masked over a fill.
 
 Variants of all images travel in one flat list and are cut into chunks, whose size comes from free memory and is halved
-when memory runs out; what is finished stays finished. A client never loops over masks.
+when an accelerator's memory runs out; what is finished stays finished. A client never loops over masks.
 """
 
 from __future__ import annotations
@@ -124,6 +124,8 @@ class Ablation:
     chunk: int | None = None
     precision: Precision = "auto"
     compile: bool = False
+    fine: bool = False
+    """Whether the readout is in float32 though the blocks are in bfloat16, so that close classes are told apart."""
     progress: Callable[[int, int], None] | None = None
     cancel: Callable[[], bool] | None = None
     _halves: list[Tensor] = field(default_factory=list, repr=False)
@@ -163,7 +165,9 @@ class Ablation:
         around, images = getattr(variants, "around", None), self.images
         if self._bf16 and isinstance(variants, RankThresholds):
             variants, images = variants.halved(), images.bfloat16()
-        forward = _compiled(self.vit) if self.compile and around is None else _forward
+        fine = self.fine and self._bf16 and self.vit.depth > 0
+        forward: Forward = _blocks if fine else _forward
+        forward = _compiled(self.vit, forward) if self.compile and around is None else forward
         while begin < total:
             if self.cancel is not None and self.cancel():
                 raise Cancelled(f"stopped after {begin} of {total} variants")
@@ -173,6 +177,9 @@ class Ablation:
                 with self._in_bf16(), contextlib.nullcontext() if around is None else around(slice(begin, stop)):
                     tokens = tokens.bfloat16() if self._bf16 else tokens
                     logits = forward(self.vit, tokens, positions)
+                if fine:
+                    with torch.autocast(self.images.device.type, enabled=False):
+                        logits = self.vit.readout(logits.float())
             except (torch.OutOfMemoryError, MemoryError):
                 if size == 1:
                     raise PatchlightError("not even one variant fits into memory; use a smaller model") from None
@@ -184,12 +191,17 @@ class Ablation:
             begin = stop
 
     @property
+    def rounds(self) -> bool:
+        """Whether anything is computed in bfloat16."""
+        return self.precision == "autocast" or self._bf16
+
+    @property
     def _bf16(self) -> bool:
         on_gpu = self.images.device.type == "cuda" and self.images.dtype == torch.float32
         return self.precision == "bf16" or (self.precision == "auto" and on_gpu)
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.precision == "autocast" or self._bf16:
+        if self.rounds:
             return torch.autocast(self.images.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
@@ -219,18 +231,25 @@ def _there(small: Tensor, like: Tensor) -> Tensor:
     return small.to(like.device, non_blocking=True)
 
 
-def _forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
+Forward = Callable[[Anatomy, Tensor, Tensor | None], Tensor]
+
+
+def _blocks(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
     for index in range(vit.depth):
         tokens = vit.block(index, tokens, positions)
-    return vit.readout(tokens)
+    return tokens
 
 
-def _compiled(vit: Anatomy) -> Callable[[Anatomy, Tensor, Tensor | None], Tensor]:
-    function = vit.__dict__.get("_compiled_forward")
-    if function is None:
-        function = vit.__dict__["_compiled_forward"] = torch.compile(_forward, dynamic=False)
-    compiled: Callable[[Anatomy, Tensor, Tensor | None], Tensor] = function
-    return compiled
+def _forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    return vit.readout(_blocks(vit, tokens, positions))
+
+
+def _compiled(vit: Anatomy, forward: Forward) -> Forward:
+    """The forward compiled; the model keeps it."""
+    made: dict[str, Forward] = vit.__dict__.setdefault("_compiled", {})
+    if forward.__name__ not in made:
+        made[forward.__name__] = torch.compile(forward, dynamic=False)
+    return made[forward.__name__]
 
 
 def free_chunk(vit: Anatomy) -> int:
@@ -256,9 +275,9 @@ def fill_images(
     if fill == "zero":
         return torch.zeros_like(images)
     if fill == "black":
-        mean = torch.tensor(vit.preprocess.mean).to(images)
-        std = torch.tensor(vit.preprocess.std).to(images)
-        return (-mean / std)[None, :, None, None].expand_as(images)
+        dark = -torch.tensor(vit.preprocess.mean).to(images) / torch.tensor(vit.preprocess.std).to(images)
+        dark = dark if len(dark) == images.shape[1] else dark.mean(0, keepdim=True)
+        return dark[None, :, None, None].expand_as(images)
     if fill == "image-mean":
         return images.mean((1, 2, 3), keepdim=True).expand_as(images)
     if fill == "channel-mean":

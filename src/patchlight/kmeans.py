@@ -18,8 +18,11 @@ _RESTARTS = 64
 
 
 def draw_initial(points: int, clusters: int, seed: int) -> Tensor:
-    """The indices of distinct points to start from [K], drawn as fast-pytorch-kmeans does after `numpy.random.seed`."""
-    drawn = np.random.RandomState(seed % 2**32).choice(points, min(clusters, points), replace=False)
+    """The indices of distinct points to start from [K].
+
+    Drawn as fast-pytorch-kmeans does after `numpy.random.seed(12345 + seed)`: 12345 is the seed of TIS's own scripts.
+    """
+    drawn = np.random.RandomState((12345 + seed) % 2**32).choice(points, min(clusters, points), replace=False)
     return torch.from_numpy(drawn)
 
 
@@ -30,8 +33,8 @@ def kmeans(
 
     Lloyd: assign to the nearest centroid (Euclidean), move each centroid to its points' mean, until the squared shift
     summed over a set's centroids is at most `tolerance`. A set that has converged stays, whatever others still do. An
-    empty cluster starts again at the point farthest from its own centroid, the next empty one at the next farthest;
-    `empty="zero"` puts it at 0.
+    empty cluster starts again at the point farthest from its own centroid, the next empty one at the next farthest (64
+    of them; any more share the last until the next iteration); `empty="zero"` puts it at 0.
     """
     initial = initial.to(points.device).expand(len(points), -1)
     parts = _parts(points, initial.shape[1])

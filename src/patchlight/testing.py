@@ -80,6 +80,8 @@ def _check_refusal(request: Request, vit: Anatomy, images: Tensor) -> None:
     assert request.method.name in told, f"the refusal does not name the method: {told}"
     assert (refusal(request, vit) or "") in told, f"the refusal gives no reason: {told}"
     row = next(m for m in methods(vit) if m.name == request.method.name)
+    if request.name != request.method.name:
+        return  # a composition may be refused where the method itself works
     assert row.supported is False, f"methods({vit.name}) calls {row.name} supported"
     assert row.reason
 

@@ -87,6 +87,12 @@ def test_a_users_model_stands_for_the_one_named_most_alike(tmp_path: Path) -> No
         override(parse(two), ["pocket"], ["a", "b"])
 
 
+def test_the_same_model_given_again_keeps_its_stage(tmp_path: Path) -> None:
+    staged = parse(text(tmp_path).replace('Pocket = "pocket"', 'Pocket = {name = "swin_tiny", stage = 2}'))
+    assert override(staged, ["Pocket=swin_tiny"], ["w.safetensors"]).models["Pocket"].stage == 2
+    assert override(staged, ["Pocket=pvt_v2_b0"]).models["pvt_v2_b0"].stage is None
+
+
 def test_published_numbers_follow_a_stand_in(tmp_path: Path) -> None:
     recipe = parse(text(tmp_path))
     assert recipe.number("Pocket", "GenAtt", "Ins") == 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 import shutil
 from pathlib import Path
@@ -78,6 +79,22 @@ def test_html_is_whole_by_itself_and_the_same_for_equal_stores(out: Path, gather
     for chart in ("curve-0-0", "curve-0-1", "time-0"):
         assert f'<div id="{chart}">' in page
         assert f'"{chart}": {{' in page
+
+
+def test_the_only_method_has_examples_and_newer_metadata_is_left_out(out: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    one = recipe(out.parent / "images")
+    one = one.model_copy(update={"methods": {"GenAtt": one.methods["GenAtt"]}, "published": {}})
+    run(one, tmp_path / "run")
+    for path in (tmp_path / "run" / "maps").iterdir():
+        with safe_open(path, "pt") as file:
+            about = file.metadata()
+        about["preprocess"] = json.dumps({**json.loads(about["preprocess"]), "sharpen": 1})
+        save_file(load_file(path), path, {**about, "mood": '"good"'})
+    page = re.sub(r"<script>.*?</script>", "", as_html(gather(tmp_path / "run")), flags=re.S)
+    assert page.count("<img ") == 6 * (1 + 1)
 
 
 def test_photographs_that_are_gone_leave_the_maps(gathered: Gathered, tmp_path: Path, out: Path) -> None:

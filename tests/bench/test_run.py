@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -26,6 +28,7 @@ from patchlight.bench.plan import plan
 from patchlight.bench.recipe import Recipe, override, parse
 from patchlight.bench.store import TIMING, Store
 from patchlight.cli import app
+from patchlight.data import Data, Sample
 from patchlight.errors import PatchlightError
 from patchlight.registry import Ask, method, unregister
 from tests.bench.small import pictures, recipe, text
@@ -132,6 +135,54 @@ def test_the_key_follows_what_matters_and_not_the_paths(images: Path, tmp_path: 
         assert plan(changed).shards[0].key != one.key
 
 
+def test_the_key_follows_what_is_in_the_images(images: Path, tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "images")
+    before = [shard.key for shard in plan(recipe(folder)).shards]
+    with Image.open(folder / "2.png") as picture:
+        picture.putpixel((0, 0), (1, 2, 3))
+        picture.save(folder / "2.png")
+    after = [shard.key for shard in plan(recipe(folder)).shards]
+    assert [a == b for a, b in zip(after, before, strict=True)] == [True, False, True]
+    (folder / "2.png").write_bytes(b"not a picture")
+    broken = plan(recipe(folder)).shards[1].key
+    assert broken not in (after[1], before[1])
+    folder.rename(tmp_path / "moved")
+    assert plan(recipe(tmp_path / "moved")).shards[1].key == broken
+
+
+def test_the_key_follows_classes_boxes_and_masks(images: Path) -> None:
+    with Image.open(images / "0.png") as opened:
+        picture = opened.convert("RGB")
+    mask = torch.zeros(64, 72, dtype=torch.int8)
+    mask[:9] = 1
+    shifted = mask.roll(1, 0)
+    box = torch.tensor([[1.0, 2.0, 30.0, 40.0]])
+    samples = [
+        Sample("a", picture),
+        Sample("a", picture, label=1),
+        Sample("a", picture, label=2),
+        Sample("a", picture, boxes=box),
+        Sample("a", picture, boxes=box + 1),
+        Sample("a", picture, mask=mask),
+        Sample("a", picture, mask=shifted),
+    ]
+    keys = [plan(recipe(images), Data("one", ["a"], lambda name, s=s: s)).shards[0].key for s in samples]  # type: ignore[misc]
+    assert len(set(keys)) == len(samples)
+
+
+def test_the_key_follows_the_code(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = plan(recipe(images)).shards[0].key
+    monkeypatch.setattr(sys.modules[plan.__module__], "source_digest", lambda: "other code")
+    assert plan(recipe(images)).shards[0].key != one
+
+
+def test_long_planning_is_told(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[plan.__module__], "PATIENCE", -1.0)
+    heard: list[dict[str, Any]] = []
+    plan(recipe(images), listen=heard.append)
+    assert heard == [{"event": "plan", "read": i + 1, "images": 6} for i in range(6)]
+
+
 def test_images_are_spread_over_the_data(images: Path) -> None:
     names = [name for shard in plan(override(recipe(images), images=3)).shards for name in shard.names]
     assert names == ["0.png", "2.png", "4.png"]
@@ -203,16 +254,61 @@ def test_what_fails_is_a_row_with_its_reason_and_the_run_goes_on(tmp_path: Path,
     assert "values failed: RuntimeError: it broke" in report.stdout
 
 
-def test_failures_are_kept_until_a_retry(tmp_path: Path) -> None:
+def test_an_image_that_is_mended_is_run_again(tmp_path: Path) -> None:
     folder = pictures(tmp_path / "images", 4)
     good = (folder / "1.png").read_bytes()
     (folder / "1.png").write_bytes(b"not a picture")
-    assert sum(run(recipe(folder), tmp_path / "run").failures.values()) == 4 * 2
-    (folder / "1.png").write_bytes(good)
+    failed = run(recipe(folder), tmp_path / "run")
+    assert sum(failed.failures.values()) == 4 * 2
     kept = run(recipe(folder), tmp_path / "run")
-    assert (kept.before, sum(kept.failures.values())) == (2, 4 * 2)
-    mended = run(recipe(folder), tmp_path / "run", retry=True)
+    assert (kept.before, kept.failures) == (2, failed.failures)
+    (folder / "1.png").write_bytes(good)
+    mended = run(recipe(folder), tmp_path / "run")
     assert (mended.before, mended.failures) == (1, {})
+
+
+@pytest.fixture
+def flaky() -> Iterator[list[int]]:
+    """A method that fails until something is put into this list."""
+    works: list[int] = []
+
+    @method("test-flaky", paper="none", class_specific=False)
+    def flaky(ask: Ask) -> Tensor:
+        if not works:
+            raise RuntimeError("it broke")
+        return (
+            torch.arange(ask.vit.grid[0] * ask.vit.grid[1]).view(1, *ask.vit.grid).float().repeat(len(ask.images), 1, 1)
+        )
+
+    yield works
+    unregister("test-flaky")
+
+
+def test_failures_are_kept_until_a_retry_and_do_not_come_back(tmp_path: Path, flaky: list[int]) -> None:
+    folder = pictures(tmp_path / "images", 4)
+    one = text(folder).replace('Random = "random"', 'Random = "test-flaky"')
+    more = [parse(f'{one}\n[methods.{name}]\nmethod = "rawatt"') for name in ("A", "B", "C", "D")]
+    for each in (parse(one), *more[:3]):
+        assert sum(run(each, tmp_path / "run").failures.values()) == 4 * 2
+    flaky.append(1)
+    assert sum(run(parse(one), tmp_path / "run").failures.values()) == 4 * 2
+    mended = run(parse(one), tmp_path / "run", retry=True)
+    assert (mended.before, mended.failures) == (0, {})
+    assert run(more[3], tmp_path / "run").failures == {}
+
+
+def test_of_several_files_the_one_without_failures_is_believed(images: Path, tmp_path: Path) -> None:
+    small = override(recipe(images), images=2)
+    run(small, tmp_path / "run")
+    store, shard = Store(tmp_path / "run"), plan(small).shards[0]
+    good = pq.read_table(store.path(shard.place, shard.key))
+    failed = good.set_column(good.column_names.index("error"), "error", pa.array(["it broke"] * len(good)))
+    for name in ("0" * 16, "f" * 16):
+        pq.write_table(failed, store.path(shard.place, name))
+    known = store.before(shard)
+    assert set(known.rows) == set(shard.cells.values())
+    assert not any(row["error"] for rows in known.rows.values() for row in rows)
+    assert set(known.maps) == set(known.rows)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
@@ -253,6 +349,56 @@ def test_a_folder_of_other_things_is_refused(images: Path, tmp_path: Path) -> No
         run(recipe(images), tmp_path)
 
 
+def test_what_a_killed_first_write_left_is_cleared_away(images: Path, tmp_path: Path) -> None:
+    for name in (".manifest.json-ab12_x9z", ".report.html-abcdefgh"):
+        (tmp_path / name).write_text("{")
+    assert run(override(recipe(images), images=2), tmp_path).shards == 1
+    assert not (tmp_path / ".manifest.json-ab12_x9z").exists()
+
+
+def test_another_recipe_into_the_same_folder_is_refused(images: Path, tmp_path: Path) -> None:
+    small = override(recipe(images), images=2)
+    run(small, tmp_path / "run")
+    before = (tmp_path / "run" / "manifest.json").read_bytes()
+    with pytest.raises(PatchlightError, match="holds a run of 'small', not of 'other'; give another --out"):
+        run(small.model_copy(update={"name": "other"}), tmp_path / "run")
+    assert (tmp_path / "run" / "manifest.json").read_bytes() == before
+
+
+def test_class_names_of_a_folder_are_looked_up_among_the_models(tmp_path: Path) -> None:
+    from patchlight.zoo import pocket
+
+    labels = local.load("pocket").labels
+    assert labels is not None
+    photo = next(iter(sorted(pocket.PHOTOS.glob("*.jpg"))))
+    for name in ("truck", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "a.jpg").write_bytes(photo.read_bytes())
+    asked = override(recipe(tmp_path / "images"), target="label")
+    rows = run_shard(plan(asked).shards[0], How()).rows
+    assert {(row["image"], row["target"]) for row in rows} == {
+        (f"{name}/a.jpg", labels.index(name)) for name in ("truck", "dog")
+    }
+    (tmp_path / "images" / "truck").rename(tmp_path / "images" / "trukc")
+    local._data.cache_clear()
+    with pytest.raises(PatchlightError, match=r"has class 'trukc', which is not one; did you mean 'truck'\?"):
+        run_shard(plan(asked).shards[0], How())
+    predicted = run_shard(plan(override(asked, target="prediction")).shards[0], How()).rows
+    assert all(row["value"] is not None for row in predicted)
+
+
+def test_print_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    from patchlight.cli.common import print_json
+
+    print_json({"a": [1.5, float("nan")], "b": (float("inf"), {"c": float("-inf")}), "d": Path("x")})
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found == {"a": [1.5, None], "b": [None, {"c": None}], "d": "x"}
+
+
 def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "run"
     run(recipe(images), out)
@@ -267,6 +413,8 @@ def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> N
     results = Store(out).results()
     assert "is damaged and left out" in " ".join(results.notes)
     assert len(results.images["Pocket"]) == 4
+    told = json.loads(CliRunner().invoke(app, ["bench", "status", str(out), "--json"]).stdout)
+    assert (told["done"], told["shards"], told["damaged"], told["images"]) == (2, 3, 1, {"Pocket": 4})
     summary = run(recipe(images), out)
     assert summary.before == 2
     assert len(Store(out).results().images["Pocket"]) == 6

@@ -79,7 +79,7 @@ def literal_tis(
     with pl.trace(vit, image) as t:
         outputs = [x[0, vit.prefix :] for x in t.tokens[1:]]
     points = torch.cat(outputs, 1).T.float().double().numpy()
-    np.random.seed(seed)
+    np.random.seed(12345 + seed)
     initial = np.random.choice(len(points), n_masks, replace=False)
     centroids = slow_lloyd(points, initial, 100, "reseed")
     patches = points.shape[1]
@@ -118,12 +118,12 @@ def test_tis_is_the_papers(family: str, settings: dict[str, Any], how: str) -> N
     vit = shared(family, torch.float64)
     batch = images(vit, 2)
     targets = Targets(torch.tensor([[1, 4], [0, 2]]), several=True)
-    _, (found,) = compute(vit, batch, [resolve("tis", {"n_masks": 20, **settings})], targets, seed=6)
+    _, (found,) = compute(vit, batch, [resolve("tis", {"n_masks": 20, **settings})], targets, seed=1)
     keep = settings.get("keep", 0.5)
     ratios = keep if isinstance(keep, list) else [keep]
     for b in range(2):
         for t in range(2):
-            expected = literal_tis(vit, batch[b : b + 1], int(targets.index[b, t]), 20, ratios, 6, how)
+            expected = literal_tis(vit, batch[b : b + 1], int(targets.index[b, t]), 20, ratios, 1, how)
             torch.testing.assert_close(found[b, t], expected, atol=1e-10, rtol=0)
 
 

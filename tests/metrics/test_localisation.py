@@ -259,14 +259,25 @@ def test_two_channels_are_symmetric() -> None:
 
 
 @pytest.mark.parametrize("metric", ["ap", "pixel-accuracy", "miou", "map", "f1"])
-def test_a_mask_of_one_kind_has_no_value(metric: str) -> None:
+def test_a_mask_without_an_object_has_no_value(metric: str) -> None:
+    """Nor, where both kinds are told apart by their order, one of nothing but the object."""
     masks = random_masks(3)
     masks[0], masks[1] = 0, torch.where(masks[1] >= 0, 1, -1)
     found = measured(random_maps(3), metric, masks=masks)
-    assert found.values.isnan().tolist() == [True, True, False]
+    ordered = metric in ("ap", "map")
+    assert found.values.isnan().tolist() == [True, ordered, False]
     assert "no object" in found.reasons[0]
-    assert "nothing but the object" in found.reasons[1]
-    assert found.mean == pytest.approx(found.values[2].item())
+    assert ("nothing but the object" in found.reasons[1]) is ordered
+    assert torch.isfinite(torch.tensor(found.mean))
+
+
+def test_a_full_mask_counts_the_pixels_found() -> None:
+    maps, masks = random_maps(1), torch.ones_like(random_masks(1))
+    found = {name: measured(maps, name, masks=masks).mean for name in ("pixel-accuracy", "miou", "f1")}
+    share = found["pixel-accuracy"]
+    assert 0.3 < share < 0.7
+    assert found["f1"] == pytest.approx(2 * share / (1 + share))
+    assert found["miou"] == pytest.approx(share / 2), "the background that the map shows is not there"
 
 
 def literal_overlap(heat: np.ndarray, boxes: np.ndarray, level: float, components: str) -> float:

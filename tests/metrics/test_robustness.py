@@ -142,11 +142,15 @@ def test_a_map_of_zeros_is_divided_by_one() -> None:
 
 
 def test_a_stochastic_method_is_blamed_only_when_asked() -> None:
-    assert sensitivity("random", n=3).eq(0).all()
-    assert (sensitivity("random", n=3, reseed=True) > 0.1).all()
+    def noise(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
+        return torch.rand(vit.grid, generator=torch.Generator().manual_seed(seed)).expand(len(given), -1, -1)
+
+    assert sensitivity(noise, n=3).eq(0).all()
+    assert (sensitivity(noise, n=3, reseed=True) > 0.1).all()
     vit = shared("vit")
-    maps = pl.explain(vit, images(vit, 3), "random", target=2, seed=5)
-    assert sensitivity(maps, n=3).eq(0).all()
+    maps = pl.explain(vit, images(vit, 3), "rise", target=2, seed=5, n=8)
+    assert (sensitivity(maps, n=3, radius=1e-4) < 0.01).all()
+    assert (sensitivity(maps, n=3, radius=1e-4, reseed=True) > 0.01).all()
 
 
 def test_chunks_batches_and_targets() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from patchlight.ablation import free_chunk
 from patchlight.anatomy import Anatomy, load
 from patchlight.attribution import Attribution, versions
-from patchlight.bench.plan import Plan, Shard, opened, plan
+from patchlight.bench.plan import Listener, Plan, Shard, opened, plan
 from patchlight.bench.recipe import Method, Model, Recipe, Source
 from patchlight.bench.store import Before, Done, Maps, Row, Store, planned
 from patchlight.data import Batch, Data, load_batch
@@ -28,8 +28,6 @@ from patchlight.registry import refusal, resolve
 from patchlight.targets import predicted
 
 OTHER_VERSION = "the run was begun with another version of"
-Event = dict[str, Any]
-Listener = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,13 @@ def run(
     store = Store(out)
     with store.locked():
         earlier = store.read_manifest()
-        whole = plan(recipe)
+        if earlier is not None and earlier["resolved"]["name"] != recipe.name:
+            raise PatchlightError(
+                f"'{store.folder}' holds a run of '{earlier['resolved']['name']}', not of '{recipe.name}'; "
+                f"give another --out"
+            )
+        _data.cache_clear()  # it may have changed since this process last looked
+        whole = plan(recipe, listen=listen)
         how, notes = _how(earlier, device, whole)
         todo = [shard for shard in whole.shards if not store.has(shard, failed_too=not retry)]
         store.write_manifest(_manifest(whole, text, quick, how, earlier, notes))
@@ -102,7 +106,7 @@ def run(
 def _how(before: Mapping[str, Any] | None, device: str, whole: Plan) -> tuple[How, list[str]]:
     """Chunk and threads of the run as it was begun, else of this machine, and notes where they changed."""
     if before is None:
-        vit = loaded(whole.shards[0].model, device)
+        vit = loaded(whole.shards[0], device)
         return How(device, free_chunk(vit)), []
     if torch.device(before["device"]).type != torch.device(device).type:
         raise PatchlightError(
@@ -138,7 +142,7 @@ def _manifest(
 
 
 @lru_cache(maxsize=1)
-def _loaded(key: str, device: str) -> Anatomy:
+def _loaded(key: str, digest: str, device: str) -> Anatomy:
     model = Model.model_validate_json(key)
     options: dict[str, Any] = {} if model.stage is None else {"stage": model.stage}
     vit = load(model.name, weights=model.weights, device=device, **options)
@@ -147,14 +151,27 @@ def _loaded(key: str, device: str) -> Anatomy:
     return vit
 
 
-def loaded(model: Model, device: str) -> Anatomy:
-    """A recipe's model; the last one is kept."""
-    return _loaded(model.model_dump_json(exclude={"stands_for"}), device)
+def loaded(shard: Shard, device: str) -> Anatomy:
+    """A shard's model; the last one is kept, until its weights change."""
+    return _loaded(shard.model.model_dump_json(exclude={"stands_for"}), shard.digest, device)
 
 
 @lru_cache(maxsize=2)
-def _data(key: str) -> Data:
-    return opened(Source.model_validate_json(key))
+def _data(key: str, classes: int, labels: tuple[str, ...]) -> tuple[Data, str]:
+    """The data, and why its labels are not the model's classes; nothing where they are.
+
+    A folder's class names are looked up among the model's, where it has names; else the number of classes must agree.
+    """
+    source = Source.model_validate_json(key)
+    if source.kind == "folder" and labels and "classes" not in source.options:
+        try:
+            return opened(source.model_copy(update={"options": {**source.options, "classes": labels}})), ""
+        except PatchlightError as error:
+            return opened(source), str(error)
+    data = opened(source)
+    if data.labels is None or len(data.labels) == max(classes, 2):
+        return data, ""
+    return data, f"there are {len(data.labels)} of them, and {classes} classes"
 
 
 def run_shard(shard: Shard, how: How, before: Before | None = None, step: Listener = lambda event: None) -> Done:
@@ -164,14 +181,15 @@ def run_shard(shard: Shard, how: How, before: Before | None = None, step: Listen
     fails becomes rows with the reason.
     """
     before = before or Before()
-    vit, data = loaded(shard.model, how.device), _data(shard.data.model_dump_json())
+    vit = loaded(shard, how.device)
+    data, foreign = _data(shard.data.model_dump_json(), vit.classes, tuple(vit.labels or ()))
+    if foreign and shard.target == "label":
+        raise PatchlightError(
+            f"the labels are not classes of {vit.name}, so give a model of these classes or --target prediction: "
+            f"{foreign}"
+        )
     batch = load_batch(data, list(shard.indices), vit, workers=4)
-    if data.labels is not None and len(data.labels) != max(vit.classes, 2):
-        if shard.target == "label":
-            raise PatchlightError(
-                f"the data has {len(data.labels)} classes and {vit.name} {vit.classes}, so that labels mean nothing to "
-                f"it; give a model of these classes, or --target prediction"
-            )
+    if foreign:
         batch = replace(batch, labels=None)
     target = _targets(shard, vit, batch)
     known = {pair: cell for pair, cell in shard.cells.items() if len(before.rows.get(cell, ())) == len(shard.names)}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +22,20 @@ from patchlight.registry import resolve
 if TYPE_CHECKING:
     from patchlight.data import Data
 
+PATIENCE = 2.0
+"""Seconds of planning that need no word."""
+NOT_MEASURING = ("cli", "viz", "bench", "zoo")
+"""Parts of the package that may change without any map or value changing."""
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
 
 @dataclass(frozen=True)
 class Shard:
     """Some images of the data, one model, all methods and metrics: whoever runs it gets the same rows.
 
-    `names` are the images at `indices` of the data; `digest` is that of the weights file. Paths say where things are
-    and are not part of the key.
+    `names` are the images at `indices` of the data, `contents` the hashes of what is in them (pixels, class, boxes,
+    mask); `digest` is that of the weights file. Paths say where things are and are not part of the key.
     """
 
     label: str
@@ -35,6 +44,7 @@ class Shard:
     data: Source
     indices: tuple[int, ...]
     names: tuple[str, ...]
+    contents: tuple[str, ...]
     methods: Mapping[str, Method]
     metrics: Mapping[str, Metric]
     target: str
@@ -42,12 +52,12 @@ class Shard:
 
     @cached_property
     def place(self) -> str:
-        """The hash of model, images, class policy and seed: all but methods and metrics."""
+        """The hash of code, model, images, class policy and seed: all but methods and metrics."""
         from patchlight import __version__
 
         model = self.model.model_dump(mode="json", exclude={"weights", "stands_for"})
-        about = [__version__, model, self.digest, self.data.kind, self.data.options, self.names, self.target, self.seed]
-        return digest_of(about)
+        images = [self.data.kind, self.data.options, self.names, self.contents]
+        return digest_of([__version__, source_digest(), model, self.digest, images, self.target, self.seed])
 
     @cached_property
     def cells(self) -> dict[tuple[str, str], str]:
@@ -83,10 +93,26 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def plan(recipe: Recipe, data: Data | None = None) -> Plan:
-    """Cut the recipe's images into shards of `recipe.shard`, for each of its models."""
+@cache
+def source_digest() -> str:
+    """The hash of the package's own source, of all that maps and values come from: changed code has its own rows."""
+    package = Path(__file__).parents[1]
+    hashed = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package)
+        if name.parts[0] not in NOT_MEASURING:
+            hashed.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return hashed.hexdigest()[:16]
+
+
+def plan(recipe: Recipe, data: Data | None = None, listen: Listener = lambda event: None) -> Plan:
+    """Cut the recipe's images into shards of `recipe.shard`, for each of its models.
+
+    Every image is read once, for its hash; where that takes long, `listen` is told how far it is.
+    """
     data = opened(recipe.data) if data is None else data
     chosen, notes = _chosen(recipe, data)
+    contents = dict(zip(chosen, _contents(data, chosen, recipe.data.path, listen), strict=True))
     chunks = [chosen[i : i + recipe.shard] for i in range(0, len(chosen), recipe.shard)]
     shards = []
     for label, model in recipe.models.items():
@@ -101,6 +127,7 @@ def plan(recipe: Recipe, data: Data | None = None) -> Plan:
                     recipe.data,
                     tuple(chunk),
                     names,
+                    tuple(contents[i] for i in chunk),
                     recipe.methods,
                     recipe.metrics,
                     recipe.target,
@@ -135,6 +162,42 @@ def _chosen(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]]:
         drawn = torch.randperm(total, generator=torch.Generator().manual_seed(recipe.seed))[:wanted]
         return sorted(drawn.tolist()), []
     return [i * total // wanted for i in range(wanted)], []
+
+
+def _contents(data: Data, chosen: Sequence[int], path: str, listen: Listener) -> list[str]:
+    """The hash of what is in each image; of one that cannot be read, of the sentence that says why, less the path."""
+
+    def read(index: int) -> str:
+        try:
+            return _sample_digest(data, index)
+        except PatchlightError as error:
+            return digest_of(str(error).replace(path, "") if path else str(error))
+
+    found, told = [], time.monotonic()
+    pool = ThreadPoolExecutor(4)
+    try:
+        for digest in pool.map(read, chosen):
+            found.append(digest)
+            if time.monotonic() - told > PATIENCE:
+                told = time.monotonic()
+                listen({"event": "plan", "read": len(found), "images": len(chosen)})
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupted plan need not read the rest
+    return found
+
+
+def _sample_digest(data: Data, index: int) -> str:
+    """The hash of a sample's pixels, class (number and name), boxes and mask."""
+    sample = data[index]
+    label = None if sample.label is None else [sample.label, data.labels[sample.label] if data.labels else ""]
+    drawn = [sample.boxes, sample.mask, sample.regions]
+    shapes = [None if t is None else [str(t.dtype), *t.shape] for t in drawn]
+    hashed = hashlib.sha256(json.dumps([sample.image.mode, sample.image.size, label, shapes]).encode())
+    hashed.update(sample.image.tobytes())
+    for tensor in drawn:
+        if tensor is not None:
+            hashed.update(tensor.contiguous().numpy().tobytes())
+    return hashed.hexdigest()[:16]
 
 
 def _file_digest(path: str | None) -> str:

@@ -332,6 +332,7 @@ def _replaced(recipe: Recipe, models: Sequence[str], files: Sequence[str | None]
         found[shown] = Model(
             name=name,
             weights=weights or (own.weights if same else None),
+            stage=own.stage if same else None,
             preprocess=own.preprocess if same else Cut(),
             stands_for="" if same else label,
         )

@@ -384,9 +384,10 @@ def _rank_plot(found: Ranks) -> dict[str, Any]:
 
 
 def _examples(run: Gathered, model: str) -> list[dict[str, Any]]:
-    """Best and worst images of the leading method under the first metric, with every method's map over them."""
+    """Best and worst images of the leading (or only) method under the first metric, each with every method's map."""
     metric = next(iter(run.recipe.metrics))
-    leader = next((c.method for c in run.cells if (c.model, c.metric, c.mark) == (model, metric, "best")), None)
+    alone = next(iter(run.recipe.methods)) if len(run.recipe.methods) == 1 else None
+    leader = next((c.method for c in run.cells if (c.model, c.metric, c.mark) == (model, metric, "best")), alone)
     if leader is None:
         return []
     column = run.results.columns[model, leader, metric]
@@ -425,8 +426,9 @@ def _example(
     from patchlight.viz import overlay
 
     place = list(maps.images).index(name)
-    known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in maps.preprocess.items()}
-    preprocess = Preprocess(**known)
+    known = [f.name for f in fields(Preprocess) if f.name in maps.preprocess]
+    cut: dict[str, Any] = {k: tuple(v) if isinstance(v := maps.preprocess[k], list) else v for k in known}
+    preprocess = Preprocess(**cut)
     picture = photo if photo is not None else Image.new("RGB", (preprocess.size[1], preprocess.size[0]), "#777777")
     order = [leader, *(m for m in run.recipe.methods if m != leader)]
     heats = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ except ImportError as error:
     raise PatchlightError("the benchmark needs pyarrow, jinja2 and plotly: pip install 'patchlight[bench]'") from error
 
 FORMAT = 1
+PART = re.compile(r"\..+-[a-z0-9_]{8}")
+"""Names under which files are written before they are renamed."""
 TIMING = ("explain_seconds", "measure_seconds")
 SCHEMA = pa.schema(
     [
@@ -129,7 +132,8 @@ class Store:
 
         check_writable(self.folder)
         if self.folder.is_dir() and any(self.folder.iterdir()) and not self.manifest_path.exists():
-            strange = [p.name for p in self.folder.iterdir() if p.name not in (".lock", "shards", "maps")]
+            own = (".lock", "shards", "maps")
+            strange = [p.name for p in self.folder.iterdir() if p.name not in own and not PART.fullmatch(p.name)]
             if strange:
                 raise PatchlightError(f"'{self.folder}' is not a run: it holds '{strange[0]}'; give an empty folder")
         try:
@@ -144,8 +148,8 @@ class Store:
         except OSError as error:
             raise PatchlightError(f"'{self.folder}' cannot be written: {error.strerror or error}") from error
         try:
-            for folder in ("shards", "maps"):
-                for leftover in (self.folder / folder).glob(".*"):
+            for pattern in (f".{self.manifest_path.name}-*", "shards/.*", "maps/.*"):
+                for leftover in self.folder.glob(pattern):
                     leftover.unlink(missing_ok=True)
             yield
         finally:
@@ -188,11 +192,24 @@ class Store:
 
     def has(self, shard: Shard, failed_too: bool = True) -> bool:
         """Whether a shard is done: its file can be read, and has no failures unless those count as done."""
-        table = _table(self.path(shard.place, shard.key), ["error"])
+        table = _table(self.path(shard.place, shard.key))
         return table is not None and (failed_too or not any(table["error"].to_pylist()))
 
+    def finished(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The manifest's shards that are done, and those whose files are there but damaged."""
+        done: list[dict[str, Any]] = []
+        damaged: list[dict[str, Any]] = []
+        for planned in self.manifest()["shards"]:
+            path = self.path(planned["place"], planned["key"])
+            if path.exists():
+                (damaged if _table(path) is None else done).append(planned)
+        return done, damaged
+
     def before(self, shard: Shard, failed_too: bool = True) -> Before:
-        """What earlier shards of the same place know; without cells that have failures, unless those count."""
+        """What earlier shards of the same place know; without cells that have failures, unless those count.
+
+        Where several know a cell, the one with the fewest failures is believed.
+        """
         rows: dict[str, list[Row]] = {}
         facts: dict[str, Any] = {}
         maps: dict[str, Tensor] = {}
@@ -205,9 +222,11 @@ class Store:
             for row in table.select([n for n in SCHEMA.names if n in table.column_names]).to_pylist():
                 here.setdefault(row["cell"], []).append({**row, "parts": dict(row["parts"] or ())})
             for cell, found in here.items():
-                if not failed_too and any(row["error"] for row in found):
+                failed = _failed(found)
+                if (failed and not failed_too) or (cell in rows and _failed(rows[cell]) <= failed):
                     continue
                 rows[cell], facts[cell] = found, own.get(found[0]["metric"])
+                maps.pop(cell, None)
                 if found[0]["method"] in drawn:
                     maps[cell] = drawn[found[0]["method"]]
         return Before(rows, facts, maps)
@@ -230,14 +249,16 @@ class Store:
         return self.folder / "maps" / f"{key}.safetensors"
 
     def read_maps(self, key: str) -> Maps:
-        """The maps of a shard; none where they are missing or damaged."""
+        """The maps of a shard; none where they are missing or damaged. What a newer version adds is left out."""
         from safetensors import SafetensorError, safe_open
 
+        known = ("images", "classes", "preprocess")
         try:
             with safe_open(self.maps_path(key), "pt") as file:
                 scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                return Maps(scores, **{name: json.loads(text) for name, text in file.metadata().items()})
-        except (OSError, SafetensorError):
+                about = file.metadata() or {}
+                return Maps(scores, **{name: json.loads(about[name]) for name in known if name in about})
+        except (OSError, ValueError, SafetensorError):
             return Maps()
 
     def failures(self) -> dict[str, int]:
@@ -283,6 +304,10 @@ class Store:
                     rows = np.flatnonzero((method == i) & (metric == j))
                     columns[model, m, n] = _column(whole.take(rows), facts.get(n) or {})
         return Results(images, columns, tuple(sorted(notes)))
+
+
+def _failed(rows: Sequence[Row]) -> int:
+    return sum(bool(row["error"]) for row in rows)
 
 
 def _ordered(found: Counter[str]) -> dict[str, int]:

@@ -85,7 +85,7 @@ def status(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> Non
 
         store = Store(folder)
         manifest, failures = store.manifest(), store.failures()
-        finished = [s for s in manifest["shards"] if store.path(s["place"], s["key"]).exists()]
+        finished, damaged = store.finished()
         models = dict.fromkeys(s["model"] for s in manifest["shards"])
         done = len(finished)
         state = {
@@ -95,6 +95,7 @@ def status(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> Non
             "done": done,
             "images": {m: sum(len(s["images"]) for s in finished if s["model"] == m) for m in models},
             "failures": failures,
+            "damaged": len(damaged),
             "notes": manifest["notes"],
         }
         if as_json:
@@ -104,6 +105,8 @@ def status(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> Non
         print(f"{state['recipe']}{quick}: {done} of {state['shards']} shards done")
         for model, count in state["images"].items():
             print(f"  {model}: {count} images")
+        if damaged:
+            print(f"{len(damaged)} shards are damaged; run the benchmark again to mend them")
         _tell(failures, manifest["notes"], print)
 
 
@@ -193,6 +196,8 @@ class Board:
         if kind == "start":
             self.shards, self.done, self.before = event["shards"], event["done"], event["done"]
             self.begun = time.monotonic()
+        elif kind == "plan":
+            self.now = f"reading the images, {event['read']} of {event['images']}"
         elif kind == "shard":
             self.now = f"{event['model']}, {event['images']} images"
         elif kind == "step":

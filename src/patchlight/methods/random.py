@@ -14,12 +14,12 @@ from patchlight.registry import Ask, method
 def random(ask: Ask) -> Tensor:
     """Uniform noise on the patch grid, drawn anew for every image: from `seed` and a checksum of its pixels.
 
-    One draw for all images would make every mean over a data set that of a single map.
+    One draw for all images would make every mean over a data set that of a single map. So it is as sensitive to its
+    input as a map can be.
     """
 
     def one(image: Tensor) -> Tensor:
         checksum = zlib.crc32(image.float().cpu().contiguous().numpy().tobytes(), ask.seed % 2**32)
-        generator = torch.Generator().manual_seed(checksum)
-        return torch.rand(ask.vit.grid, generator=generator, dtype=torch.float64)
+        return torch.rand(ask.vit.grid, generator=torch.Generator().manual_seed(checksum), dtype=torch.float64)
 
     return torch.stack([one(image) for image in ask.images.detach()]).to(ask.images)

@@ -105,7 +105,7 @@ def _no_dropping(settings: Settings, vit: Anatomy) -> str | None:
     exact=False,
     cost="1 + n_masks (1024) forwards of half the tokens, and a k-means",
     quick={"n_masks": 48},
-    presets={"authors": {"empty": "zero", "iterations": 100}},
+    presets={"authors": {"empty": "zero", "iterations": 100, "normalise": True}},
     refuses=_no_dropping,
     constant="every mask scored alike (keep=1 shows all of the image in each); use a smaller keep",
 )
@@ -119,6 +119,7 @@ def tis(
     empty: Empty = "reseed",
     standardise: bool = False,
     iterations: Count = 100,
+    normalise: bool = False,
 ) -> Tensor:
     """Mean score of the masks that show a patch: TIS_c = (sum_j w_j M_j) / (sum_j M_j), w_j = p_c(tokens of M_j).
 
@@ -130,8 +131,8 @@ def tis(
     `mode="pixels"` masks pixels instead, over uniform `noise` in [0, 1) (one draw an image) or `zero`, both after
     normalisation: the paper's ablation. Ours: `inverted` removes M_j, and the map is minus the mean score of what is
     left; `standardise` scales each point to variance 1; an empty cluster starts again at a far point. Preset `authors`:
-    empty clusters at zero. The k-means begins where the authors' code does after `numpy.random.seed(seed)`.
-    1 + n_masks len(keep) forwards, no backward.
+    empty clusters at zero, and the map stretched to [0, 1] (`normalise`). The k-means begins where the authors' code
+    does after `numpy.random.seed(12345 + seed)`. 1 + n_masks len(keep) forwards, no backward.
     """
     points = activation_points(ask, standardise)
     initial = draw_initial(points.shape[1], n_masks, ask.seed)
@@ -139,4 +140,7 @@ def tis(
     ratios = keep if isinstance(keep, list) else [keep]
     scores, masks = sampled_scores(ask, centroids, ratios, mode, fill, inverted)
     maps = mean_score(scores, masks)
+    if normalise:
+        low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
+        maps = (maps - low) / (high - low).clamp_min(torch.finfo(maps.dtype).tiny)
     return maps.view(*maps.shape[:2], *ask.vit.grid).to(ask.vit.dtype)

@@ -70,7 +70,8 @@ def cosine_distances(masks: Tensor, size: tuple[int, int]) -> Tensor:
     gram = masks.flatten(-2) @ (grams[0] @ masks @ grams[1]).flatten(-2).mT
     norm = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     cosine = gram / (norm[..., :, None] * norm[..., None, :]).clamp_min(torch.finfo(gram.dtype).tiny)
-    return (1 - cosine).clamp_min(0)
+    distances = (1 - cosine).clamp_min(0)
+    return torch.maximum(distances, distances.mT)  # rounding makes a product and its transpose differ
 
 
 def clusters(distances: Tensor, threshold: float, used: Tensor | None = None) -> Tensor:

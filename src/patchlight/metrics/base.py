@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.ablation import Ablation, Count, Precision, Variants
+from patchlight.ablation import Ablation, Count, Precision
 from patchlight.anatomy import Anatomy, wrap
 from patchlight.attribution import Attribution
 from patchlight.engine import Progress, compute
@@ -76,7 +76,7 @@ class Measure:
 
     @property
     def ablation(self) -> Ablation:
-        return Ablation(self.vit, self.images, **self.how)
+        return Ablation(self.vit, self.images, fine=True, **self.how)
 
     def once(self, key: Any, function: Callable[[], Any]) -> Any:
         """`function()`, computed by the first metric that asks for `key`."""
@@ -90,14 +90,18 @@ class Measure:
 
     def logits(self) -> Tensor:
         """The clean images' logits [B,C], in the precision the variants are scored in."""
-        logits: Tensor = self.once("logits", lambda: self.ablation.logits(_Whole(torch.arange(len(self.images)))))
+        key = ("logits", *sorted(self.how.items()))
+        logits: Tensor = self.once(key, lambda: self.ablation.logits(_Whole(torch.arange(len(self.images)))))
         return logits
 
     def of(self, which: TargetClass) -> Targets:
         """The classes given, the true ones, or the model's own prediction."""
         if which == "label" and self.labels is not None:
             return Targets(self.labels[:, None].cpu())
-        return predicted(self.logits()) if which == "predicted" else self.targets
+        if which == "predicted":
+            rounded = self.ablation.rounds
+            return predicted(self.once("clean", lambda: self.vit.logits(self.images)) if rounded else self.logits())
+        return self.targets
 
     def upsampled(self, mode: Upsampling = "bilinear") -> Tensor:
         """The maps at the images' size [B,H,W]."""
@@ -124,10 +128,6 @@ class Measure:
 
         ranks: Tensor = self.once(("ranks", unit, mode, lowest_first), make)
         return ranks
-
-    def scores(self, variants: Variants | Sequence[Variants], targets: Targets, score: Score = "probability") -> Tensor:
-        """The score of every variant [V] for its image's class."""
-        return self.ablation.scores(variants, targets, score)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -519,13 +519,13 @@ def _checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
     if maps.ndim != 3 or len(maps) != count:
         raise PatchlightError(f"maps have shape {list(maps.shape)}; {count} images take maps of shape [{count}, h, w]")
     (h, w), (height, width) = maps.shape[-2:], vit.preprocess.size
-    if h * width != w * height or h > height:
+    if (h, w) != tuple(vit.grid) and (h * width != w * height or h > height):
         grid = "x".join(map(str, vit.grid))
         raise PatchlightError(
             f"maps are {h}x{w}, which does not cover {height}x{width} images; give them on the patch grid ({grid}), "
             f"at image size, or at a resolution of the same proportions between"
         )
-    return maps if maps.is_floating_point() else maps.float()
+    return maps if maps.dtype in (torch.float32, torch.float64) else maps.float()
 
 
 def explainer(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> Explainer:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn import functional as F
 
 from patchlight.ablation import Count, Fill, RankThresholds, TokenSubsets, fill_images
 from patchlight.errors import Unsupported
@@ -25,7 +26,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 _PIXELS: dict[str, Any] = {"steps": 224, "unit": "pixel", "upsampling": "bilinear"}
 _RISE = {**_PIXELS, "first": True, "integrator": "trapezoid", "target_class": "predicted"}
-_TIS = {**_PIXELS, "first": False, "integrator": "mean", "target_class": "given"}
+_TIS = {**_PIXELS, "first": False, "integrator": "mean", "target_class": "label"}
 _SHAPLEY = {"steps": None, "unit": "token", "first": True, "integrator": "mean", "target_class": "label"}
 _WORDS = {
     "rise": {"fill": {"blur": "blur-rise", "black": "zero", "grey": "zero"}},
@@ -81,8 +82,7 @@ def removed_logits(
     def pixels() -> Tensor:
         ranks = ask.ranks(unit, upsampling, lowest_first)
         if unit == "patch":
-            (h, w), (height, width) = ranks.shape[-2:], ask.size
-            ranks = ranks.repeat_interleave(height // h, 1).repeat_interleave(width // w, 2)
+            ranks = F.interpolate(ranks[:, None].float(), ask.size, mode="nearest")[:, 0].int()
         owner = torch.arange(len(ask.images)).repeat_interleave(len(changed))
         filled = fill_images(fill, ask.images, ask.vit, seed, noise)
         variants = RankThresholds(owner, changed.repeat(len(ask.images)), ranks, filled, inverted=not insert)
@@ -108,9 +108,9 @@ def _check_tokens(ask: Measure, changed: Tensor, insert: bool) -> None:
     if vit.can_drop is not None:
         raise Unsupported(f"{vit.name} cannot drop tokens: {vit.can_drop}; unit='patch' fills patches instead")
     left = changed if insert else count_cells(ask, "token") - changed
-    if vit.prefix == 0 and int(left.min()) == 0:
+    if (vit.prefix == 0 or vit.pooling == "avg") and int(left.min()) == 0:
         raise Unsupported(
-            f"{vit.name} has no prefix token, so nothing is left to classify once all patches are dropped; "
+            f"{vit.name} reads its class off the patches, so nothing is left to classify once all are dropped; "
             f"unit='patch' fills patches instead"
         )
 

@@ -175,13 +175,14 @@ def tie_ends(ordered: Tensor) -> Tensor:
     return ends.flip(1).cummin(1).values.flip(1)
 
 
-def _labelled(ask: Measure, unlabelled: str = "leave-out") -> tuple[Tensor, Tensor, dict[int, str]]:
-    """Object and counted pixels [B,N], and the images whose mask tells nothing."""
+def _labelled(ask: Measure, unlabelled: str = "leave-out", both: bool = False) -> tuple[Tensor, Tensor, dict[int, str]]:
+    """Object and counted pixels [B,N], and the images whose mask shows no object (or, for `both`, no background)."""
     assert ask.masks is not None
     masks = ask.masks.flatten(1)
     positive = masks == 1
     counted = masks >= 0 if unlabelled == "leave-out" else torch.ones_like(positive)
-    reasons = dict.fromkeys(_where(~(counted & ~positive).any(1)), "its mask shows nothing but the object")
+    full = _where(~(counted & ~positive).any(1)) if both else []
+    reasons = dict.fromkeys(full, "its mask shows nothing but the object")
     return positive, counted, reasons | dict.fromkeys(_where(~positive.any(1)), "its mask shows no object")
 
 
@@ -203,7 +204,7 @@ def ap(
     Only the order of the scores counts, and equal scores count as one threshold. A random map scores the object's share
     of the image. Pixels marked -1 are left out, or (`unlabelled`, preset `skipplus`) are background. No forward.
     """
-    positive, counted, reasons = _labelled(ask, unlabelled)
+    positive, counted, reasons = _labelled(ask, unlabelled, both=True)
     values = average_precision(ask.upsampled(upsampling).flatten(1), positive, counted)
     return Measured(_defined(values, reasons), reasons=reasons)
 
@@ -244,7 +245,9 @@ def pixel_accuracy(ask: Measure) -> Measured:
 
 
 def _miou(sums: Sums) -> Tensor:
-    return (sums["intersection"] / sums["union"]).mean(-1)
+    """The mean over background and object of those that occur."""
+    there = sums["union"] > 0
+    return (sums["intersection"] / sums["union"].clamp_min(1)).sum(-1) / there.sum(-1)
 
 
 @metric("miou", paper=_CHEFER, higher_is_better=True, needs={"masks"}, combine=_miou)
@@ -267,7 +270,7 @@ def two_channel_ap(ask: Measure) -> Measured:
 
     2HW elements an image, so that it is the same for (m, mask) and (1 - m, 1 - mask). No forward.
     """
-    positive, counted, reasons = _labelled(ask)
+    positive, counted, reasons = _labelled(ask, both=True)
     maps = unit_range(ask.upsampled()).flatten(1)
     values = average_precision(
         torch.cat([1 - maps, maps], 1), torch.cat([~positive, positive], 1), torch.cat([counted, counted], 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -224,7 +225,10 @@ def randomisation(
     """
     first, maps = ask.once(("randomised", mode), lambda: _randomised_maps(ask, mode))
     curve = torch.stack([similar(ask, first, other, similarity, window, cell) for other in (first, *maps)], 1)
-    return _compared(first, curve[:, 1:].mean(1), curve, torch.arange(curve.shape[1]))
+    found = _compared(first, curve[:, 1:].mean(1), curve, torch.arange(curve.shape[1]))
+    broken = (~torch.stack([m.flatten(1).isfinite().all(1) for m in maps]).all(0)).nonzero().flatten().tolist()
+    lost = dict.fromkeys(broken, "the map of a randomised model holds NaN or infinite values")
+    return replace(found, reasons={**found.reasons, **lost})
 
 
 @metric("random-floor", paper="Adebayo et al., NeurIPS 2018", higher_is_better=False, bounds=(-1.0, 1.0))
