@@ -130,7 +130,7 @@ def as_markdown(run: Gathered) -> str:
     lines = [f"# {run.recipe.name}", ""]
     lines += [f"{run.recipe.paper}", ""] if run.recipe.paper else []
     for model in run.models:
-        lines += [f"## {model}", "", f"{_images(len(run.results.images[model]))}. {_legend(run, model)}.", ""]
+        lines += [f"## {model}", "", f"{_counted(run, model)}. {_legend(run, model)}.", ""]
         head = [f"{metric} {run.arrow(metric)}" for metric in run.recipe.metrics]
         lines += _markdown_table(
             ["method", *head, "s/image"],
@@ -147,6 +147,13 @@ def as_markdown(run: Gathered) -> str:
 
 def _images(count: int) -> str:
     return f"{count} image{'s' if count != 1 else ''}"
+
+
+def _counted(run: Gathered, model: str) -> str:
+    """How many images count in the means, and of how many."""
+    total = len(run.results.images[model])
+    used = max((c.images for c in run.cells if c.model == model), default=total)
+    return _images(total) if used == total else f"{used} of {_images(total)}"
 
 
 def _legend(run: Gathered, model: str) -> str:
@@ -272,7 +279,7 @@ def _model_section(run: Gathered, model: str) -> dict[str, Any]:
     return {
         "label": model,
         "name": own.name,
-        "images": _images(len(run.results.images[model])),
+        "images": _counted(run, model),
         "rows": [
             {
                 "method": method,

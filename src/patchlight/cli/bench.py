@@ -69,8 +69,12 @@ def run(
             read, text = read_recipe(recipe)
             own = read_settings([*read.methods, *read.metrics], settings or [])
             chosen = override(read, model or (), weights or (), data, images, quick, seed, target, own)
-        with _watching(chosen, as_json) as listen:
-            summary = run_local(chosen, out, text=text, device=device, quick=quick, retry=retry, listen=listen)
+        try:
+            with _watching(chosen, as_json) as listen:
+                summary = run_local(chosen, out, text=text, device=device, quick=quick, retry=retry, listen=listen)
+        except KeyboardInterrupt:
+            say(f"stopped; what is done is kept in '{out}', and the same command goes on")
+            raise
         if not as_json:
             _conclude(summary, out)
         if summary.failures:

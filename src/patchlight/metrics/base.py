@@ -98,6 +98,13 @@ class Measure:
         """The classes given, the true ones, or the model's own prediction."""
         if which == "label" and self.labels is not None:
             return Targets(self.labels[:, None].cpu())
+        if which == "label" and "told" not in self.kept:
+            self.kept["told"] = True
+            warnings.warn(
+                "the true classes are not known (give labels=), so the classes explained count as true",
+                UndefinedMetric,
+                stacklevel=2,
+            )
         if which == "predicted":
             rounded = self.ablation.rounds
             return predicted(self.once("clean", lambda: self.vit.logits(self.images)) if rounded else self.logits())
@@ -424,6 +431,8 @@ def evaluate(
 ) -> Evaluation | dict[str, Evaluation]:
     """Measure maps of images: an Attribution, an array [B,h,w], a method's name, or a callable that explains.
 
+    A callable takes (vit, images [B,C,H,W], targets, seed), as an `Explainer` does, and gives maps [B,h,w].
+
     `metric`: a name, a list, or a dict of names and settings (a setting `metric` makes the name a free label); the
     latter two give a dict. `target`: the class asked about; by default the one an Attribution explains, else the
     prediction. `labels` are the true classes (default: the target), `boxes` one [n,4] per image and `masks` [B,H,W]
@@ -432,6 +441,8 @@ def evaluate(
     >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean      # doctest: +SKIP
     """
     vit = wrap(vit)
+    if not isinstance(seed, int):
+        raise PatchlightError(f"seed {seed!r} is a {type(seed).__name__}; give an integer")
     requests = _requests(metric, settings)
     if isinstance(images, Tensor) or not isinstance(images, Sequence) or isinstance(images, str):
         images = vit.batch(images)
@@ -462,7 +473,7 @@ def evaluate(
             batch,
             own,
             chosen,
-            truth[part] if truth is not None else chosen.index[:, 0],
+            truth[part] if truth is not None else None if target is None else chosen.index[:, 0],
             frames[part] if frames is not None else None,
             canvas[part].to(vit.device) if canvas is not None else None,
             again,
@@ -519,7 +530,9 @@ def _checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
     if maps.ndim != 3 or len(maps) != count:
         raise PatchlightError(f"maps have shape {list(maps.shape)}; {count} images take maps of shape [{count}, h, w]")
     (h, w), (height, width) = maps.shape[-2:], vit.preprocess.size
-    if (h, w) != tuple(vit.grid) and (h * width != w * height or h > height):
+    if maps.is_complex():
+        raise PatchlightError(f"maps are of type {maps.dtype}; give real numbers")
+    if (h, w) != tuple(vit.grid) and (h < vit.grid[0] or h * width != w * height or h > height):
         grid = "x".join(map(str, vit.grid))
         raise PatchlightError(
             f"maps are {h}x{w}, which does not cover {height}x{width} images; give them on the patch grid ({grid}), "
@@ -555,7 +568,10 @@ def _explainer_of(maps: Attribution) -> Explainer | None:
 
 def _explained(again: Explainer | None, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
     assert again is not None
-    return _checked_maps(again(vit, images, targets, seed).detach(), len(images), vit).to(vit.device)
+    maps = again(vit, images, targets, seed)
+    if not isinstance(maps, Tensor):
+        raise PatchlightError(f"the callable gave a {type(maps).__name__}; it must give a tensor [B,h,w]")
+    return _checked_maps(maps.detach(), len(images), vit).to(vit.device)
 
 
 def _finite(maps: Tensor, first: int) -> tuple[Tensor, dict[int, str]]:
@@ -584,7 +600,7 @@ def _check_needs(request: MetricRequest, again: Explainer | None, given: Mapping
     missing = [need for need in needs if all(given.get(one) is None for one in need.split(" or "))]
     if missing:
         first = missing[0].split(" or ")[0]
-        raise PatchlightError(f"'{request.metric.name}' needs {' and '.join(missing)}; give {first}=…")
+        raise PatchlightError(f"'{request.metric.name}' needs {' and '.join(missing)}; give {first}=… (or --data KIND)")
 
 
 def _labels(labels: Any, count: int, vit: Anatomy) -> Tensor:
@@ -612,7 +628,10 @@ def _boxes(boxes: Sequence[Any], count: int, vit: Anatomy) -> list[Tensor]:
     height, width = vit.preprocess.size
     checked_boxes = []
     for i, given in enumerate(boxes):
-        box = torch.as_tensor(given, dtype=torch.float64).reshape(-1, 4)
+        box = torch.as_tensor(given, dtype=torch.float64)
+        if box.numel() % 4 or (box.ndim > 1 and box.shape[-1] != 4):
+            raise PatchlightError(f"boxes of image {i} have shape {list(box.shape)}; give [n, 4]")
+        box = box.reshape(-1, 4)
         low, high = box[:, :2], box[:, 2:]
         inside = (low >= 0).all() and (high[:, 0] <= width).all() and (high[:, 1] <= height).all()
         if not (inside and (high > low).all()):

@@ -79,8 +79,9 @@ def completeness_error(
 
     s is the class's logit (a pair's difference) in full precision. Without a `baseline` its term is 0: the target of
     methods that share out the whole logit, FullGrad and DecompX with their biases. Integrated gradients and SHAP share
-    out the difference to a baseline: give it (`zero` for `ig`). The map is the method's own, not upsampled; what it
-    leaves out (prefix tokens, biases) is part of the error. `relative` divides by |s(x) - s(baseline)|.
+    out the difference to a baseline: give it (`zero` for `ig` at pixel level). The map is the method's own, not
+    upsampled; what it leaves out (prefix tokens, biases) is part of the error. `relative` divides by
+    |s(x) - s(baseline)|.
     """
     explained = _score(ask, ask.images, score)
     if baseline is not None:
