@@ -121,7 +121,7 @@ class Ask:
 class Method:
     """A registered method.
 
-    `exact`: a batch equals single calls to rounding (else only in rank, because rounding may flip a choice).
+    `exact`: a batch equals single calls to rounding (else only in rank, since rounding flips a choice or is amplified).
     `unsigned`: the score's sign does not matter to it. `quick`: settings for a cheap run, used by tests and quick
     benchmarks. `composable`: why no composition may follow, where none may. `composed`: defaults that change under a
     composition. `advice`: why a map is degenerate, known beforehand; `constant`: why it may turn out constant, and what

@@ -185,6 +185,7 @@ def gradcam_pp(
 @method(
     "xgradcam",
     paper="Fu et al., BMVC 2020, on tokens",
+    exact=False,
     needs=cam_needs,
     combine=AT_LAYER,
     features=True,
@@ -288,6 +289,7 @@ def layercam(
 @method(
     "eigencam",
     paper="Muhammad & Yeasin, IJCNN 2020, on tokens",
+    exact=False,
     needs=_forward_needs,
     combine=AT_LAYER,
     features=True,
