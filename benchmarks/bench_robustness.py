@@ -13,7 +13,8 @@ from torch import Tensor
 import patchlight as pl
 from benchmarks.common import device, medians, record
 from patchlight.anatomy import Anatomy
-from patchlight.metrics.base import Explainer, explainer
+from patchlight.metrics.base import Explainer
+from patchlight.metrics.evaluation import explainer
 from patchlight.metrics.robustness import draws
 from patchlight.targets import Targets
 

@@ -262,7 +262,7 @@ class Request:
     def ask(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
         """The map [B,h,w] of a method that takes an Ask; [B,T,h,w] of one that ablates."""
         layers = tuple(self.combine.span(vit.depth, self.settings)) if self.combine is not None else ()
-        how = {key: self.settings[key] for key in _HOW if key in self.settings}
+        how = {key: self.settings[key] for key in HOW if key in self.settings}
         given = Ask(vit, images, targets, self.score, seed, self.rule, layers, how)
         result = self.method.function(given, **_accepted(self.method.function, self.settings))
         return self.finish(result.values[0][0], vit, result, 0) if isinstance(result, Pass) else result
@@ -389,7 +389,7 @@ def parameters(entry: Method, combine: Combiner | None) -> dict[str, tuple[inspe
         default = inspect.Parameter("level", inspect.Parameter.KEYWORD_ONLY, default=entry.levels[0])
         found["level"] = (default, Level)
     if entry.ablates:
-        found |= _HOW
+        found |= HOW
     return found
 
 
@@ -397,7 +397,7 @@ def _option(name: str, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
 
 
-_HOW: dict[str, tuple[inspect.Parameter, Any]] = {
+HOW: dict[str, tuple[inspect.Parameter, Any]] = {
     "chunk": (_option("chunk", None), Count | None),
     "precision": (_option("precision", "auto"), Precision),
     "compile": (_option("compile", False), bool),

@@ -12,7 +12,7 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.anatomy import Anatomy
 from patchlight.errors import PatchlightError
-from patchlight.metrics.base import explainer
+from patchlight.metrics.evaluation import explainer
 from patchlight.metrics.robustness import draws
 from patchlight.targets import Targets
 from tests.families import images, shared

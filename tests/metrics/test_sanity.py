@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import patchlight as pl
 from patchlight.anatomy import Anatomy
 from patchlight.errors import PatchlightError
-from patchlight.metrics.base import explainer
+from patchlight.metrics.evaluation import explainer
 from patchlight.metrics.sanity import average_ranks, fresh_parameters, hog, spearman, ssim, stages, twin
 from patchlight.targets import Targets
 from tests.families import STRUCTURAL, build, images, shared

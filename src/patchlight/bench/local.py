@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.ablation import free_chunk
 from patchlight.anatomy import Anatomy, load
@@ -23,7 +22,8 @@ from patchlight.bench.store import Before, Done, Maps, Row, Store, planned
 from patchlight.data import Batch, Data, load_batch
 from patchlight.engine import explain
 from patchlight.errors import PatchlightError
-from patchlight.metrics.base import Evaluation, evaluate, resolve_metric
+from patchlight.metrics.base import Evaluation, on_grid, resolve_metric
+from patchlight.metrics.evaluation import evaluate
 from patchlight.registry import refusal, resolve
 from patchlight.targets import predicted
 
@@ -204,7 +204,7 @@ def run_shard(shard: Shard, how: How, before: Before | None = None, step: Listen
         for method in wanted:
             one = made.get(method, ("", 0.0))
             if isinstance(one[0], Attribution):
-                maps[method] = _small(one[0].scores, vit)
+                maps[method] = on_grid(one[0].scores, vit)
             rows += _measured(shard, vit, batch, target, method, missing[method], one, how.chunk, facts)
             step({"stage": "measure", "method": method})
     for (method, metric), cell in known.items():
@@ -383,8 +383,3 @@ def _facts(evaluation: Evaluation) -> dict[str, Any]:
         "bounds": list(evaluation.bounds),
         "parts": {name: list(part.shape[1:]) for name, part in evaluation.parts.items()},
     }
-
-
-def _small(maps: Tensor, vit: Anatomy) -> Tensor:
-    """Maps [B,h,w] on the patch grid: what is kept of them."""
-    return maps if tuple(maps.shape[-2:]) == tuple(vit.grid) else F.adaptive_avg_pool2d(maps[:, None], vit.grid)[:, 0]

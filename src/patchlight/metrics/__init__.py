@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from patchlight.metrics.base import Evaluation, Measure, Measured, UndefinedMetric, evaluate, metric, metrics
+from patchlight.metrics.base import Evaluation, Measure, Measured, UndefinedMetric, metric, metrics
+from patchlight.metrics.evaluation import evaluate
 
 __all__ = ["Evaluation", "Measure", "Measured", "UndefinedMetric", "evaluate", "metric", "metrics"]
 

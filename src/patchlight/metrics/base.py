@@ -1,4 +1,4 @@
-"""The registry of metrics, and `evaluate`: how far maps can be trusted, one number (and a curve) per image.
+"""The registry of metrics, what a metric is given, and what it gives back: a number (and a curve) per image.
 
 A metric is a function of a `Measure`: the model, a batch of images, their maps, the classes asked about, annotations.
 It returns `Measured` values. What it means for a data set is a function of sums over images, so that means, micro
@@ -12,22 +12,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_type_hints, overload
+from typing import Any, Literal, get_type_hints
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.ablation import Ablation, Count, Precision
-from patchlight.anatomy import Anatomy, wrap
-from patchlight.attribution import Attribution
-from patchlight.engine import Progress, compute
+from patchlight.ablation import Ablation
+from patchlight.anatomy import Anatomy
 from patchlight.errors import PatchlightError, nearest
-from patchlight.registry import checked, resolve, type_name
-from patchlight.registry import parameters as method_parameters
+from patchlight.registry import HOW, checked, type_name
 from patchlight.statistics import bootstrap_weights, percentiles
-from patchlight.targets import Score, Target, Targets, predicted, resolve_targets
+from patchlight.targets import Targets, predicted
 
 Unit = Literal["pixel", "patch", "token"]
 """What is taken away at a time: pixels, patches of pixels, or patch tokens, which are really removed."""
@@ -86,7 +82,7 @@ class Measure:
 
     def anew(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
         """Maps [n,h,w] of other images, or of another model, explained as these were."""
-        return _explained(self.again, vit, images, targets, seed)
+        return explained_by(self.again, vit, images, targets, seed)
 
     def logits(self) -> Tensor:
         """The clean images' logits [B,C], in the precision the variants are scored in."""
@@ -112,16 +108,11 @@ class Measure:
 
     def upsampled(self, mode: Upsampling = "bilinear") -> Tensor:
         """The maps at the images' size [B,H,W]."""
-        if tuple(self.maps.shape[-2:]) == self.size:
-            return self.maps
-        align = None if mode == "nearest" else False
-        return F.interpolate(self.maps[:, None], self.size, mode=mode, align_corners=align)[:, 0]
+        return resized(self.maps, self.size, mode)
 
     def on_grid(self) -> Tensor:
         """The maps on the patch grid [B,h,w]; finer ones are averaged over each patch."""
-        if tuple(self.maps.shape[-2:]) == tuple(self.vit.grid):
-            return self.maps
-        return F.adaptive_avg_pool2d(self.maps[:, None], self.vit.grid)[:, 0]
+        return on_grid(self.maps, self.vit)
 
     def ranks(self, unit: Unit = "pixel", mode: Upsampling = "bilinear", lowest_first: bool = False) -> Tensor:
         """The place of each pixel [B,H,W] or patch [B,h,w] in falling order of the map, 0 the highest.
@@ -145,6 +136,20 @@ class _Whole:
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         return embedded[self.owner[part].to(embedded.device)], None
+
+
+def resized(maps: Tensor, size: tuple[int, int], mode: Upsampling = "bilinear") -> Tensor:
+    """Maps [B,h,w] at another size [B,H,W]."""
+    if tuple(maps.shape[-2:]) == size:
+        return maps
+    align = None if mode == "nearest" else False
+    return F.interpolate(maps[:, None], size, mode=mode, align_corners=align)[:, 0]
+
+
+def on_grid(maps: Tensor, vit: Anatomy) -> Tensor:
+    """Maps [B,h,w] on the patch grid; finer ones are averaged over each patch."""
+    same = tuple(maps.shape[-2:]) == tuple(vit.grid)
+    return maps if same else F.adaptive_avg_pool2d(maps[:, None], vit.grid)[:, 0]
 
 
 def ranked(maps: Tensor, seed: int = 0) -> Tensor:
@@ -204,7 +209,7 @@ class Metric:
     def parameters(self) -> dict[str, tuple[inspect.Parameter, Any]]:
         hints = get_type_hints(self.function, include_extras=True)
         own = list(inspect.signature(self.function).parameters.items())[1:]
-        return {key: (p, hints.get(key, Any)) for key, p in own} | (_HOW if self.ablates else {})
+        return {key: (p, hints.get(key, Any)) for key, p in own} | (HOW if self.ablates else {})
 
     def limits(self, settings: Mapping[str, Any]) -> tuple[float, float]:
         return self.bounds(settings) if callable(self.bounds) else self.bounds
@@ -212,17 +217,6 @@ class Metric:
     def rises(self, settings: Mapping[str, Any]) -> bool:
         """Whether higher is better under these settings."""
         return self.higher_is_better(settings) if callable(self.higher_is_better) else self.higher_is_better
-
-
-def _option(name: str, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-
-
-_HOW: dict[str, tuple[inspect.Parameter, Any]] = {
-    "chunk": (_option("chunk", None), Count | None),
-    "precision": (_option("precision", "auto"), Precision),
-    "compile": (_option("compile", False), bool),
-}
 
 
 @dataclass(frozen=True)
@@ -400,133 +394,7 @@ def resample(
     return combine(sums)
 
 
-@overload
-def evaluate(
-    vit: Anatomy | nn.Module, images: Any, maps: Any, metric: str = ..., target: Target = ..., **options: Any
-) -> Evaluation: ...
-@overload
-def evaluate(
-    vit: Anatomy | nn.Module,
-    images: Any,
-    maps: Any,
-    metric: Sequence[str] | Mapping[str, Mapping[str, Any]],
-    target: Target = ...,
-    **options: Any,
-) -> dict[str, Evaluation]: ...
-@torch.inference_mode(False)
-def evaluate(
-    vit: Anatomy | nn.Module,
-    images: Any,
-    maps: Any,
-    metric: str | Sequence[str] | Mapping[str, Mapping[str, Any]] = "ins-del",
-    target: Target = None,
-    *,
-    labels: Any = None,
-    boxes: Sequence[Any] | None = None,
-    masks: Any = None,
-    seed: int = 0,
-    batch_size: int = 16,
-    progress: Progress | None = None,
-    **settings: Any,
-) -> Evaluation | dict[str, Evaluation]:
-    """Measure maps of images: an Attribution, an array [B,h,w], a method's name, or a callable that explains.
-
-    A callable takes (vit, images [B,C,H,W], targets, seed), as an `Explainer` does, and gives maps [B,h,w].
-
-    `metric`: a name, a list, or a dict of names and settings (a setting `metric` makes the name a free label); the
-    latter two give a dict. `target`: the class asked about; by default the one an Attribution explains, else the
-    prediction. `labels` are the true classes (default: the target), `boxes` one [n,4] per image and `masks` [B,H,W]
-    on the canvas the model sees (`patchlight.data` makes them). Further keywords are the metric's settings.
-
-    >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean      # doctest: +SKIP
-    """
-    vit = wrap(vit)
-    if not isinstance(seed, int):
-        raise PatchlightError(f"seed {seed!r} is a {type(seed).__name__}; give an integer")
-    requests = _requests(metric, settings)
-    if isinstance(images, Tensor) or not isinstance(images, Sequence) or isinstance(images, str):
-        images = vit.batch(images)
-    count = len(images)
-    if count == 0:
-        raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
-    scores, again, explained = _maps(maps, count, vit, seed)
-    targets = resolve_targets(target, count, vit.classes, vit.labels) or explained
-    if targets is not None and targets.count != 1:
-        raise PatchlightError(f"maps of {targets.count} classes an image were given; a metric measures one at a time")
-    for request in requests:
-        _check_needs(request, again, {"labels": labels, "boxes": boxes, "masks": masks})
-    truth = _labels(labels, count, vit) if labels is not None else None
-    canvas = _masks(masks, count, vit) if masks is not None else None
-    frames = _boxes(boxes, count, vit) if boxes is not None else None
-    found: list[list[Measured]] = [[] for _ in requests]
-    undefined: dict[int, str] = {}
-    kept: dict[Any, Any] = {}
-    for begin in range(0, count, batch_size):
-        part = slice(begin, min(begin + batch_size, count))
-        batch = vit.batch(images[part])
-        chosen = targets[part] if targets is not None else predicted(vit.logits(batch))
-        own = scores[part].to(vit.device) if scores is not None else _explained(again, vit, batch, chosen, seed)
-        own, bad = _finite(own, begin)
-        undefined |= bad
-        given = Measure(
-            vit,
-            batch,
-            own,
-            chosen,
-            truth[part] if truth is not None else None if target is None else chosen.index[:, 0],
-            frames[part] if frames is not None else None,
-            canvas[part].to(vit.device) if canvas is not None else None,
-            again,
-            seed,
-            kept=kept,
-            fresh=scores is None,
-        )
-        for results, request in zip(found, requests, strict=True):
-            how = {key: request.settings[key] for key in _HOW} if request.metric.ablates else {}
-            own_settings = {k: v for k, v in request.settings.items() if k not in how}
-            results.append(request.metric.function(replace(given, how=how), **own_settings))
-        if progress is not None:
-            progress(part.stop, count)
-    together = {
-        request.asked: _evaluation(request, results, undefined)
-        for request, results in zip(requests, found, strict=True)
-    }
-    return together[metric] if isinstance(metric, str) else together
-
-
-def _requests(
-    metric: str | Sequence[str] | Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
-) -> list[MetricRequest]:
-    if isinstance(metric, str):
-        return [resolve_metric(metric, settings)]
-    if not metric:
-        raise PatchlightError("no metric was named; give a name, a list of names, or a dict of names and settings")
-    if isinstance(metric, Mapping):
-        return [resolve_metric(name, {**settings, **own}) for name, own in metric.items()]
-    return [resolve_metric(name, settings) for name in dict.fromkeys(metric)]
-
-
-def _maps(maps: Any, count: int, vit: Anatomy, seed: int) -> tuple[Tensor | None, Explainer | None, Targets | None]:
-    """The maps [B,h,w] where they are given, a way to make them anew where there is one, and the classes explained."""
-    if isinstance(maps, str):
-        return None, explainer(maps), None
-    if isinstance(maps, Attribution):
-        if maps.scores.ndim != 3:
-            raise PatchlightError("this attribution explains several classes an image; measure them one at a time")
-        own = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
-        return _checked_maps(maps.scores, count, vit), _explainer_of(maps), own
-    if callable(maps):
-        return None, maps, None
-    try:
-        tensor = maps if isinstance(maps, Tensor) else torch.as_tensor(np.asarray(maps))
-    except (TypeError, ValueError) as error:
-        raise PatchlightError(
-            f"maps are a {type(maps).__name__}; give an Attribution, an array [B,h,w], a method's name or a callable"
-        ) from error
-    return _checked_maps(tensor, count, vit), None, None
-
-
-def _checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
+def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
     if maps.ndim != 3 or len(maps) != count:
         raise PatchlightError(f"maps have shape {list(maps.shape)}; {count} images take maps of shape [{count}, h, w]")
     (h, w), (height, width) = maps.shape[-2:], vit.preprocess.size
@@ -541,143 +409,9 @@ def _checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
     return maps if maps.dtype in (torch.float32, torch.float64) else maps.float()
 
 
-def explainer(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> Explainer:
-    """A registered method as an Explainer."""
-    request = resolve(name, settings, score)
-
-    def again(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return compute(vit, images, [request], targets, seed)[1][0][:, 0]
-
-    return again
-
-
-def _explainer_of(maps: Attribution) -> Explainer | None:
-    """How an attribution was made; None where its method is not registered here or its score was a callable."""
-    try:
-        entry = resolve(maps.method)
-    except PatchlightError:
-        return None
-    settings = dict(maps.settings)
-    if "level" in method_parameters(entry.method, entry.combine):
-        settings["level"] = maps.level
-    score = maps.score if maps.score in ("logit", "probability") else None
-    return None if score is None else explainer(maps.method, settings, score)  # type: ignore[arg-type]
-
-
-def _explained(again: Explainer | None, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+def explained_by(again: Explainer | None, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
     assert again is not None
     maps = again(vit, images, targets, seed)
     if not isinstance(maps, Tensor):
         raise PatchlightError(f"the callable gave a {type(maps).__name__}; it must give a tensor [B,h,w]")
-    return _checked_maps(maps.detach(), len(images), vit).to(vit.device)
-
-
-def _finite(maps: Tensor, first: int) -> tuple[Tensor, dict[int, str]]:
-    """Maps without NaN, and the images that had one; constant maps are told."""
-    flat = maps.flatten(1)
-    broken = (~flat.isfinite()).any(1)
-    bad = {first + int(i): "the map holds NaN or infinite values" for i in broken.nonzero().flatten()}
-    dead = ((flat.amax(1) == flat.amin(1)) & ~broken).nonzero().flatten()
-    if len(dead) and flat.shape[1] > 1:
-        names = ", ".join(str(first + int(i)) for i in dead[:8])
-        warnings.warn(
-            f"the map of image {names} is constant: its order is a seeded draw, and its value that of a random map",
-            UndefinedMetric,
-            stacklevel=3,
-        )
-    return torch.where(broken[:, None, None], 0, maps), bad
-
-
-def _check_needs(request: MetricRequest, again: Explainer | None, given: Mapping[str, Any]) -> None:
-    if request.metric.again and again is None:
-        raise PatchlightError(
-            f"'{request.metric.name}' explains anew, so it needs a method: give an Attribution, a method's name or a "
-            f"callable instead of maps"
-        )
-    needs = sorted(request.metric.needs)
-    missing = [need for need in needs if all(given.get(one) is None for one in need.split(" or "))]
-    if missing:
-        first = missing[0].split(" or ")[0]
-        raise PatchlightError(f"'{request.metric.name}' needs {' and '.join(missing)}; give {first}=… (or --data KIND)")
-
-
-def _labels(labels: Any, count: int, vit: Anatomy) -> Tensor:
-    targets = resolve_targets(labels, count, vit.classes, vit.labels)
-    assert targets is not None
-    return targets.index[:, 0]
-
-
-def _masks(masks: Any, count: int, vit: Anatomy) -> Tensor:
-    tensor = masks if isinstance(masks, Tensor) else torch.as_tensor(np.asarray(masks))
-    if tuple(tensor.shape) != (count, *vit.preprocess.size):
-        size = [count, *vit.preprocess.size]
-        raise PatchlightError(f"masks have shape {list(tensor.shape)}; these images take masks of shape {size}")
-    values = set(tensor.unique().tolist())
-    if not values <= {-1, 0, 1}:
-        raise PatchlightError(
-            f"masks hold {sorted(values)[:5]}; give 1 for the object, 0 around it, -1 for not labelled"
-        )
-    return tensor.to(torch.int8)
-
-
-def _boxes(boxes: Sequence[Any], count: int, vit: Anatomy) -> list[Tensor]:
-    if len(boxes) != count:
-        raise PatchlightError(f"boxes are given for {len(boxes)} images, but there are {count}")
-    height, width = vit.preprocess.size
-    checked_boxes = []
-    for i, given in enumerate(boxes):
-        box = torch.as_tensor(given, dtype=torch.float64)
-        if box.numel() % 4 or (box.ndim > 1 and box.shape[-1] != 4):
-            raise PatchlightError(f"boxes of image {i} have shape {list(box.shape)}; give [n, 4]")
-        box = box.reshape(-1, 4)
-        low, high = box[:, :2], box[:, 2:]
-        inside = (low >= 0).all() and (high[:, 0] <= width).all() and (high[:, 1] <= height).all()
-        if not (inside and (high > low).all()):
-            raise PatchlightError(
-                f"a box of image {i} is {box.tolist()}; boxes are xmin, ymin, xmax, ymax inside {width}x{height}"
-            )
-        checked_boxes.append(box)
-    return checked_boxes
-
-
-def _evaluation(request: MetricRequest, found: Sequence[Measured], undefined: Mapping[int, str]) -> Evaluation:
-    values = torch.cat([m.values.detach().double().cpu() for m in found])
-    reasons = [""] * len(values)
-    first = 0
-    for m in found:
-        for i, reason in m.reasons.items():
-            reasons[first + i] = reason
-            values[first + i] = float("nan")
-        first += len(m.values)
-    for i, reason in undefined.items():
-        reasons[i] = reason
-        values[i] = float("nan")
-    for i in (~values.isfinite()).nonzero().flatten().tolist():
-        reasons[i] = reasons[i] or "the value is not finite"
-        values[i] = float("nan")
-    missing = [i for i, reason in enumerate(reasons) if reason]
-    if missing:
-        warnings.warn(
-            f"{request.asked}: no value for {len(missing)} of {len(values)} images, which do not count "
-            f"(image {missing[0]}: {reasons[missing[0]]})",
-            UndefinedMetric,
-            stacklevel=3,
-        )
-    curves = [m.curve.detach().double().cpu() for m in found if m.curve is not None]
-    curve = torch.cat(curves) if curves else None
-    if curve is not None:
-        curve[missing] = float("nan")
-    return Evaluation(
-        metric=request.metric.name,
-        values=values,
-        higher_is_better=request.metric.rises(request.settings),
-        bounds=request.metric.limits(request.settings),
-        curve=curve,
-        x=found[0].x.double().cpu() if found[0].x is not None else None,
-        reasons=tuple(reasons),
-        settings=request.settings,
-        parts={key: torch.cat([m.parts[key].detach().double().cpu() for m in found]) for key in found[0].parts},
-        combine=request.metric.combine,
-    )
+    return checked_maps(maps.detach(), len(images), vit).to(vit.device)

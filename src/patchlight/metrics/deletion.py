@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.ablation import Count, Fill, RankThresholds, TokenSubsets, fill_images
 from patchlight.errors import Unsupported
-from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, metric
+from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, metric, resized
 from patchlight.targets import Targets, score_of
 
 Integrator = Literal["trapezoid", "mean", "unit", "width"]
@@ -82,7 +81,7 @@ def removed_logits(
     def pixels() -> Tensor:
         ranks = ask.ranks(unit, upsampling, lowest_first)
         if unit == "patch":
-            ranks = F.interpolate(ranks[:, None].float(), ask.size, mode="nearest")[:, 0].int()
+            ranks = resized(ranks.float(), ask.size, "nearest").int()
         owner = torch.arange(len(ask.images)).repeat_interleave(len(changed))
         filled = fill_images(fill, ask.images, ask.vit, seed, noise)
         variants = RankThresholds(owner, changed.repeat(len(ask.images)), ranks, filled, inverted=not insert)

@@ -1,0 +1,291 @@
+"""`evaluate`: from maps and metric names to verdicts, batch by batch; every input is checked here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from patchlight.anatomy import Anatomy, wrap
+from patchlight.attribution import Attribution
+from patchlight.engine import Progress, compute
+from patchlight.errors import PatchlightError
+from patchlight.metrics.base import (
+    Evaluation,
+    Explainer,
+    Measure,
+    Measured,
+    MetricRequest,
+    UndefinedMetric,
+    checked_maps,
+    explained_by,
+    resolve_metric,
+)
+from patchlight.registry import HOW, resolve
+from patchlight.registry import parameters as method_parameters
+from patchlight.targets import Score, Target, Targets, predicted, resolve_targets
+
+
+@overload
+def evaluate(
+    vit: Anatomy | nn.Module, images: Any, maps: Any, metric: str = ..., target: Target = ..., **options: Any
+) -> Evaluation: ...
+@overload
+def evaluate(
+    vit: Anatomy | nn.Module,
+    images: Any,
+    maps: Any,
+    metric: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    target: Target = ...,
+    **options: Any,
+) -> dict[str, Evaluation]: ...
+@torch.inference_mode(False)
+def evaluate(
+    vit: Anatomy | nn.Module,
+    images: Any,
+    maps: Any,
+    metric: str | Sequence[str] | Mapping[str, Mapping[str, Any]] = "ins-del",
+    target: Target = None,
+    *,
+    labels: Any = None,
+    boxes: Sequence[Any] | None = None,
+    masks: Any = None,
+    seed: int = 0,
+    batch_size: int = 16,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Evaluation | dict[str, Evaluation]:
+    """Measure maps of images: an Attribution, an array [B,h,w], a method's name, or a callable that explains.
+
+    A callable takes (vit, images [B,C,H,W], targets, seed), as an `Explainer` does, and gives maps [B,h,w].
+
+    `metric`: a name, a list, or a dict of names and settings (a setting `metric` makes the name a free label); the
+    latter two give a dict. `target`: the class asked about; by default the one an Attribution explains, else the
+    prediction. `labels` are the true classes (default: the target), `boxes` one [n,4] per image and `masks` [B,H,W]
+    on the canvas the model sees (`patchlight.data` makes them). Further keywords are the metric's settings.
+
+    >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean      # doctest: +SKIP
+    """
+    vit = wrap(vit)
+    if not isinstance(seed, int):
+        raise PatchlightError(f"seed {seed!r} is a {type(seed).__name__}; give an integer")
+    requests = _requests(metric, settings)
+    if isinstance(images, Tensor) or not isinstance(images, Sequence) or isinstance(images, str):
+        images = vit.batch(images)
+    count = len(images)
+    if count == 0:
+        raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
+    scores, again, explained = _maps(maps, count, vit, seed)
+    targets = resolve_targets(target, count, vit.classes, vit.labels) or explained
+    if targets is not None and targets.count != 1:
+        raise PatchlightError(f"maps of {targets.count} classes an image were given; a metric measures one at a time")
+    for request in requests:
+        _check_needs(request, again, {"labels": labels, "boxes": boxes, "masks": masks})
+    truth = _labels(labels, count, vit) if labels is not None else None
+    canvas = _masks(masks, count, vit) if masks is not None else None
+    frames = _boxes(boxes, count, vit) if boxes is not None else None
+    found: list[list[Measured]] = [[] for _ in requests]
+    undefined: dict[int, str] = {}
+    kept: dict[Any, Any] = {}
+    for begin in range(0, count, batch_size):
+        part = slice(begin, min(begin + batch_size, count))
+        batch = vit.batch(images[part])
+        chosen = targets[part] if targets is not None else predicted(vit.logits(batch))
+        own = scores[part].to(vit.device) if scores is not None else explained_by(again, vit, batch, chosen, seed)
+        own, bad = _finite(own, begin)
+        undefined |= bad
+        given = Measure(
+            vit,
+            batch,
+            own,
+            chosen,
+            truth[part] if truth is not None else None if target is None else chosen.index[:, 0],
+            frames[part] if frames is not None else None,
+            canvas[part].to(vit.device) if canvas is not None else None,
+            again,
+            seed,
+            kept=kept,
+            fresh=scores is None,
+        )
+        for results, request in zip(found, requests, strict=True):
+            how = {key: request.settings[key] for key in HOW} if request.metric.ablates else {}
+            own_settings = {k: v for k, v in request.settings.items() if k not in how}
+            results.append(request.metric.function(replace(given, how=how), **own_settings))
+        if progress is not None:
+            progress(part.stop, count)
+    together = {
+        request.asked: _evaluation(request, results, undefined)
+        for request, results in zip(requests, found, strict=True)
+    }
+    return together[metric] if isinstance(metric, str) else together
+
+
+def _requests(
+    metric: str | Sequence[str] | Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
+) -> list[MetricRequest]:
+    if isinstance(metric, str):
+        return [resolve_metric(metric, settings)]
+    if not metric:
+        raise PatchlightError("no metric was named; give a name, a list of names, or a dict of names and settings")
+    if isinstance(metric, Mapping):
+        return [resolve_metric(name, {**settings, **own}) for name, own in metric.items()]
+    return [resolve_metric(name, settings) for name in dict.fromkeys(metric)]
+
+
+def _maps(maps: Any, count: int, vit: Anatomy, seed: int) -> tuple[Tensor | None, Explainer | None, Targets | None]:
+    """The maps [B,h,w] where they are given, a way to make them anew where there is one, and the classes explained."""
+    if isinstance(maps, str):
+        return None, explainer(maps), None
+    if isinstance(maps, Attribution):
+        if maps.scores.ndim != 3:
+            raise PatchlightError("this attribution explains several classes an image; measure them one at a time")
+        own = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
+        return checked_maps(maps.scores, count, vit), _explainer_of(maps), own
+    if callable(maps):
+        return None, maps, None
+    try:
+        tensor = maps if isinstance(maps, Tensor) else torch.as_tensor(np.asarray(maps))
+    except (TypeError, ValueError) as error:
+        raise PatchlightError(
+            f"maps are a {type(maps).__name__}; give an Attribution, an array [B,h,w], a method's name or a callable"
+        ) from error
+    return checked_maps(tensor, count, vit), None, None
+
+
+def explainer(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> Explainer:
+    """A registered method as an Explainer."""
+    request = resolve(name, settings, score)
+
+    def again(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return compute(vit, images, [request], targets, seed)[1][0][:, 0]
+
+    return again
+
+
+def _explainer_of(maps: Attribution) -> Explainer | None:
+    """How an attribution was made; None where its method is not registered here or its score was a callable."""
+    try:
+        entry = resolve(maps.method)
+    except PatchlightError:
+        return None
+    settings = dict(maps.settings)
+    if "level" in method_parameters(entry.method, entry.combine):
+        settings["level"] = maps.level
+    score = maps.score if maps.score in ("logit", "probability") else None
+    return None if score is None else explainer(maps.method, settings, score)  # type: ignore[arg-type]
+
+
+def _finite(maps: Tensor, first: int) -> tuple[Tensor, dict[int, str]]:
+    """Maps without NaN, and the images that had one; constant maps are told."""
+    flat = maps.flatten(1)
+    broken = (~flat.isfinite()).any(1)
+    bad = {first + int(i): "the map holds NaN or infinite values" for i in broken.nonzero().flatten()}
+    dead = ((flat.amax(1) == flat.amin(1)) & ~broken).nonzero().flatten()
+    if len(dead) and flat.shape[1] > 1:
+        names = ", ".join(str(first + int(i)) for i in dead[:8])
+        warnings.warn(
+            f"the map of image {names} is constant: its order is a seeded draw, and its value that of a random map",
+            UndefinedMetric,
+            stacklevel=3,
+        )
+    return torch.where(broken[:, None, None], 0, maps), bad
+
+
+def _check_needs(request: MetricRequest, again: Explainer | None, given: Mapping[str, Any]) -> None:
+    if request.metric.again and again is None:
+        raise PatchlightError(
+            f"'{request.metric.name}' explains anew, so it needs a method: give an Attribution, a method's name or a "
+            f"callable instead of maps"
+        )
+    needs = sorted(request.metric.needs)
+    missing = [need for need in needs if all(given.get(one) is None for one in need.split(" or "))]
+    if missing:
+        first = missing[0].split(" or ")[0]
+        raise PatchlightError(f"'{request.metric.name}' needs {' and '.join(missing)}; give {first}=… (or --data KIND)")
+
+
+def _labels(labels: Any, count: int, vit: Anatomy) -> Tensor:
+    targets = resolve_targets(labels, count, vit.classes, vit.labels)
+    assert targets is not None
+    return targets.index[:, 0]
+
+
+def _masks(masks: Any, count: int, vit: Anatomy) -> Tensor:
+    tensor = masks if isinstance(masks, Tensor) else torch.as_tensor(np.asarray(masks))
+    if tuple(tensor.shape) != (count, *vit.preprocess.size):
+        size = [count, *vit.preprocess.size]
+        raise PatchlightError(f"masks have shape {list(tensor.shape)}; these images take masks of shape {size}")
+    values = set(tensor.unique().tolist())
+    if not values <= {-1, 0, 1}:
+        raise PatchlightError(
+            f"masks hold {sorted(values)[:5]}; give 1 for the object, 0 around it, -1 for not labelled"
+        )
+    return tensor.to(torch.int8)
+
+
+def _boxes(boxes: Sequence[Any], count: int, vit: Anatomy) -> list[Tensor]:
+    if len(boxes) != count:
+        raise PatchlightError(f"boxes are given for {len(boxes)} images, but there are {count}")
+    height, width = vit.preprocess.size
+    checked_boxes = []
+    for i, given in enumerate(boxes):
+        box = torch.as_tensor(given, dtype=torch.float64)
+        if box.numel() % 4 or (box.ndim > 1 and box.shape[-1] != 4):
+            raise PatchlightError(f"boxes of image {i} have shape {list(box.shape)}; give [n, 4]")
+        box = box.reshape(-1, 4)
+        low, high = box[:, :2], box[:, 2:]
+        inside = (low >= 0).all() and (high[:, 0] <= width).all() and (high[:, 1] <= height).all()
+        if not (inside and (high > low).all()):
+            raise PatchlightError(
+                f"a box of image {i} is {box.tolist()}; boxes are xmin, ymin, xmax, ymax inside {width}x{height}"
+            )
+        checked_boxes.append(box)
+    return checked_boxes
+
+
+def _evaluation(request: MetricRequest, found: Sequence[Measured], undefined: Mapping[int, str]) -> Evaluation:
+    values = torch.cat([m.values.detach().double().cpu() for m in found])
+    reasons = [""] * len(values)
+    first = 0
+    for m in found:
+        for i, reason in m.reasons.items():
+            reasons[first + i] = reason
+            values[first + i] = float("nan")
+        first += len(m.values)
+    for i, reason in undefined.items():
+        reasons[i] = reason
+        values[i] = float("nan")
+    for i in (~values.isfinite()).nonzero().flatten().tolist():
+        reasons[i] = reasons[i] or "the value is not finite"
+        values[i] = float("nan")
+    missing = [i for i, reason in enumerate(reasons) if reason]
+    if missing:
+        warnings.warn(
+            f"{request.asked}: no value for {len(missing)} of {len(values)} images, which do not count "
+            f"(image {missing[0]}: {reasons[missing[0]]})",
+            UndefinedMetric,
+            stacklevel=3,
+        )
+    curves = [m.curve.detach().double().cpu() for m in found if m.curve is not None]
+    curve = torch.cat(curves) if curves else None
+    if curve is not None:
+        curve[missing] = float("nan")
+    return Evaluation(
+        metric=request.metric.name,
+        values=values,
+        higher_is_better=request.metric.rises(request.settings),
+        bounds=request.metric.limits(request.settings),
+        curve=curve,
+        x=found[0].x.double().cpu() if found[0].x is not None else None,
+        reasons=tuple(reasons),
+        settings=request.settings,
+        parts={key: torch.cat([m.parts[key].detach().double().cpu() for m in found]) for key in found[0].parts},
+        combine=request.metric.combine,
+    )
