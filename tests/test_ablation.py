@@ -5,10 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import patchlight as pl
-from patchlight.ablation import Ablation, Cancelled, PixelMasks, RankThresholds, Rendered, TokenSubsets, fill_images
+from patchlight.ablation import (
+    Ablation,
+    Cancelled,
+    PixelMasks,
+    RankThresholds,
+    Rendered,
+    TokenSubsets,
+    _cuts_patches,
+    _patch_product,
+    fill_images,
+)
 from patchlight.anatomy import Anatomy
 from patchlight.targets import Targets
 from tests.families import PLAIN, build, images, shared
@@ -137,6 +147,18 @@ def test_half_precision_is_close_and_leaves_the_model_whole(family: str, precisi
     after = vit.model.state_dict()
     assert all(v.dtype == after[k].dtype and torch.equal(v, after[k]) for k, v in before.items())
     assert torch.equal(Ablation(vit, batch).logits(variants), full)
+    assert not any("forward" in vars(m) for m in vit.model.modules()), "a convolution was left replaced"
+
+
+@pytest.mark.parametrize(("kernel", "size"), [((4, 4), (16, 12)), ((4, 2), (17, 9))])
+def test_side_by_side_patches_convolved_are_their_product(kernel: tuple[int, int], size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 5, kernel, kernel).double()
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
+    assert _cuts_patches(convolution)
+    torch.testing.assert_close(_patch_product(convolution, x), convolution(x))
+    assert not _cuts_patches(nn.Conv2d(3, 5, 4, stride=2))
+    assert not _cuts_patches(nn.Conv2d(3, 5, 4, stride=4, padding=1))
 
 
 def test_fills_have_their_closed_forms() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Protocol
+from functools import partial
+from typing import Annotated, Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
@@ -137,7 +138,7 @@ class Ablation:
         out: Tensor | None = None
         done = 0
         self._halves.clear()
-        with torch.inference_mode(False), torch.no_grad(), self.vit.steady(), self._cast():
+        with torch.inference_mode(False), torch.no_grad(), self.vit.steady(), self._cast(), self._products():
             embedded = self.vit.embed(self.images)
             embedded = embedded.bfloat16() if self._bf16 else embedded
             for some in lists:
@@ -206,6 +207,18 @@ class Ablation:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
+    def _products(self) -> Iterator[None]:
+        """Where all is in bfloat16, convolutions of patches side by side are products inside: six times as fast."""
+        convolutions = [m for m in self.vit.model.modules() if self._bf16 and _cuts_patches(m)]
+        for convolution in convolutions:
+            vars(convolution)["forward"] = partial(_patch_product, convolution)
+        try:
+            yield
+        finally:
+            for convolution in convolutions:
+                del vars(convolution)["forward"]
+
+    @contextlib.contextmanager
     def _in_bf16(self) -> Iterator[None]:
         """The model's weights in bfloat16 inside, where that is asked for, and themselves again afterwards."""
         if not self._bf16:
@@ -229,6 +242,26 @@ class Ablation:
 def _there(small: Tensor, like: Tensor) -> Tensor:
     """Indices on the device of `like`, without a wait for what it still computes."""
     return small.to(like.device, non_blocking=True)
+
+
+_PLAIN = ((0, 0), (1, 1), 1)
+
+
+def _cuts_patches(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether a module is a plain convolution whose windows lie side by side."""
+    if type(module) is not nn.Conv2d or "forward" in vars(module):
+        return False
+    return module.kernel_size == module.stride and (module.padding, module.dilation, module.groups) == _PLAIN
+
+
+def _patch_product(convolution: nn.Conv2d, images: Tensor) -> Tensor:
+    """What the convolution gives [B,D,h,w], as one product of its patches."""
+    (batch, channels), (p, q) = images.shape[:2], convolution.kernel_size
+    rows, columns = images.shape[2] // p, images.shape[3] // q
+    patches = images[..., : rows * p, : columns * q].reshape(batch, channels, rows, p, columns, q)
+    patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
+    out: Tensor = F.linear(patches, convolution.weight.flatten(1), convolution.bias).mT.unflatten(2, (rows, columns))
+    return out
 
 
 Forward = Callable[[Anatomy, Tensor, Tensor | None], Tensor]
