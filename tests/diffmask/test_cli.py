@@ -40,6 +40,10 @@ def test_train_then_explain(folder: Path, tmp_path: Path) -> None:
     assert code == 0, told
     assert json.loads(told)["step"] == 2
     assert (tmp_path / "dm" / "metrics.csv").read_text().startswith("step,steps,kl,kept")
+    held = ["--held-out", folder, "--set", "finish=1"]
+    code, told = call("diffmask", "train", "--data", folder, "--out", tmp_path / "held", *FEW, *held, "--json")
+    assert code == 0, told
+    assert json.loads(told)["finish"]["images"] == 2
     photo = folder / "cat" / "0.png"
     words = ["--method", "diffmask,rawatt", "--explainer", tmp_path / "dm", "--out", tmp_path / "x.png"]
     code, told = call("explain", photo, *words)

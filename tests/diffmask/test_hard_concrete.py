@@ -53,3 +53,17 @@ def test_mass_and_density_sum_to_one() -> None:
         beyond = 1 / (1 + math.exp(0.2 * 13.5 - float(u)))
         assert zero + float(inside) + beyond == pytest.approx(1, abs=1e-4)
         assert zero == pytest.approx(1 - float(hc.keep_probability(u)), abs=1e-9)
+
+
+def test_the_product_of_samples_has_the_gradient_of_autograd() -> None:
+    """Also where one or several of the samples are 0."""
+    generator = torch.Generator().manual_seed(1)
+    u = torch.randn(4, 3, 50, generator=generator, dtype=torch.float64).mul(2).add(1).requires_grad_()
+    uniform = torch.rand(u.shape, generator=generator, dtype=torch.float64)
+    weights = torch.rand(u.shape[1:], generator=generator, dtype=torch.float64)
+    ours, plain = hc.sample_product(u, uniform), hc.sample(u, uniform).prod(0)
+    assert torch.equal(ours, plain)
+    assert 0.2 < float((ours == 0).double().mean()) < 0.9
+    (mine,), (want,) = (torch.autograd.grad((z * weights).sum(), u) for z in (ours, plain))
+    assert torch.allclose(mine, want, atol=1e-12)
+    assert float(want.abs().max()) > 0.1

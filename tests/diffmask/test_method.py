@@ -38,10 +38,21 @@ def test_maps_are_products_of_the_gates() -> None:
 
     assert torch.allclose(explained().flatten(1), aggregate(u), atol=1e-5)
     assert torch.allclose(explained(map="keep").flatten(1), aggregate(u, "keep"), atol=1e-5)
+    assert torch.allclose(explained(map="graded").flatten(1), aggregate(u, "graded"), atol=1e-5)
     for layer in range(gates.count):
         assert torch.allclose(explained(layer=layer).flatten(1), aggregate(u[: layer + 1]), atol=1e-5)
         alone = explained(layer=layer, aggregated=False).flatten(1)
         assert torch.allclose(alone, aggregate(u[layer : layer + 1]), atol=1e-5)
+
+
+def test_a_graded_map_orders_patches_that_are_kept_or_masked_for_sure() -> None:
+    u = torch.tensor([[[-20.0, -15.0, 0.0, 19.0, 23.0]], [[24.0] * 5]])
+    plain, graded = aggregate(u), aggregate(u, "graded", alpha=15.0)
+    assert float(plain[0, 3:].min()) > 1 - 1e-6
+    assert bool((graded.diff() > 0.02).all())
+    assert 0 < float(graded.min()) < float(graded.max()) < 1
+    alone = aggregate(torch.tensor([[[-3.0, 0.1, 4.0]]]), "graded", alpha=15.0)
+    assert alone[0].tolist() == pytest.approx([0.45, 0.5, 0.57], abs=0.02)  # (30 + u) / 60
 
 
 def test_other_classes_and_their_order_do_not_matter() -> None:

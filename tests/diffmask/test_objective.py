@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from patchlight.diffmask.objective import Lookahead, Multipliers, divergence, penalty
+from patchlight.diffmask.settings import Settings
 
 
 def test_divergence_is_the_kl_of_distributions() -> None:
@@ -36,6 +39,16 @@ def test_multipliers_rise_or_fall_with_the_constraint(update: str, rises: bool) 
     for _ in range(1500):
         lambdas.step(1, torch.tensor(50.0 if rises else 0.0), 0.1)
     assert float(lambdas[1]) == 200
+
+
+def test_a_layer_that_is_drawn_less_moves_more() -> None:
+    often, rarely = (Multipliers(2, 20.0, 0.0, 200.0, 0.01, "log-ascent", torch.device("cpu")) for _ in range(2))
+    for _ in range(6):
+        often.step(0, torch.tensor(0.05), 0.1, share=0.5)
+    for _ in range(3):
+        rarely.step(0, torch.tensor(0.05), 0.1, share=0.25)
+    assert float(often[0]) == pytest.approx(20 * math.exp(-6 * 0.2 * 0.01 / 0.5))
+    assert float(rarely[0]) == pytest.approx(float(often[0]))
 
 
 def test_lookahead_steps_back_half_way_every_sixth_step() -> None:
@@ -75,3 +88,10 @@ def test_optimiser_state_survives_as_plain_tensors() -> None:
     third.restore(second.state())
     go(again, third, range(9, 20))
     assert torch.equal(whole, again)
+
+
+def test_rates_fall_with_the_square_of_the_width_beyond_256() -> None:
+    assert Settings().rates(64) == Settings().rates(256) == (5e-4, 1e-2)
+    assert Settings().rates(512) == (5e-4 / 4, 1e-2 / 4)
+    assert Settings(gate_rate=1e-3).rates(512) == (1e-3, 1e-2 / 4)
+    assert Settings.preset("paper").rates(768) == (2e-5, 1e-3)

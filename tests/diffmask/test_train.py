@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import signal
@@ -12,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -19,8 +21,10 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.diffmask import DiffMask, Progress, Settings, TrainingWarning
-from patchlight.diffmask.gates import aggregate, new_gates, observe
-from patchlight.diffmask.train import calibrate
+from patchlight.diffmask.calibration import calibrate, finish
+from patchlight.diffmask.gates import aggregate, masked_logits, new_gates, observe
+from patchlight.diffmask.objective import divergence
+from patchlight.diffmask.train import _Run, lowered
 from patchlight.errors import PatchlightError, Unsupported
 from tests.diffmask.toys import batches, pictures, toy
 from tests.families import shared
@@ -65,6 +69,51 @@ def test_calibration_places_the_first_mask() -> None:
     assert float(aggregate(gates.locations(seen.h0, seen.states), "keep").mean().detach()) == pytest.approx(
         0.8, abs=1e-3
     )
+
+
+def test_at_the_end_beta_is_raised_until_the_mask_itself_keeps_the_output() -> None:
+    """By no more than it takes, and not at all where the limit holds."""
+    vit = toy()
+    gates = new_gates(vit, beta=-3.0)
+    seen = observe(vit, pictures(24))
+    with torch.no_grad():
+        u = gates.locations(seen.h0, seen.states)
+
+        def divergence_at(shift: float) -> Tensor:
+            z = (aggregate(u + shift) > 0.5).float()[..., None]
+            return divergence(seen.logits, masked_logits(vit, pictures(24), torch.lerp(gates.baseline, seen.h0, z)))
+
+        def bound(shift: float) -> float:
+            kl = divergence_at(shift)
+            return float(kl.mean() + 2 * kl.std(correction=0) / len(kl) ** 0.5)
+
+        margin = bound(0.0) / 4
+        done = finish(gates, vit, pictures(24).split(8), margin, contextlib.nullcontext)
+        assert done.shift > 0
+        assert gates.beta.tolist() == pytest.approx([-3 + done.shift] * gates.count)
+        assert bound(done.shift) <= margin < bound(done.shift - 0.1)
+        assert (done.kl, done.images) == (pytest.approx(float(divergence_at(done.shift).mean()), abs=1e-5), 24)
+        assert finish(gates, vit, pictures(24).split(8), margin * 1.01, contextlib.nullcontext).shift == 0
+
+
+def test_half_of_the_batches_use_all_gates() -> None:
+    run = _Run(toy(), batches(), Settings(**QUICK), None, None, None)
+    drawn = [run._draw(np.random.default_rng([0, step])) for step in range(400)]
+    assert sum(k == 3 for k in drawn) / 400 == pytest.approx(0.5 + 0.5 / 4, abs=0.06)
+    assert set(drawn) == {0, 1, 2, 3}
+
+
+def test_bfloat16_weights_are_those_autocast_would_make_and_come_back() -> None:
+    vit = toy()
+    before = {k: v.clone() for k, v in vit.model.state_dict().items()}
+    settings = Settings(precision="bf16", **QUICK)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = vit.logits(pictures(2))
+        with lowered(vit, settings):
+            assert vit.model.head.weight.dtype == torch.bfloat16  # type: ignore[union-attr]
+            assert torch.equal(vit.logits(pictures(2)), want)
+    pl.diffmask.train(vit, batches(), settings)
+    assert all(torch.equal(before[k], v) for k, v in vit.model.state_dict().items())
 
 
 def test_a_patch_the_model_cannot_see_is_masked_and_one_it_reads_is_kept() -> None:
@@ -129,6 +178,7 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> Non
     assert same(whole, pl.diffmask.load(folder, vit))
     again = pl.diffmask.train(vit, batches(), Settings(**QUICK), out=folder)
     assert same(whole, again)
+    assert again.about == resumed.about
 
 
 def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: Path) -> None:
@@ -220,12 +270,16 @@ def test_bad_settings_and_models_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_both_failures_are_told_with_what_to_change() -> None:
     long = {**QUICK, "steps": 200, "warmup": 0, "log_every": 200, "calibrate": None, "gate_rate": 1e-9}
-    for beta, told in ((40.0, "nothing is masked"), (-40.0, "everything is masked")):
+    for beta, margin, told in (
+        (40.0, 0.1, "nothing is masked"),
+        (-40.0, 0.1, "everything is masked"),
+        (1.0, 1e-7, "must be kept to hold"),
+    ):
         with pytest.warns(TrainingWarning, match=told):
-            pl.diffmask.train(toy(), batches(), Settings(beta=beta, **long))
+            pl.diffmask.train(toy(), batches(), Settings(beta=beta, margin=margin, **long))
     with warnings.catch_warnings():
         warnings.simplefilter("error", TrainingWarning)
-        pl.diffmask.train(toy(), batches(), Settings(beta=1.0, **long))
+        pl.diffmask.train(toy(), batches(), Settings(beta=1.0, finish=0, **long))
 
 
 def test_gates_can_begin_from_others() -> None:

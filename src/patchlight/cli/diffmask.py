@@ -38,6 +38,9 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder for the explainer; an interrupted run there goes on.")],
     recipe: Annotated[Path | None, typer.Option(help="A TOML recipe; options given beside it win.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of images, or of CIFAR-10.")] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Images the model was not trained on, to set beta by at the end.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.")] = None,
     weights: Weights = None,
     labels: Labels = None,
@@ -53,7 +56,7 @@ def train(
     """Train DiffMask for a model: gates that keep the few patches its output depends on."""
     with answering(as_json, debug):
         with progress("loading the model") as bar:
-            asked = _recipe(recipe, data, model, weights, labels, start, preset)
+            asked = _recipe(recipe, data, held_out, model, weights, labels, start, preset)
             changes = read_settings(["train"], settings or [])["train"]
             chosen = asked.training(**changes)
             from patchlight.diffmask import load
@@ -68,14 +71,20 @@ def train(
                 vit.preprocess = replace(vit.preprocess, **{k: v for k, v in statistics.items() if v is not None})  # type: ignore[arg-type]
             first = None if asked.start is None else load(asked.start)
             loader = loader_of(open_images(asked.data, vit), vit, chosen.batch_size, workers)
+            held = None
+            if asked.held_out is not None:
+                where = asked.held_out.path or asked.data.path
+                images = open_images(asked.held_out.model_copy(update={"path": where}), vit)
+                held = loader_of(images, vit, chosen.batch_size, workers)
             with warnings.catch_warnings():
                 warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
-                explainer = train_gates(vit, loader, chosen, _watch(bar), out, first, resume=not fresh)
+                explainer = train_gates(vit, loader, chosen, _watch(bar), out, first, not fresh, held)
         result = explainer.about["result"]
         if as_json:
             print_json({"explainer": str(out), "model": vit.name, **result})
         else:
-            print(f"{explainer!r} in {out}: KL {result['kl']:.3f}, kept {result['kept']:.1%}")
+            end = result.get("finish", result)
+            print(f"{explainer!r} in {out}: KL {end['kl']:.3f}, kept {end['kept']:.1%}")
             model_name = asked.model.name
             print(f"Use it: patchlight explain photo.jpg --model {model_name} --method diffmask --explainer {out}")
 
@@ -118,6 +127,7 @@ def counting(
 def _recipe(
     path: Path | None,
     data: Path | None,
+    held_out: Path | None,
     model: str | None,
     weights: Path | None,
     labels: Path | None,
@@ -125,7 +135,7 @@ def _recipe(
     preset: str | None,
 ) -> Recipe:
     """The recipe's file, if any, with what was given beside it."""
-    from patchlight.diffmask.recipe import Recipe, read_recipe
+    from patchlight.diffmask.recipe import Images, Recipe, read_recipe
 
     recipe = Recipe() if path is None else read_recipe(path)
     if path is None and data is None:
@@ -133,7 +143,9 @@ def _recipe(
     given: dict[str, Any] = {"name": model, "weights": weights, "labels": labels}
     about = recipe.model.model_copy(update={k: v for k, v in given.items() if v is not None})
     images = recipe.data if data is None else recipe.data.model_copy(update={"path": data})
-    rest = {k: v for k, v in {"start": start, "preset": preset}.items() if v is not None}
+    rest: dict[str, Any] = {k: v for k, v in {"start": start, "preset": preset}.items() if v is not None}
+    if held_out is not None:
+        rest["held_out"] = (recipe.held_out or Images()).model_copy(update={"path": held_out})
     return recipe.model_copy(update={"model": about, "data": images, **rest})
 
 

@@ -4,6 +4,7 @@
 """
 
 from patchlight.diffmask.gates import DiffMask, load
-from patchlight.diffmask.train import Progress, Settings, TrainingWarning, train
+from patchlight.diffmask.settings import Progress, Settings, TrainingWarning
+from patchlight.diffmask.train import train
 
 __all__ = ["DiffMask", "Progress", "Settings", "TrainingWarning", "load", "train"]

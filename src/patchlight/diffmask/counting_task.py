@@ -21,7 +21,8 @@ from patchlight.anatomy import wrap
 from patchlight.anatomy.base import Anatomy
 from patchlight.data.counting import PATCH, SIDE, Grids, counting_grids
 from patchlight.diffmask.gates import DiffMask
-from patchlight.diffmask.train import Callback, Settings, train
+from patchlight.diffmask.settings import Callback, Settings
+from patchlight.diffmask.train import train
 from patchlight.engine import DegenerateMap, explain
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
@@ -51,7 +52,7 @@ class Size:
 
 SIZES: dict[str, Size] = {
     "small": Size(64, 4, 4, 1e-3, 64, 2000, {"steps": 1200, "batch_size": 32}),
-    "paper": Size(768, 12, 12, 5e-5, 64, 4000, {"steps": 3000, "batch_size": 32, "gate_rate": 3e-4}),
+    "paper": Size(768, 12, 12, 5e-5, 64, 4000, {"steps": 3000}),
 }
 
 

@@ -9,18 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.base import Anatomy, parameters_of
 from patchlight.diffmask import hard_concrete
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
 
 FORMAT = 1
-Map = Literal["expected", "keep"]
+GRADES = 31
+"""Shifts that a graded map is the mean of."""
+Map = Literal["expected", "keep", "graded"]
 
 
 class Gates(nn.Module):
@@ -76,25 +79,42 @@ class Gates(nn.Module):
         States in one tensor are one batched product (few launches), in a list one product each (no copies); in a list,
         tokens before the patches are passed over.
         """
+        if not isinstance(states, Tensor):
+            return self.joined(h0, [self.read(x, first + i, h0.shape[1]) for i, x in enumerate(states)], first)
         those = slice(first, first + len(states))
-        W1, W2 = (self._weight(v[those], g[those]).to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
-        c1, c2 = self.c1[those].to(h0), self.c2[those].to(h0)
+        W1, W2 = (_weight(v, g)[those].to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
         left, right = W1[..., : self.width].mT, W1[..., self.width :].mT
-        if self.normalise:  # (x - mean) W = x (W - mean W), so only the deviation is left to divide by
-            h0 = F.layer_norm(h0, h0.shape[-1:])
-            right = right - right.mean(-2, keepdim=True)
-        if isinstance(states, Tensor):
-            x = states.flatten(1, 2)
-            out = torch.addcmul(h0.flatten(0, 1) @ left + c1, x @ right, self._scale(x)).tanh() @ W2.mT + c2
-        else:
-            each, patches = [], h0.shape[1]
-            for i, x in enumerate(states):
-                of_h0 = torch.addmm(c1[i, 0], h0.flatten(0, 1), left[i]).view(*h0.shape[:2], -1)
-                of_state, scale = (x @ right[i])[:, -patches:], self._scale(x)[:, -patches:]
-                each.append(torch.addcmul(of_h0, of_state, scale).tanh() @ W2[i, 0] + c2[i, 0])
-            out = torch.stack(each)
-        u: Tensor = self.alpha * out.tanh().view(-1, *h0.shape[:2]) + self.beta[those, None, None].to(h0)
+        h, x = (self._normal(t).flatten(-3, -2) for t in (h0, states))
+        inner = torch.baddbmm(torch.baddbmm(self.c1[those].to(h0), h.expand(len(x), -1, -1), left), x, right)
+        out = torch.baddbmm(self.c2[those].to(h0), inner.tanh(), W2.mT)
+        return self._placed(out.view(states.shape[:3]), those)
+
+    def read(self, x: Tensor, i: int, patches: int) -> Tensor:
+        """What gate i takes from its state x [B,N,D]: the right half of W1 on the last `patches` tokens [B,P,D/4]."""
+        right = _weight(self.v1[i : i + 1], self.g1[i : i + 1])[0, :, self.width :].mT.to(x)
+        if not self.normalise:
+            return (x @ right)[:, -patches:]
+        # (x - mean) W = x (W - mean W), so only the deviation is left to divide by
+        mean = x.mean(-1, keepdim=True)
+        variance = torch.linalg.vector_norm(x, dim=-1, keepdim=True) ** 2 / self.width - mean**2
+        scale = (variance.clamp_min(0) + 1e-5).rsqrt()
+        taken: Tensor = (x @ (right - right.mean(0)))[:, -patches:] * scale[:, -patches:]
+        return taken
+
+    def joined(self, h0: Tensor, read: Sequence[Tensor], first: int = 0) -> Tensor:
+        """u [S,B,P] from the projected patches and what `read` gave for the gates from `first` on."""
+        those = slice(first, first + len(read))
+        W1, W2 = (_weight(v, g)[those].to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
+        h = F.linear(self._normal(h0), W1[..., : self.width].flatten(0, 1), self.c1[those].flatten().to(h0))
+        inner = zip(h.unflatten(-1, (len(read), -1)).unbind(-2), read, W2[:, 0], strict=True)
+        return self._placed(torch.stack([(a + b).tanh() @ w for a, b, w in inner]) + self.c2[those].to(h0), those)
+
+    def _placed(self, out: Tensor, those: slice) -> Tensor:
+        u: Tensor = torch.add(self.beta[those, None, None].to(out), out.tanh(), alpha=self.alpha)
         return u
+
+    def _normal(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:]) if self.normalise else x
 
     def forward(
         self, h0: Tensor, states: Sequence[Tensor] | Tensor, uniform: Tensor, shift: Tensor | None = None
@@ -106,28 +126,28 @@ class Gates(nn.Module):
         u = self.locations(h0, states)
         if shift is not None:
             u = u + shift[:, None]
-        z = hard_concrete.sample(u, uniform).prod(0)[..., None]
+        z = hard_concrete.sample_product(u, uniform)[..., None]
         return torch.lerp(self.baseline.to(h0), h0, z), hard_concrete.log_keep_probability(u).sum(0)
 
-    def _scale(self, x: Tensor) -> Tensor:
-        """One over the deviation of each token [..., 1] where states are normalised, else 1."""
-        if not self.normalise:
-            return x.new_ones(1).expand(*x.shape[:-1], 1)
-        mean = x.mean(-1, keepdim=True)
-        variance = torch.linalg.vector_norm(x, dim=-1, keepdim=True) ** 2 / self.width - mean**2
-        scale: Tensor = (variance.clamp_min(0) + 1e-5).rsqrt()
-        return scale
 
-    @staticmethod
-    def _weight(v: Tensor, g: Tensor) -> Tensor:
-        weight: Tensor = v * (g / torch.linalg.vector_norm(v, dim=-1, keepdim=True))
-        return weight
+def _weight(v: Tensor, g: Tensor) -> Tensor:
+    """Weight normalisation g v / |v| along the last dimension, all gates in one launch."""
+    weight: Tensor = torch._weight_norm(v.flatten(0, 1), g.flatten(0, 1), 0)
+    return weight.view_as(v)
 
 
-def aggregate(u: Tensor, kind: Map = "expected") -> Tensor:
-    """One map [B,P] of locations u [S,B,P]: prod_i E[z_i], the paper's, or prod_i P(z_i != 0), its released code's."""
+def aggregate(u: Tensor, kind: Map = "expected", alpha: float = 15.0) -> Tensor:
+    """One map [B,P] of locations u [S,B,P].
+
+    `expected` is prod_i E[z_i], the paper's; `keep` is prod_i P(z_i != 0), its released code's; `graded` is the mean of
+    prod_i E[z_i] over shifts of all u_i from -2 alpha to 2 alpha: the share of prices at which a patch is kept, which
+    still orders patches where the other two are 0 or 1.
+    """
     if kind == "keep":
         return hard_concrete.log_keep_probability(u).sum(0).exp()
+    if kind == "graded":
+        shifts = torch.linspace(-2 * alpha, 2 * alpha, GRADES).tolist()
+        return torch.stack([hard_concrete.expected(u + shift).prod(0) for shift in shifts]).mean(0)
     return hard_concrete.expected(u).prod(0)
 
 
@@ -191,6 +211,7 @@ class DiffMask:
     signature: Tensor
     about: dict[str, Any] = field(default_factory=dict)
     _ready: dict[Any, Gates] = field(default_factory=dict, repr=False)
+    _fits: WeakKeyDictionary[Anatomy, Any] = field(default_factory=WeakKeyDictionary, repr=False)
 
     @staticmethod
     def of(gates: Gates, vit: Anatomy, **about: Any) -> DiffMask:
@@ -203,14 +224,18 @@ class DiffMask:
         if wrong:
             told = " and ".join(f"{mine[key]} {key.replace('_', ' ')}, not {other[key]}" for key in wrong)
             return f"the explainer was made for {mine['name']} with {told}"
-        here = signature(vit)
-        same = here.shape == self.signature.shape
-        if (
-            not same
-            or float(((here - self.signature).abs() / (here.abs() + self.signature.abs() + 1e-6)).mean()) > 5e-3
-        ):
-            return f"the explainer was made for other weights of {mine['name']}"
-        return None
+        now = [(p.data_ptr(), p._version) for p in parameters_of(vit.model.modules())]
+        known, fits = self._fits.get(vit, (None, False))
+        if known != now:  # reading weights takes many small copies from a device, so only when they changed
+            fits = self._signed(vit)
+            self._fits[vit] = (now, fits)
+        return None if fits else f"the explainer was made for other weights of {mine['name']}"
+
+    def _signed(self, vit: Anatomy) -> bool:
+        here, mine = signature(vit), self.signature
+        if here.shape != mine.shape:
+            return False
+        return float(((here - mine).abs() / (here.abs() + mine.abs() + 1e-6)).mean()) <= 5e-3
 
     def on(self, like: Tensor) -> Gates:
         """The gates in a tensor's type and on its device."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +18,34 @@ SHIFT = TEMPERATURE * math.log(-LOW / HIGH)
 
 def sample(u: Tensor, uniform: Tensor) -> Tensor:
     """z = clamp(s (r - l) + l, 0, 1) with s = sigmoid((logit U + u) / tau), for locations u and U in (0, 1)."""
-    noise = uniform.clamp(1e-6, 1 - 1e-6).logit()
-    s = torch.sigmoid((noise + u) / TEMPERATURE)
+    s = torch.sigmoid((uniform.logit(1e-6) + u) / TEMPERATURE)
     return (s * (HIGH - LOW) + LOW).clamp(0, 1)
+
+
+def sample_product(u: Tensor, uniform: Tensor) -> Tensor:
+    """prod_i z_i [B,P] of one sample for each of the locations u [S,B,P]."""
+    product: Tensor = _SampleProduct.apply(u, uniform)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _SampleProduct(torch.autograd.Function):
+    """d prod_j z_j / d u_i = (prod_j z_j / z_i) (r - l) s_i (1 - s_i) / tau where z_i > 0, else 0.
+
+    The gradient of `Tensor.prod` waits for the device to count zeros; here none is needed, as a z_i of 0 has none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, uniform: Tensor) -> Tensor:
+        z = sample(u, uniform)
+        product = z.prod(0)
+        ctx.save_for_backward(z, product)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        z, product = ctx.saved_tensors
+        slope = (z - LOW) * (HIGH - z) / (TEMPERATURE * (HIGH - LOW)) / z
+        return torch.where(z > 0, slope, 0) * (gradient * product), None
 
 
 def keep_probability(u: Tensor) -> Tensor:
@@ -36,8 +63,8 @@ def expected(u: Tensor) -> Tensor:
 
     With y = sigmoid(x) the integrand is smooth and falls like exp(-x); 24 Gauss-Legendre nodes give 1e-6.
     """
-    logits, weights = (torch.tensor(values, device=u.device, dtype=u.dtype) for values in zip(*_NODES, strict=True))
-    return torch.sigmoid(u[..., None] - TEMPERATURE * logits) @ weights
+    shifts, weights = _nodes_on(u.device, u.dtype)
+    return torch.sigmoid(u[..., None] - shifts) @ weights
 
 
 def log_probability(z: Tensor, u: Tensor) -> Tensor:
@@ -59,4 +86,9 @@ def _nodes(count: int = 24, last: float = 16.0) -> list[tuple[float, float]]:
     return [(float(a), float(b)) for a, b in zip(x, weights / weights.sum(), strict=True)]
 
 
-_NODES = _nodes()
+@cache
+def _nodes_on(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """tau times the nodes, and the weights, where u is."""
+    x, w = zip(*_nodes(), strict=True)
+    with torch.inference_mode(False):
+        return TEMPERATURE * torch.tensor(x, device=device, dtype=dtype), torch.tensor(w, device=device, dtype=dtype)

@@ -32,7 +32,8 @@ def penalty(log_keep: Tensor, kind: Penalty = "keep") -> Tensor:
 class Multipliers:
     """One Lagrange multiplier lambda_k per last gate k, between bounds.
 
-    `log-ascent`: log lambda_k moves by rate * clamp((KL - m) / m, -0.2, 1): up fast, down slowly, at any magnitude.
+    `log-ascent`: log lambda_k moves by rate * clamp((KL - m) / m, -0.2, 1): up fast, down slowly, at any magnitude; by
+    more where k is drawn for a small `share` of the batches, so that on average all move alike.
     `ascent`: Adam's step up the Lagrangian. `code`: Adam's step down it, what the released code does.
     """
 
@@ -48,11 +49,12 @@ class Multipliers:
         return self.values[k].detach()
 
     @torch.no_grad()
-    def step(self, k: int, kl: Tensor, margin: float) -> None:
+    def step(self, k: int, kl: Tensor, margin: float, share: float = 1.0) -> None:
         """Move lambda_k after a batch whose mean divergence was `kl`."""
         value = self.values[k]
         if self.update == "log-ascent":
-            value.mul_((self.rate * ((kl - margin) / margin).clamp(-0.2, 1)).exp())
+            rate = self.rate / share
+            value.mul_(((kl - margin) * (rate / margin)).clamp(-0.2 * rate, rate).exp())
         else:
             for other in self.values:
                 other.grad = None
@@ -89,13 +91,13 @@ class Lookahead:
         self.taken += 1
         if self.taken % self.every:
             return
-        for name, fast in self.names.items():
-            if fast.grad is None:
-                continue
-            if name in self.slow:
-                fast.copy_(self.slow[name].lerp_(fast, self.rate))
-            else:
-                self.slow[name] = fast.detach().clone()
+        moved = {name: fast for name, fast in self.names.items() if fast.grad is not None}
+        if any(name in self.slow for name in moved):
+            names = [name for name in moved if name in self.slow]
+            fast, slow = [moved[name].data for name in names], [self.slow[name] for name in names]
+            torch._foreach_lerp_(slow, fast, self.rate)
+            torch._foreach_copy_(fast, slow)
+        self.slow |= {name: fast.detach().clone() for name, fast in moved.items() if name not in self.slow}
 
     def set_rates(self, factor: float) -> None:
         """Scale every group's own rate: warm-up."""
@@ -118,7 +120,8 @@ class Lookahead:
             elif kind == "adam":
                 name, _, moment = rest.rpartition(".")
                 parameter = self.names[name]
-                kept = value.clone() if moment == "step" else value.to(parameter).clone()
+                fused = self.adam.defaults["fused"]
+                kept = value.to(parameter.device if fused or moment != "step" else "cpu").clone()
                 self.adam.state[parameter][moment] = kept
 
     def _moments(self) -> Iterator[tuple[str, str, Tensor]]:

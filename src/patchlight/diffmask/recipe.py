@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.data import Data, open_data
-from patchlight.diffmask.train import Settings
+from patchlight.diffmask.settings import Settings
 from patchlight.errors import PatchlightError
 from patchlight.images import to_batch
 
@@ -37,8 +37,10 @@ class Images(BaseModel):
 
     path: Path | None = None
     kind: str = "auto"
+    skip: int = Field(default=0, ge=0)
+    """Pass over the first so many images."""
     limit: int | None = Field(default=None, ge=1)
-    """Only the first so many images."""
+    """Only so many images."""
 
 
 class Recipe(BaseModel):
@@ -48,6 +50,8 @@ class Recipe(BaseModel):
 
     model: Model = Model()
     data: Images = Images()
+    held_out: Images | None = None
+    """Images the model was not trained on, for the last calibration; in the folder of `data` if none is named."""
     preset: str = "default"
     start: Path | None = None
     """An explainer whose gates training begins with."""
@@ -86,7 +90,8 @@ def open_images(images: Images, vit: Anatomy) -> Data:
     known = max(vit.classes, 2)
     if data.labels is not None and len(data.labels) > known:
         raise PatchlightError(f"'{images.path}' has {len(data.labels)} classes, but {vit.name} has {known}")
-    return data if images.limit is None else data.select(range(min(images.limit, len(data))))
+    end = len(data) if images.limit is None else min(images.skip + images.limit, len(data))
+    return data if (images.skip, end) == (0, len(data)) else data.select(range(images.skip, end))
 
 
 def _is_cifar10(path: Path) -> bool:

@@ -57,6 +57,11 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     return explainer.mismatch(vit)
 
 
+def _reads_at_once(h0: Tensor) -> bool:
+    """Whether each gate reads its state inside the pass (no copies), or all in one batched product (few launches)."""
+    return h0.device.type == "cpu"
+
+
 def _product(
     maps: LayerMaps, explainer: Any = None, map: Map = "expected", layer: int | None = None, aggregated: bool = True
 ) -> Tensor:
@@ -66,10 +71,12 @@ def _product(
     gates = explainer_of(explainer).on(h0)
     last = gates.count - 1 if layer is None else layer
     first = 0 if aggregated else last
-    states = [h0, *(x for _, x, _ in blocks), blocks[-1][2]][first : last + 1]
-    one_by_one = h0.device.type == "cpu"
-    u = gates.locations(h0, states if one_by_one else torch.stack([x[:, -h0.shape[1] :] for x in states]), first)
-    return F.pad(aggregate(u, map), (maps.vit.prefix, 0))
+    found = [one for _, some in blocks for one in some][first : last + 1]
+    if _reads_at_once(h0):
+        u = gates.joined(h0, found, first)
+    else:
+        u = gates.locations(h0, torch.stack([x[:, -h0.shape[1] :] for x in found]), first)
+    return F.pad(aggregate(u, map, gates.alpha), (maps.vit.prefix, 0))
 
 
 @method(
@@ -85,13 +92,18 @@ def _product(
     cost="1 forward and L + 2 small gates; trained once per model",
     constant="the gates keep or mask all of the image; train them longer, or with other settings",
 )
-def diffmask(b: Evidence) -> tuple[Tensor, Tensor, Tensor]:
+def diffmask(b: Evidence, explainer: Any = None) -> tuple[Tensor, list[Tensor]]:
     """Share of a patch that trained gates keep, such that the whole output distribution stays: m = prod_i E[z_i].
 
     u_i = alpha tanh(W2 tanh(W1 [h_0; h_i] + c1) + c2) + beta_i for the L + 2 states h_i (projected patches, inputs of
-    the blocks, output of the last), z_i ~ HardConcrete(u_i). `map="keep"` is the released code's prod_i P(z_i != 0);
-    `layer` stops the product at that gate, and `aggregated=False` shows it alone. `explainer` is a
-    `pl.diffmask.DiffMask` or the folder of one; the bundled model brings its own. The map is in [0, 1] and the same for
-    every class. One forward.
+    the blocks, output of the last), z_i ~ HardConcrete(u_i). `map="keep"` is the released code's prod_i P(z_i != 0),
+    and `map="graded"` the mean of m over shifts of all u_i, which orders patches that m keeps or masks alike; `layer`
+    stops the product at that gate, and `aggregated=False` shows it alone. `explainer` is a `pl.diffmask.DiffMask` or
+    the folder of one; the bundled model brings its own. The map is in [0, 1] and the same for every class. One forward.
     """
-    return b.p, b.x, b.y
+    states = [*((b.p,) if b.index == 0 else ()), b.x, *((b.y,) if b.index == b.depth - 1 else ())]
+    if not _reads_at_once(b.p):
+        return b.p, states
+    gates = explainer_of(explainer).on(b.p)
+    first = 0 if b.index == 0 else b.index + 1
+    return b.p, [gates.read(x, first + i, b.p.shape[1]) for i, x in enumerate(states)]

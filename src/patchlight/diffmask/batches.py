@@ -1,0 +1,70 @@
+"""The batches DiffMask is trained on: what a loader may give, in which order, and what is refused before any work."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError
+
+
+def images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
+    if isinstance(batch, Tensor):
+        return batch, None
+    if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):
+        labels = batch[1] if len(batch) > 1 and isinstance(batch[1], Tensor) else None
+        return batch[0], labels
+    raise PatchlightError(f"a batch is a {type(batch).__name__}; give [B,C,H,W] tensors, or (images, labels) pairs")
+
+
+def epoch_of(loader: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
+    """The batches of an epoch; a shuffling loader draws its order from the seed and the epoch alone."""
+    draw = int(np.random.default_rng([seed, epoch, 7]).integers(2**62))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(draw)
+        batches = iter(loader)
+        first = next(batches, None)
+    if first is not None:
+        yield first
+        yield from batches
+
+
+def length_of(loader: Iterable[Any]) -> int:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise PatchlightError("the loader does not say how many batches it has; give settings with steps") from error
+
+
+def check_data(vit: Anatomy, loader: Iterable[Any], look: int = 8) -> None:
+    """Refuse, before any work, batches of a wrong shape, labels the model has not, and data of one class."""
+    from patchlight.images import to_batch
+
+    if isinstance(loader, Iterator):
+        raise PatchlightError("the loader can be walked only once; give a DataLoader, or a list of batches")
+    found: set[int] = set()
+    count, labelled = 0, True
+    for batch in itertools.islice(epoch_of(loader, 0, 0), look):
+        images, labels = images_and_labels(batch)
+        to_batch(images, vit.preprocess, vit.channels)
+        count += len(images)
+        labelled = labelled and labels is not None
+        if labels is not None:
+            found |= set(labels.flatten().tolist())
+    if count == 0:
+        raise PatchlightError("there are no images to train on; the loader is empty")
+    if not labelled:
+        return
+    highest, known = max(found), max(vit.classes, 2)
+    if highest >= known:
+        raise PatchlightError(f"the data has a label {highest}, but {vit.name} has {known} classes (0 to {known - 1})")
+    if len(found) == 1:
+        raise PatchlightError(
+            f"the first {count} images are all of class {highest}; DiffMask needs several classes, in mixed order"
+        )

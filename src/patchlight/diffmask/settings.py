@@ -1,0 +1,137 @@
+"""How DiffMask is trained: the settings with their presets, and what a training tells about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from patchlight.diffmask.objective import Penalty, Update
+from patchlight.errors import PatchlightError, nearest
+
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class TrainingWarning(UserWarning):
+    """Training has drifted into one of its two failures, with what to change."""
+
+
+class Settings(BaseModel):
+    """How DiffMask is trained. The defaults are ours, made to converge from any seed; `preset` gives the paper's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: Count | None = None
+    """Batches in all; by default `epochs` over the data."""
+    epochs: Positive = 1.0
+    batch_size: Count = 32
+    seed: int = 0
+    alpha: Positive = 15.0
+    beta: float = 8.0
+    calibrate: Annotated[float, Field(gt=0, lt=1)] | None = 0.95
+    """Shift beta so that this share of the first batch is kept at the start; None takes `beta` as it is."""
+    normalise: bool = True
+    baseline: Literal["learned", "zero"] = "learned"
+    margin: Positive = 0.1
+    """m: the divergence allowed."""
+    penalty: Penalty = "keep"
+    layers: Literal["half", "prefix", "weighted", "all"] = "half"
+    """The gates a batch uses: `prefix` 0 .. k for a random k, `weighted` the same with layers that are done drawn less,
+    `all` all of them, as an explanation does; `half` is all of them for half of the batches, else a prefix."""
+    lambda_update: Update = "log-ascent"
+    lambda_start: Positive = 20.0
+    lambda_low: Annotated[float, Field(ge=0)] = 0.5
+    lambda_high: Positive = 200.0
+    lambda_rate: Positive = 0.017
+    """Of log-ascent: the largest rise of log lambda a step, on average over the layers; of the others, Adam's rate."""
+    prices: Annotated[float, Field(ge=1)] = 10.0
+    """Every second image is trained at another price: lambda times a factor from 1/prices to prices, and its gates
+    shifted with it. So u grades patches by the price at which they are kept, and no gate stays shut. 1: one price."""
+    gate_rate: Positive | None = None
+    baseline_rate: Positive | None = None
+    """By default 5e-4 and 1e-2 up to a width of 256, and (256 / width)^2 of that beyond: the more inputs a gate has,
+    the further a step of Adam moves it, and at 768 the full rates mask everything."""
+    warmup: Annotated[int, Field(ge=0)] = 100
+    clip: Positive | None = 1.0
+    """The gradient's largest norm."""
+    finish: Annotated[int, Field(ge=0)] = 8
+    """Batches on which beta is set at the end: raised, where need be, until the patches above 0.5 alone keep the mean
+    divergence, and two standard errors more, within the margin. 0 leaves beta as trained."""
+    precision: Literal["full", "bf16"] = "full"
+    """Of the frozen model's forwards and backward; the gates stay in float32."""
+    log_every: Count = 20
+    checkpoint_minutes: Positive = 5.0
+    checkpoint_steps: Count | None = None
+    tensorboard: bool = False
+
+    def rates(self, width: int) -> tuple[float, float]:
+        """Adam's rates of the gates and of the baseline, for a model of this width."""
+        scale = min(1.0, (256 / width) ** 2)
+        return self.gate_rate or 5e-4 * scale, self.baseline_rate or 1e-2 * scale
+
+    @staticmethod
+    def preset(name: str = "default", **changes: Any) -> Settings:
+        """`default`; `paper`: the published rates and ascent; `code`: what the released code does."""
+        if name not in PRESETS:
+            raise PatchlightError(f"no DiffMask preset is called '{name}'; {nearest(name, PRESETS)}")
+        return read_settings({**PRESETS[name], **changes})
+
+
+_PAPER: dict[str, Any] = {
+    "calibrate": None,
+    "normalise": False,
+    "prices": 1.0,
+    "finish": 0,
+    "layers": "prefix",
+    "penalty": "log-keep",
+    "lambda_update": "ascent",
+    "lambda_start": 20.0,
+    "lambda_low": 0.0,
+    "lambda_rate": 0.3,
+    "gate_rate": 2e-5,
+    "baseline_rate": 1e-3,
+    "warmup": 1200,
+    "clip": None,
+}
+PRESETS: dict[str, dict[str, Any]] = {"default": {}, "paper": _PAPER, "code": {**_PAPER, "lambda_update": "code"}}
+_FREE = {"steps", "epochs", "finish", "log_every", "checkpoint_minutes", "checkpoint_steps", "tensorboard"}
+"""Settings that may change between a checkpoint and its resumption."""
+
+
+def read_settings(values: dict[str, Any]) -> Settings:
+    """Settings from a dict, or one sentence about the first that is wrong."""
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise PatchlightError(f"DiffMask has no setting '{key}'; {nearest(key, Settings.model_fields)}") from error
+        raise PatchlightError(f"setting {key}={first['input']!r} of DiffMask is not valid: {first['msg']}") from error
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Means over the batches since the last report."""
+
+    step: int
+    steps: int
+    kl: float
+    kept: float
+    agreement: float
+    """Share of images whose prediction the mask leaves."""
+    loss: float
+    multiplier: float
+    """Mean of the multipliers lambda."""
+    seconds: float
+
+
+Callback = Callable[[Progress], None]
+
+
+def fixed(settings: Settings) -> dict[str, Any]:
+    """The settings that a checkpoint must share with the run that takes it up."""
+    return {k: v for k, v in settings.model_dump().items() if k not in _FREE}
