@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,10 +46,15 @@ class Evidence:
     bias: Tensor = field(default=None)  # type: ignore[assignment]
     scalar_bias: Tensor = field(default=None)  # type: ignore[assignment]
     p: Tensor = field(default=None)  # type: ignore[assignment]
-    parts: Any = None
     prefix: int = 0
     depth: int = 0
+    open_parts: Callable[[], Any] = lambda: None
     _shared: dict[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def parts(self) -> Any:
+        """The block's norms and linear maps (`Anatomy.parts`), opened when first asked for."""
+        return self.open_parts()
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """A quantity that several layer maps use, computed once per block and class."""

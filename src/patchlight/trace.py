@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +119,12 @@ class _Runner:
                 x.register_hook(self._hook(layer))
             needs = frozenset[str]().union(*(self.jobs[j].needs for j in self.wants[layer]))
             evidence = self.evidence[layer] = Evidence(
-                layer, x.detach(), parts=vit.parts(layer), prefix=vit.prefix, depth=vit.depth, p=self.projected
+                layer,
+                x.detach(),
+                prefix=vit.prefix,
+                depth=vit.depth,
+                open_parts=partial(vit.parts, layer),
+                p=self.projected,
             )
             with torch.set_grad_enabled(graph), self._tapped(evidence, needs & TAPPED):
                 x = vit.block(layer, x)

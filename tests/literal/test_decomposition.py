@@ -165,7 +165,7 @@ def evidence(A: Tensor, x: Tensor, u: Tensor, out: float) -> Evidence:
     linear = torch.nn.Linear(width, width, bias=False, dtype=torch.float64)
     linear.weight.data = out * torch.eye(width, dtype=torch.float64)
     parts = pl.anatomy.base.Parts(norm1=torch.nn.LayerNorm(width), out=linear)
-    return Evidence(0, x, y=u, A=A, v=x[:, None], u=u, parts=parts)
+    return Evidence(0, x, y=u, A=A, v=x[:, None], u=u, open_parts=lambda: parts)
 
 
 def test_alti_closed_forms() -> None:

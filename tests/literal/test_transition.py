@@ -134,7 +134,9 @@ def test_head_importance() -> None:
 def test_value_ratio_ignores_a_common_scale() -> None:
     vit = shared("vit", torch.float64)
     job = LayerJob(
-        lambda b: (value_ratio(b), value_ratio(Evidence(0, 7 * b.x, v=7 * b.v, parts=b.parts))), frozenset("Av"), (0,)
+        lambda b: (value_ratio(b), value_ratio(Evidence(0, 7 * b.x, v=7 * b.v, open_parts=lambda: b.parts))),
+        frozenset("Av"),
+        (0,),
     )
     plain, scaled = run_pass(vit, images(vit), jobs=[job]).values[0][0][0]
     torch.testing.assert_close(plain, scaled, **CLOSE)
