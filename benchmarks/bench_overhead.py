@@ -15,6 +15,7 @@ from PIL import Image
 
 from benchmarks.common import record
 from patchlight.bench.local import loaded, run
+from patchlight.bench.plan import plan
 from patchlight.bench.recipe import Recipe, override, parse
 
 IMAGES, SHARD, STEPS = 64, 16, 7
@@ -71,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = prepared(folder)
-        vit = loaded(recipe.models["ViT"], "cpu")
+        vit = loaded(plan(recipe).shards[0], "cpu")
         for part in ("embed", "block", "readout"):
             setattr(vit, part, clock.wrap(getattr(vit, part)))
         run(override(recipe, images=SHARD), folder / "warm")

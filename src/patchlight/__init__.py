@@ -59,7 +59,10 @@ if TYPE_CHECKING:
 
 
 class _Package(ModuleType):
-    """`patchlight.methods` and `patchlight.trace` are functions, though rooms of the same name exist beside them."""
+    """`pl.methods`, `pl.metrics` and `pl.trace` are functions, though rooms of the same name exist beside them.
+
+    Such a function shares its room's namespace, so that `import patchlight.metrics.base as base` finds its way too.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name in _ROOMS:
@@ -71,7 +74,9 @@ class _Package(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
+        if name in _HOMES and isinstance(value, ModuleType):
+            getattr(self, name).__dict__ = value.__dict__
+        else:
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy import Anatomy, wrap
 from patchlight.attribution import Attribution, versions
-from patchlight.errors import PatchlightError
+from patchlight.errors import PatchlightError, warn
 from patchlight.registry import Request, check_supported, resolve
 from patchlight.rules import RULES
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets
@@ -78,7 +77,7 @@ def explain(
     chosen: list[Targets] = []
     for begin in range(0, count, size):
         part = slice(begin, begin + size)
-        batch = vit.batch(images[part])
+        batch = images[part] if isinstance(images, torch.Tensor) else vit.batch(images[part])
         used, maps = compute(vit, batch, requests, None if targets is None else targets[part], seed, begin)
         chosen.append(used)
         for kept, scores in zip(chunks, maps, strict=True):
@@ -168,7 +167,7 @@ def _warn_if_degenerate(request: Request, vit: Anatomy, maps: Tensor, first: int
             reason = f"the map of image {', '.join(map(str, dead[:8]))} is constant"
             reason += f": {request.method.constant}" if request.method.constant else ""
     if reason is not None:
-        warnings.warn(f"{request.name}: {reason}", DegenerateMap, stacklevel=4)
+        warn(f"{request.name}: {reason}", DegenerateMap)
 
 
 def _requests(

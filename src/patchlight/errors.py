@@ -1,8 +1,10 @@
-"""The exceptions of Patchlight, and the one way an error names what would have worked."""
+"""The exceptions of Patchlight, the one way an error names what would have worked, and warnings at the user's line."""
 
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -12,6 +14,23 @@ class PatchlightError(ValueError):
 
 class Unsupported(PatchlightError):
     """A method asked of a model that lacks what the method needs."""
+
+
+def warn(words: str, category: type[Warning]) -> None:
+    """Warn at the line that called Patchlight, however deep inside the reason was found."""
+    frame = sys._getframe(1)
+    line, outer = frame, frame.f_back
+    while outer is not None:
+        name = str(outer.f_globals.get("__name__", ""))
+        if name.partition(".")[0] == "patchlight":
+            line = outer
+        outer = outer.f_back
+    line = line.f_back or line
+    while str(line.f_globals.get("__name__", "")).startswith("torch.") and line.f_back is not None:
+        line = line.f_back  # a decorator of torch's around `explain` or `evaluate`
+    module = str(line.f_globals.get("__name__", "<unknown>"))
+    registry = line.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(words, category, line.f_code.co_filename, line.f_lineno, module, registry)
 
 
 def nearest(word: str, choices: Iterable[str], n: int = 3) -> str:

@@ -239,6 +239,6 @@ def _check_tensor(images: torch.Tensor, size: tuple[int, int], channels: int) ->
         raise PatchlightError(
             f"images have dtype {images.dtype}; give a preprocessed floating-point tensor, or PIL images or paths"
         )
-    if not bool(torch.isfinite(images).all()):
+    if not bool(torch.isfinite(torch.stack(images.aminmax())).all()):
         raise PatchlightError("images contain NaN or infinity; give finite values")
     return images

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from patchlight.bench.recipe import Quick, key_lines, override, parse, quickened, read_recipe
+from patchlight.bench.recipe import Metric, Quick, key_lines, override, parse, quickened, read_recipe
 from patchlight.errors import PatchlightError
+from patchlight.metrics.base import resolve_metric
 from tests.bench.small import text
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -36,6 +37,8 @@ def line(of: str, word: str) -> int:
         ("insertion = {steps = 2}", "insert = {steps = 2}", "insert =", "the recipe has no 'insert'"),
         ("shard = 2", 'quick.leave_out = ["Genatt"]', "leave_out", "did you mean 'GenAtt'"),
         ("shard = 2", "shard = = 2", "= =", "not TOML"),
+        ("[metrics]", "[metrix]", "metrix", "there is no key 'metrix'; did you mean 'metrics'?"),
+        ('Rollout = "rollout"', 'Rollout = {method = "rollout", upsampling = "best"}', "best", "upsampling"),
     ],
 )
 def test_an_error_names_the_line_and_what_would_work(tmp_path: Path, old: str, new: str, at: str, told: str) -> None:
@@ -109,3 +112,13 @@ def test_every_recipe_of_the_project_is_valid(path: Path) -> None:
     assert recipe.paper
     assert recipe.notes
     assert recipe.quick != Quick()
+
+
+def test_a_methods_own_upsampling_reaches_the_metrics_that_enlarge_maps() -> None:
+    table = quickened(read_recipe(next(p for p in BENCH if p.stem == "diffmask-table-1"))[0])
+    ours, others = table.methods["Ours"], table.methods["Grad-CAM"]
+    assert "upsampling" not in ours.settings
+    for metric in table.metrics.values():
+        assert resolve_metric(metric.metric, ours.measured_by(metric)).settings["upsampling"] == "nearest"
+        assert resolve_metric(metric.metric, others.measured_by(metric)).settings["upsampling"] == "bilinear"
+    assert "upsampling" not in ours.measured_by(Metric(metric="max-sensitivity"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import gzip
 import io
 import json
 import re
@@ -10,6 +12,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from plotly.offline import get_plotlyjs
 from typer.testing import CliRunner
 
 from patchlight.bench.local import run
@@ -65,6 +68,18 @@ def test_latex_is_escaped(gathered: Gathered) -> None:
     assert r"Ins $\uparrow$ & Del $\downarrow$" in table
     assert table.count(r"\textbf{") == sum(c.mark == "best" for c in gathered.cells)
     assert table.count(r" \\") == 1 + 4
+    cell = gathered.by_key["Pocket", "Random", "Del"]
+    half = rf"{100 * cell.mean:.1f}%s {{\scriptsize$\pm${50 * (cell.high - cell.low):.1f}}}"
+    assert half % {"tied": r"$^\dagger$"}.get(cell.mark, "") in table.replace(r"\textbf{", "").replace("} {", " {")
+
+
+def test_values_that_do_not_exist_are_counted(gathered: Gathered) -> None:
+    from dataclasses import replace
+
+    lost = [replace(c, undefined=2, images=4) if c.metric == "Ins" else c for c in gathered.cells]
+    table = as_markdown(replace(gathered, cells=tuple(lost)))
+    assert "- Ins: 2 of 6 images have no value by its protocol." in table
+    assert "have no value" not in as_markdown(gathered)
 
 
 def test_html_is_whole_by_itself_and_the_same_for_equal_stores(out: Path, gathered: Gathered, tmp_path: Path) -> None:
@@ -75,6 +90,10 @@ def test_html_is_whole_by_itself_and_the_same_for_equal_stores(out: Path, gather
     assert not re.search(r"""(src|href)=["'](?!data:)""", without_plotly)
     assert without_plotly.count("<img ") == 6 * (1 + 4)
     assert "the recipe&#39;s own &lt;words&gt;" in page
+    packed = re.search(r'<script id="plotly" type="text/plain">(.*?)</script>', page)
+    assert packed is not None
+    assert gzip.decompress(base64.b64decode(packed[1])).decode() == get_plotlyjs()
+    assert len(page) < 3e6
     assert page.count("<svg viewBox") == 2
     for chart in ("curve-0-0", "curve-0-1", "time-0"):
         assert f'<div id="{chart}">' in page

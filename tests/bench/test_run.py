@@ -496,3 +496,45 @@ def test_killed_at_random_moments_and_resumed_it_ends_the_same(
     ]
     assert tables[0] == tables[1]
     assert len(tables[0]) == 1 + 4 * 2
+
+
+def test_an_image_that_changes_after_planning_is_noticed(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "images", 2)
+    shard = plan(recipe(folder)).shards[0]
+    with Image.open(folder / "1.png") as picture:
+        picture.putpixel((0, 0), (1, 2, 3))
+        picture.save(folder / "1.png")
+    local._data.cache_clear()
+    rows = run_shard(shard, How()).rows
+    assert {row["error"] for row in rows if row["image"] == "0.png"} == {""}
+    told = "'1.png' has changed since the run was planned; run the same command again"
+    assert {row["error"] for row in rows if row["image"] == "1.png"} == {told}
+    (folder / "1.png").unlink()
+    local._data.cache_clear()
+    assert {row["error"] for row in run_shard(shard, How()).rows if row["image"] == "1.png"} == {told}
+
+
+def test_a_metric_without_its_annotations_is_told_at_planning(images: Path) -> None:
+    point = 'Ins = {metric = "pointing-game"}'
+    both = text(images).replace('Ins = {metric = "insertion", steps = 3}', point).replace("insertion = {steps = 2}", "")
+    said = "'Ins' needs boxes or masks, and the 'folder' data at "
+    assert plan(parse(both)).notes[0].startswith(said)
+    alone = "\n".join(line for line in both.splitlines() if "deletion" not in line).replace('"Ins", "Del"', '"Ins"')
+    with pytest.raises(PatchlightError, match=f"{said}.* has none; give data that has"):
+        plan(parse(alone.replace("[0.5, nan]", "[0.5]")))
+    with pytest.raises(PatchlightError, match="the data has none; give --target prediction"):
+        plan(override(recipe(images), target="label"))
+
+
+def test_maps_are_enlarged_as_their_method_says(images: Path, tmp_path: Path) -> None:
+    import patchlight as pl
+
+    own = text(images).replace('GenAtt = "genatt"', 'GenAtt = {method = "genatt", upsampling = "nearest"}')
+    run(override(parse(own), images=2), tmp_path / "run")
+    vit = pl.load("pocket")
+    batch = vit.batch([images / "0.png", images / "3.png"])
+    expected = pl.evaluate(vit, batch, pl.explain(vit, batch, "genatt"), "deletion", steps=3, upsampling="nearest")
+    columns = Store(tmp_path / "run").results().columns
+    torch.testing.assert_close(columns["Pocket", "GenAtt", "Del"].values, expected.values, atol=1e-6, rtol=0)
+    one, other = plan(parse(own)).shards[0].cells, plan(recipe(images)).shards[0].cells
+    assert {pair for pair in one if one[pair] != other[pair]} == {("GenAtt", "Ins"), ("GenAtt", "Del")}

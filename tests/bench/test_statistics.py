@@ -11,7 +11,6 @@ from torch import Tensor
 
 from patchlight.bench.statistics import (
     Ranks,
-    average_ranks,
     compared,
     critical_difference,
     extremes,
@@ -20,7 +19,7 @@ from patchlight.bench.statistics import (
     paired_difference,
 )
 from patchlight.bench.store import Column
-from patchlight.statistics import bootstrap_weights
+from patchlight.statistics import average_ranks, bootstrap_weights
 
 
 def column(values: Tensor, higher: bool = True, **parts: Tensor) -> Column:

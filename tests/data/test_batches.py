@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import patchlight as pl
-from patchlight.data import Batch, Data, Sample, batches, load_batch, open_data
+from patchlight.data import Batch, Data, Sample, batches, labelled, load_batch, open_data
 from patchlight.errors import PatchlightError
 from patchlight.images import Preprocess, open_image
 
@@ -174,3 +174,23 @@ def test_unknown_kinds_and_options(tmp_path: Path) -> None:
     picture(tmp_path / "a.png")
     with pytest.raises(PatchlightError, match="has no option 'label'; did you mean 'labels'"):
         open_data("folder", tmp_path, label=write(tmp_path / "l.csv", "a,1"))
+
+
+def test_a_sample_without_annotations_leaves_the_others_theirs() -> None:
+    mask = torch.zeros(90, 90, dtype=torch.int8)
+    mask[20:60, 20:60] = 1
+    box = torch.tensor([[20.0, 20.0, 60.0, 60.0]])
+    samples = {"a": Sample("a", blank(90, 90), 3, box, mask), "b": Sample("b", blank(90, 90))}
+    batch = load_batch(Data("two", ["a", "b"], samples.__getitem__), [0, 1], SMALL)
+    assert batch.labels is not None
+    assert batch.labels.tolist() == [3, -1]
+    assert batch.boxes is not None
+    assert [len(boxes) for boxes in batch.boxes] == [1, 0]
+    assert batch.masks is not None
+    assert bool((batch.masks[0] == 1).any())
+    assert bool((batch.masks[1] == -1).all())
+    kept = labelled(batch)
+    assert kept.names == ["a"]
+    assert kept.failures == [("b", "'b' has no label")]
+    none = labelled(load_batch(Data("one", ["b"], samples.__getitem__), [0], SMALL))
+    assert (none.names, none.failures) == ([], kept.failures)

@@ -246,3 +246,40 @@ def test_every_metric_is_documented_and_its_presets_are_valid(name: str) -> None
         for key, meanings in words.items():
             for meaning in meanings.values():
                 checked(name, key, meaning, entry.parameters[key][1])
+
+
+def test_one_image_without_a_label_leaves_the_others_theirs() -> None:
+    vit = shared(VIT)
+    batch, asked = images(vit, 3), [1, 1, 1]
+    predicted = vit.logits(batch).argmax(1).tolist()
+    options: dict[str, Any] = {"points": 1, "low": 0.0, "high": 0.0, "target_class": "label"}
+    with pytest.warns(UndefinedMetric, match="the true classes of some images are not known"):
+        found = pl.evaluate(vit, batch, maps(3), "perturbation", asked, labels=[predicted[0], None, 99 % 7], **options)
+    expected = [1.0, float(predicted[1] == 1), float(predicted[2] == 99 % 7)]
+    assert found.values.tolist() == expected
+    boxes = [[[0, 0, 40, 40]]] * 3
+    labels = torch.tensor([predicted[0], -1, predicted[2]])
+    with pytest.warns(UndefinedMetric, match="image 1: its true class is not known"):
+        located = pl.evaluate(vit, batch, maps(3), "top1-loc", labels=labels, boxes=boxes)
+    assert located.values.isnan().tolist() == [False, True, False]
+
+
+def test_a_word_of_a_preset_is_explained_without_it() -> None:
+    words = "without one give 'blur-rise' (preset 'rise') or 'blur-tis' (preset 'tis')"
+    with pytest.raises(pl.PatchlightError) as caught:
+        evaluate(maps(), fill="blur")
+    assert str(caught.value) == f"setting fill='blur' of 'deletion' is a word of its presets rise, tis; {words}"
+    assert resolve_metric("deletion", {"preset": "tis", "fill": "blur"}).settings["fill"] == "blur-tis"
+    assert resolve_metric("deletion", {"fill": "black"}).settings["fill"] == "black"
+
+
+def test_warnings_point_at_the_users_line() -> None:
+    given = maps()
+    given[0] = 0
+    with pytest.warns(UndefinedMetric) as told:
+        evaluate(given)
+    assert told[0].filename == __file__
+    vit = shared(VIT)
+    with pytest.warns(pl.DegenerateMap) as told:
+        pl.explain(vit, torch.zeros(1, 3, 64, 64), "occlusion", fill="zero")
+    assert told[0].filename == __file__

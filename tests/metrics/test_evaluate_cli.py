@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import patchlight as pl
+from patchlight.data import Data, Sample
+from patchlight.images import open_image
 from tests.test_cli import folder as folder
 from tests.test_cli import refused, run
 from tests.test_cli import tiny as tiny
@@ -142,6 +144,10 @@ def test_labels_of_a_data_set(saved: Path, tiny: pl.Anatomy) -> None:
         (("evaluate", "maps", "--images", "photos", "--metric", "auc", "--set", "step=3"), "no setting 'step'"),
         (("evaluate", "maps", "--images", "photos", "--data", "imagenett"), "no data set is called 'imagenett'"),
         (("evaluate", "--method", "genat", "--images", "photos"), "did you mean 'genatt'"),
+        (
+            ("evaluate", "--method", "ig", "--images", "photos", "--metric", "deletion", "--set", "steps=3"),
+            "does not say which metric or method it is for; write deletion.steps=3 or ig.steps=3",
+        ),
         (("evaluate", "maps", "--images", "photos", "--target", "unicorn"), "no class is called 'unicorn'"),
         (("metrics", "delettion"), "did you mean 'deletion'"),
     ],
@@ -168,3 +174,28 @@ def test_maps_of_another_model_are_told(saved: Path, tiny: pl.Anatomy) -> None:
     tiny.name = "another"
     result = run("evaluate", "maps", "--images", "photos", "--metric", "auc", "--set", "points=2")
     assert "the maps are of vit, but are measured on another" in result.stderr
+
+
+def test_one_image_without_a_label_is_the_only_one_without(
+    saved: Path, tiny: pl.Anatomy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a.jpg", "b.png"]
+    right = tiny.predict("photos/a.jpg")[0][0][0]
+    assert tiny.labels is not None
+    label = list(tiny.labels).index(right)
+
+    def opened(kind: str, path: Path, **options: object) -> Data:
+        def read(name: str) -> Sample:
+            return Sample(name, open_image(path / name), label if name == "a.jpg" else None)
+
+        return Data("two", names, read, tiny.labels)
+
+    monkeypatch.setattr("patchlight.data.open_data", opened)
+    clean = ("--set", "perturbation.points=1", "--set", "perturbation.low=0", "--set", "perturbation.high=0")
+    asked = ("evaluate", "--method", "genatt", "--images", "photos", "--data", "folder", "--metric", "perturbation")
+    result = run(*asked, *clean, "--json")
+    assert json.loads(result.stdout)["results"][0]["values"] == {"a.jpg": 1, "b.png": 1}
+    assert "'b.png' has no label" in result.stderr
+    found = json.loads(run(*asked, *clean, "--target", "label", "--json", code=3).stdout)
+    assert found["results"][0]["values"] == {"a.jpg": 1}
+    assert found["errors"] == [{"image": "b.png", "error": "'b.png' has no label"}]

@@ -264,3 +264,18 @@ def test_an_accelerator_gives_the_same_values() -> None:
     here, there = (pl.evaluate(vit, batch, maps, asked, TARGETS, precision="full") for vit in (cpu, cuda))
     for name in names:
         torch.testing.assert_close(here[name].values, there[name].values, atol=1e-8, rtol=0)
+
+
+def test_auc_asks_for_the_prediction_unless_for_the_label() -> None:
+    vit = shared("vit", torch.float64)
+    batch, maps = images(vit, 2), without_ties(vit)
+    predicted = vit.logits(batch).argmax(1)
+    wrong = (predicted + 1) % 7
+    kept = pl.evaluate(vit, batch, maps, "auc", wrong, labels=wrong, points=3)
+    assert kept.curve is not None
+    assert kept.curve[:, 0].tolist() == [1, 1]
+    against = pl.evaluate(vit, batch, maps, "auc", predicted, labels=wrong, points=3, target_class="label")
+    assert against.curve is not None
+    assert against.curve[:, 0].tolist() == [0, 0]
+    same = pl.evaluate(vit, batch, maps, "auc", wrong, labels=predicted, points=3, target_class="label")
+    assert torch.equal(same.values, kept.values)

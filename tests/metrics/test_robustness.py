@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -184,3 +185,14 @@ def test_chunks_reach_over_draws_but_not_over_seeds() -> None:
 def test_maps_alone_cannot_be_explained_anew() -> None:
     with pytest.raises(PatchlightError, match="needs a method"):
         sensitivity(torch.randn(3, 4, 4))
+
+
+def test_a_fresh_attribution_is_not_explained_again() -> None:
+    vit = shared("vit")
+    x = images(vit, 3)
+    maps = pl.explain(vit, x, "genatt", target=2)
+    anew = sensitivity(maps, n=2, radius=0.05)
+    torch.testing.assert_close(sensitivity(maps, n=2, radius=0.05, fresh=True), anew, rtol=1e-4, atol=0)
+    doubled = dataclasses.replace(maps, scores=2 * maps.scores)
+    torch.testing.assert_close(sensitivity(doubled, n=2, radius=0.05), anew, rtol=1e-4, atol=0)
+    assert (sensitivity(doubled, n=2, radius=0.05, fresh=True) > 0.4).all(), "it takes the caller's word"

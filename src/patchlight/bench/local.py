@@ -16,10 +16,10 @@ from torch import Tensor
 from patchlight.ablation import free_chunk
 from patchlight.anatomy import Anatomy, load
 from patchlight.attribution import Attribution, versions
-from patchlight.bench.plan import Listener, Plan, Shard, opened, plan
+from patchlight.bench.plan import Listener, Plan, Shard, as_planned, opened, plan
 from patchlight.bench.recipe import Method, Model, Recipe, Source
 from patchlight.bench.store import Before, Done, Maps, Row, Store, planned
-from patchlight.data import Batch, Data, load_batch
+from patchlight.data import Batch, Data, labelled, load_batch
 from patchlight.engine import explain
 from patchlight.errors import PatchlightError
 from patchlight.metrics.base import Evaluation, on_grid, resolve_metric
@@ -188,9 +188,11 @@ def run_shard(shard: Shard, how: How, before: Before | None = None, step: Listen
             f"the labels are not classes of {vit.name}, so give a model of these classes or --target prediction: "
             f"{foreign}"
         )
-    batch = load_batch(data, list(shard.indices), vit, workers=4)
+    batch = load_batch(as_planned(data, shard), range(len(shard.names)), vit, workers=4)
     if foreign:
         batch = replace(batch, labels=None)
+    elif shard.target == "label":
+        batch = labelled(batch)
     target = _targets(shard, vit, batch)
     known = {pair: cell for pair, cell in shard.cells.items() if len(before.rows.get(cell, ())) == len(shard.names)}
     missing = {m: [n for n in shard.metrics if (m, n) not in known] for m in shard.methods}
@@ -225,8 +227,7 @@ def _targets(shard: Shard, vit: Anatomy, batch: Batch) -> Tensor:
         return torch.empty(0, dtype=torch.long)
     if shard.target == "prediction":
         return predicted(vit.logits(batch.images)).index[:, 0]
-    if batch.labels is None:
-        raise PatchlightError("the recipe explains the images' labels, and the data has none; give --target prediction")
+    assert batch.labels is not None, "images without a label are failures by now"
     return batch.labels
 
 
@@ -302,7 +303,8 @@ def _measured(
     flat = attribution.scores.flatten(1)
     broken = (~flat.isfinite()).any(1).tolist()
     constant = (flat.amax(1) == flat.amin(1)).tolist()
-    for metric, (evaluation, spent) in _evaluated(shard, vit, batch, target, attribution, metrics, chunk).items():
+    found = _evaluated(shard, vit, batch, target, attribution, method, metrics, chunk)
+    for metric, (evaluation, spent) in found.items():
         if not isinstance(evaluation, str):
             learned[metric] = _facts(evaluation)
         for i, name in enumerate(batch.names):
@@ -320,24 +322,31 @@ def _measured(
 
 
 def _evaluated(
-    shard: Shard, vit: Anatomy, batch: Batch, target: Tensor, maps: Attribution, metrics: Sequence[str], chunk: int
+    shard: Shard,
+    vit: Anatomy,
+    batch: Batch,
+    target: Tensor,
+    maps: Attribution,
+    method: str,
+    metrics: Sequence[str],
+    chunk: int,
 ) -> dict[str, tuple[Evaluation | str, float]]:
     """By metric, its evaluation or the reason why there is none, and seconds per image (shared equally)."""
     asked = {}
     for metric in metrics:
-        own = shard.metrics[metric]
-        how = {"chunk": chunk} if resolve_metric(own.metric, own.settings).metric.ablates else {}
-        asked[metric] = {"metric": own.metric, **how, **own.settings}
+        own, settings = shard.metrics[metric], shard.methods[method].measured_by(shard.metrics[metric])
+        how = {"chunk": chunk} if resolve_metric(own.metric, settings).metric.ablates else {}
+        asked[metric] = {"metric": own.metric, **how, **settings}
     given = {"labels": batch.labels, "boxes": batch.boxes, "masks": batch.masks}
     begin = time.perf_counter()
     try:
-        found = evaluate(vit, batch.images, maps, asked, target, seed=shard.seed, **given)
+        found = evaluate(vit, batch.images, maps, asked, target, seed=shard.seed, fresh=True, **given)
     except Exception as error:
         if len(metrics) == 1:
             return {metrics[0]: (_reason(error), 0.0)}
         alone: dict[str, tuple[Evaluation | str, float]] = {}
         for metric in metrics:
-            alone |= _evaluated(shard, vit, batch, target, maps, [metric], chunk)
+            alone |= _evaluated(shard, vit, batch, target, maps, method, [metric], chunk)
         return alone
     seconds = (time.perf_counter() - begin) / len(metrics) / len(batch.names)
     return {metric: (evaluation, seconds) for metric, evaluation in found.items()}

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,11 @@ import torch
 
 from patchlight.bench.recipe import Method, Metric, Model, Recipe, Source
 from patchlight.errors import PatchlightError
-from patchlight.metrics.base import resolve_metric
+from patchlight.metrics.base import MetricRequest, resolve_metric
 from patchlight.registry import resolve
 
 if TYPE_CHECKING:
-    from patchlight.data import Data
+    from patchlight.data import Data, Sample
 
 PATIENCE = 2.0
 """Seconds of planning that need no word."""
@@ -34,8 +34,8 @@ Listener = Callable[[Event], None]
 class Shard:
     """Some images of the data, one model, all methods and metrics: whoever runs it gets the same rows.
 
-    `names` are the images at `indices` of the data, `contents` the hashes of what is in them (pixels, class, boxes,
-    mask); `digest` is that of the weights file. Paths say where things are and are not part of the key.
+    `names` are the images at `indices` of the data, `contents` the hashes of what is in them (pixels, boxes and mask,
+    then the class); `digest` is that of the weights file. Paths say where things are and are not part of the key.
     """
 
     label: str
@@ -63,11 +63,14 @@ class Shard:
     def cells(self) -> dict[tuple[str, str], str]:
         """By method and metric, the hash of what the one's values under the other depend on."""
         asked = {label: resolve(m.method, m.settings) for label, m in self.methods.items()}
-        measured = {label: resolve_metric(m.metric, m.settings) for label, m in self.metrics.items()}
+
+        def measured(method: Method) -> dict[str, MetricRequest]:
+            return {label: resolve_metric(m.metric, method.measured_by(m)) for label, m in self.metrics.items()}
+
         return {
             (m, n): digest_of([self.place, a.name, a.settings, a.score, b.metric.name, b.settings])
             for m, a in asked.items()
-            for n, b in measured.items()
+            for n, b in measured(self.methods[m]).items()
         }
 
     @cached_property
@@ -112,7 +115,9 @@ def plan(recipe: Recipe, data: Data | None = None, listen: Listener = lambda eve
     """
     data = opened(recipe.data) if data is None else data
     chosen, notes = _chosen(recipe, data)
-    contents = dict(zip(chosen, _contents(data, chosen, recipe.data.path, listen), strict=True))
+    read = _contents(data, chosen, recipe.data.path, listen)
+    contents = {index: digest for index, (digest, _) in zip(chosen, read, strict=True)}
+    notes += _missing(recipe, [known for _, known in read if known is not None])
     chunks = [chosen[i : i + recipe.shard] for i in range(0, len(chosen), recipe.shard)]
     shards = []
     for label, model in recipe.models.items():
@@ -135,6 +140,21 @@ def plan(recipe: Recipe, data: Data | None = None, listen: Listener = lambda eve
                 )
             )
     return Plan(recipe, tuple(shards), tuple(notes))
+
+
+def as_planned(data: Data, shard: Shard) -> Data:
+    """The shard's samples; one that has changed since the plan was made is refused when it is read."""
+    planned = dict(zip(shard.names, zip(shard.indices, shard.contents, strict=True), strict=True))
+
+    def read(name: str) -> Sample:
+        index, content = planned[name]
+        there = index < len(data) and data.names[index] == name
+        sample = data[index] if there else None
+        if sample is None or drawn_digest(sample) != content.partition("-")[0]:
+            raise PatchlightError(f"'{name}' has changed since the run was planned; run the same command again")
+        return sample
+
+    return replace(data, names=shard.names, read=read)
 
 
 def opened(source: Source) -> Data:
@@ -164,14 +184,41 @@ def _chosen(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]]:
     return [i * total // wanted for i in range(wanted)], []
 
 
-def _contents(data: Data, chosen: Sequence[int], path: str, listen: Listener) -> list[str]:
-    """The hash of what is in each image; of one that cannot be read, of the sentence that says why, less the path."""
+def _missing(recipe: Recipe, known: Sequence[set[str]]) -> list[str]:
+    """A note for each metric whose annotations no image has; refused where that is so of all of them."""
+    have = set().union(*known)
+    if not known:
+        return []
+    if recipe.target == "label" and "labels" not in have:
+        raise PatchlightError("the recipe explains the images' labels, and the data has none; give --target prediction")
+    lacking = {}
+    for label, own in recipe.metrics.items():
+        needs = resolve_metric(own.metric, own.settings).metric.needs
+        lacking[label] = [need for need in sorted(needs) if not have & set(need.split(" or "))]
+    told = [f"'{label}' needs {' and '.join(needs)}" for label, needs in lacking.items() if needs]
+    where = f"the '{recipe.data.kind}' data at '{recipe.data.path}' has none"
+    if len(told) == len(lacking):
+        raise PatchlightError(f"{told[0]}, and {where}; give data that has (--data KIND:DIR)")
+    return [f"{each}, and {where}: it will have no value" for each in told]
 
-    def read(index: int) -> str:
+
+Read = tuple[str, set[str] | None]
+"""The hash of a sample, and which annotations it has; None of one that cannot be read."""
+
+
+def _contents(data: Data, chosen: Sequence[int], path: str, listen: Listener) -> list[Read]:
+    """Every image once; of one that cannot be read, the hash is that of the sentence that says why, less the path."""
+
+    def read(index: int) -> Read:
         try:
-            return _sample_digest(data, index)
+            sample = data[index]
         except PatchlightError as error:
-            return digest_of(str(error).replace(path, "") if path else str(error))
+            return digest_of(str(error).replace(path, "") if path else str(error)), None
+        label = None if sample.label is None else [sample.label, data.labels[sample.label] if data.labels else ""]
+        drawn = {"labels": sample.label, "boxes": sample.boxes, "masks": sample.mask}
+        known = {kind for kind, value in drawn.items() if value is not None}
+        known |= {"labels", "masks"} if sample.regions is not None else set()
+        return f"{drawn_digest(sample)}-{digest_of(label)}", known
 
     found, told = [], time.monotonic()
     pool = ThreadPoolExecutor(4)
@@ -186,13 +233,11 @@ def _contents(data: Data, chosen: Sequence[int], path: str, listen: Listener) ->
     return found
 
 
-def _sample_digest(data: Data, index: int) -> str:
-    """The hash of a sample's pixels, class (number and name), boxes and mask."""
-    sample = data[index]
-    label = None if sample.label is None else [sample.label, data.labels[sample.label] if data.labels else ""]
+def drawn_digest(sample: Sample) -> str:
+    """The hash of a sample's pixels, boxes and mask; its class, which may be numbered otherwise, is not in it."""
     drawn = [sample.boxes, sample.mask, sample.regions]
     shapes = [None if t is None else [str(t.dtype), *t.shape] for t in drawn]
-    hashed = hashlib.sha256(json.dumps([sample.image.mode, sample.image.size, label, shapes]).encode())
+    hashed = hashlib.sha256(json.dumps([sample.image.mode, sample.image.size, shapes]).encode())
     hashed.update(sample.image.tobytes())
     for tensor in drawn:
         if tensor is not None:

@@ -63,9 +63,21 @@ class _Named(BaseModel):
 
 
 class Method(_Named):
-    """A registered method; all other keys are its settings."""
+    """A registered method; all other keys are its settings.
+
+    `upsampling` says how its map becomes pixels where that is the method's own affair; it wins over the metrics'.
+    """
 
     method: str
+    upsampling: Literal["nearest", "bilinear", "bicubic"] | None = None
+
+    def measured_by(self, metric: Metric) -> dict[str, Any]:
+        """The settings of a metric when it measures this method."""
+        from patchlight.metrics.base import resolve_metric
+
+        known = resolve_metric(metric.metric).metric.parameters
+        own = {"upsampling": self.upsampling} if self.upsampling and "upsampling" in known else {}
+        return {**metric.settings, **own}
 
 
 class Metric(_Named):
@@ -153,7 +165,8 @@ def parse(text: str, where: str = "recipe") -> Recipe:
     try:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
+        # An unknown section tells more than the missing one it was meant to be.
+        first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
         keys = tuple(str(key) for key in first["loc"])
         raise PatchlightError(f"{where}, line {line_of(keys, lines)}: {_in_words(first, keys)}") from error
     _check(recipe, lines, where)
@@ -228,9 +241,10 @@ def quickened(recipe: Recipe) -> Recipe:
     from patchlight.registry import resolve
 
     methods = {
-        label: Method(method=m.method, **m.settings | recipe.quick.methods.get(resolve(m.method).method.name, {}))
+        label: Method(method=m.method, upsampling=m.upsampling, **m.settings | quick)
         for label, m in recipe.methods.items()
         if label not in recipe.quick.leave_out
+        for quick in [recipe.quick.methods.get(resolve(m.method).method.name, {})]
     }
     metrics = {
         label: Metric(metric=m.metric, scale=m.scale, digits=m.digits, **m.settings | quick)

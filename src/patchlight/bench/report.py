@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import gzip
 import io
 import json
 import math
@@ -139,7 +140,8 @@ def as_markdown(run: Gathered) -> str:
                 for method in run.recipe.methods
             ],
         )
-        lines += ["", *_rank_lines(run, model)]
+        undefined = [f"- {line}." for line in _undefined(run, model)]
+        lines += ["", *undefined, *([""] if undefined else []), *_rank_lines(run, model)]
     lines += _failure_lines(run)
     lines += [f"- Note: {note}." for note in run.notes]
     return "\n".join(lines).rstrip() + "\n"
@@ -154,6 +156,13 @@ def _counted(run: Gathered, model: str) -> str:
     total = len(run.results.images[model])
     used = max((c.images for c in run.cells if c.model == model), default=total)
     return _images(total) if used == total else f"{used} of {_images(total)}"
+
+
+def _undefined(run: Gathered, model: str) -> list[str]:
+    """The metrics that by their protocol have no value for some images, which do not count."""
+    total = _images(len(run.results.images[model]))
+    most = {n: max(run.by_key[model, m, n].undefined for m in run.recipe.methods) for n in run.recipe.metrics}
+    return [f"{n}: {count} of {total} have no value by its protocol" for n, count in most.items() if count]
 
 
 def _legend(run: Gathered, model: str) -> str:
@@ -209,7 +218,7 @@ _LATEX = str.maketrans(
 
 def as_latex(run: Gathered) -> str:
     """A booktabs table for each model: mean and half-width of its interval, best bold, tied best with a dagger."""
-    out = []
+    out = [r"% mean $\pm$ half of the 95 % bootstrap interval over images; bold: best; dagger: tied with it"]
     for model in run.models:
         metrics = list(run.recipe.metrics)
         out += [r"\begin{tabular}{l" + "r" * len(metrics) + "r}", r"\toprule"]
@@ -265,9 +274,14 @@ def as_html(run: Gathered) -> str:
         models=models,
         legend=LEGEND,
         colours={m: PALETTE[i % len(PALETTE)] for i, m in enumerate(run.recipe.methods)},
-        plotly=get_plotlyjs(),
+        plotly=_packed(get_plotlyjs()),
         charts=json.dumps({c["id"]: c for m in models for c in m["charts"]}).replace("</", "<\\/"),
     )
+
+
+def _packed(script: str) -> str:
+    """A script as gzip in base64, which the page unpacks: Plotly comes with its whole bundle only, 4.8 MB of it."""
+    return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
 
 
 def _model_section(run: Gathered, model: str) -> dict[str, Any]:
@@ -288,6 +302,7 @@ def _model_section(run: Gathered, model: str) -> dict[str, Any]:
             }
             for method in run.recipe.methods
         ],
+        "undefined": _undefined(run, model),
         "curves": charts,
         "charts": [*charts, *([times] if times else [])],
         "times": times,

@@ -13,7 +13,7 @@ from torch import Tensor
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.store import Column, Results
 from patchlight.metrics.base import Sums, resample, resolve_metric
-from patchlight.statistics import bootstrap_weights, percentiles
+from patchlight.statistics import average_ranks, bootstrap_weights, percentiles
 
 Combine = Callable[[Sums], Tensor] | None
 Mark = Literal["best", "tied", ""]
@@ -162,13 +162,6 @@ def ranks(results: Results, recipe: Recipe, model: str, metric: str) -> Ranks | 
     statistic, p = friedman(placed)
     means = dict(zip(columns, placed.mean(0).tolist(), strict=True))
     return Ranks(model, metric, means, len(values), statistic, p, critical_difference(len(columns), len(values)))
-
-
-def average_ranks(values: Tensor) -> Tensor:
-    """The rank of each value in its row, 1 the lowest, ties sharing their mean rank: [N,k]."""
-    below = (values[:, None, :] < values[:, :, None]).sum(-1)
-    equal = (values[:, None, :] == values[:, :, None]).sum(-1)
-    return below.double() + (equal.double() + 1) / 2
 
 
 def friedman(placed: Tensor) -> tuple[float, float]:

@@ -11,9 +11,9 @@ import typer
 
 from patchlight.cli.bench import bench
 from patchlight.cli.diffmask import diffmask
-from patchlight.cli.evaluate import evaluate, metrics
+from patchlight.cli.evaluate import evaluate
 from patchlight.cli.explain import demo, explain
-from patchlight.cli.tables import methods, models
+from patchlight.cli.tables import methods, metrics, models
 
 app = typer.Typer(
     name="patchlight",

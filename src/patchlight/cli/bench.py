@@ -141,7 +141,8 @@ def report(
 
 
 def _conclude(summary: Summary, out: Path) -> None:
-    done = f"{summary.before} of {summary.shards} shards done already" if summary.before else f"{summary.shards} shards"
+    total = f"{summary.shards} shard{'s' if summary.shards != 1 else ''}"
+    done = f"{summary.before} of {total} done already" if summary.before else total
     partly = f", {summary.partly} partly" if summary.partly else ""
     say(f"{done}{partly}; {summary.shards - summary.before} run now")
     _tell(summary.failures, summary.notes, say)

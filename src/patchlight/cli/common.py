@@ -111,8 +111,13 @@ def load_model(
     return load(name, weights=weights, labels=labels, device=device, **staged, **options)
 
 
-def read_settings(names: Sequence[str], given: Sequence[str], noun: str = "method") -> dict[str, dict[str, Any]]:
-    """Settings by name; `--set name.key=value` goes to that one, `key=value` to the only one."""
+def read_settings(
+    names: Sequence[str], given: Sequence[str], noun: str = "method", whose: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Settings by name; `--set name.key=value` goes to that one, `key=value` to the only one.
+
+    `whose` says what the names are, where they are not all of one kind.
+    """
     wanted: dict[str, dict[str, Any]] = {name.strip(): {} for name in names if name.strip()}
     if not wanted:
         raise PatchlightError(f"no {noun} was named; `patchlight {noun}s` lists them")
@@ -123,7 +128,7 @@ def read_settings(names: Sequence[str], given: Sequence[str], noun: str = "metho
             raise PatchlightError(f"'--set {setting}' is not a setting; write {noun}.name=value or name=value")
         if not name and len(wanted) > 1:
             choices = " or ".join(f"{n}.{setting}" for n in list(wanted)[:3])
-            raise PatchlightError(f"'--set {setting}' could be for any of {len(wanted)} {noun}s; write {choices}")
+            raise PatchlightError(f"'--set {setting}' does not say which {whose or noun} it is for; write {choices}")
         if name and name not in wanted:
             raise PatchlightError(f"'--set {setting}' is for '{name}', which was not asked; {nearest(name, wanted)}")
         wanted[name or next(iter(wanted))][key] = _value(text.strip())

@@ -1,7 +1,8 @@
-"""`patchlight methods` and `patchlight models`: what there is."""
+"""`patchlight methods`, `patchlight metrics` and `patchlight models`: what there is."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -37,9 +38,32 @@ def methods(
                 [{k: v for k, v in asdict(row).items() if vit is not None or k not in _OF_A_MODEL} for row in rows]
             )
         elif name is not None:
-            _describe(rows[0], request)
+            _describe_method(rows[0], request)
         else:
             _list_methods(rows, vit is not None)
+
+
+def metrics(
+    name: Annotated[str | None, typer.Argument(help="One metric, to see its settings.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List the metrics, or the settings of one."""
+    with answering(as_json, debug):
+        with progress("loading the metrics"):
+            from patchlight.metrics import metrics as table
+            from patchlight.metrics.base import resolve_metric
+
+            rows = table()
+        if name is not None:
+            entry = resolve_metric(name).metric
+            rows = [row for row in rows if row.name == entry.name]
+        if as_json:
+            print_json([asdict(row) for row in rows])
+        elif name is not None:
+            _describe_metric(rows[0], entry)
+        else:
+            _list_metrics(rows)
 
 
 def models(
@@ -63,9 +87,6 @@ def models(
         say(f"{len(names)} models; also hf:NAME (transformers) and torchvision:NAME")
 
 
-_OF_A_MODEL = ("supported", "reason")
-
-
 def _list_methods(rows: Sequence[Any], of_model: bool) -> None:
     table = Table(
         "method", *(("works",) if of_model else ()), "paper", "cost", "what it shows", box=None, pad_edge=False
@@ -77,9 +98,7 @@ def _list_methods(rows: Sequence[Any], of_model: bool) -> None:
     say("`patchlight methods NAME` tells more; wrappers such as .plus, .rollout and .libra may follow a name")
 
 
-def _describe(row: Any, request: Any) -> None:
-    import inspect
-
+def _describe_method(row: Any, request: Any) -> None:
     from patchlight.registry import parameters, type_name
 
     entry = request.method
@@ -97,3 +116,28 @@ def _describe(row: Any, request: Any) -> None:
     print(f"  score: 'logit' | 'probability' | a callable of the logits = {entry.default_score!r}")
     if entry.presets:
         print(f"  preset: {', '.join(entry.presets)}")
+
+
+def _list_metrics(rows: Sequence[Any]) -> None:
+    table = Table("metric", "better", "needs", "paper", "cost", "what it says", box=None, pad_edge=False)
+    for row in rows:
+        better = "higher" if row.higher_is_better else "lower"
+        table.add_row(row.name, better, ", ".join(row.needs), row.paper, row.cost, row.summary)
+    console().print(table)
+    say("`patchlight metrics NAME` tells more")
+
+
+def _describe_metric(row: Any, entry: Any) -> None:
+    low, high = row.bounds
+    better = "higher" if row.higher_is_better else "lower"
+    print(f"{row.name}  ({row.paper}; {row.cost}; {better} is better, from {low:g} to {high:g})")
+    if row.aliases:
+        print(f"also called {', '.join(row.aliases)}")
+    if row.needs:
+        print(f"needs {' and '.join(row.needs)}")
+    print(inspect.getdoc(entry.function) or "")
+    print("\nSettings:")
+    for key, words in row.settings.items():
+        print(f"  {key}: {words}")
+    if row.presets:
+        print(f"  preset: {', '.join(row.presets)}")

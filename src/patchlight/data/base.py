@@ -78,9 +78,9 @@ class Data:
 class Batch:
     """Samples as a model and a metric take them, boxes and masks on the model's input.
 
-    `images` [B,C,H,W] preprocessed; `labels` [B] int64, or None unless every sample has one; `boxes` per image [n,4],
-    [0,4] where the crop cut them all away; `masks` [B,H,W] int8; `failures` the (name, sentence) of samples that could
-    not be read and are not among the B.
+    `images` [B,C,H,W] preprocessed; `labels` [B] int64, -1 where a sample has none; `boxes` per image [n,4], [0,4]
+    where it has none or the crop cut them all away; `masks` [B,H,W] int8, all -1 where a sample has none; each is None
+    where no sample has any. `failures`: the (name, sentence) of samples that could not be read and are not among the B.
     """
 
     names: list[str]
@@ -161,16 +161,33 @@ def _prepared(sample: Sample, preprocess: Preprocess, channels: int) -> _Prepare
 
 def _stacked(items: Sequence[_Item], shape: tuple[int, int, int]) -> Batch:
     good = [item for item in items if isinstance(item, _Prepared)]
-    labels = [item.label for item in good if item.label is not None]
-    boxes = [item.boxes for item in good if item.boxes is not None]
-    masks = [item.mask for item in good if item.mask is not None]
+    labels = [-1 if item.label is None else item.label for item in good]
+    boxes = [torch.empty(0, 4) if item.boxes is None else item.boxes for item in good]
+    blank = torch.full(shape[1:], -1, dtype=torch.int8)
+    masks = [blank if item.mask is None else item.mask for item in good]
     return Batch(
         names=[item.name for item in good],
         images=torch.stack([item.image for item in good]) if good else torch.empty(0, *shape),
-        labels=torch.tensor(labels) if good and len(labels) == len(good) else None,
-        boxes=boxes if good and len(boxes) == len(good) else None,
-        masks=torch.stack(masks) if good and len(masks) == len(good) else None,
+        labels=torch.tensor(labels) if any(item.label is not None for item in good) else None,
+        boxes=boxes if any(item.boxes is not None for item in good) else None,
+        masks=torch.stack(masks) if any(item.mask is not None for item in good) else None,
         failures=[item for item in items if not isinstance(item, _Prepared)],
+    )
+
+
+def labelled(batch: Batch) -> Batch:
+    """The batch less its samples without a class, which become failures."""
+    known = [] if batch.labels is None else (batch.labels >= 0).nonzero().flatten().tolist()
+    if len(known) == len(batch.names):
+        return batch
+    without = [(name, f"'{name}' has no label") for i, name in enumerate(batch.names) if i not in known]
+    return Batch(
+        [batch.names[i] for i in known],
+        batch.images[known],
+        None if batch.labels is None else batch.labels[known],
+        None if batch.boxes is None else [batch.boxes[i] for i in known],
+        None if batch.masks is None else batch.masks[known],
+        [*batch.failures, *without],
     )
 
 

@@ -8,7 +8,6 @@ averages and their bootstrap intervals have one form.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 from patchlight.ablation import Ablation
 from patchlight.anatomy import Anatomy
-from patchlight.errors import PatchlightError, nearest
+from patchlight.errors import PatchlightError, nearest, warn
 from patchlight.registry import HOW, checked, type_name
 from patchlight.statistics import bootstrap_weights, percentiles
 from patchlight.targets import Targets, predicted
@@ -43,9 +42,9 @@ class UndefinedMetric(UserWarning):
 class Measure:
     """What a metric is given. `maps` [B,h,w] are finite, float32 or wider, on the model's device.
 
-    `targets` are the classes asked about, one per image; `labels` [B] the true ones; `boxes` one [n,4] tensor per
-    image (xmin, ymin, xmax, ymax) and `masks` [B,H,W] (1 object, 0 background, -1 not labelled), both on the canvas the
-    model sees. `again` explains other images or another model as the maps were explained.
+    `targets` are the classes asked about, one per image; `labels` [B] the true ones, -1 where one is not known; `boxes`
+    one [n,4] tensor per image (xmin, ymin, xmax, ymax) and `masks` [B,H,W] (1 object, 0 background, -1 not labelled),
+    both on the canvas the model sees. `again` explains other images or another model as the maps were explained.
     """
 
     vit: Anatomy
@@ -92,15 +91,15 @@ class Measure:
 
     def of(self, which: TargetClass) -> Targets:
         """The classes given, the true ones, or the model's own prediction."""
-        if which == "label" and self.labels is not None:
-            return Targets(self.labels[:, None].cpu())
-        if which == "label" and "told" not in self.kept:
-            self.kept["told"] = True
-            warnings.warn(
-                "the true classes are not known (give labels=), so the classes explained count as true",
-                UndefinedMetric,
-                stacklevel=2,
-            )
+        if which == "label":
+            truth = torch.full((len(self.images),), -1) if self.labels is None else self.labels.cpu()
+            unknown = truth < 0
+            if bool(unknown.any()) and "told" not in self.kept:
+                self.kept["told"] = True
+                whose = "the true classes" if bool(unknown.all()) else "the true classes of some images"
+                warn(f"{whose} are not known (give labels=), so the classes explained count as true", UndefinedMetric)
+            if not bool(unknown.all()):
+                return Targets(torch.where(unknown, self.targets.index[:, 0].cpu(), truth)[:, None])
         if which == "predicted":
             rounded = self.ablation.rounds
             return predicted(self.once("clean", lambda: self.vit.logits(self.images)) if rounded else self.logits())
@@ -319,8 +318,22 @@ def resolve_metric(asked: str, settings: Mapping[str, Any] | None = None) -> Met
             hint = nearest(key, [*entry.parameters, "preset"])
             raise PatchlightError(f"'{entry.name}' has no setting '{key}'; {hint}")
         said = words.get(key, {}).get(value, value) if isinstance(value, str) else value
+        _check_word(entry, key, said)
         values[key] = checked(entry.name, key, said, entry.parameters[key][1])
     return MetricRequest(asked, entry, values)
+
+
+def _check_word(entry: Metric, key: str, value: Any) -> None:
+    """Refuse a paper's own word outside its preset, and say what each paper means by it."""
+    if not isinstance(value, str) or f"'{value}'" in type_name(entry.parameters[key][1]):
+        return
+    meant = {preset: words[key][value] for preset, words in entry.words.items() if value in words.get(key, {})}
+    if meant:
+        choices = " or ".join(f"{said!r} (preset '{preset}')" for preset, said in meant.items())
+        raise PatchlightError(
+            f"setting {key}={value!r} of '{entry.name}' is a word of its presets {', '.join(meant)}; without one give "
+            f"{choices}"
+        )
 
 
 @dataclass(frozen=True, eq=False)

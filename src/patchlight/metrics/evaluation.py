@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from patchlight.anatomy import Anatomy, wrap
 from patchlight.attribution import Attribution
 from patchlight.engine import Progress, compute
-from patchlight.errors import PatchlightError
+from patchlight.errors import PatchlightError, warn
 from patchlight.metrics.base import (
     Evaluation,
     Explainer,
@@ -58,6 +58,7 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 16,
     progress: Progress | None = None,
+    fresh: bool = False,
     **settings: Any,
 ) -> Evaluation | dict[str, Evaluation]:
     """Measure maps of images: an Attribution, an array [B,h,w], a method's name, or a callable that explains.
@@ -66,8 +67,10 @@ def evaluate(
 
     `metric`: a name, a list, or a dict of names and settings (a setting `metric` makes the name a free label); the
     latter two give a dict. `target`: the class asked about; by default the one an Attribution explains, else the
-    prediction. `labels` are the true classes (default: the target), `boxes` one [n,4] per image and `masks` [B,H,W]
-    on the canvas the model sees (`patchlight.data` makes them). Further keywords are the metric's settings.
+    prediction. `labels` are the true classes (default: the target; None where one is not known), `boxes` one [n,4] per
+    image and `masks` [B,H,W] on the canvas the model sees (`patchlight.data` makes them). `fresh` says that an
+    Attribution is what its method makes of these very images, classes and seed, so that a metric which explains anew
+    need not begin with it. Further keywords are the metric's settings.
 
     >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean      # doctest: +SKIP
     """
@@ -110,12 +113,13 @@ def evaluate(
             again,
             seed,
             kept=kept,
-            fresh=scores is None,
+            fresh=fresh or scores is None,
         )
         for results, request in zip(found, requests, strict=True):
             how = {key: request.settings[key] for key in HOW} if request.metric.ablates else {}
             own_settings = {k: v for k, v in request.settings.items() if k not in how}
-            results.append(request.metric.function(replace(given, how=how), **own_settings))
+            measured = request.metric.function(replace(given, how=how), **own_settings)
+            results.append(_only_labelled(request, given, measured))
         if progress is not None:
             progress(part.stop, count)
     together = {
@@ -190,10 +194,9 @@ def _finite(maps: Tensor, first: int) -> tuple[Tensor, dict[int, str]]:
     dead = ((flat.amax(1) == flat.amin(1)) & ~broken).nonzero().flatten()
     if len(dead) and flat.shape[1] > 1:
         names = ", ".join(str(first + int(i)) for i in dead[:8])
-        warnings.warn(
+        warn(
             f"the map of image {names} is constant: its order is a seeded draw, and its value that of a random map",
             UndefinedMetric,
-            stacklevel=3,
         )
     return torch.where(broken[:, None, None], 0, maps), bad
 
@@ -211,10 +214,24 @@ def _check_needs(request: MetricRequest, again: Explainer | None, given: Mapping
         raise PatchlightError(f"'{request.metric.name}' needs {' and '.join(missing)}; give {first}=… (or --data KIND)")
 
 
+def _only_labelled(request: MetricRequest, given: Measure, measured: Measured) -> Measured:
+    """A metric that cannot do without labels has no value for the images whose true class is not known."""
+    if "labels" not in request.metric.needs or given.labels is None:
+        return measured
+    unknown = (given.labels < 0).nonzero().flatten().tolist()
+    return replace(measured, reasons={**measured.reasons, **dict.fromkeys(unknown, "its true class is not known")})
+
+
 def _labels(labels: Any, count: int, vit: Anatomy) -> Tensor:
-    targets = resolve_targets(labels, count, vit.classes, vit.labels)
+    """The true classes [B]; -1 where one is not known, which is None or -1 in a list or tensor."""
+    rows = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else labels
+    unknown = [i for i, row in enumerate(rows) if row is None or row == -1] if isinstance(rows, list) else []
+    given = [0 if i in unknown else row for i, row in enumerate(rows)] if unknown else labels
+    targets = resolve_targets(given, count, vit.classes, vit.labels)
     assert targets is not None
-    return targets.index[:, 0]
+    truth = targets.index[:, 0].clone()
+    truth[unknown] = -1
+    return truth
 
 
 def _masks(masks: Any, count: int, vit: Anatomy) -> Tensor:
@@ -267,11 +284,10 @@ def _evaluation(request: MetricRequest, found: Sequence[Measured], undefined: Ma
         values[i] = float("nan")
     missing = [i for i, reason in enumerate(reasons) if reason]
     if missing:
-        warnings.warn(
+        warn(
             f"{request.asked}: no value for {len(missing)} of {len(values)} images, which do not count "
             f"(image {missing[0]}: {reasons[missing[0]]})",
             UndefinedMetric,
-            stacklevel=3,
         )
     curves = [m.curve.detach().double().cpu() for m in found if m.curve is not None]
     curve = torch.cat(curves) if curves else None

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.metrics.base import Measure, Measured, Sums, Upsampling, metric
+from patchlight.statistics import tie_ends
 from patchlight.targets import predicted
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -165,14 +166,6 @@ def average_precision(scores: Tensor, positive: Tensor, counted: Tensor | None =
     hits = positive.gather(1, order).double() * weight
     precision = hits.cumsum(1) / weight.cumsum(1).clamp_min(1)
     return (hits * precision.gather(1, tie_ends(ordered))).sum(1) / hits.sum(1)
-
-
-def tie_ends(ordered: Tensor) -> Tensor:
-    """For each element of sorted rows [B,N], the place of the last one equal to it."""
-    places = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
-    last = F.pad(ordered[:, 1:] != ordered[:, :-1], (0, 1), value=True)
-    ends = torch.where(last, places, ordered.shape[1])
-    return ends.flip(1).cummin(1).values.flip(1)
 
 
 def _labelled(ask: Measure, unlabelled: str = "leave-out", both: bool = False) -> tuple[Tensor, Tensor, dict[int, str]]:

@@ -181,8 +181,9 @@ def auc(
 ) -> Measured:
     """Area under accuracy while the top k % of the pixels are removed, k = 0, 5, ..., 100; lower is better.
 
-    Trapezoids over [0, 1]; accuracy is whether the class (by default the prediction on the clean image) is still the
-    one predicted. Curve [B,P] over the fraction removed.
+    Trapezoids over [0, 1]; accuracy is whether the class is still the one predicted: by default the prediction on the
+    clean image, so that no labels are needed (the paper says only "accuracy"; its other two metrics name the predicted
+    class), with target_class="label" the true one. Curve [B,P] over the fraction removed.
     """
     x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
     curve = accuracy(logits, ask.of(target_class))

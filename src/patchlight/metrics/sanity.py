@@ -16,23 +16,14 @@ from patchlight.ablation import Count
 from patchlight.anatomy import Anatomy, wrap
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.metrics.base import Measure, Measured, metric, resized
-from patchlight.metrics.localisation import tie_ends, unit_range
+from patchlight.metrics.localisation import unit_range
+from patchlight.statistics import average_ranks
 
 Similarity = Literal["spearman", "spearman-abs", "ssim", "hog"]
 Window = Literal["gaussian", "uniform"]
 Mode = Literal["cascading", "independent"]
 Stage = tuple[str, list[str]]
 """A name, and the parameters that are randomised together."""
-
-
-def average_ranks(values: Tensor) -> Tensor:
-    """The rank of each value of rows [B,n] in rising order, equal ones sharing their mean, in float64."""
-    order = values.argsort(1)
-    ordered = values.gather(1, order)
-    last = tie_ends(ordered)
-    first = values.shape[1] - 1 - tie_ends(ordered.flip(1)).flip(1)
-    ranks = (first + last).double() / 2
-    return torch.empty_like(ranks).scatter_(1, order, ranks)
 
 
 def spearman(a: Tensor, b: Tensor) -> Tensor:

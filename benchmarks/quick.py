@@ -1,0 +1,86 @@
+"""Every recipe with `--quick --images 4` and small models in place of the papers', timed: wall clock and CPU seconds.
+
+`python -m benchmarks.quick DATA [RECIPE…]`: DATA holds `imagenet-val-1000`, `pets-370` and `weights`; recipes go by
+name, and all are run by default.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import record
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+MASKS = ("pets", "imagenet-s", "imagenet-segmentation")
+
+
+def main() -> None:
+    data, names = Path(sys.argv[1]), sys.argv[2:]
+    rows = []
+    for path in sorted(RECIPES.glob("*.toml")):
+        recipe = tomllib.loads(path.read_text(encoding="utf-8"))
+        if "metrics" in recipe and (not names or path.stem in names):
+            with tempfile.TemporaryDirectory() as folder:
+                options = stand_ins(recipe, data) + explainer(recipe, data, Path(folder))
+                wall, cpu = timed("bench", "run", path, "--out", f"{folder}/run", "--quick", "--images", "4", *options)
+            rows.append([path.stem, str(options.count("--model")), f"{wall:.0f}", f"{cpu:.0f}"])
+            print(rows[-1], flush=True)
+    if not names:
+        record(
+            "quick", "Recipes in a hurry", ["recipe", "models", "s", "CPU s"], rows, "python -m benchmarks.quick DATA"
+        )
+
+
+def stand_ins(recipe: dict[str, Any], data: Path) -> list[str]:
+    """At most two models, the first by `vit_tiny` (a lone DeiT by `deit_tiny`), and data with what the recipe reads."""
+    first, *more = recipe["models"]
+    name = recipe["models"][first]
+    lone = not more and str(name if isinstance(name, str) else name["name"]).startswith("deit")
+    small = ["deit_tiny_patch16_224"] if lone else ["vit_tiny_patch16_224", "deit_tiny_patch16_224"]
+    options = []
+    for label, model in zip([first, *more], small, strict=False):
+        options += [
+            "--model",
+            f"{label}={model}",
+            "--weights",
+            str(data / "weights" / f"{model}_imagenet1k.safetensors"),
+        ]
+    if recipe["data"]["kind"] in MASKS:
+        return [*options, "--data", f"pets:{data / 'pets-370'}", "--target", "prediction"]
+    return [*options, "--data", f"imagenet:{data / 'imagenet-val-1000'}"]
+
+
+def explainer(recipe: dict[str, Any], data: Path, folder: Path) -> list[str]:
+    """Gates of two steps for a recipe with `diffmask`, made before the clock starts."""
+    named = {label: m if isinstance(m, str) else m["method"] for label, m in recipe["methods"].items()}
+    label = next((label for label, method in named.items() if method == "diffmask"), None)
+    if label is None:
+        return []
+    model = "vit_tiny_patch16_224"
+    weights = data / "weights" / f"{model}_imagenet1k.safetensors"
+    images = data / "imagenet-val-1000" / "images"
+    steps = ["--set", "steps=2", "--set", "batch_size=4"]
+    timed(
+        "diffmask", "train", "--out", folder / "gates", "--model", model, "--weights", weights, "--data", images, *steps
+    )
+    return ["--set", f"{label}.explainer={folder / 'gates'}"]
+
+
+def timed(*arguments: str | Path) -> tuple[float, float]:
+    """Seconds by the clock and of the CPU that a command took; it must end well."""
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run([Path(sys.executable).with_name("patchlight"), *arguments], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.perf_counter() - begin, cpu
+
+
+if __name__ == "__main__":
+    main()
