@@ -90,24 +90,24 @@ class Gates(nn.Module):
         return self._placed(out.view(states.shape[:3]), those)
 
     def read(self, x: Tensor, i: int, patches: int) -> Tensor:
-        """What gate i takes from its state x [B,N,D]: the right half of W1 on the last `patches` tokens [B,P,D/4]."""
-        right = _weight(self.v1[i : i + 1], self.g1[i : i + 1])[0, :, self.width :].mT.to(x)
+        """What gate i takes from its state x [B,N,D]: the right half of W1 on the last `patches` tokens, and c1."""
+        right, c1 = _weight(self.v1[i : i + 1], self.g1[i : i + 1])[0, :, self.width :].mT.to(x), self.c1[i].to(x)
         if not self.normalise:
-            return (x @ right)[:, -patches:]
+            return (x @ right)[:, -patches:] + c1
         # (x - mean) W = x (W - mean W), so only the deviation is left to divide by
         mean = x.mean(-1, keepdim=True)
         variance = torch.linalg.vector_norm(x, dim=-1, keepdim=True) ** 2 / self.width - mean**2
         scale = (variance.clamp_min(0) + 1e-5).rsqrt()
-        taken: Tensor = (x @ (right - right.mean(0)))[:, -patches:] * scale[:, -patches:]
-        return taken
+        return torch.addcmul(c1, (x @ (right - right.mean(0)))[:, -patches:], scale[:, -patches:])
 
     def joined(self, h0: Tensor, read: Sequence[Tensor], first: int = 0) -> Tensor:
         """u [S,B,P] from the projected patches and what `read` gave for the gates from `first` on."""
         those = slice(first, first + len(read))
         W1, W2 = (_weight(v, g)[those].to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
-        h = F.linear(self._normal(h0), W1[..., : self.width].flatten(0, 1), self.c1[those].flatten().to(h0))
-        inner = zip(h.unflatten(-1, (len(read), -1)).unbind(-2), read, W2[:, 0], strict=True)
-        return self._placed(torch.stack([(a + b).tanh() @ w for a, b, w in inner]) + self.c2[those].to(h0), those)
+        h = self._normal(h0).flatten(0, 1)
+        each = zip(read, W1[..., : self.width], W2[:, 0], strict=True)
+        out = torch.stack([torch.addmm(of_state.flatten(0, 1), h, w1.mT).tanh_() @ w2 for of_state, w1, w2 in each])
+        return self._placed(out.view(-1, *h0.shape[:2]) + self.c2[those].to(h0), those)
 
     def _placed(self, out: Tensor, those: slice) -> Tensor:
         u: Tensor = torch.add(self.beta[those, None, None].to(out), out.tanh(), alpha=self.alpha)
