@@ -134,7 +134,7 @@ def _against_quantus(vit: pl.Anatomy, repeats: int, chunk: int) -> list[list[str
             [f"pixel-flipping, {who}, {what}", f"{s * 1e3:.0f} ms", f"{s / seconds['patchlight']:.2f}"]
             for who, s in seconds.items()
         ]
-        rows[-len(seconds)][0] += f" (patchlight's values in full precision differ by {off:.0e})"
+        rows[1 - len(seconds)][0] += f" (patchlight's values in full precision differ by {off:.0e})"
     return rows
 
 

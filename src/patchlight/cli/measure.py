@@ -107,9 +107,11 @@ def measure(task: Task, vit: Anatomy, data: Data, advance: Callable[[int], None]
         done.warn(f"the labels of {data.name} are not the classes of {vit.name}, and are left out")
     for orphan in sorted(set(task.saved or ()) - set(data.names)):
         done.fail(orphan, f"the maps of '{orphan}' have no image in --images")
+    some_labels = data.labels is not None and not foreign
     for loaded in batches(data, vit, BATCH):
         batch = replace(loaded, labels=None) if foreign else loaded
-        if _by_label(task, vit) and batch.labels is not None:
+        some_labels = some_labels or batch.labels is not None
+        if _by_label(task, vit) and some_labels:
             batch = labelled(batch)
         for name, sentence in batch.failures:
             done.fail(name, sentence)

@@ -42,7 +42,7 @@ def length_of(loader: Iterable[Any]) -> int:
         raise PatchlightError("the loader does not say how many batches it has; give settings with steps") from error
 
 
-def check_data(vit: Anatomy, loader: Iterable[Any], look: int = 8) -> None:
+def check_data(vit: Anatomy, loader: Iterable[Any], use: str = "train on", look: int = 8) -> None:
     """Refuse, before any work, batches of a wrong shape, labels the model has not, and data of one class."""
     from patchlight.images import to_batch
 
@@ -58,13 +58,13 @@ def check_data(vit: Anatomy, loader: Iterable[Any], look: int = 8) -> None:
         if labels is not None:
             found |= set(labels.flatten().tolist())
     if count == 0:
-        raise PatchlightError("there are no images to train on; the loader is empty")
+        raise PatchlightError(f"there are no images to {use}; the loader is empty")
     if not labelled:
         return
     highest, known = max(found), max(vit.classes, 2)
     if highest >= known:
         raise PatchlightError(f"the data has a label {highest}, but {vit.name} has {known} classes (0 to {known - 1})")
-    if len(found) == 1:
+    if len(found) == 1 and use == "train on":
         raise PatchlightError(
             f"the first {count} images are all of class {highest}; DiffMask needs several classes, in mixed order"
         )

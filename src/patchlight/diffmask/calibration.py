@@ -49,12 +49,11 @@ def finish(
     batches: Iterable[Tensor],
     margin: float,
     cast: Callable[[], AbstractContextManager[Any]],
-    total: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Finish:
     """Raise every beta_i by the least common shift at which KL + 2 standard errors <= m, for the patches above 0.5.
 
     Training holds the limit on average over its own samples; here it holds for the mask that a map shows. Found by
-    bisection: one clean forward for each batch, and at most 12 masked ones. `total` adds up over processes.
+    bisection: one clean forward for each batch, and at most 12 masked ones.
     """
     seen = []
     for images in batches:
@@ -70,7 +69,7 @@ def finish(
                 masked = masked_logits(vit, images, torch.where(kept[..., None], h0, gates.baseline.to(h0)))
             kl = divergence(logits, masked, vit.sigmoid).double()
             sums += torch.stack([torch.ones_like(kl), kl, kl**2, kept.double().mean(1)]).sum(1)
-        count, kl_sum, squares, share = total(sums.float()).tolist()
+        count, kl_sum, squares, share = sums.tolist()
         mean = kl_sum / count
         return Finish(shift, mean, (max(squares / count - mean**2, 0.0) / count) ** 0.5, share / count, int(count))
 

@@ -211,7 +211,6 @@ class DiffMask:
     signature: Tensor
     about: dict[str, Any] = field(default_factory=dict)
     _ready: dict[Any, Gates] = field(default_factory=dict, repr=False)
-    _fits: WeakKeyDictionary[Anatomy, Any] = field(default_factory=WeakKeyDictionary, repr=False)
 
     @staticmethod
     def of(gates: Gates, vit: Anatomy, **about: Any) -> DiffMask:
@@ -224,11 +223,12 @@ class DiffMask:
         if wrong:
             told = " and ".join(f"{mine[key]} {key.replace('_', ' ')}, not {other[key]}" for key in wrong)
             return f"the explainer was made for {mine['name']} with {told}"
-        now = [(p.data_ptr(), p._version) for p in parameters_of(vit.model.modules())]
-        known, fits = self._fits.get(vit, (None, False))
+        now = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters_of(vit.model.modules())]
+        seen = _SEEN.setdefault(self, WeakKeyDictionary())
+        known, fits = seen.get(vit, (None, False))
         if known != now:  # reading weights takes many small copies from a device, so only when they changed
             fits = self._signed(vit)
-            self._fits[vit] = (now, fits)
+            seen[vit] = (now, fits)
         return None if fits else f"the explainer was made for other weights of {mine['name']}"
 
     def _signed(self, vit: Anatomy) -> bool:
@@ -261,6 +261,10 @@ class DiffMask:
         return (
             f"<DiffMask for {self.model['name']}: {self.gates.count} gates of width {self.gates.width}, {grid} patches>"
         )
+
+
+_SEEN: WeakKeyDictionary[DiffMask, WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
+"""By explainer and model: where its weights were when they were last compared, and whether they fitted."""
 
 
 def load(folder: str | Path, vit: Anatomy | None = None) -> DiffMask:

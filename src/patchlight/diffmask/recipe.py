@@ -90,6 +90,8 @@ def open_images(images: Images, vit: Anatomy) -> Data:
     known = max(vit.classes, 2)
     if data.labels is not None and len(data.labels) > known:
         raise PatchlightError(f"'{images.path}' has {len(data.labels)} classes, but {vit.name} has {known}")
+    if images.skip >= len(data) > 0:
+        raise PatchlightError(f"skip={images.skip} leaves nothing of '{images.path}', which has {len(data)} images")
     end = len(data) if images.limit is None else min(images.skip + images.limit, len(data))
     return data if (images.skip, end) == (0, len(data)) else data.select(range(images.skip, end))
 

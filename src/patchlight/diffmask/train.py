@@ -60,8 +60,9 @@ def train(
     reason = why_not(vit)
     if reason is not None:
         raise Unsupported(f"DiffMask cannot be trained here: {reason}")
-    for batches in (loader,) if held_out is None else (loader, held_out):
-        check_data(vit, batches)
+    check_data(vit, loader)
+    if held_out is not None:
+        check_data(vit, held_out, "calibrate on")
     run = _Run(vit, loader, settings, Path(out) if out is not None else None, start, callback)
     if run.out is not None:
         check_writable(run.out)
@@ -174,15 +175,16 @@ class _Run:
             self.epoch_length = position if not self.epoch_length else self.epoch_length
 
     def finish(self, loader: Iterable[Any]) -> None:
-        """The last calibration, which the checkpoint does not hold: a longer run goes on from gates as trained."""
+        """The last calibration, which the checkpoint does not hold: a longer run goes on from gates as trained.
+
+        Several processes all read the same batches, and so agree.
+        """
         s = self.settings
         if s.finish == 0:
             return
         some = itertools.islice(epoch_of(loader, s.seed, LAST_EPOCH), s.finish)
         batches = (self.vit.place(images_and_labels(batch)[0]) for batch in some)
-        self.finished = finish(
-            self.gates, self.vit, batches, s.margin, self._cast, lambda sums: self.accelerator.reduce(sums, "sum")
-        )
+        self.finished = finish(self.gates, self.vit, batches, s.margin, self._cast)
         if self.finished.shift > 0 and self.finished.kept > 0.99 and self.step >= 200:
             told = f"{self.finished.kept:.1%} of the patches must be kept to hold the margin {s.margin:g}"
             warnings.warn(f"{told}: train longer, or raise margin", TrainingWarning, stacklevel=3)

@@ -225,7 +225,7 @@ def _only_labelled(request: MetricRequest, given: Measure, measured: Measured) -
 def _labels(labels: Any, count: int, vit: Anatomy) -> Tensor:
     """The true classes [B]; -1 where one is not known, which is None or -1 in a list or tensor."""
     rows = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else labels
-    unknown = [i for i, row in enumerate(rows) if row is None or row == -1] if isinstance(rows, list) else []
+    unknown = [i for i, row in enumerate(rows) if row is None or row == -1] if isinstance(rows, list | tuple) else []
     given = [0 if i in unknown else row for i, row in enumerate(rows)] if unknown else labels
     targets = resolve_targets(given, count, vit.classes, vit.labels)
     assert targets is not None
