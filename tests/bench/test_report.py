@@ -78,7 +78,7 @@ def test_values_that_do_not_exist_are_counted(gathered: Gathered) -> None:
 
     lost = [replace(c, undefined=2, images=4) if c.metric == "Ins" else c for c in gathered.cells]
     table = as_markdown(replace(gathered, cells=tuple(lost)))
-    assert "- Ins: 2 of 6 images have no value by its protocol." in table
+    assert "- Ins: 2 of 6 images without a value by its protocol." in table
     assert "have no value" not in as_markdown(gathered)
 
 

@@ -84,7 +84,7 @@ def gather(folder: str | Path) -> Gathered:
     notes = [*manifest["notes"], *results.notes, *_stand_ins(recipe)]
     missing = sum(len(s["images"]) for s in manifest["shards"]) - sum(map(len, results.images.values()))
     if missing:
-        notes.append(f"the run is not complete: {missing} images are still to be done")
+        notes.append(f"the run is not complete: {_images(missing)} still to be done")
     if manifest["quick"]:
         notes.append("made with the recipe's quick settings: good for a look, not for a claim")
     return Gathered(store, manifest, recipe, results, tuple(cells(results, recipe)), tuple(notes))
@@ -162,7 +162,7 @@ def _undefined(run: Gathered, model: str) -> list[str]:
     """The metrics that by their protocol have no value for some images, which do not count."""
     total = _images(len(run.results.images[model]))
     most = {n: max(run.by_key[model, m, n].undefined for m in run.recipe.methods) for n in run.recipe.metrics}
-    return [f"{n}: {count} of {total} have no value by its protocol" for n, count in most.items() if count]
+    return [f"{n}: {count} of {total} without a value by its protocol" for n, count in most.items() if count]
 
 
 def _legend(run: Gathered, model: str) -> str:
