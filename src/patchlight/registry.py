@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -282,7 +282,7 @@ class Request:
 
     def _tail(self) -> Callable[[LayerMaps, int], Tensor] | None:
         own = self.method.combine
-        if own is None or "start" not in inspect.signature(own.function).parameters:
+        if own is None or "start" not in _parameters(own.function):
             return None
         settings = {k: v for k, v in _accepted(own.function, self.settings).items() if k != "start"}
         return lambda maps, start: own.function(maps, start=start, **settings)
@@ -382,9 +382,7 @@ def parameters(entry: Method, combine: Combiner | None) -> dict[str, tuple[inspe
     for function in (entry.function, combine.function if combine else None):
         if function is None:
             continue
-        hints = get_type_hints(function, include_extras=True)
-        for key, p in list(inspect.signature(function).parameters.items())[1:]:
-            found[key] = (p, hints.get(key, Any))
+        found |= _parameters(function)
     if "pixel" in entry.levels and len(entry.levels) > 1:
         default = inspect.Parameter("level", inspect.Parameter.KEYWORD_ONLY, default=entry.levels[0])
         found["level"] = (default, Level)
@@ -405,8 +403,14 @@ HOW: dict[str, tuple[inspect.Parameter, Any]] = {
 
 
 def _accepted(function: Callable[..., Any], settings: Settings) -> dict[str, Any]:
-    names = list(inspect.signature(function).parameters)[1:]
-    return {key: settings[key] for key in names if key in settings}
+    return {key: settings[key] for key in _parameters(function) if key in settings}
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> dict[str, tuple[inspect.Parameter, Any]]:
+    """Parameter and type by name of all but a function's first."""
+    hints = get_type_hints(function, include_extras=True)
+    return {key: (p, hints.get(key, Any)) for key, p in list(inspect.signature(function).parameters.items())[1:]}
 
 
 def refusal(request: Request, vit: Anatomy) -> str | None:

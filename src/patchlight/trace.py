@@ -109,7 +109,7 @@ class _Runner:
         pixels = self.backward and self.first == PIXELS
         x = self.leaf = images.detach().requires_grad_(pixels)
         self.evidence[PIXELS] = Evidence(PIXELS, x.detach().movedim(1, -1))
-        with torch.set_grad_enabled(pixels), self._tapped(self.evidence[PIXELS], frozenset(), in_block=False):
+        with torch.set_grad_enabled(pixels), self._tapped(pixels, self.evidence[PIXELS], frozenset(), in_block=False):
             x = self._embed(x) if tokens is None else tokens
         for layer in range(vit.depth):
             graph = self.backward and layer >= self.first
@@ -126,7 +126,7 @@ class _Runner:
                 open_parts=partial(vit.parts, layer),
                 p=self.projected,
             )
-            with torch.set_grad_enabled(graph), self._tapped(evidence, needs & TAPPED):
+            with torch.set_grad_enabled(graph), self._tapped(graph, evidence, needs & TAPPED):
                 x = vit.block(layer, x)
             evidence.y = x.detach()
             with torch.no_grad():
@@ -142,7 +142,7 @@ class _Runner:
         self.end.x = x.detach()
         if self.backward:
             x.register_hook(self._hook(vit.depth))
-        with torch.set_grad_enabled(self.backward), self._tapped(self.end, needs, in_block=False):
+        with torch.set_grad_enabled(self.backward), self._tapped(self.backward, self.end, needs, in_block=False):
             return vit.readout(x)
 
     def _feature_map(self, x: Tensor) -> Tensor:
@@ -165,14 +165,11 @@ class _Runner:
         with self.vit.projecting(keep):
             return self.vit.embed(images)
 
-    @contextlib.contextmanager
-    def _tapped(self, evidence: Evidence, needs: frozenset[str], in_block: bool = True) -> Iterator[None]:
-        ruled = torch.is_grad_enabled() and self.rule.name != "plain"
-        if not (needs or ruled):
-            yield
-            return
-        with Taps(self.rule, needs, evidence, in_block):
-            yield
+    def _tapped(
+        self, graph: bool, evidence: Evidence, needs: frozenset[str], in_block: bool = True
+    ) -> contextlib.AbstractContextManager[Any]:
+        ruled = graph and self.rule.name != "plain"
+        return Taps(self.rule, needs, evidence, in_block) if needs or ruled else contextlib.nullcontext()
 
     def _hook(self, layer: int) -> Callable[[Tensor], None]:
         def arrived(gradient: Tensor) -> None:

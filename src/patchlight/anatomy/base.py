@@ -247,7 +247,7 @@ class Anatomy(ABC):
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
         """Evaluation mode and frozen parameters inside, both as they were afterwards."""
-        modules = list(self.model.modules())
+        modules = modules_of(self.model)
         training = [m for m in modules if m.training]
         learning = [p for p in parameters_of(modules) if p.requires_grad]
         for module in training:
@@ -270,8 +270,20 @@ class Anatomy(ABC):
         )
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """A model and every module in it once, without the names that `nn.Module.modules` puts together on the way."""
+    found = {id(model): model}
+    waiting = [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return list(found.values())
+
+
 def parameters_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """The modules' own parameters, without the names that `nn.Module.parameters` puts together: four times as fast."""
+    """The modules' own parameters, likewise without names."""
     return (p for module in modules for p in module._parameters.values() if p is not None)
 
 

@@ -42,7 +42,7 @@ class Multipliers:
     ) -> None:
         self.values = [torch.nn.Parameter(torch.tensor(float(start), device=device)) for _ in range(count)]
         self.low, self.high, self.rate, self.update = low, high, rate, update
-        adam = torch.optim.Adam(self.values, rate, maximize=update == "ascent")
+        adam = torch.optim.Adam(self.values, rate, maximize=update == "ascent", fused=device.type == "cuda")
         self.optimiser = Lookahead(adam, {f"{i}": v for i, v in enumerate(self.values)})
 
     def __getitem__(self, k: int) -> Tensor:
@@ -60,8 +60,7 @@ class Multipliers:
                 other.grad = None
             value.grad = (kl - margin).detach().to(value)
             self.optimiser.step()
-        for one in self.values if self.update != "log-ascent" else (value,):
-            one.clamp_(self.low, self.high)
+        value.clamp_(self.low, self.high)
 
     def state(self) -> dict[str, Tensor]:
         return {"values": torch.stack([v.detach() for v in self.values]).cpu(), **self.optimiser.state()}
