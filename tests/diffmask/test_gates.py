@@ -35,17 +35,12 @@ def literal(gates: Gates, h0: Tensor, states: list[Tensor]) -> Tensor:
 def test_locations_are_the_papers() -> None:
     vit = toy()
     seen = observe(vit, pictures(2))
-    gates = new_gates(vit, 1, normalise=False)
+    gates = new_gates(vit, 1)
     assert torch.allclose(
         gates.locations(seen.h0, seen.states).double(), literal(gates, seen.h0, seen.states), atol=1e-5
     )
     stacked = gates.locations(seen.h0, torch.stack(seen.states))
     assert torch.allclose(stacked, gates.locations(seen.h0, seen.states), atol=1e-5)
-    scaled = new_gates(vit, 1, normalise=True)
-    norm = [torch.nn.functional.layer_norm(s, s.shape[-1:]) for s in (seen.h0, *seen.states)]
-    assert torch.allclose(
-        scaled.locations(seen.h0, seen.states).double(), literal(scaled, norm[0], norm[1:]), atol=1e-4
-    )
     one = gates.locations(seen.h0, seen.states[2:3], first=2)
     assert torch.allclose(one[0], gates.locations(seen.h0, seen.states)[2], atol=1e-6)
 
@@ -68,8 +63,7 @@ def test_states_are_projection_inputs_and_last_output() -> None:
 def test_the_start_masks_what_the_paper_says(alpha: float, beta: float, masked: float) -> None:
     noise = torch.randn(14, 4, 49, 192, generator=torch.Generator().manual_seed(0))
     shares = [
-        1 - aggregate(Gates(14, 192, alpha, beta, normalise=False, seed=s).locations(noise[0], noise), "keep").mean()
-        for s in range(6)
+        1 - aggregate(Gates(14, 192, alpha, beta, seed=s).locations(noise[0], noise), "keep").mean() for s in range(6)
     ]
     assert float(torch.stack(shares).detach().mean()) == pytest.approx(masked, abs=0.09)
 
@@ -114,7 +108,7 @@ def test_more_gates_never_keep_more() -> None:
 
 def test_save_and_load(tmp_path: Path) -> None:
     vit = toy()
-    dm = DiffMask.of(new_gates(vit, 4, alpha=9.0, normalise=False), vit, note="kept")
+    dm = DiffMask.of(new_gates(vit, 4, alpha=9.0), vit, note="kept")
     back = load(dm.save(tmp_path / "dm"), vit)
     x = pictures(2)
     first, second = (pl.explain(vit, x, "diffmask", explainer=e).scores for e in (dm, str(tmp_path / "dm")))

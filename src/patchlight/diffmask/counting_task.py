@@ -51,8 +51,8 @@ class Size:
 
 
 SIZES: dict[str, Size] = {
-    "small": Size(64, 4, 4, 1e-3, 64, 2000, {"steps": 1200, "batch_size": 32}),
-    "paper": Size(768, 12, 12, 5e-5, 64, 4000, {"steps": 3000}),
+    "small": Size(64, 4, 4, 1e-3, 64, 2000, {"steps": 1200}),
+    "paper": Size(768, 12, 12, 5e-5, 64, 4000, {"steps": 2000}),
 }
 
 

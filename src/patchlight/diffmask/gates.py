@@ -20,7 +20,7 @@ from patchlight.diffmask import hard_concrete
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
 
-FORMAT = 1
+FORMAT = 2
 GRADES = 31
 """Shifts that a graded map is the mean of."""
 Map = Literal["expected", "keep", "graded"]
@@ -31,7 +31,7 @@ class Gates(nn.Module):
 
     h_0 are the projected patches, h_1 .. h_L what enters the blocks, h_{L+1} what leaves the last. W1 [2D, D/4] and W2
     [D/4, 1] are weight-normalised; beta_i is learned. All gates are one batched product. Prefix tokens have no gate:
-    they are never masked. `normalise` gives every token of every state mean 0 and variance 1 first.
+    they are never masked.
     """
 
     def __init__(
@@ -40,14 +40,13 @@ class Gates(nn.Module):
         width: int,
         alpha: float = 15.0,
         beta: float = 8.0,
-        normalise: bool = True,
         learn_baseline: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         hidden = max(width // 4, 1)
-        self.alpha, self.normalise = alpha, normalise
+        self.alpha = alpha
 
         def drawn(*shape: int, fan_in: int) -> Tensor:
             return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(fan_in)
@@ -84,37 +83,29 @@ class Gates(nn.Module):
         those = slice(first, first + len(states))
         W1, W2 = (_weight(v, g)[those].to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
         left, right = W1[..., : self.width].mT, W1[..., self.width :].mT
-        h, x = (self._normal(t).flatten(-3, -2) for t in (h0, states))
+        h, x = h0.flatten(0, 1), states.flatten(1, 2)
         inner = torch.baddbmm(torch.baddbmm(self.c1[those].to(h0), h.expand(len(x), -1, -1), left), x, right)
         out = torch.baddbmm(self.c2[those].to(h0), inner.tanh(), W2.mT)
         return self._placed(out.view(states.shape[:3]), those)
 
     def read(self, x: Tensor, i: int, patches: int) -> Tensor:
         """What gate i takes from its state x [B,N,D]: the right half of W1 on the last `patches` tokens, and c1."""
-        right, c1 = _weight(self.v1[i : i + 1], self.g1[i : i + 1])[0, :, self.width :].mT.to(x), self.c1[i].to(x)
-        if not self.normalise:
-            return (x @ right)[:, -patches:] + c1
-        # (x - mean) W = x (W - mean W), so only the deviation is left to divide by
-        mean = x.mean(-1, keepdim=True)
-        variance = torch.linalg.vector_norm(x, dim=-1, keepdim=True) ** 2 / self.width - mean**2
-        scale = (variance.clamp_min(0) + 1e-5).rsqrt()
-        return torch.addcmul(c1, (x @ (right - right.mean(0)))[:, -patches:], scale[:, -patches:])
+        W1 = _weight(self.v1[i : i + 1], self.g1[i : i + 1])[0].to(x)
+        return F.linear(x, W1[:, self.width :], self.c1[i, 0].to(x))[:, -patches:]
 
     def joined(self, h0: Tensor, read: Sequence[Tensor], first: int = 0) -> Tensor:
         """u [S,B,P] from the projected patches and what `read` gave for the gates from `first` on."""
         those = slice(first, first + len(read))
         W1, W2 = (_weight(v, g)[those].to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
-        h = self._normal(h0).flatten(0, 1)
-        each = zip(read, W1[..., : self.width], W2[:, 0], strict=True)
-        out = torch.stack([torch.addmm(of_state.flatten(0, 1), h, w1.mT).tanh_() @ w2 for of_state, w1, w2 in each])
-        return self._placed(out.view(-1, *h0.shape[:2]) + self.c2[those].to(h0), those)
+        inner = F.linear(h0, W1[..., : self.width].flatten(0, 1)).unflatten(-1, W1.shape[:2])
+        for i, of_state in enumerate(read):
+            inner[:, :, i] += of_state
+        out = (inner.tanh_() * W2[:, 0]).sum(-1).movedim(-1, 0)
+        return self._placed(out + self.c2[those].to(h0), those)
 
     def _placed(self, out: Tensor, those: slice) -> Tensor:
         u: Tensor = torch.add(self.beta[those, None, None].to(out), out.tanh(), alpha=self.alpha)
         return u
-
-    def _normal(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:]) if self.normalise else x
 
     def forward(
         self, h0: Tensor, states: Sequence[Tensor] | Tensor, uniform: Tensor, shift: Tensor | None = None
@@ -252,7 +243,7 @@ class DiffMask:
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.gates.state_dict().items()}
         write_whole(folder / "gates.safetensors", save({**tensors, "signature": self.signature}))
         known = {"format": FORMAT, "kind": "diffmask", "model": self.model, "alpha": self.gates.alpha}
-        text = json.dumps({**known, "normalise": self.gates.normalise, "about": self.about}, indent=1)
+        text = json.dumps({**known, "about": self.about}, indent=1)
         write_whole(folder / "diffmask.json", text.encode() + b"\n")
         return folder
 
@@ -281,7 +272,7 @@ def load(folder: str | Path, vit: Anatomy | None = None) -> DiffMask:
         model = {k: tuple(v) if isinstance(v, list) else v for k, v in about["model"].items()}
         signed = tensors.pop("signature")
         count, width = len(tensors["beta"]), len(tensors["baseline"])
-        gates = Gates(count, width, about["alpha"], normalise=about["normalise"])
+        gates = Gates(count, width, about["alpha"])
         gates.load_state_dict({k: v.float() for k, v in tensors.items()})
     except FileNotFoundError as error:
         name = Path(cast(str, error.filename)).name

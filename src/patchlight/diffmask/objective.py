@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Penalty = Literal["keep", "log-keep"]
-Update = Literal["log-ascent", "ascent", "code"]
+Update = Literal["ascent", "code"]
 
 
 def divergence(clean: Tensor, masked: Tensor, sigmoid: bool = False) -> Tensor:
@@ -23,17 +24,23 @@ def divergence(clean: Tensor, masked: Tensor, sigmoid: bool = False) -> Tensor:
     return (p * on + (1 - p) * off).sum(-1)
 
 
-def penalty(log_keep: Tensor, kind: Penalty = "keep") -> Tensor:
-    """How much is kept [B], from sum_i log P(z_i != 0) [B,P]: the expected share of patches prod_i P(z_i != 0), or, as
-    the released code has it, the mean of the logarithm itself."""
-    return (log_keep.exp() if kind == "keep" else log_keep).mean(-1)
+def penalty(log_keep: Tensor, kind: Penalty = "log-keep", floor: float = 0.0) -> Tensor:
+    """How much is kept [B], from sum_i log P(z_i != 0) [B,P].
+
+    `keep` is the expected share of patches, the mean of k = prod_i P(z_i != 0). `log-keep` is the mean of
+    log(floor + k); the released code has no floor. Without one, patches that are long shut draw all of the gradient and
+    those that are wide open get none; with one, few gates shut a patch, as no further gate is rewarded for it.
+    """
+    if kind == "keep":
+        return log_keep.exp().mean(-1)
+    if floor > 0:
+        log_keep = F.softplus(log_keep - math.log(floor)) + math.log(floor)
+    return log_keep.mean(-1)
 
 
 class Multipliers:
     """One Lagrange multiplier lambda_k per last gate k, between bounds.
 
-    `log-ascent`: log lambda_k moves by rate * clamp((KL - m) / m, -0.2, 1): up fast, down slowly, at any magnitude; by
-    more where k is drawn for a small `share` of the batches, so that on average all move alike.
     `ascent`: Adam's step up the Lagrangian. `code`: Adam's step down it, what the released code does.
     """
 
@@ -49,17 +56,13 @@ class Multipliers:
         return self.values[k].detach()
 
     @torch.no_grad()
-    def step(self, k: int, kl: Tensor, margin: float, share: float = 1.0) -> None:
+    def step(self, k: int, kl: Tensor, margin: float) -> None:
         """Move lambda_k after a batch whose mean divergence was `kl`."""
         value = self.values[k]
-        if self.update == "log-ascent":
-            rate = self.rate / share
-            value.mul_(((kl - margin) * (rate / margin)).clamp(-0.2 * rate, rate).exp())
-        else:
-            for other in self.values:
-                other.grad = None
-            value.grad = (kl - margin).detach().to(value)
-            self.optimiser.step()
+        for other in self.values:
+            other.grad = None
+        value.grad = (kl - margin).detach().to(value)
+        self.optimiser.step()
         value.clamp_(self.low, self.high)
 
     def state(self) -> dict[str, Tensor]:

@@ -31,22 +31,24 @@ class Settings(BaseModel):
     seed: int = 0
     alpha: Positive = 15.0
     beta: float = 8.0
-    calibrate: Annotated[float, Field(gt=0, lt=1)] | None = 0.95
+    calibrate: Annotated[float, Field(gt=0, lt=1)] | None = 0.8
     """Shift beta so that this share of the first batch is kept at the start; None takes `beta` as it is."""
-    normalise: bool = True
     baseline: Literal["learned", "zero"] = "learned"
     margin: Positive = 0.1
     """m: the divergence allowed."""
-    penalty: Penalty = "keep"
+    penalty: Penalty = "log-keep"
+    """Of what is kept: the mean over patches of log(floor + k), or of k itself, with k = prod_i P(z_i != 0)."""
+    floor: Annotated[float, Field(ge=0, lt=1)] = 1e-3
+    """0, as in the released code, rewards every gate that shuts on a patch: a better order of patches from more gates,
+    but at times some that do not matter stay open for good."""
     layers: Literal["half", "prefix", "weighted", "all"] = "half"
     """The gates a batch uses: `prefix` 0 .. k for a random k, `weighted` the same with layers that are done drawn less,
     `all` all of them, as an explanation does; `half` is all of them for half of the batches, else a prefix."""
-    lambda_update: Update = "log-ascent"
-    lambda_start: Positive = 20.0
+    lambda_update: Update = "ascent"
+    lambda_start: Positive = 5.0
     lambda_low: Annotated[float, Field(ge=0)] = 0.5
     lambda_high: Positive = 200.0
-    lambda_rate: Positive = 0.017
-    """Of log-ascent: the largest rise of log lambda a step, on average over the layers; of the others, Adam's rate."""
+    lambda_rate: Positive = 0.3
     prices: Annotated[float, Field(ge=1)] = 10.0
     """Every second image is trained at another price: lambda times a factor from 1/prices to prices, and its gates
     shifted with it. So u grades patches by the price at which they are kept, and no gate stays shut. 1: one price."""
@@ -55,8 +57,6 @@ class Settings(BaseModel):
     """By default 5e-4 and 1e-2 up to a width of 256, and (256 / width)^2 of that beyond: the more inputs a gate has,
     the further a step of Adam moves it, and at 768 the full rates mask everything."""
     warmup: Annotated[int, Field(ge=0)] = 100
-    clip: Positive | None = 1.0
-    """The gradient's largest norm."""
     finish: Annotated[int, Field(ge=0)] = 8
     """Batches on which beta is set at the end: raised, where need be, until the patches above 0.5 alone keep the mean
     divergence, and two standard errors more, within the margin. 0 leaves beta as trained."""
@@ -82,19 +82,15 @@ class Settings(BaseModel):
 
 _PAPER: dict[str, Any] = {
     "calibrate": None,
-    "normalise": False,
+    "floor": 0.0,
     "prices": 1.0,
     "finish": 0,
     "layers": "prefix",
-    "penalty": "log-keep",
-    "lambda_update": "ascent",
     "lambda_start": 20.0,
     "lambda_low": 0.0,
-    "lambda_rate": 0.3,
     "gate_rate": 2e-5,
     "baseline_rate": 1e-3,
     "warmup": 1200,
-    "clip": None,
 }
 PRESETS: dict[str, dict[str, Any]] = {"default": {}, "paper": _PAPER, "code": {**_PAPER, "lambda_update": "code"}}
 _FREE = {"steps", "epochs", "finish", "log_every", "checkpoint_minutes", "checkpoint_steps", "tensorboard"}

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import math
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +26,7 @@ from patchlight.diffmask.checkpoint import append_metrics, cut_metrics, read_che
 from patchlight.diffmask.gates import DiffMask, Gates, masked_logits, new_gates, observe, why_not
 from patchlight.diffmask.objective import Lookahead, Multipliers, divergence, penalty
 from patchlight.diffmask.settings import Callback, Progress, Settings, TrainingWarning, fixed
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.errors import PatchlightError, Unsupported, warn
 from patchlight.files import check_writable
 
 SLOPE = 0.4 / math.log(10)
@@ -48,13 +47,12 @@ def train(
 ) -> DiffMask:
     """Train gates for a frozen model on batches of images, or of (images, labels): labels are only checked.
 
-    Minimise mean keep subject to KL(p_clean || p_masked) <= m: with lambda_k of the last gate k used,
-    loss = (penalty + lambda_k (KL - m)) / (1 + lambda_k) (the paper's presets leave the denominator out). A step is two
-    forwards and one backward of the model. With `out`, checkpoints and `metrics.csv` go there, and a run that was
-    killed goes on from its last checkpoint to the same weights. At the end beta is set so that KL <= m holds for the
-    mask itself, on `finish` batches of `held_out`, images the model was not trained on (without it, of the training
-    images, on which a model is surer and the divergence smaller). `start` are gates to begin with. Under `accelerate
-    launch` every process takes its share of the batches.
+    Minimise what is kept subject to KL(p_clean || p_masked) <= m: with lambda_k of the last gate k used,
+    loss = penalty + lambda_k (KL - m). A step is two forwards and one backward of the model. With `out`, checkpoints
+    and `metrics.csv` go there, and a run that was killed goes on from its last checkpoint to the same weights. At the
+    end beta is set so that KL <= m holds for the mask itself, on `finish` batches of `held_out`, images the model was
+    not trained on (without it, of the training images, on which a model is surer and the divergence smaller). `start`
+    are gates to begin with. Under `accelerate launch` every process takes its share of the batches.
     """
     vit, settings = wrap(vit), settings or Settings()
     reason = why_not(vit)
@@ -131,7 +129,6 @@ class _Run:
         options = {
             "alpha": s.alpha,
             "beta": s.beta,
-            "normalise": s.normalise,
             "learn_baseline": s.baseline == "learned",
         }
         gates = new_gates(vit, s.seed, **options)
@@ -187,7 +184,7 @@ class _Run:
         self.finished = finish(self.gates, self.vit, batches, s.margin, self._cast)
         if self.finished.shift > 0 and self.finished.kept > 0.99 and self.step >= 200:
             told = f"{self.finished.kept:.1%} of the patches must be kept to hold the margin {s.margin:g}"
-            warnings.warn(f"{told}: train longer, or raise margin", TrainingWarning, stacklevel=3)
+            warn(f"{told}: train longer, or raise margin", TrainingWarning)
 
     def _one(self, model: nn.Module, batch: Any) -> None:
         vit, s = self.vit, self.settings
@@ -206,22 +203,19 @@ class _Run:
         with self._cast():
             logits = masked_logits(vit, images, patches)
         kl = divergence(seen.logits, logits, vit.sigmoid)
-        kept = penalty(log_keep, s.penalty)
+        cost = penalty(log_keep, s.penalty, s.floor)
         weight = self.multipliers[k] * price.exp()
-        loss = torch.addcmul(kept, weight, kl - s.margin)
-        loss = loss / (1 + weight) if s.lambda_update == "log-ascent" else loss
+        loss = torch.addcmul(cost, weight, kl - s.margin)
         self.accelerator.backward(loss.mean())
-        if s.clip is not None:
-            nn.utils.clip_grad_norm_(list(self.optimiser.names.values()), s.clip)
         self.optimiser.step()
         self.optimiser.adam.zero_grad(set_to_none=True)
         with torch.no_grad():
             same = (logits > 0) == (seen.logits > 0) if vit.sigmoid else logits.argmax(1) == seen.logits.argmax(1)
-            share = kept if s.penalty == "keep" else penalty(log_keep, "keep")
-            told = torch.stack([kl, share, same.view(len(same), -1).to(kl).mean(1), loss])[:, ::2].mean(1).float()
+            agreed = same.view(len(same), -1).to(kl).mean(1)
+            told = torch.stack([kl, penalty(log_keep, "keep"), agreed, loss])[:, ::2].mean(1).float()
             if self.accelerator.num_processes > 1:
                 told = self.accelerator.reduce(told, "mean")
-            self.multipliers.step(k, told[0], s.margin, self._shares()[k])
+            self.multipliers.step(k, told[0], s.margin)
         self.window.append(told)
         if s.layers == "weighted":
             self._remember(k, told)
@@ -288,7 +282,7 @@ class _Run:
             return
         told = {
             "everything": now.kept < 0.01 and now.kl > 2 * self.settings.margin,
-            "nothing": now.kept > 0.99,
+            "nothing": now.kept > 0.99 and now.step >= self.steps / 3,
         }
         advice = {
             "everything": "everything is masked and the output is lost: lower gate_rate and baseline_rate (the wider "
@@ -298,7 +292,7 @@ class _Run:
         for name in (n for n, is_so in told.items() if is_so and n not in self.warned):
             self.warned.add(name)
             share = f"kept {now.kept:.1%}, KL {now.kl:.3g}"
-            warnings.warn(f"step {now.step}: {advice[name]} ({share})", TrainingWarning, stacklevel=2)
+            warn(f"step {now.step}: {advice[name]} ({share})", TrainingWarning)
 
     def _tensorboard(self, now: Progress) -> None:
         try:

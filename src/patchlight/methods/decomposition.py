@@ -7,7 +7,6 @@ distances are taken for some to-tokens at a time.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import DegenerateMap
+from patchlight.errors import warn
 from patchlight.methods.compose import LAST, ROLLOUT, Readout
 from patchlight.registry import Combiner, LayerMaps, Settings, method
 from patchlight.taps import Evidence
@@ -186,10 +186,9 @@ def alti(
     total = scores.sum(-1, keepdim=True)
     empty = int((total == 0).sum())
     if empty:
-        warnings.warn(
+        warn(
             f"alti: {empty} of {total.numel()} tokens of block {b.index} are nearer to no source than to nothing, so "
             f"their rows are zero; reference='attn_out' with ffn='skip' has the fewest such rows",
             DegenerateMap,
-            stacklevel=2,
         )
     return scores / total.where(total > 0, 1.0)
