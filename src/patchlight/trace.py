@@ -160,7 +160,7 @@ class _Runner:
             return self.vit.embed(images)
 
         def keep(patches: Tensor) -> None:
-            self.projected = patches.detach()
+            self.projected = patches.detach().contiguous()
 
         with self.vit.projecting(keep):
             return self.vit.embed(images)

@@ -171,14 +171,18 @@ def verdicts(
     tell: Callable[[str], None] | None = None,
 ) -> list[Verdict]:
     """DiffMask at its own threshold 0.5, and each other method at its best."""
-    rows = [judge("diffmask", explain(vit, grids.images, "diffmask", explainer=explainer).scores, grids.red, 0.5)]
+
+    def maps(name: str, **settings: Any) -> Tensor:
+        with warnings.catch_warnings():  # a grid of red patches alone, or of none, has a constant map
+            warnings.simplefilter("ignore", DegenerateMap)
+            found: Tensor = explain(vit, grids.images, name, seed=seed, **settings).scores
+        return found
+
+    rows = [judge("diffmask", maps("diffmask", explainer=explainer), grids.red, 0.5)]
     for name, settings in (METHODS if methods is None else methods).items():
         if tell is not None:
             tell(name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DegenerateMap)
-            maps = explain(vit, grids.images, name, seed=seed, **settings).scores
-        rows.append(judge(name, F.adaptive_avg_pool2d(maps, SIDE), grids.red))
+        rows.append(judge(name, F.adaptive_avg_pool2d(maps(name, **settings), SIDE), grids.red))
     return rows
 
 

@@ -79,7 +79,7 @@ class Gates(nn.Module):
         tokens before the patches are passed over.
         """
         if not isinstance(states, Tensor):
-            return self.joined(h0, [self.read(x, first + i, h0.shape[1]) for i, x in enumerate(states)], first)
+            return torch.stack([self.location(h0, x, first + i) for i, x in enumerate(states)])
         those = slice(first, first + len(states))
         W1, W2 = (_weight(v, g)[those].to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
         left, right = W1[..., : self.width].mT, W1[..., self.width :].mT
@@ -88,20 +88,13 @@ class Gates(nn.Module):
         out = torch.baddbmm(self.c2[those].to(h0), inner.tanh(), W2.mT)
         return self._placed(out.view(states.shape[:3]), those)
 
-    def read(self, x: Tensor, i: int, patches: int) -> Tensor:
-        """What gate i takes from its state x [B,N,D]: the right half of W1 on the last `patches` tokens, and c1."""
-        W1 = _weight(self.v1[i : i + 1], self.g1[i : i + 1])[0].to(x)
-        return F.linear(x, W1[:, self.width :], self.c1[i, 0].to(x))[:, -patches:]
-
-    def joined(self, h0: Tensor, read: Sequence[Tensor], first: int = 0) -> Tensor:
-        """u [S,B,P] from the projected patches and what `read` gave for the gates from `first` on."""
-        those = slice(first, first + len(read))
-        W1, W2 = (_weight(v, g)[those].to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
-        inner = F.linear(h0, W1[..., : self.width].flatten(0, 1)).unflatten(-1, W1.shape[:2])
-        for i, of_state in enumerate(read):
-            inner[:, :, i] += of_state
-        out = (inner.tanh_() * W2[:, 0]).sum(-1).movedim(-1, 0)
-        return self._placed(out + self.c2[those].to(h0), those)
+    def location(self, h0: Tensor, x: Tensor, i: int) -> Tensor:
+        """u [B,P] of gate i, for the projected patches [B,P,D] and its state x [B,N,D], patches last."""
+        W1, W2 = (_weight(v[i : i + 1], g[i : i + 1])[0].to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
+        inner = F.linear(h0, W1[:, : self.width], self.c1[i, 0].to(h0))
+        inner += F.linear(x, W1[:, self.width :])[:, -h0.shape[1] :]
+        out = F.linear(inner.tanh_(), W2, self.c2[i, 0].to(h0))
+        return self._placed(out[None, ..., 0], slice(i, i + 1))[0]
 
     def _placed(self, out: Tensor, those: slice) -> Tensor:
         u: Tensor = torch.add(self.beta[those, None, None].to(out), out.tanh(), alpha=self.alpha)
@@ -161,7 +154,7 @@ def observe(vit: Anatomy, images: Tensor) -> Seen:
             states.append(vit.block(index, states[-1]))
         logits = vit.readout(states[-1])
     wide = torch.promote_types(vit.dtype, torch.float32)
-    h0 = found[0].to(wide)
+    h0 = found[0].to(wide).contiguous()
     return Seen(h0, [h0, *(s[:, vit.prefix :].to(wide) for s in states)], logits.to(wide))
 
 

@@ -57,25 +57,22 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     return explainer.mismatch(vit)
 
 
-def _reads_at_once(h0: Tensor) -> bool:
-    """Whether each gate reads its state inside the pass (no copies), or all in one batched product (few launches)."""
+def _at_once(h0: Tensor) -> bool:
+    """Whether each gate works on its state inside the pass (nothing is kept), or all in one product (few launches)."""
     return h0.device.type == "cpu"
 
 
 def _product(
     maps: LayerMaps, explainer: Any = None, map: Map = "expected", layer: int | None = None, aggregated: bool = True
 ) -> Tensor:
-    """The gates of all blocks in one batched product, and their product as a map [B,N]."""
+    """The product of the gates of all blocks as a map [B,N]."""
     blocks = [maps.values[block] for block in sorted(maps.values)]
     h0 = blocks[0][0]
     gates = explainer_of(explainer).on(h0)
     last = gates.count - 1 if layer is None else layer
     first = 0 if aggregated else last
-    found = [one for _, some in blocks for one in some][first : last + 1]
-    if _reads_at_once(h0):
-        u = gates.joined(h0, found, first)
-    else:
-        u = gates.locations(h0, torch.stack([x[:, -h0.shape[1] :] for x in found]), first)
+    found = torch.stack([one for _, some in blocks for one in some][first : last + 1])
+    u = found if _at_once(h0) else gates.locations(h0, found, first)
     return F.pad(aggregate(u, map, gates.alpha), (maps.vit.prefix, 0))
 
 
@@ -102,8 +99,8 @@ def diffmask(b: Evidence, explainer: Any = None) -> tuple[Tensor, list[Tensor]]:
     the folder of one; the bundled model brings its own. The map is in [0, 1] and the same for every class. One forward.
     """
     states = [*((b.p,) if b.index == 0 else ()), b.x, *((b.y,) if b.index == b.depth - 1 else ())]
-    if not _reads_at_once(b.p):
-        return b.p, states
+    if not _at_once(b.p):
+        return b.p, [x[:, -b.p.shape[1] :] for x in states]
     gates = explainer_of(explainer).on(b.p)
     first = 0 if b.index == 0 else b.index + 1
-    return b.p, [gates.read(x, first + i, b.p.shape[1]) for i, x in enumerate(states)]
+    return b.p, [gates.location(b.p, x, first + i) for i, x in enumerate(states)]
