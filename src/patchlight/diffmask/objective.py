@@ -29,7 +29,7 @@ def penalty(log_keep: Tensor, kind: Penalty = "log-keep", floor: float = 0.0) ->
 
     `keep` is the expected share of patches, the mean of k = prod_i P(z_i != 0). `log-keep` is the mean of
     log(floor + k); the released code has no floor. Without one, patches that are long shut draw all of the gradient and
-    those that are wide open get none; with one, few gates shut a patch, as no further gate is rewarded for it.
+    those that are wide open get none.
     """
     if kind == "keep":
         return log_keep.exp().mean(-1)

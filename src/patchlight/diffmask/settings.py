@@ -39,8 +39,7 @@ class Settings(BaseModel):
     penalty: Penalty = "log-keep"
     """Of what is kept: the mean over patches of log(floor + k), or of k itself, with k = prod_i P(z_i != 0)."""
     floor: Annotated[float, Field(ge=0, lt=1)] = 1e-3
-    """0, as in the released code, rewards every gate that shuts on a patch: a better order of patches from more gates,
-    but at times some that do not matter stay open for good."""
+    """0, as in the released code, orders patches better, but at times some that do not matter stay open for good."""
     layers: Literal["half", "prefix", "weighted", "all"] = "half"
     """The gates a batch uses: `prefix` 0 .. k for a random k, `weighted` the same with layers that are done drawn less,
     `all` all of them, as an explanation does; `half` is all of them for half of the batches, else a prefix."""
