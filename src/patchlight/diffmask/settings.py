@@ -60,7 +60,7 @@ class Settings(BaseModel):
     """Batches on which beta is set at the end: raised, where need be, until the patches above 0.5 alone keep the mean
     divergence, and two standard errors more, within the margin. 0 leaves beta as trained."""
     precision: Literal["full", "bf16"] = "full"
-    """Of the frozen model's forwards and backward; the gates stay in float32."""
+    """Of the frozen model's forwards and backward; the gates stay in float32 (with `bf16`, TF32 products on CUDA)."""
     log_every: Count = 20
     checkpoint_minutes: Positive = 5.0
     checkpoint_steps: Count | None = None
