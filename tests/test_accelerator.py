@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import patchlight as pl
+from patchlight.diffmask.gates import DiffMask, new_gates
 from patchlight.registry import refusal, resolve
 from patchlight.testing import contract_names, spearman
 from tests.families import STRUCTURAL, build, images
@@ -47,6 +48,14 @@ def test_maps_are_those_of_the_cpu(family: str) -> None:
             assert worst < 1e-5, f"{name}: {worst:.1e}"
         else:
             assert all(spearman(a, b) > 0.99 for a, b in zip(here, there, strict=True)), name
+
+
+def test_gates_give_the_maps_of_the_cpu() -> None:
+    cpu = build("vit", torch.float64)
+    cuda = pl.wrap(copy.deepcopy(cpu.model).cuda(), name=cpu.name)
+    dm = DiffMask.of(new_gates(cpu, beta=2.0).cpu(), cpu)
+    here, there = (pl.explain(v, images(cpu, 2), "diffmask", target=0, explainer=dm).scores for v in (cpu, cuda))
+    assert float((here - there).abs().max()) < 1e-5
 
 
 def test_memory_is_given_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -69,7 +68,7 @@ def test_the_start_masks_what_the_paper_says(alpha: float, beta: float, masked: 
 
 
 def test_baseline_starts_small_or_is_zero() -> None:
-    assert float(Gates(3, 4096).baseline.detach().std()) == pytest.approx(math.sqrt(2 / 4097), rel=0.1)
+    assert float(Gates(3, 4096).baseline.detach().std()) == pytest.approx(1 / 64, rel=0.1)
     zero = Gates(3, 64, learn_baseline=False)
     assert not zero.baseline.requires_grad
     assert float(zero.baseline.abs().max()) == 0
@@ -129,6 +128,16 @@ def test_an_explainer_of_another_model_is_refused(tmp_path: Path) -> None:
     load(folder, half)
     with pytest.raises(PatchlightError, match=r"diffmask\.json is missing"):
         load(tmp_path / "nothing")
+    file = folder / "diffmask.json"
+    text = file.read_text()
+    for old, new, told in (
+        ('"format": 2', '"format": 1', r"made by an earlier Patchlight \(format 1, this one reads 2\)"),
+        ('"kind": "diffmask"', '"kind": "shapley"', "of another kind, 'shapley'"),
+    ):
+        file.write_text(text.replace(old, new))
+        with pytest.raises(PatchlightError, match=told):
+            load(folder)
+    file.write_text(text)
     (folder / "gates.safetensors").write_bytes(b"cut")
     with pytest.raises(PatchlightError, match="damaged"):
         load(folder)

@@ -10,6 +10,7 @@ import torch
 import patchlight as pl
 from patchlight.diffmask.gates import DiffMask, aggregate, new_gates, observe
 from patchlight.errors import PatchlightError, Unsupported
+from patchlight.methods import diffmask
 from patchlight.methods.diffmask import SHIPPED
 from patchlight.testing import check_method
 from tests.diffmask.toys import pictures, toy
@@ -43,6 +44,19 @@ def test_maps_are_products_of_the_gates() -> None:
         assert torch.allclose(explained(layer=layer).flatten(1), aggregate(u[: layer + 1]), atol=1e-5)
         alone = explained(layer=layer, aggregated=False).flatten(1)
         assert torch.allclose(alone, aggregate(u[layer : layer + 1]), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["vit-wide", "deit-distilled", "eva02", "reg4-gap", "torchvision"])
+def test_gates_inside_the_pass_or_all_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of the CPU and that of accelerators give the same maps."""
+    vit = shared(family)
+    dm = DiffMask.of(new_gates(vit, beta=2.0), vit)
+    for settings in ({}, {"layer": 1}, {"layer": 1, "aggregated": False}):
+        maps = []
+        for inside in (True, False):
+            monkeypatch.setattr(diffmask, "_at_once", lambda h0, inside=inside: inside)
+            maps.append(pl.explain(vit, images(vit, 2), "diffmask", explainer=dm, **settings).scores)
+        assert torch.allclose(*maps, atol=1e-5)
 
 
 def test_a_graded_map_orders_patches_that_are_kept_or_masked_for_sure() -> None:

@@ -24,7 +24,7 @@ from patchlight.diffmask import DiffMask, Progress, Settings, TrainingWarning
 from patchlight.diffmask.calibration import calibrate, finish
 from patchlight.diffmask.gates import aggregate, masked_logits, new_gates, observe
 from patchlight.diffmask.objective import divergence
-from patchlight.diffmask.train import _Run, lowered
+from patchlight.diffmask.train import _Run, _tf32, lowered
 from patchlight.errors import PatchlightError, Unsupported
 from tests.diffmask.toys import batches, pictures, toy
 from tests.families import shared
@@ -54,7 +54,11 @@ def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None
 
 def test_every_setting_of_the_paper_and_its_code_trains() -> None:
     vit = toy()
-    for preset, changes in (("paper", {}), ("code", {"layers": "weighted"}), ("default", {"layers": "all"})):
+    for preset, changes in (
+        ("paper", {}),
+        ("code", {"layers": "weighted"}),
+        ("default", {"layers": "all", "penalty": "keep"}),
+    ):
         settings = Settings.preset(preset, **{**QUICK, "steps": 4, "baseline": "zero", **changes})
         dm = pl.diffmask.train(vit, batches(), settings)
         assert float(dm.gates.baseline.abs().max()) == 0
@@ -182,7 +186,7 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> Non
 
 
 def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: Path) -> None:
-    """Also with the mean-field of a window cut in two, in the middle of an epoch, and with Adam's multipliers."""
+    """Also with the mean-field of a window cut in two, in the middle of an epoch."""
 
     class Stop(Exception):
         pass
@@ -280,6 +284,48 @@ def test_both_failures_are_told_with_what_to_change() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", TrainingWarning)
         pl.diffmask.train(toy(), batches(), Settings(beta=1.0, finish=0, **long))
+
+
+@pytest.mark.parametrize(("steps", "early", "late"), [(30_000, 999, 1000), (900, 299, 300)])
+def test_nothing_masked_is_told_once_the_gates_had_time_to_shut(steps: int, early: int, late: int) -> None:
+    run = _Run(toy(), batches(), Settings(**{**QUICK, "steps": steps}), None, None, None)
+
+    def told(step: int) -> None:
+        run._warn(Progress(step, steps, kl=0.0, kept=1.0, agreement=1.0, loss=0.0, multiplier=5.0, seconds=1.0))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TrainingWarning)
+        told(early)
+    with pytest.warns(TrainingWarning, match="nothing is masked"):
+        told(late)
+
+
+@pytest.mark.parametrize(("prices", "mean"), [(1.0, 1.5), (10.0, 1.0)])
+def test_images_at_another_price_are_not_reported(prices: float, mean: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def numbered(clean: Tensor, masked: Tensor, sigmoid: bool) -> Tensor:
+        return 0 * masked.sum(1) + torch.arange(len(masked))
+
+    monkeypatch.setattr(sys.modules["patchlight.diffmask.train"], "divergence", numbered)
+    run = _Run(toy(), batches(), Settings(prices=prices, **QUICK), None, None, None)
+    run._one(run.gates, pictures(4))
+    assert float(run.window[0][0]) == pytest.approx(mean)
+
+
+def test_tf32_is_allowed_inside_alone() -> None:
+    products: Any = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    with _tf32():
+        assert products.fp32_precision == "tf32"
+    assert products.fp32_precision == before
+    with lowered(toy(), Settings(precision="bf16")):
+        assert products.fp32_precision == before, "on a CPU nothing is touched"
+
+
+def test_settings_that_do_not_go_together() -> None:
+    with pytest.raises(PatchlightError, match=r"lambda_start=0.1 is not from lambda_low=0.5 to lambda_high=200"):
+        Settings.preset(lambda_start=0.1)
+    with pytest.raises(PatchlightError, match="no setting 'clip'; it was taken out"):
+        Settings.preset(clip=1.0)
 
 
 def test_gates_can_begin_from_others() -> None:

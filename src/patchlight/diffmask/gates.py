@@ -30,8 +30,7 @@ class Gates(nn.Module):
     """L + 2 gates u_i = alpha tanh(W2 tanh(W1 [h_0; h_i] + c1) + c2) + beta_i, and the baseline b.
 
     h_0 are the projected patches, h_1 .. h_L what enters the blocks, h_{L+1} what leaves the last. W1 [2D, D/4] and W2
-    [D/4, 1] are weight-normalised; beta_i is learned. All gates are one batched product. Prefix tokens have no gate:
-    they are never masked.
+    [D/4, 1] are weight-normalised; beta_i is learned. Prefix tokens have no gate: they are never masked.
     """
 
     def __init__(
@@ -57,11 +56,7 @@ class Gates(nn.Module):
         self.c1 = nn.Parameter(drawn(count, 1, hidden, fan_in=2 * width))
         self.c2 = nn.Parameter(drawn(count, 1, 1, fan_in=hidden))
         self.beta = nn.Parameter(torch.full((count,), float(beta)))
-        b = (
-            torch.randn(width, generator=generator) * math.sqrt(2 / (1 + width))
-            if learn_baseline
-            else torch.zeros(width)
-        )
+        b = torch.randn(width, generator=generator) / math.sqrt(width) if learn_baseline else torch.zeros(width)
         self.baseline = nn.Parameter(b, requires_grad=learn_baseline)
 
     @property
@@ -260,8 +255,14 @@ def load(folder: str | Path, vit: Anatomy | None = None) -> DiffMask:
     try:
         about = json.loads((folder / "diffmask.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "gates.safetensors")
-        if about["format"] != FORMAT or about["kind"] != "diffmask":
-            raise PatchlightError(f"'{folder}' holds no DiffMask of this version's format")
+        if about["kind"] != "diffmask":
+            raise PatchlightError(f"'{folder}' holds an explainer of another kind, '{about['kind']}'")
+        if about["format"] != FORMAT:
+            age = "an earlier" if about["format"] < FORMAT else "a later"
+            raise PatchlightError(
+                f"'{folder}' was made by {age} Patchlight (format {about['format']}, this one reads {FORMAT}); "
+                "train it again, or explain with that version"
+            )
         model = {k: tuple(v) if isinstance(v, list) else v for k, v in about["model"].items()}
         signed = tensors.pop("signature")
         count, width = len(tensors["beta"]), len(tensors["baseline"])

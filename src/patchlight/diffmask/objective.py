@@ -27,9 +27,9 @@ def divergence(clean: Tensor, masked: Tensor, sigmoid: bool = False) -> Tensor:
 def penalty(log_keep: Tensor, kind: Penalty = "log-keep", floor: float = 0.0) -> Tensor:
     """How much is kept [B], from sum_i log P(z_i != 0) [B,P].
 
-    `keep` is the expected share of patches, the mean of k = prod_i P(z_i != 0). `log-keep` is the mean of
-    log(floor + k); the released code has no floor. Without one, patches that are long shut draw all of the gradient and
-    those that are wide open get none.
+    `keep` is the expected share of patches, the mean of k = prod_i P(z_i != 0), whatever the floor. `log-keep` is the
+    mean of log(floor + k); the released code has no floor. Without one, patches that are long shut draw all of the
+    gradient and those that are wide open get none.
     """
     if kind == "keep":
         return log_keep.exp().mean(-1)
@@ -48,7 +48,7 @@ class Multipliers:
         self, count: int, start: float, low: float, high: float, rate: float, update: Update, device: torch.device
     ) -> None:
         self.values = [torch.nn.Parameter(torch.tensor(float(start), device=device)) for _ in range(count)]
-        self.low, self.high, self.rate, self.update = low, high, rate, update
+        self.low, self.high = low, high
         adam = torch.optim.Adam(self.values, rate, maximize=update == "ascent", fused=device.type == "cuda")
         self.optimiser = Lookahead(adam, {f"{i}": v for i, v in enumerate(self.values)})
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from patchlight.diffmask.objective import Penalty, Update
 from patchlight.errors import PatchlightError, nearest
@@ -39,7 +39,8 @@ class Settings(BaseModel):
     penalty: Penalty = "log-keep"
     """Of what is kept: the mean over patches of log(floor + k), or of k itself, with k = prod_i P(z_i != 0)."""
     floor: Annotated[float, Field(ge=0, lt=1)] = 1e-3
-    """0, as in the released code, orders patches better, but at times some that do not matter stay open for good."""
+    """0, as in the released code, ordered the patches of a 224-pixel ViT better, but at times some that do not matter
+    stay open for good. Of no use with `keep`."""
     layers: Literal["half", "prefix", "weighted", "all"] = "half"
     """The gates a batch uses: `prefix` 0 .. k for a random k, `weighted` the same with layers that are done drawn less,
     `all` all of them, as an explanation does; `half` is all of them for half of the batches, else a prefix."""
@@ -65,6 +66,13 @@ class Settings(BaseModel):
     checkpoint_minutes: Positive = 5.0
     checkpoint_steps: Count | None = None
     tensorboard: bool = False
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.lambda_low <= self.lambda_start <= self.lambda_high:
+            bounds = f"from lambda_low={self.lambda_low:g} to lambda_high={self.lambda_high:g}"
+            raise ValueError(f"lambda_start={self.lambda_start:g} is not {bounds}")
+        return self
 
     def rates(self, width: int) -> tuple[float, float]:
         """Adam's rates of the gates and of the baseline, for a model of this width."""
@@ -92,6 +100,7 @@ _PAPER: dict[str, Any] = {
     "warmup": 1200,
 }
 PRESETS: dict[str, dict[str, Any]] = {"default": {}, "paper": _PAPER, "code": {**_PAPER, "lambda_update": "code"}}
+REMOVED = {"normalise", "clip"}
 _FREE = {"steps", "epochs", "finish", "log_every", "checkpoint_minutes", "checkpoint_steps", "tensorboard"}
 """Settings that may change between a checkpoint and its resumption."""
 
@@ -104,7 +113,10 @@ def read_settings(values: dict[str, Any]) -> Settings:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise PatchlightError(f"DiffMask has no setting '{key}'; {nearest(key, Settings.model_fields)}") from error
+            hint = "it was taken out" if key in REMOVED else nearest(key, Settings.model_fields)
+            raise PatchlightError(f"DiffMask has no setting '{key}'; {hint}") from error
+        if not key:
+            raise PatchlightError(f"these settings of DiffMask do not go together: {first['ctx']['error']}") from error
         raise PatchlightError(f"setting {key}={first['input']!r} of DiffMask is not valid: {first['msg']}") from error
 
 

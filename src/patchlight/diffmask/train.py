@@ -31,6 +31,8 @@ from patchlight.files import check_writable
 
 SLOPE = 0.4 / math.log(10)
 """How many alphas a factor e of the price shifts the gates: 0.4 for a factor of ten."""
+LATE = 1000
+"""Steps by which something must be masked: many runs begin by opening every gate."""
 LAST_EPOCH = 2**31
 """The order of batches from which the last calibration takes its own."""
 
@@ -212,7 +214,8 @@ class _Run:
         with torch.no_grad():
             same = (logits > 0) == (seen.logits > 0) if vit.sigmoid else logits.argmax(1) == seen.logits.argmax(1)
             agreed = same.view(len(same), -1).to(kl).mean(1)
-            told = torch.stack([kl, penalty(log_keep, "keep"), agreed, loss])[:, ::2].mean(1).float()
+            told = torch.stack([kl, penalty(log_keep, "keep"), agreed, loss])
+            told = (told if s.prices == 1 else told[:, ::2]).mean(1).float()
             if self.accelerator.num_processes > 1:
                 told = self.accelerator.reduce(told, "mean")
             self.multipliers.step(k, told[0], s.margin)
@@ -282,7 +285,7 @@ class _Run:
             return
         told = {
             "everything": now.kept < 0.01 and now.kl > 2 * self.settings.margin,
-            "nothing": now.kept > 0.99 and now.step >= self.steps / 3,
+            "nothing": now.kept > 0.99 and now.step >= min(self.steps / 3, LATE),
         }
         advice = {
             "everything": "everything is masked and the output is lost: lower gate_rate and baseline_rate (the wider "
@@ -363,8 +366,6 @@ def lowered(vit: Anatomy, settings: Settings) -> Iterator[None]:
     Autocast would cast them at every use, to the same values: a third of all launches of a small model's forward. The
     gates' float32 products may round to TF32: their weights' gradient, a narrow product, is many times faster so.
     """
-    products = torch.backends.cuda.matmul
-    exact = products.allow_tf32
     kept = [
         (p, p.data)
         for module in vit.model.modules()
@@ -374,13 +375,25 @@ def lowered(vit: Anatomy, settings: Settings) -> Iterator[None]:
     ]
     for p, data in kept:
         p.data = data.to(torch.bfloat16)
-    products.allow_tf32 = exact or settings.precision == "bf16"
+    try:
+        with _tf32() if settings.precision == "bf16" and vit.device.type == "cuda" else contextlib.nullcontext():
+            yield
+    finally:
+        for p, data in kept:
+            p.data = data
+
+
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    """Inside, float32 products on CUDA may round to TF32; afterwards all is as it was."""
+    products: Any = torch.backends.cuda.matmul
+    name, fast = ("fp32_precision", "tf32") if hasattr(products, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(products, name)
+    setattr(products, name, fast)
     try:
         yield
     finally:
-        products.allow_tf32 = exact
-        for p, data in kept:
-            p.data = data
+        setattr(products, name, before)
 
 
 def _accelerator(vit: Anatomy) -> Any:
