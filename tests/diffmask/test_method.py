@@ -47,14 +47,14 @@ def test_maps_are_products_of_the_gates() -> None:
 
 
 @pytest.mark.parametrize("family", ["vit-wide", "deit-distilled", "eva02", "reg4-gap", "torchvision"])
-def test_gates_inside_the_pass_or_all_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gates_inside_the_pass_or_all_in_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of the CPU and that of accelerators give the same maps."""
     vit = shared(family)
     dm = DiffMask.of(new_gates(vit, beta=2.0), vit)
     for settings in ({}, {"layer": 1}, {"layer": 1, "aggregated": False}):
         maps = []
         for inside in (True, False):
-            monkeypatch.setattr(diffmask, "_at_once", lambda h0, inside=inside: inside)
+            monkeypatch.setattr(diffmask, "_in_pass", lambda h0, inside=inside: inside)
             maps.append(pl.explain(vit, images(vit, 2), "diffmask", explainer=dm, **settings).scores)
         assert torch.allclose(*maps, atol=1e-5)
 

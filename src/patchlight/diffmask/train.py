@@ -364,7 +364,7 @@ def lowered(vit: Anatomy, settings: Settings) -> Iterator[None]:
     """Inside, under `precision="bf16"`, frozen linear maps and convolutions hold their weights in bfloat16.
 
     Autocast would cast them at every use, to the same values: a third of all launches of a small model's forward. The
-    gates' float32 products may round to TF32: their weights' gradient, a narrow product, is many times faster so.
+    gates' float32 products may round to TF32: the gradient of their weights, a narrow product, is slow otherwise.
     """
     kept = [
         (p, p.data)

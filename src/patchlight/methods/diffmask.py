@@ -57,7 +57,7 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     return explainer.mismatch(vit)
 
 
-def _at_once(h0: Tensor) -> bool:
+def _in_pass(h0: Tensor) -> bool:
     """Whether each gate works on its state inside the pass (nothing is kept), or all in one product (few launches)."""
     return h0.device.type == "cpu"
 
@@ -72,7 +72,7 @@ def _product(
     last = gates.count - 1 if layer is None else layer
     first = 0 if aggregated else last
     found = torch.stack([one for _, some in blocks for one in some][first : last + 1])
-    u = found if _at_once(h0) else gates.locations(h0, found, first)
+    u = found if _in_pass(h0) else gates.locations(h0, found, first)
     return F.pad(aggregate(u, map, gates.alpha), (maps.vit.prefix, 0))
 
 
@@ -99,7 +99,7 @@ def diffmask(b: Evidence, explainer: Any = None) -> tuple[Tensor, list[Tensor]]:
     the folder of one; the bundled model brings its own. The map is in [0, 1] and the same for every class. One forward.
     """
     states = [*((b.p,) if b.index == 0 else ()), b.x, *((b.y,) if b.index == b.depth - 1 else ())]
-    if not _at_once(b.p):
+    if not _in_pass(b.p):
         return b.p, [x[:, -b.p.shape[1] :] for x in states]
     gates = explainer_of(explainer).on(b.p)
     first = 0 if b.index == 0 else b.index + 1
