@@ -15,11 +15,10 @@ from patchlight.ablation import (
     RankThresholds,
     Rendered,
     TokenSubsets,
-    _cuts_patches,
-    _patch_product,
     fill_images,
 )
 from patchlight.anatomy import Anatomy
+from patchlight.anatomy.twin import PatchProduct, multiply_patches
 from patchlight.targets import Targets
 from tests.families import PLAIN, build, images, shared
 
@@ -155,10 +154,12 @@ def test_side_by_side_patches_convolved_are_their_product(kernel: tuple[int, int
     torch.manual_seed(0)
     convolution = nn.Conv2d(3, 5, kernel, kernel).double()
     x = torch.randn(2, 3, *size, dtype=torch.float64)
-    assert _cuts_patches(convolution)
-    torch.testing.assert_close(_patch_product(convolution, x), convolution(x))
-    assert not _cuts_patches(nn.Conv2d(3, 5, 4, stride=2))
-    assert not _cuts_patches(nn.Conv2d(3, 5, 4, stride=4, padding=1))
+    others = nn.Conv2d(3, 5, 4, stride=2), nn.Conv2d(3, 5, 4, stride=4, padding=1)
+    expected = convolution(x)
+    multiply_patches(nn.ModuleList([convolution, *others]))
+    assert isinstance(convolution, PatchProduct)
+    assert not any(isinstance(other, PatchProduct) for other in others)
+    torch.testing.assert_close(convolution(x), expected)
 
 
 def test_fills_have_their_closed_forms() -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Annotated, Any, Literal, Protocol, TypeGuard
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
@@ -129,7 +129,6 @@ class Ablation:
     """Whether the readout is in float32 though the blocks are in bfloat16, so that close classes are told apart."""
     progress: Callable[[int, int], None] | None = None
     cancel: Callable[[], bool] | None = None
-    _halves: list[Tensor] = field(default_factory=list, repr=False)
 
     def logits(self, variants: Variants | Sequence[Variants]) -> Tensor:
         """Logits [V,C] of every variant in float32 (or the model's own wider type), lists one after another."""
@@ -137,12 +136,17 @@ class Ablation:
         total = sum(len(v.owner) for v in lists)
         out: Tensor | None = None
         done = 0
-        self._halves.clear()
-        with torch.inference_mode(False), torch.no_grad(), self.vit.steady(), self._cast(), self._products():
-            embedded = self.vit.embed(self.images)
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(torch.inference_mode(False))
+            inside.enter_context(torch.no_grad())
+            runs = self._runs()
+            for vit in dict.fromkeys((self.vit, runs.embeds, runs.decides)):
+                inside.enter_context(vit.steady())
+            inside.enter_context(self._cast())
+            embedded = runs.embeds.embed(self.images)
             embedded = embedded.bfloat16() if self._bf16 else embedded
             for some in lists:
-                for begin, stop, logits in self._chunks(some, embedded):
+                for begin, stop, logits in self._chunks(some, embedded, runs):
                     if out is None:
                         kind = torch.float64 if self.vit.dtype == torch.float64 else torch.float32
                         out = torch.empty(total, logits.shape[1], device=logits.device, dtype=kind)
@@ -152,6 +156,12 @@ class Ablation:
                 done += len(some.owner)
         return out if out is not None else self.images.new_empty(0, self.vit.classes)
 
+    def _runs(self) -> _Runs:
+        """The model as it is, or its views: patches projected by a product, blocks and head in bfloat16."""
+        if not self._bf16:
+            return _Runs(self.vit, self.vit)
+        return _Runs(self.vit.view(products=True), self.vit.view(torch.bfloat16))
+
     def scores(self, variants: Variants | Sequence[Variants], targets: Targets, score: Score) -> Tensor:
         """One number per variant and class [V,T]: several classes cost no further forwards."""
         lists = list(variants) if isinstance(variants, Sequence) else [variants]
@@ -159,7 +169,7 @@ class Ablation:
         against = None if targets.against is None else targets.against[owner]
         return score_of(self.logits(lists), Targets(targets.index[owner], against), score, self.vit.sigmoid)
 
-    def _chunks(self, variants: Variants, embedded: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    def _chunks(self, variants: Variants, embedded: Tensor, runs: _Runs) -> Iterator[tuple[int, int, Tensor]]:
         """(begin, stop, logits) of each chunk; on out-of-memory the chunk is halved and tried again."""
         size = self.chunk or free_chunk(self.vit)
         begin, total = 0, len(variants.owner)
@@ -168,16 +178,16 @@ class Ablation:
             variants, images = variants.halved(), images.bfloat16()
         fine = self.fine and self._bf16 and self.vit.depth > 0
         forward: Forward = _blocks if fine else _forward
-        forward = _compiled(self.vit, forward) if self.compile and around is None else forward
+        forward = _compiled(runs.decides, forward) if self.compile and around is None else forward
         while begin < total:
             if self.cancel is not None and self.cancel():
                 raise Cancelled(f"stopped after {begin} of {total} variants")
             stop = min(begin + size, total)
             try:
-                tokens, positions = variants.tokens(self.vit, images, embedded, slice(begin, stop))
+                tokens, positions = variants.tokens(runs.embeds, images, embedded, slice(begin, stop))
                 with self._in_bf16(), contextlib.nullcontext() if around is None else around(slice(begin, stop)):
                     tokens = tokens.bfloat16() if self._bf16 else tokens
-                    logits = forward(self.vit, tokens, positions)
+                    logits = forward(runs.decides, tokens, positions)
                 if fine:
                     with torch.autocast(self.images.device.type, enabled=False):
                         logits = self.vit.readout(logits.float())
@@ -194,74 +204,37 @@ class Ablation:
     @property
     def rounds(self) -> bool:
         """Whether anything is computed in bfloat16."""
-        return self.precision == "autocast" or self._bf16
+        on_gpu = self.images.device.type == "cuda" and self.images.dtype == torch.float32
+        return self.precision in ("autocast", "bf16") or (self.precision == "auto" and on_gpu)
 
     @property
     def _bf16(self) -> bool:
-        on_gpu = self.images.device.type == "cuda" and self.images.dtype == torch.float32
-        return self.precision == "bf16" or (self.precision == "auto" and on_gpu)
+        """Whether blocks and head run in bfloat16; a model that cannot be cast multiplies in it."""
+        return self.rounds and self.precision != "autocast" and self.vit.castable
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
         if self.rounds:
             return torch.autocast(self.images.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def _products(self) -> Iterator[None]:
-        """Where all is in bfloat16, convolutions of patches side by side are products inside: six times as fast."""
-        convolutions = [m for m in self.vit.model.modules() if self._bf16 and _cuts_patches(m)]
-        for convolution in convolutions:
-            vars(convolution)["forward"] = partial(_patch_product, convolution)
-        try:
-            yield
-        finally:
-            for convolution in convolutions:
-                del vars(convolution)["forward"]
+    def _in_bf16(self) -> contextlib.AbstractContextManager[Any]:
+        """Weights and tokens are in bfloat16 already, so nothing is left to cast."""
+        if self._bf16:
+            return torch.autocast(self.images.device.type, enabled=False)
+        return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def _in_bf16(self) -> Iterator[None]:
-        """The model's weights in bfloat16 inside, where that is asked for, and themselves again afterwards."""
-        if not self._bf16:
-            yield
-            return
-        model = self.vit.model
-        weights = [w for w in (*model.parameters(), *model.buffers()) if w.is_floating_point()]
-        if not self._halves:
-            self._halves.extend(w.data.bfloat16() for w in weights)
-        whole = [w.data for w in weights]
-        try:
-            for weight, half in zip(weights, self._halves, strict=True):
-                weight.data = half
-            with torch.autocast(self.images.device.type, enabled=False):
-                yield
-        finally:
-            for weight, data in zip(weights, whole, strict=True):
-                weight.data = data
+
+@dataclass(frozen=True)
+class _Runs:
+    """What embeds the variants, and what decides on their tokens."""
+
+    embeds: Anatomy
+    decides: Anatomy
 
 
 def _there(small: Tensor, like: Tensor) -> Tensor:
     """Indices on the device of `like`, without a wait for what it still computes."""
     return small.to(like.device, non_blocking=True)
-
-
-_PLAIN = ((0, 0), (1, 1), 1)
-
-
-def _cuts_patches(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether a module is a plain convolution whose windows lie side by side."""
-    if type(module) is not nn.Conv2d or "forward" in vars(module):
-        return False
-    return module.kernel_size == module.stride and (module.padding, module.dilation, module.groups) == _PLAIN
-
-
-def _patch_product(convolution: nn.Conv2d, images: Tensor) -> Tensor:
-    """What the convolution gives [B,D,h,w], as one product of its patches."""
-    (batch, channels), (p, q) = images.shape[:2], convolution.kernel_size
-    rows, columns = images.shape[2] // p, images.shape[3] // q
-    patches = images[..., : rows * p, : columns * q].reshape(batch, channels, rows, p, columns, q)
-    patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
-    out: Tensor = F.linear(patches, convolution.weight.flatten(1), convolution.bias).mT.unflatten(2, (rows, columns))
-    return out
 
 
 Forward = Callable[[Anatomy, Tensor, Tensor | None], Tensor]
@@ -278,11 +251,14 @@ def _forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
 
 
 def _compiled(vit: Anatomy, forward: Forward) -> Forward:
-    """The forward compiled; the model keeps it."""
-    made: dict[str, Forward] = vit.__dict__.setdefault("_compiled", {})
-    if forward.__name__ not in made:
-        made[forward.__name__] = torch.compile(forward, dynamic=False)
-    return made[forward.__name__]
+    """The forward compiled, kept as long as the anatomy lives."""
+    made = _COMPILED.setdefault(vit, {})
+    if forward not in made:
+        made[forward] = torch.compile(forward, dynamic=False)
+    return made[forward]
+
+
+_COMPILED: WeakKeyDictionary[Anatomy, dict[Forward, Forward]] = WeakKeyDictionary()
 
 
 def free_chunk(vit: Anatomy) -> int:
@@ -290,8 +266,7 @@ def free_chunk(vit: Anatomy) -> int:
     if vit.device.type != "cuda":
         return 64
     free, _ = torch.cuda.mem_get_info(vit.device)
-    width = vit.embed(torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)).shape[-1]
-    return int(max(1, min(1024, 0.25 * free / (24 * 4 * vit.tokens * width))))
+    return int(max(1, min(1024, 0.25 * free / (24 * 4 * vit.tokens * vit.width))))
 
 
 def fill_images(

@@ -263,6 +263,9 @@ class Request:
         """The map [B,h,w] of a method that takes an Ask; [B,T,h,w] of one that ablates."""
         layers = tuple(self.combine.span(vit.depth, self.settings)) if self.combine is not None else ()
         how = {key: self.settings[key] for key in HOW if key in self.settings}
+        if not self.method.ablates:
+            vit = vit.wide()
+            images = images.to(vit.dtype)
         given = Ask(vit, images, targets, self.score, seed, self.rule, layers, how)
         result = self.method.function(given, **_accepted(self.method.function, self.settings))
         return self.finish(result.values[0][0], vit, result, 0) if isinstance(result, Pass) else result
@@ -273,7 +276,7 @@ class Request:
         if self.level == "pixel":
             image: Tensor = values[PIXELS]
             return image
-        pool = vit.pool_row(len(seen.logits), seen.pool)
+        pool = vit.pool_row(seen.logits, seen.pool)
         maps = LayerMaps(values, vit, pool, seen.end[t], self._tail())
         result = self.combine.function(maps, **_accepted(self.combine.function, self.settings))
         if self.method.adds_end and self.settings.get("include_bias", True) and maps.end.bias is not None:
@@ -422,6 +425,8 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         pixels = "pixel" in request.method.levels and not request.method.own_pass
         instead = "; level='pixel' works" if pixels else ""
         return f"it reads single transformer blocks, and {vit.name} is opened as a feature map with none{instead}"
+    if needs & {"A", "G", "v"} and vit.attention is not None:
+        return f"the attention of {vit.name} cannot be read: {vit.attention}"
     if needs & {"n", "gn"} and vit.parts(0).norm1 is None:
         return f"{vit.name} has no first norm in its blocks"
     if "u" in needs and vit.parts(0).norm2 is None:

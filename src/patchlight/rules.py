@@ -155,6 +155,20 @@ def silu(h: Tensor, rule: Rule) -> Tensor:
     return result
 
 
+def elementwise(h: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Any elementwise f(h) with (f(h) - f(0)) / h for its derivative, f'(0) at 0; and f(0) [D] where it is not 0."""
+    zero = torch.zeros_like(h[:1, :1])
+    with torch.no_grad():
+        constant = function(zero.clone())
+        slope = (function(zero + 1e-3) - function(zero - 1e-3)) / 2e-3
+
+    def ratio(h: Tensor) -> Tensor:
+        return torch.where(h == 0, slope, (function(h.clone()) - constant) / torch.where(h == 0, 1, h))
+
+    result: Tensor = _RatioActivation.apply(h, lambda t: function(t.clone()), ratio)
+    return result, constant.flatten(0, -2)[0] if bool(constant.any()) else None
+
+
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:

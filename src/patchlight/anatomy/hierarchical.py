@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -24,29 +25,28 @@ class HierarchicalAnatomy(Anatomy):
     hierarchical = True
     can_drop = "each of its stages merges patches of a whole grid"
 
-    def __init__(
-        self,
-        model: Any,
-        stages: Sequence[Callable[[Tensor], Tensor]],
-        head: Callable[[Tensor], Tensor],
-        stage: int,
-        **about: Any,
-    ) -> None:
-        count = len(stages)
+    def __init__(self, model: Any, stage: int, **about: Any) -> None:
+        count = len(model.feature_info)
         if not -count <= stage < count:
             raise PatchlightError(f"there is no stage {stage}; {about['name']} has stages 0 to {count - 1}")
-        self.stage, self._stages, self._head = stage % count, stages, head
+        self.stage, self.stages = stage % count, count
         step = model.feature_info[self.stage]["reduction"]
-        grid = tuple(-(-side // step) for side in about["preprocess"].size)
-        super().__init__(model, grid=cast("tuple[int, int]", grid), prefix=0, pooling="avg", **about)
+        rows, columns = (-(-side // step) for side in about["preprocess"].size)
+        super().__init__(
+            model, grid=(rows, columns), extent=(rows * step, columns * step), prefix=0, pooling="avg", **about
+        )
+
+    @property
+    def _net(self) -> Any:
+        return self.net
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
         return ()
 
     def embed(self, images: Tensor) -> Tensor:
-        for stage in self._stages[: self.stage + 1]:
-            images = stage(images)
+        for i in range(self.stage + 1):
+            images = self._stage(i, images)
         return images.flatten(2).transpose(1, 2)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -54,9 +54,53 @@ class HierarchicalAnatomy(Anatomy):
 
     def readout(self, tokens: Tensor) -> Tensor:
         features = tokens.transpose(1, 2).unflatten(2, self.grid)
-        for stage in self._stages[self.stage + 1 :]:
-            features = stage(features)
+        for i in range(self.stage + 1, self.stages):
+            features = self._stage(i, features)
         return self._head(features)
+
+    @abstractmethod
+    def _stage(self, i: int, x: Tensor) -> Tensor:
+        """From feature map to feature map, channels first; stage 0 from the image."""
+
+    @abstractmethod
+    def _head(self, x: Tensor) -> Tensor:
+        """The logits of the last feature map."""
+
+
+class SwinAnatomy(HierarchicalAnatomy):
+    """Swin and SwinV2."""
+
+    def _stage(self, i: int, x: Tensor) -> Tensor:
+        x = self._net.patch_embed(x) if i == 0 else x.permute(0, 2, 3, 1)
+        return cast(Tensor, self._net.layers[i](x).permute(0, 3, 1, 2))
+
+    def _head(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._net.forward_head(self._net.norm(x.permute(0, 2, 3, 1))))
+
+
+class PvtAnatomy(HierarchicalAnatomy):
+    """PVTv2."""
+
+    def _stage(self, i: int, x: Tensor) -> Tensor:
+        return cast(Tensor, self._net.stages[i](self._net.patch_embed(x) if i == 0 else x))
+
+    def _head(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._net.forward_head(x))
+
+
+class TwinsAnatomy(HierarchicalAnatomy):
+    """Twins."""
+
+    def _stage(self, i: int, x: Tensor) -> Tensor:
+        x, size = self._net.patch_embeds[i](x.contiguous())
+        x = self._net.pos_drops[i](x)
+        for j, block in enumerate(self._net.blocks[i]):
+            x = block(x, size)
+            x = self._net.pos_block[i](x, size) if j == 0 else x
+        return cast(Tensor, x.transpose(1, 2).unflatten(2, size))
+
+    def _head(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._net.forward_head(self._net.norm(x.flatten(2).transpose(1, 2))))
 
 
 def read_hierarchical(
@@ -68,53 +112,16 @@ def read_hierarchical(
     from timm.models.swin_transformer_v2 import SwinTransformerV2
     from timm.models.twins import Twins
 
-    kinds = ((SwinTransformer, _swin), (SwinTransformerV2, _swin), (PyramidVisionTransformerV2, _pvt), (Twins, _twins))
-    for cls, parts in kinds:
+    kinds: tuple[tuple[type, type[HierarchicalAnatomy], Callable[[Any], Any]], ...] = (
+        (SwinTransformer, SwinAnatomy, lambda net: net.layers[-1].blocks[0]),
+        (SwinTransformerV2, SwinAnatomy, lambda net: net.layers[-1].blocks[0]),
+        (PyramidVisionTransformerV2, PvtAnatomy, lambda net: net.stages[-1].blocks[0]),
+        (Twins, TwinsAnatomy, lambda net: net.blocks[-1][0]),
+    )
+    for cls, anatomy, last in kinds:
         if isinstance(model, cls):
-            stages, head, heads = parts(model)
             about = described(model, name, labels, about)
-            return HierarchicalAnatomy(model, stages, head, stage, heads=heads, **about)
+            opened = anatomy(model, stage, heads=int(last(model).attn.num_heads), **about)
+            opened.assumed_labels = labels is None
+            return opened
     return None
-
-
-Opened = tuple[list[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor], int]
-"""Stages from feature map to feature map, channels first; the head on the last of them; heads of the last stage."""
-
-
-def _swin(net: Any) -> Opened:
-    def stage(i: int) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            x = net.patch_embed(x) if i == 0 else x.permute(0, 2, 3, 1)
-            return cast(Tensor, net.layers[i](x).permute(0, 3, 1, 2))
-
-        return run
-
-    def head(x: Tensor) -> Tensor:
-        return cast(Tensor, net.forward_head(net.norm(x.permute(0, 2, 3, 1))))
-
-    return [stage(i) for i in range(len(net.layers))], head, int(net.layers[-1].blocks[0].attn.num_heads)
-
-
-def _pvt(net: Any) -> Opened:
-    def stage(i: int) -> Callable[[Tensor], Tensor]:
-        return lambda x: cast(Tensor, net.stages[i](net.patch_embed(x) if i == 0 else x))
-
-    return [stage(i) for i in range(len(net.stages))], net.forward_head, int(net.stages[-1].blocks[0].attn.num_heads)
-
-
-def _twins(net: Any) -> Opened:
-    def stage(i: int) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            x, size = net.patch_embeds[i](x.contiguous())
-            x = net.pos_drops[i](x)
-            for j, block in enumerate(net.blocks[i]):
-                x = block(x, size)
-                x = net.pos_block[i](x, size) if j == 0 else x
-            return cast(Tensor, x.transpose(1, 2).unflatten(2, size))
-
-        return run
-
-    def head(x: Tensor) -> Tensor:
-        return cast(Tensor, net.forward_head(net.norm(x.flatten(2).transpose(1, 2))))
-
-    return [stage(i) for i in range(len(net.blocks))], head, int(net.blocks[-1][0].attn.num_heads)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, stacked
+from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, affine, linear, stacked
 from patchlight.errors import PatchlightError
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from patchlight.taps import GatherBias
@@ -20,21 +20,26 @@ class TimmAnatomy(Anatomy):
     library = "timm"
 
     def __init__(self, model: Any, name: str | None = None, labels: Sequence[str] | None = None, **about: Any) -> None:
-        patch_h, patch_w = model.patch_embed.patch_size
+        stem = model.patch_embed
         about = described(model, name, labels, about)
-        height, width = model.patch_embed.img_size or about["preprocess"].size
+        grid = stem.dynamic_feat_size(about["preprocess"].size)
+        cell = stem.feat_ratio(as_scalar=False)
         super().__init__(
             model,
-            grid=(height // patch_h, width // patch_w),
+            grid=(int(grid[0]), int(grid[1])),
+            extent=(int(grid[0] * cell[0]), int(grid[1] * cell[1])),
             prefix=int(model.num_prefix_tokens),
             pooling=_pooling(model),
-            heads=int(model.blocks[0].attn.num_heads),
+            heads=_heads(model.blocks[0]),
             **about,
         )
+        self.assumed_labels = labels is None
+        if model.global_pool == "prr" and getattr(model.attn_pool, "pool", "") == "token":
+            self.pool_query = "cls"
 
     @property
     def _net(self) -> Any:
-        return self.model
+        return self.net
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -56,12 +61,13 @@ class TimmAnatomy(Anatomy):
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
         mlp = getattr(block, "mlp", None)
-        norms = ("norm1", "norm2") if _is_pre_norm(block) else ("", "")
+        if not _is_pre_norm(block):
+            return Parts(beyond=self._beyond(block))
         return Parts(
-            getattr(block, norms[0], None),
-            getattr(block, norms[1], None),
+            block.norm1,
+            block.norm2,
             getattr(block.attn, "proj", None),
-            _value_weight(block.attn),
+            (lambda: _value_weight(block.attn)) if _plain_values(block.attn) else None,
             qkv=lambda: _qkv(block.attn),
             fc1=getattr(mlp, "fc1", None),
             activation=getattr(mlp, "act", None),
@@ -72,9 +78,9 @@ class TimmAnatomy(Anatomy):
         )
 
     def _beyond(self, block: Any) -> str:
-        attn, mlp = block.attn, getattr(block, "mlp", nn.Identity())
         if not _is_pre_norm(block):
-            return "its norms do not stand before attention and MLP"
+            return "its norms do not stand before attention and MLP, one after the other"
+        attn, mlp = block.attn, getattr(block, "mlp", nn.Identity())
         if _has(attn, "q_norm") or _has(attn, "k_norm"):
             return "its attention normalises queries and keys"
         if getattr(self._net, "rope", None) is not None:
@@ -83,7 +89,7 @@ class TimmAnatomy(Anatomy):
             return "its attention adds a relative position bias"
         if type(mlp).__name__ != "Mlp" or _has(mlp, "norm"):
             return "its MLP is more than two linear maps and an activation"
-        return "" if _value_weight(attn) is not None else "its attention changes what it gives to the output projection"
+        return "" if _plain_values(attn) else "its attention changes what it gives to the output projection"
 
     def ends(self) -> Ends | None:
         net = self._net
@@ -92,7 +98,7 @@ class TimmAnatomy(Anatomy):
         plain = all(m is None or isinstance(m, nn.Identity) for m in more) and self.pooling == "cls"
         if not (plain and isinstance(projection, nn.Conv2d) and positions is not None and net.cls_token is not None):
             return None
-        if not (isinstance(net.norm, nn.LayerNorm) and isinstance(net.head, nn.Linear)):
+        if not isinstance(net.norm, nn.LayerNorm) or affine(net.head) is None:
             return None
         registers = getattr(net, "reg_token", None)
         prefix = net.cls_token if registers is None else torch.cat([net.cls_token, registers], 1)
@@ -147,8 +153,9 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
     config = dict(getattr(model, "pretrained_cfg", None) or {})
     embedding = getattr(model, "patch_embed", None) or model.patch_embeds[0]
     projection = getattr(embedding, "proj", None)
-    classes = int(model.num_classes)
-    if classes == 0:
+    head = model.get_classifier()
+    classes = int(getattr(head, "out_features", model.num_classes) or model.num_classes)
+    if classes == 0 and (head is None or isinstance(head, nn.Identity)):
         raise PatchlightError(f"{name or 'this model'} has no classifier (num_classes=0); nothing to explain")
     height, width = getattr(embedding, "img_size", None) or config.get("input_size", (3, 224, 224))[1:]
     preprocess = Preprocess(
@@ -206,15 +213,28 @@ def _pooling(model: Any) -> Pooling:
     raise PatchlightError(f"pooling '{kind}' of {type(model).__name__} is not supported; 'token', 'avg' and 'map' are")
 
 
-def _value_weight(attention: Any) -> Tensor | None:
-    """W_V of an attention module; None with a norm or gate before the output projection, or an unknown layout."""
+def _heads(block: Any) -> int:
+    """How many heads a block's attention has; a block may hold several attentions side by side."""
+    inner = [m for m in block.modules() if isinstance(getattr(m, "num_heads", None), int)]
+    if not inner:
+        raise PatchlightError(f"a {type(block).__name__} has no attention that says how many heads it has")
+    return int(inner[0].num_heads)
+
+
+def _plain_values(attention: Any) -> bool:
+    """Whether only attention stands between a linear map to the values and the output projection."""
     between = [getattr(attention, "norm", None), getattr(attention, "gate", None)]
     plain = all(m is None or isinstance(m, nn.Identity) for m in between)
-    if not plain or type(attention).__name__ not in {"Attention", "AttentionRope", "EvaAttention"}:
-        return None
+    known = type(attention).__name__ in {"Attention", "AttentionRope", "EvaAttention"}
+    layer = getattr(attention, "qkv", None) or getattr(attention, "v_proj", None)
+    return plain and known and affine(layer) is not None and affine(attention.proj) is not None
+
+
+def _value_weight(attention: Any) -> Tensor:
+    """W_V of an attention module."""
     if getattr(attention, "qkv", None) is not None:
-        return cast(Tensor, attention.qkv.weight.chunk(3)[2])
-    return cast(Tensor, attention.v_proj.weight)
+        return linear(attention.qkv).weight.chunk(3)[2]
+    return linear(attention.v_proj).weight
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -229,9 +249,9 @@ def _layer_scale(block: Any, module: str, parameter: str) -> Tensor | None:
 
 def _qkv(attn: Any) -> tuple[Tensor, Tensor | None]:
     if getattr(attn, "qkv", None) is not None:
-        separate = getattr(attn, "q_bias", None)
-        bias = attn.qkv.bias if separate is None else torch.cat([separate, attn.k_bias, attn.v_bias])
-        return attn.qkv.weight, bias
+        separate, whole = getattr(attn, "q_bias", None), linear(attn.qkv)
+        bias = whole.bias if separate is None else torch.cat([separate, attn.k_bias, attn.v_bias])
+        return whole.weight, bias
     return stacked(attn.q_proj, attn.k_proj, attn.v_proj)
 
 

@@ -36,10 +36,11 @@ class TorchvisionAnatomy(Anatomy):
             labels=labels if labels is not None else imagenet_labels(classes),
             **about,
         )
+        self.assumed_labels = labels is None
 
     @property
     def _net(self) -> Any:
-        return self.model
+        return self.net
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -66,7 +67,7 @@ class TorchvisionAnatomy(Anatomy):
             block.ln_1,
             block.ln_2,
             attention.out_proj,
-            attention.in_proj_weight.chunk(3)[2],
+            lambda: attention.in_proj_weight.chunk(3)[2],
             qkv=lambda: (attention.in_proj_weight, attention.in_proj_bias),
             fc1=block.mlp[0],
             activation=block.mlp[1],

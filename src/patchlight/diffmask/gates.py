@@ -167,18 +167,9 @@ def why_not(vit: Anatomy) -> str | None:
     return None
 
 
-def width_of(vit: Anatomy) -> int:
-    """D, the width of the projected patches."""
-    found: list[Tensor] = []
-    image = torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)
-    with torch.no_grad(), vit.projecting(found.append):
-        vit.embed(image)
-    return found[0].shape[-1]
-
-
 def new_gates(vit: Anatomy, seed: int = 0, **options: Any) -> Gates:
     """Fresh gates for a model, drawn from `seed` alone."""
-    return Gates(vit.depth + 2, width_of(vit), seed=seed, **options).to(vit.device)
+    return Gates(vit.depth + 2, vit.width, seed=seed, **options).to(vit.device)
 
 
 @dataclass(frozen=True, eq=False)

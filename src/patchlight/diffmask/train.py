@@ -63,11 +63,13 @@ def train(
     check_data(vit, loader)
     if held_out is not None:
         check_data(vit, held_out, "calibrate on")
-    run = _Run(vit, loader, settings, Path(out) if out is not None else None, start, callback)
+    frozen = lowered(vit, settings)
+    run = _Run(frozen, loader, settings, Path(out) if out is not None else None, start, callback)
     if run.out is not None:
         check_writable(run.out)
         run.resume(resume)
-    with vit.steady(), torch.inference_mode(False), torch.enable_grad(), lowered(vit, settings):
+    rounded = _tf32() if settings.precision == "bf16" and vit.device.type == "cuda" else contextlib.nullcontext()
+    with frozen.steady(), torch.inference_mode(False), torch.enable_grad(), rounded:
         run.go()
         run.finish(loader if held_out is None else held_out)
     explainer = DiffMask.of(run.gates, vit, settings=settings.model_dump(), result=run.summary())
@@ -359,33 +361,23 @@ class _Run:
         cut_metrics(self.out / "metrics.csv", self.step)
 
 
-@contextlib.contextmanager
-def lowered(vit: Anatomy, settings: Settings) -> Iterator[None]:
-    """Inside, under `precision="bf16"`, frozen linear maps and convolutions hold their weights in bfloat16.
+def lowered(vit: Anatomy, settings: Settings) -> Anatomy:
+    """The frozen model; under `precision="bf16"` a view whose linear maps and convolutions have bfloat16 weights.
 
-    Autocast would cast them at every use, to the same values: a third of all launches of a small model's forward. The
-    gates' float32 products may round to TF32: the gradient of their weights, a narrow product, is slow otherwise.
+    Autocast would cast them at every use, to the same values: a third of all launches of a small model's forward.
     """
-    kept = [
-        (p, p.data)
-        for module in vit.model.modules()
-        if settings.precision == "bf16" and isinstance(module, nn.Linear | nn.Conv2d)
-        for p in module.parameters(recurse=False)
-        if p.dtype == torch.float32
-    ]
-    for p, data in kept:
-        p.data = data.to(torch.bfloat16)
-    try:
-        with _tf32() if settings.precision == "bf16" and vit.device.type == "cuda" else contextlib.nullcontext():
-            yield
-    finally:
-        for p, data in kept:
-            p.data = data
+    if settings.precision != "bf16" or not vit.castable:
+        return vit
+    return vit.view(torch.bfloat16, only=(nn.Linear, nn.Conv2d))
 
 
 @contextlib.contextmanager
 def _tf32() -> Iterator[None]:
-    """Inside, float32 products on CUDA may round to TF32; afterwards all is as it was."""
+    """Inside, float32 products on CUDA may round to TF32; afterwards all is as it was.
+
+    The gradient of the gates' weights, a narrow product, is slow otherwise. Torch has one such flag for a process, so
+    while gates are trained in bf16 other threads' float32 products on CUDA may round too.
+    """
     products: Any = torch.backends.cuda.matmul
     name, fast = ("fp32_precision", "tf32") if hasattr(products, "fp32_precision") else ("allow_tf32", True)
     before = getattr(products, name)

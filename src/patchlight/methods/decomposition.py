@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.base import Anatomy, affine, linear
 from patchlight.engine import DegenerateMap
 from patchlight.errors import warn
 from patchlight.methods.compose import LAST, ROLLOUT, Readout
@@ -44,7 +44,7 @@ def head_vectors(b: Evidence, value_bias: bool) -> Tensor:
         beta = getattr(b.parts.norm1, "bias", None)
         constant = F.linear(torch.zeros_like(weight[0]) if beta is None else beta, weight, bias).chunk(3)[2]
         values = values - constant.unflatten(0, (values.shape[1], 1, -1))
-    weight = b.parts.out.weight.unflatten(1, (values.shape[1], -1))
+    weight = linear(b.parts.out).weight.unflatten(1, (values.shape[1], -1))
     vectors = torch.einsum("bhnd,ehd->bnhe", values, weight)
     return vectors if b.parts.scale1 is None else vectors * b.parts.scale1
 
@@ -106,7 +106,7 @@ def l1_distances(b: Evidence, w: Tensor, y: Tensor, ffn: FFN) -> Tensor:
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     parts = vit.parts(0)
-    if parts.value is None or not isinstance(parts.out, nn.Linear) or parts.qkv is None:
+    if parts.value is None or affine(parts.out) is None or parts.qkv is None:
         return f"{vit.name} has more than attention between its values and the output projection"
     alone = settings.get("vectors") == "attention"
     if parts.norm1 is None and not alone:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy, Ends, Parts
+from patchlight.anatomy.base import Anatomy, Ends, Parts, affine, linear
 from patchlight.methods.compose import ADDITIVE, LAST
 from patchlight.registry import Ask, Level, Settings, method
 from patchlight.taps import Evidence
@@ -223,8 +223,8 @@ class Relevance:
 
 
 def _linear(part: nn.Module | None, like: Tensor) -> Linear:
-    assert isinstance(part, nn.Linear)
-    return Linear(part.weight.detach().to(like), None if part.bias is None else part.bias.detach().to(like))
+    found = linear(part)
+    return Linear(found.weight.detach().to(like), None if found.bias is None else found.bias.detach().to(like))
 
 
 def _norm(norm: nn.Module | None, x: Tensor) -> Tensor:
@@ -247,8 +247,8 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
         if parts.beyond:
             return f"the relevance rules know plain ViT blocks, and those of {vit.name} are not: {parts.beyond}"
         known = isinstance(parts.norm1, nn.LayerNorm) and isinstance(parts.norm2, nn.LayerNorm)
-        linear = all(isinstance(p, nn.Linear) for p in (parts.out, parts.fc1, parts.fc2))
-        if not known or not linear or parts.qkv is None or parts.activation is None:
+        maps = (parts.out, parts.fc1, parts.fc2)
+        if not known or any(affine(p) is None for p in maps) or parts.qkv is None or parts.activation is None:
             return f"the relevance rules know blocks of layer norms and linear maps, and {vit.name} has others"
     if vit.pooling != "cls":
         return f"the relevance rules read one CLS token, and {vit.name} has {vit.pooling} pooling"

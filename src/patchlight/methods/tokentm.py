@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.base import Anatomy, affine, linear
 from patchlight.methods.attention import head_sum, positive
 from patchlight.methods.compose import Readout
 from patchlight.registry import Combiner, LayerMaps, Settings, method, times
@@ -44,7 +44,7 @@ def _needs(settings: Settings) -> frozenset[str]:
 def no_linear_values(settings: Settings, vit: Anatomy) -> str | None:
     """Why the value and output projections of a model cannot be read as one linear map per head."""
     parts = vit.parts(0)
-    if settings.get("where", "ov") != "ov" or (parts.value is not None and parts.out is not None):
+    if settings.get("where", "ov") != "ov" or (parts.value is not None and affine(parts.out) is not None):
         return None
     return f"{vit.name} has no value and output projection that make one linear map per head"
 
@@ -66,9 +66,10 @@ def transformation_weight(
 def _ov_image(b: Evidence, source: Tensor) -> tuple[Tensor, Tensor]:
     """Length of source W_V^h W_O^h and its inner product with x, [B,H,N] each, the D-wide images never formed."""
     heads = b.A.shape[1]
-    out = b.parts.out.weight.unflatten(1, (heads, -1))
-    value = F.linear(source, b.parts.value).unflatten(-1, (heads, -1)).transpose(1, 2)
-    pulled = (b.x @ b.parts.out.weight).unflatten(-1, (heads, -1)).transpose(1, 2)
+    projection = linear(b.parts.out).weight
+    out = projection.unflatten(1, (heads, -1))
+    value = F.linear(source, b.parts.value()).unflatten(-1, (heads, -1)).transpose(1, 2)
+    pulled = (b.x @ projection).unflatten(-1, (heads, -1)).transpose(1, 2)
     per_head = out.permute(1, 2, 0)
     gram = per_head @ per_head.transpose(1, 2)
     return ((value @ gram) * value).sum(-1).clamp(min=0).sqrt(), (value * pulled).sum(-1)

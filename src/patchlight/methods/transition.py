@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from patchlight.anatomy.base import linear
 from patchlight.methods.attention import head_sum
 from patchlight.methods.compose import Readout, block_index
 from patchlight.methods.tokentm import no_linear_values
@@ -27,7 +28,7 @@ def _first_block(start: int | None, usual: int, depth: int) -> int:
 
 def _read_rows(ask: Ask, seen: Pass, readout: Readout) -> tuple[Tensor, Tensor]:
     """The to-tokens the classifier reads: their indices [n], and how much each counts [B,n]."""
-    pool = ask.vit.pool_row(len(ask.images), seen.pool)
+    pool = ask.vit.pool_row(seen.logits, seen.pool)
     weights = LayerMaps({}, ask.vit, pool, seen.end[0]).start_row(readout)
     rows = (weights != 0).any(0).nonzero().flatten()
     return rows, weights[:, rows]
@@ -75,6 +76,7 @@ def _read(ask: Ask, weights: Tensor, product: Tensor) -> Tensor:
 
 @method(
     "tam",
+    needs={"A", "G"},
     paper="Yuan et al., NeurIPS Workshop 2021",
     aliases=("transition-attention-maps",),
     nonnegative=True,
@@ -118,14 +120,14 @@ def head_importance(b: Evidence) -> Tensor:
 
 def value_ratio(b: Evidence) -> Tensor:
     """nu_j = ||v_j W_O^T|| / ||x_j|| [B,N]: all heads' values, their bias included, the projection's excluded."""
-    out: Tensor = b.parts.out.weight
-    image = b.v.transpose(1, 2).flatten(2) @ out.T
+    image = b.v.transpose(1, 2).flatten(2) @ linear(b.parts.out).weight.T
     ratio: Tensor = image.norm(dim=-1) / b.x.norm(dim=-1).clamp(min=1e-12)
     return ratio
 
 
 @method(
     "bt-h",
+    needs={"A", "G"},
     paper="Chen et al., ICML 2023",
     aliases=("bt-head",),
     nonnegative=True,
@@ -155,6 +157,7 @@ def bt_h(
 
 @method(
     "bt-t",
+    needs={"A", "G", "v"},
     paper="Chen et al., ICML 2023",
     aliases=("bt-token",),
     nonnegative=True,

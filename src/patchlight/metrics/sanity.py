@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -96,19 +95,21 @@ def similar(
 
 
 def stages(vit: Anatomy) -> list[Stage]:
-    """The layers of a model of our own, as they are randomised: head, final norm, blocks last to first, embedding.
+    """The layers of a model as they are randomised, by their parameters' names.
+
+    Head, final norm, blocks last to first, embedding.
 
     What the classifier reads behind the blocks is found by its gradient; the embedding is all that is left: patch
     projection, prefix tokens, positions.
     """
-    named = {name: p for name, p in vit.model.named_parameters() if p.is_floating_point()}
+    named = {name.replace(".function.", "."): p for name, p in vit.net.named_parameters() if p.is_floating_point()}
     blocks = [{id(p) for p in block.parameters()} for block in vit.blocks]
     image = torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)
     with torch.enable_grad():
-        vit.model.requires_grad_(True)
+        vit.net.requires_grad_(True)
         logits = vit.readout(vit.run(vit.embed(image)).detach())
         found = torch.autograd.grad(logits.sum(), list(named.values()), allow_unused=True)
-        vit.model.requires_grad_(False)
+        vit.net.requires_grad_(False)
     read = {name for name, grad in zip(named, found, strict=True) if grad is not None}
     norms = {
         f"{where}.{name}".lstrip(".")
@@ -128,8 +129,7 @@ def stages(vit: Anatomy) -> list[Stage]:
 def twin(vit: Anatomy) -> Anatomy:
     """The same model with parameters of its own."""
     if vit.library == "described":
-        functions: Any = vit.__dict__
-        if not all(inspect.ismethod(functions[key]) for key in ("_embed", "_readout")):
+        if not vit.castable:
             raise Unsupported(
                 f"{vit.name} was described by functions, which a copy of it cannot use; describe it by bound methods "
                 f"of the model (embed=model.embed, readout=model.readout)"

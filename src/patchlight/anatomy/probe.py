@@ -1,0 +1,112 @@
+"""The probe: one random image through a model, whole and in parts, before anything is believed about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from patchlight.errors import PatchlightError, Unsupported
+from patchlight.rules import RULES
+from patchlight.taps import Evidence, Taps
+
+if TYPE_CHECKING:
+    from patchlight.anatomy.base import Anatomy
+
+_BY_HAND = (
+    "describe it by hand: wrap(model, embed=…, blocks=…, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, "
+    "classes=…, preprocess=…), where readout(blocks(embed(images))) gives its logits"
+)
+
+
+def probe(vit: Anatomy) -> None:
+    """Refuse a model whose parts do not give its logits; read classes, width and what can be seen of its attention."""
+    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=_devices(vit)):
+        torch.manual_seed(0)
+        image = torch.randn(1, vit.channels, *vit.preprocess.size).to(vit.device, vit.dtype)
+        with torch.autocast(vit.device.type, enabled=False):
+            whole = _whole(vit, image)
+            tokens = vit.embed(image)
+            _read_tokens(vit, tokens)
+            logits = vit.readout(vit.run(tokens))
+            vit.attention = _attention(vit, tokens)
+    _compare(vit, whole, logits)
+    _read_classes(vit, logits)
+
+
+def _devices(vit: Anatomy) -> list[torch.device]:
+    return [vit.device] if vit.device.type == "cuda" else []
+
+
+def _whole(vit: Anatomy, image: Tensor) -> Tensor:
+    """The logits as the model itself gives them."""
+    try:
+        out: Any = vit.whole(image)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PatchlightError(
+            f"{vit.name} does not take an image of shape {list(image.shape)}: {reason}; if it takes something else, "
+            + _BY_HAND
+        ) from error
+    out = getattr(out, "logits", out)
+    out = out[0] if isinstance(out, tuple | list) and out else out
+    if not isinstance(out, Tensor) or out.ndim != 2 or out.shape[0] != 1:
+        shape = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise PatchlightError(f"{vit.name} gives {shape} for one image, not logits [1,C]; {_BY_HAND}")
+    if out.shape[1] == 0:
+        raise PatchlightError(f"{vit.name} has no classifier; nothing to explain")
+    return out
+
+
+def _read_tokens(vit: Anatomy, tokens: Tensor) -> None:
+    if tokens.ndim != 3 or tokens.shape[1] != vit.tokens:
+        raise PatchlightError(
+            f"{vit.name} makes tokens {list(tokens.shape)} of one image, and {vit.prefix} prefix tokens with a grid of "
+            f"{vit.grid[0]} x {vit.grid[1]} patches would be {vit.tokens}; its patches cannot be told apart"
+        )
+    vit.width = tokens.shape[2]
+
+
+def _compare(vit: Anatomy, whole: Tensor, logits: Tensor) -> None:
+    """Rounding aside, parts and whole run the same operations."""
+    if whole.shape != logits.shape:
+        raise PatchlightError(
+            f"{vit.name} gives logits {list(whole.shape)}, its parts {list(logits.shape)}: its forward does more than "
+            f"embed, blocks and readout; {_BY_HAND}"
+        )
+    size = float(whole.double().abs().max())
+    worst = float((whole.double() - logits.double()).abs().max())
+    allowed = 5e-2 if vit.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    if size == size and worst > allowed * size:  # a model that gives NaN in half precision is told when it is explained
+        raise PatchlightError(
+            f"{vit.name} gives other logits than its embedding, blocks and head put together (they differ by "
+            f"{worst:.2g}, the largest is {size:.2g}): its forward, or a hook, does more; {_BY_HAND}"
+        )
+
+
+def _read_classes(vit: Anatomy, logits: Tensor) -> None:
+    classes = logits.shape[1]
+    if vit.classes != classes:
+        vit.classes, vit.labels = classes, None if vit.assumed_labels else vit.labels
+        vit.sigmoid = classes == 1 or vit.sigmoid
+    if vit.labels is not None and len(vit.labels) != max(classes, 2 if classes == 1 else 1):
+        raise PatchlightError(f"{len(vit.labels)} labels were given for a model with {classes} classes")
+
+
+def _attention(vit: Anatomy, tokens: Tensor) -> str | None:
+    """Why the attention of the first block cannot be read; None when it can."""
+    if vit.depth == 0:
+        return None
+    evidence = Evidence(0, tokens)
+    try:
+        with Taps(RULES["plain"], frozenset({"A", "v"}), evidence, in_block=True):
+            vit.block(0, tokens)
+    except Unsupported as error:
+        return str(error)
+    if evidence.A is None:
+        return "its blocks take no softmax over tokens that could be seen"
+    if evidence.A.shape[-2:] != (vit.tokens, vit.tokens):
+        return f"its attention is {list(evidence.A.shape)}, not between all {vit.tokens} tokens"
+    vit.heads = evidence.A.shape[1]
+    return None
