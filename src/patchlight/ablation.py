@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
+from patchlight.resize import to_pixels
 from patchlight.targets import Score, Targets, score_of
 
 Fill = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]
@@ -77,7 +78,8 @@ class PixelMasks:
         owner = _there(self.owner[part], images)
         masks = self.masks[part].to(images, non_blocking=True)[:, None]
         if masks.shape[-2:] != images.shape[-2:]:
-            masks = F.interpolate(masks, images.shape[-2:], mode="nearest")
+            extent = vit.extent if tuple(masks.shape[-2:]) == vit.grid else None
+            masks = to_pixels(masks, images.shape[-2:], extent, "nearest")
         return vit.embed(torch.lerp(self.fill[owner], images[owner], masks)), None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy import Anatomy, wrap
+from patchlight.anatomy.base import undisturbed
 from patchlight.attribution import Attribution, versions
 from patchlight.errors import PatchlightError, warn
 from patchlight.registry import Request, check_supported, resolve
@@ -35,7 +36,7 @@ def explain(
     target: Target = ...,
     **options: Any,
 ) -> dict[str, Attribution]: ...
-@torch.inference_mode(False)
+@undisturbed
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,

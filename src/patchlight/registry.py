@@ -425,6 +425,9 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         pixels = "pixel" in request.method.levels and not request.method.own_pass
         instead = "; level='pixel' works" if pixels else ""
         return f"it reads single transformer blocks, and {vit.name} is opened as a feature map with none{instead}"
+    differentiates = needs & BACKWARD or (request.method.class_specific and not request.method.ablates)
+    if differentiates and vit.gradient is not None:
+        return f"no gradient flows through {vit.name}: {vit.gradient}"
     if needs & {"A", "G", "v"} and vit.attention is not None:
         return f"the attention of {vit.name} cannot be read: {vit.attention}"
     if needs & {"n", "gn"} and vit.parts(0).norm1 is None:

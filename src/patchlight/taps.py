@@ -355,36 +355,3 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("sigmoid", "tanh", "erf"), Taps.squash),
     "rsqrt": Taps.rsqrt,
 }
-
-
-class GatherBias(TorchFunctionMode):
-    """Give attention the rows and columns of a relative position bias that belong to the tokens kept.
-
-    `positions` [B,k] are the kept patches (None: nothing to do); the bias has one row for each of `tokens`.
-    """
-
-    def __init__(self, positions: Tensor | None, prefix: int, tokens: int) -> None:
-        super().__init__()
-        self.index: Tensor | None = None
-        self.tokens = tokens
-        if positions is not None:
-            first = torch.arange(prefix, device=positions.device).expand(positions.shape[0], -1)
-            self.index = torch.cat([first, positions + prefix], 1)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if self.index is not None:
-            if name == "scaled_dot_product_attention" and kwargs.get("attn_mask") is not None:
-                kwargs["attn_mask"] = self._gather(kwargs["attn_mask"])
-            elif name in ("add", "__add__") and isinstance(args[1], Tensor) and args[0].shape != args[1].shape:
-                args = (args[0], self._gather(args[1]), *args[2:])
-        return func(*args, **kwargs)
-
-    def _gather(self, bias: Tensor) -> Tensor:
-        if self.index is None or bias.ndim != 4 or bias.shape[-2:] != (self.tokens, self.tokens):
-            return bias
-        rows = bias[0].permute(1, 2, 0)[self.index[:, :, None], self.index[:, None, :]]
-        return rows.permute(0, 3, 1, 2)

@@ -210,7 +210,15 @@ class _Runner:
             )
         self.finished, self.closing = set(), last
         self.values = [{} if job.backward else self.values[j] for j, job in enumerate(self.jobs)]
-        (gradient,) = torch.autograd.grad(scores.sum(), self.leaf, retain_graph=not last, allow_unused=True)
+        try:
+            (gradient,) = torch.autograd.grad(scores.sum(), self.leaf, retain_graph=not last, allow_unused=True)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise PatchlightError(
+                f"the weights of {self.vit.name} were changed while it was explained; explain it between two steps of "
+                "its training, or explain a copy"
+            ) from error
         if gradient is None:
             gradient = torch.zeros_like(self.leaf)
         if self.first == PIXELS:

@@ -7,7 +7,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from functools import wraps
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from patchlight.errors import PatchlightError, Unsupported
 from patchlight.images import Preprocess, to_batch
 from patchlight.taps import watch_norm
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg"]
 
 
@@ -145,6 +148,8 @@ class Anatomy(ABC):
         self.extent = preprocess.size if extent is None else extent
         self.attention: str | None = None
         """None when a block's attention matrix can be read, else the reason why not."""
+        self.gradient: str | None = None
+        """None when gradients flow through the blocks, else the reason why not."""
         self.width = 0
         self._checked = False
         self._begin()
@@ -374,6 +379,20 @@ class Anatomy(ABC):
         )
 
 
+def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that computes what it means, whatever autocast or inference mode surrounds the call."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False), contextlib.ExitStack() as around:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    around.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return call
+
+
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """A model and every module in it once, without the names that `nn.Module.modules` puts together on the way."""
     found = {id(model): model}
@@ -426,5 +445,5 @@ def linear(layer: Any) -> Affine:
 def check_finite(model: nn.Module, name: str) -> None:
     """Refuse a model with NaN or infinity in a weight, by the weight's name."""
     for key, value in model.named_parameters():
-        if not bool(torch.isfinite(value).all()):
+        if not bool(torch.isfinite(value.detach()).all()):
             raise PatchlightError(f"{name} has NaN or infinity in '{key}'; load sound weights")

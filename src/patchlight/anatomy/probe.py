@@ -22,21 +22,17 @@ _BY_HAND = (
 
 def probe(vit: Anatomy) -> None:
     """Refuse a model whose parts do not give its logits; read classes, width and what can be seen of its attention."""
-    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=_devices(vit)):
-        torch.manual_seed(0)
-        image = torch.randn(1, vit.channels, *vit.preprocess.size).to(vit.device, vit.dtype)
-        with torch.autocast(vit.device.type, enabled=False):
-            whole = _whole(vit, image)
-            tokens = vit.embed(image)
-            _read_tokens(vit, tokens)
-            logits = vit.readout(vit.run(tokens))
-            vit.attention = _attention(vit, tokens)
+    drawn = torch.randn(1, vit.channels, *vit.preprocess.size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode(False), torch.no_grad(), vit.steady():
+        image = vit.place(drawn)
+        whole = _whole(vit, image)
+        tokens = vit.embed(image)
+        _read_tokens(vit, tokens)
+        logits = vit.readout(vit.run(tokens))
+        vit.attention = _attention(vit, tokens)
+        vit.gradient = _gradient(vit)
     _compare(vit, whole, logits)
     _read_classes(vit, logits)
-
-
-def _devices(vit: Anatomy) -> list[torch.device]:
-    return [vit.device] if vit.device.type == "cuda" else []
 
 
 def _whole(vit: Anatomy, image: Tensor) -> Tensor:
@@ -92,6 +88,14 @@ def _read_classes(vit: Anatomy, logits: Tensor) -> None:
         vit.sigmoid = classes == 1 or vit.sigmoid
     if vit.labels is not None and len(vit.labels) != max(classes, 2 if classes == 1 else 1):
         raise PatchlightError(f"{len(vit.labels)} labels were given for a model with {classes} classes")
+
+
+def _gradient(vit: Anatomy) -> str | None:
+    """Why no gradient flows through the model; None when it does. Torch would return zeros without a word."""
+    for module in vit.net.modules():
+        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")):
+            return f"its {type(module).__name__} layers are quantised and pass no gradient"
+    return None
 
 
 def _attention(vit: Anatomy, tokens: Tensor) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,7 +14,6 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, affine, linear, stacked
 from patchlight.errors import PatchlightError
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from patchlight.taps import GatherBias
 
 
 class TimmAnatomy(Anatomy):
@@ -142,10 +144,40 @@ class BeitAnatomy(TimmAnatomy):
         tokens = torch.cat((net.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
         return cast(Tensor, tokens if net.pos_embed is None else tokens + net.pos_embed)
 
+    def _open(self, net: nn.Module, products: bool) -> None:
+        super()._open(net, products)
+        for block in self._net.blocks:
+            if block.attn.relative_position_bias_table is not None:
+                block.attn._get_rel_pos_bias = partial(_gathered_bias, block.attn._get_rel_pos_bias)
+
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        shared = self._net.rel_pos_bias() if self._net.rel_pos_bias is not None else None
-        with GatherBias(positions, self.prefix, self.tokens):
+        with _kept_tokens(positions, self.prefix):
+            shared = self._net.rel_pos_bias
+            shared = None if shared is None else _gathered_bias(lambda: self._net.rel_pos_bias()[None])
             return cast(Tensor, self.blocks[index](tokens, shared_rel_pos_bias=shared))
+
+
+_LOCAL = threading.local()
+"""Which tokens [B,k] this thread keeps of those a relative position bias is for; None for all, in order."""
+
+
+@contextlib.contextmanager
+def _kept_tokens(positions: Tensor | None, prefix: int) -> Iterator[None]:
+    if positions is not None:
+        first = torch.arange(prefix, device=positions.device).expand(positions.shape[0], -1)
+        _LOCAL.kept = torch.cat([first, positions + prefix], 1)
+    try:
+        yield
+    finally:
+        _LOCAL.kept = None
+
+
+def _gathered_bias(whole: Callable[[], Tensor]) -> Tensor:
+    """A bias [1,H,N,N]: its rows and columns that belong to the tokens kept [B,H,k,k]."""
+    bias, kept = whole(), getattr(_LOCAL, "kept", None)
+    if kept is None:
+        return bias
+    return bias[0].permute(1, 2, 0)[kept[:, :, None], kept[:, None, :]].permute(0, 3, 1, 2)
 
 
 def described(model: Any, name: str | None, labels: Sequence[str] | None, about: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +201,7 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
     return {
         "name": name or config.get("architecture") or type(model).__name__,
         "classes": classes,
-        "channels": projection.in_channels if isinstance(projection, nn.Conv2d) else 3,
+        "channels": getattr(embedding, "in_chans", getattr(projection, "in_channels", 3)),
         "labels": labels if labels is not None else imagenet_labels(classes),
         "preprocess": preprocess,
         **about,

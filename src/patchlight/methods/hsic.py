@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from patchlight.ablation import Count, Fill, PixelMasks, fill_images
 from patchlight.methods.masking import owners
 from patchlight.registry import Ask, Level, method
+from patchlight.resize import to_cells
 
 Sampler = Literal["sobol", "lhs"]
 _AT_ONCE = 2**24
@@ -85,4 +86,4 @@ def hsic(
     outputs = ask.score_variants(shown).view(count, n, -1).mT
     cells = hsic_of(masks, outputs.flatten(0, 1), floor).view(count, -1, grid, grid)
     image = F.interpolate(cells, ask.images.shape[-2:], mode="bicubic", align_corners=False).to(ask.images)
-    return image if level == "pixel" else F.adaptive_avg_pool2d(image, ask.vit.grid)
+    return image if level == "pixel" else to_cells(image, ask.vit.grid, ask.vit.extent)

@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.ablation import Fill, fill_images
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.methods.masking import MadeMasks, bernoulli, drops_as_fill, owners, score_kept
 from patchlight.registry import Ask, Level, Settings, method
+from patchlight.resize import to_cells, to_pixels
 
 Segments = Literal["patches", "superpixels"]
 
@@ -22,7 +22,7 @@ def patch_labels(vit: Anatomy, size: tuple[int, int]) -> Tensor:
     """The patch each pixel belongs to, in reading order: [H,W]."""
     rows, columns = vit.grid
     index = torch.arange(rows * columns, dtype=torch.float64).view(1, 1, rows, columns)
-    return F.interpolate(index, size, mode="nearest")[0, 0].long()
+    return to_pixels(index, size, vit.extent, "nearest")[0, 0].long()
 
 
 def superpixels(image: Tensor, vit: Anatomy) -> Tensor:
@@ -126,7 +126,7 @@ def lime(
         return coefficients.view(*coefficients.shape[:2], *ask.vit.grid)
     index = labels.flatten(1)[:, None].expand(-1, scores.shape[-1], -1)
     painted = coefficients.gather(2, index).unflatten(-1, size)
-    return painted if level == "pixel" else F.adaptive_avg_pool2d(painted, ask.vit.grid)
+    return painted if level == "pixel" else to_cells(painted, ask.vit.grid, ask.vit.extent)
 
 
 def _score_segments(ask: Ask, z: Tensor, labels: Tensor, fill: Fill | Literal["segment-mean"] | float) -> Tensor:

@@ -28,7 +28,7 @@ class MadeMasks:
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         owner = self.owner[part].to(images.device)
         with torch.autocast(images.device.type, enabled=False):  # a mask is as precise as the image
-            shown = torch.lerp(self.fill[owner], images[owner], self.make(part)[:, None])
+            shown = torch.lerp(self.fill[owner], images[owner], self.make(part)[:, None].to(images))
         return vit.embed(shown), None
 
 

@@ -47,7 +47,7 @@ def occlusion(
         size, one = ask.vit.grid, (1, 1)
     else:
         size = (ask.images.shape[-2], ask.images.shape[-1])
-        one = (size[0] // ask.vit.grid[0], size[1] // ask.vit.grid[1])
+        one = (ask.vit.extent[0] // ask.vit.grid[0], ask.vit.extent[1] // ask.vit.grid[1])
     spans = _pair(window, one)
     steps = _pair(stride, spans)
     rows, columns = (windows(*axis) for axis in zip(size, spans, steps, strict=True))

@@ -6,11 +6,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.ablation import Count, Fill, fill_images
 from patchlight.methods.masking import drops_as_fill, score_kept, score_masks, window_masks, window_sum, windows
 from patchlight.registry import Ask, method
+from patchlight.resize import to_pixels
 
 
 @method(
@@ -42,9 +42,9 @@ def pami(
     if fill == "drop":
         scores = score_kept(ask, parts.flatten(1))
     else:
-        small, size = parts.to(ask.images)[:, None], ask.images.shape[-2:]
+        small, size, extent = parts.to(ask.images)[:, None], ask.images.shape[-2:], ask.vit.extent
         filling = fill_images(fill, ask.images, ask.vit, ask.seed)
-        scores = score_masks(ask, lambda i: F.interpolate(small[i], size, mode="nearest")[:, 0], len(parts), filling)
+        scores = score_masks(ask, lambda i: to_pixels(small[i], size, extent, "nearest")[:, 0], len(parts), filling)
     total, count = scores.new_zeros(()), scores.new_zeros(())
     each = [len(rows) * len(columns) for rows, columns in axes]
     for (rows, columns), some in zip(axes, scores.mT.split(each, -1), strict=True):

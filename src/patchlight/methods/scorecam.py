@@ -6,13 +6,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.ablation import Fill, fill_images
 from patchlight.anatomy.base import Anatomy
 from patchlight.methods.cams import feature_maps, place
 from patchlight.methods.masking import MadeMasks, owners
 from patchlight.registry import Ask, Settings, method
+from patchlight.resize import to_pixels
 
 
 def refuses(settings: Settings, vit: Anatomy) -> str | None:
@@ -56,7 +56,7 @@ def score_cam(
     low, high = flat.new_empty(2, len(flat))
 
     def stretched(part: slice) -> Tensor:
-        up = F.interpolate(flat[part, None], ask.images.shape[-2:], mode="bilinear", align_corners=True)[:, 0]
+        up = to_pixels(flat[part], ask.images.shape[-2:], ask.vit.extent, align_corners=True)
         low[part], high[part] = up.amin((1, 2)), up.amax((1, 2))
         shown: Tensor = (up - low[part, None, None]) / (high[part] - low[part] + 1e-8)[:, None, None]
         return shown

@@ -130,6 +130,8 @@ def _why_not_drop(vit: Anatomy) -> str | None:
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    if vit.grid == (1, 1):
+        return f"{vit.name} has one patch, which has no others to share the score with"
     return _why_not_drop(vit) if settings["mode"] == "tokens" else None
 
 

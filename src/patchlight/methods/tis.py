@@ -143,4 +143,4 @@ def tis(
     if normalise:
         low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
         maps = (maps - low) / (high - low).clamp_min(torch.finfo(maps.dtype).tiny)
-    return maps.view(*maps.shape[:2], *ask.vit.grid).to(ask.vit.dtype)
+    return maps.view(*maps.shape[:2], *ask.vit.grid).to(torch.promote_types(ask.vit.dtype, torch.float32))

@@ -17,6 +17,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.methods.cams import feature_maps, place
 from patchlight.methods.rise import draw_grids
 from patchlight.registry import Ask, Settings, method
+from patchlight.resize import fitted, to_pixels
 
 Variant = Literal["full", 1, 2, 3, 4, 5]
 Noise = Callable[[Tensor], Tensor]
@@ -187,10 +188,10 @@ def causal_scores(
     return masked - noisy + clean[owner.to(clean.device)]
 
 
-def upsampled(masks: Tensor, images: Tensor) -> Masks:
+def upsampled(masks: Tensor, images: Tensor, extent: tuple[int, int] | None = None) -> Masks:
     """Masks [K,h,w] at the images' size."""
     masks, size = masks.to(images), images.shape[-2:]
-    return lambda index: F.interpolate(masks[index, None], size, mode="bilinear").clamp(0, 1)
+    return lambda index: to_pixels(masks[index, None], size, extent).clamp(0, 1)
 
 
 def saliency(scores: Tensor, masks: Tensor, size: tuple[int, int], corrected: bool = True) -> Tensor:
@@ -248,7 +249,7 @@ def vit_cx(
     """
     size = (ask.images.shape[-2], ask.images.shape[-1])
     features, clean = feature_maps(ask, layer)
-    features = features.double()
+    features, wide = features.double(), torch.promote_types(ask.vit.dtype, torch.float32)
 
     def scored(masks: Masks, owner: Tensor) -> Tensor:
         if sigma == 0 or variant in (3, 5):
@@ -261,21 +262,22 @@ def vit_cx(
         random = (
             scored(lambda index: grids.masks(index % n_random)[:, None], owner).view(len(features), n_random, -1).mT
         )
-        wide = grids.to(random)
-        return _covered(wide.weighted(random), wide.weighted(torch.ones_like(random[0, :1]))[0])
-    channels, spans = scaled(features, size)
+        wider = grids.to(random)
+        return _covered(wider.weighted(random), wider.weighted(torch.ones_like(random[0, :1]))[0])
+    extent = ask.vit.extent
+    channels, spans = scaled(features, extent)
     used = spans > 0
     if variant == 1:
         masks, counts = channels[used], used.sum(1)
     else:
         limit = threshold or (0.05 if ask.vit.hierarchical else 0.1)
-        labels = clusters(cosine_distances(channels, size), limit, used)
-        masks, counts = cluster_masks(channels, labels, size, rescale), labels.amax(1) + 1
+        labels = clusters(cosine_distances(channels, extent), limit, used)
+        masks, counts = cluster_masks(channels, labels, extent, rescale), labels.amax(1) + 1
     owner = torch.arange(len(counts)).repeat_interleave(counts.cpu())
-    scores = scored(upsampled(masks, ask.images), owner)
+    scores = scored(upsampled(masks, ask.images, extent), owner)
     shares = zip(scores.split(counts.tolist()), masks.split(counts.tolist()), strict=True)
-    maps = [saliency(s, m, size, corrected=variant not in (4, 5)) for s, m in shares]
-    return torch.stack(maps).to(ask.vit.dtype)
+    maps = torch.stack([saliency(s, m, extent, corrected=variant not in (4, 5)) for s, m in shares])
+    return fitted(maps, size).to(wide)
 
 
 def cluster_masks(masks: Tensor, labels: Tensor, size: tuple[int, int], rescale: bool = True) -> Tensor:

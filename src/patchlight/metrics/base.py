@@ -15,12 +15,12 @@ from typing import Any, Literal, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.ablation import Ablation
 from patchlight.anatomy import Anatomy
 from patchlight.errors import PatchlightError, nearest, warn
 from patchlight.registry import HOW, checked, type_name
+from patchlight.resize import to_cells, to_pixels
 from patchlight.statistics import bootstrap_weights, percentiles
 from patchlight.targets import Targets, predicted
 
@@ -107,7 +107,7 @@ class Measure:
 
     def upsampled(self, mode: Upsampling = "bilinear") -> Tensor:
         """The maps at the images' size [B,H,W]."""
-        return resized(self.maps, self.size, mode)
+        return to_pixels(self.maps, self.size, self.vit.extent, mode)
 
     def on_grid(self) -> Tensor:
         """The maps on the patch grid [B,h,w]; finer ones are averaged over each patch."""
@@ -137,18 +137,9 @@ class _Whole:
         return embedded[self.owner[part].to(embedded.device)], None
 
 
-def resized(maps: Tensor, size: tuple[int, int], mode: Upsampling = "bilinear") -> Tensor:
-    """Maps [B,h,w] at another size [B,H,W]."""
-    if tuple(maps.shape[-2:]) == size:
-        return maps
-    align = None if mode == "nearest" else False
-    return F.interpolate(maps[:, None], size, mode=mode, align_corners=align)[:, 0]
-
-
 def on_grid(maps: Tensor, vit: Anatomy) -> Tensor:
     """Maps [B,h,w] on the patch grid; finer ones are averaged over each patch."""
-    same = tuple(maps.shape[-2:]) == tuple(vit.grid)
-    return maps if same else F.adaptive_avg_pool2d(maps[:, None], vit.grid)[:, 0]
+    return to_cells(maps, vit.grid, vit.extent)
 
 
 def ranked(maps: Tensor, seed: int = 0) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from patchlight.ablation import Count, Fill, RankThresholds, TokenSubsets, fill_images
 from patchlight.errors import Unsupported
-from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, metric, resized
+from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, metric
+from patchlight.resize import to_pixels
 from patchlight.targets import Targets, score_of
 
 Integrator = Literal["trapezoid", "mean", "unit", "width"]
@@ -81,7 +82,7 @@ def removed_logits(
     def pixels() -> Tensor:
         ranks = ask.ranks(unit, upsampling, lowest_first)
         if unit == "patch":
-            ranks = resized(ranks.float(), ask.size, "nearest").int()
+            ranks = to_pixels(ranks.float(), ask.size, ask.vit.extent, "nearest").int()
         owner = torch.arange(len(ask.images)).repeat_interleave(len(changed))
         filled = fill_images(fill, ask.images, ask.vit, seed, noise)
         variants = RankThresholds(owner, changed.repeat(len(ask.images)), ranks, filled, inverted=not insert)

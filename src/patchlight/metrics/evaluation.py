@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy import Anatomy, wrap
+from patchlight.anatomy.base import undisturbed
 from patchlight.attribution import Attribution
 from patchlight.engine import Progress, compute
 from patchlight.errors import PatchlightError, warn
@@ -44,7 +45,7 @@ def evaluate(
     target: Target = ...,
     **options: Any,
 ) -> dict[str, Evaluation]: ...
-@torch.inference_mode(False)
+@undisturbed
 def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from patchlight.ablation import Count
 from patchlight.anatomy import Anatomy, wrap
 from patchlight.errors import PatchlightError, Unsupported
-from patchlight.metrics.base import Measure, Measured, metric, resized
+from patchlight.metrics.base import Measure, Measured, metric
 from patchlight.metrics.localisation import unit_range
+from patchlight.resize import to_pixels
 from patchlight.statistics import average_ranks
 
 Similarity = Literal["spearman", "spearman-abs", "ssim", "hog"]
@@ -90,7 +91,7 @@ def similar(
         return spearman(a.flatten(1), b.flatten(1))
     if similarity == "spearman-abs":
         return spearman(a.abs().flatten(1), b.abs().flatten(1))
-    a, b = (unit_range(resized(m.double(), ask.size)) for m in (a, b))
+    a, b = (unit_range(to_pixels(m.double(), ask.size, ask.vit.extent)) for m in (a, b))
     return ssim(a, b, window) if similarity == "ssim" else spearman(hog(a, cell), hog(b, cell))
 
 
