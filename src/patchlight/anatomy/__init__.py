@@ -461,7 +461,7 @@ def _load_hf(
     from patchlight.anatomy.hf import check_complete, check_floating, read_processor, supported
     from patchlight.anatomy.hub import endpoint, unreachable
 
-    local = Path(name).is_dir()
+    local = name != "" and Path(name).is_dir()
     if not local and (not name or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise PatchlightError(f"no folder at '{name}'; give hf:FOLDER, or hf:OWNER/NAME for a model of the hub")
     if local and fetch:

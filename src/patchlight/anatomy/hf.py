@@ -10,7 +10,6 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -253,7 +252,6 @@ def _find(module: nn.Module, *paths: str) -> nn.Module | None:
     return None
 
 
-@cache
 def required_after_first(cls: type[nn.Module]) -> list[str]:
     """What a transformers block demands besides its tokens, such as an attention mask; None will do for all of it."""
     if not any(c.__module__.startswith("transformers.") for c in cls.__mro__):

@@ -109,13 +109,10 @@ def load_model(
     from patchlight.anatomy import load
 
     staged: dict[str, Any] = {} if stage is None else {"stage": stage}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
         warnings.simplefilter("always", AssumedPreprocess)
-        vit = load(name, weights=weights, labels=labels, device=device, **staged, **options)
-    for warning in caught:
-        say(f"warning: {warning.message}")
-    return vit
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+        return load(name, weights=weights, labels=labels, device=device, **staged, **options)
 
 
 def read_settings(
