@@ -6,6 +6,7 @@ empty; `randomise` moves them all.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -138,7 +139,9 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Anatomy:
 
         pytest.importorskip("transformers")
     model = randomise(FAMILIES[family]()).to(dtype)
-    return pl.wrap(model, name=family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pl.AssumedPreprocess)
+        return pl.wrap(model, name=family)
 
 
 @cache

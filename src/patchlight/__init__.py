@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Anatomy": "patchlight.anatomy",
+    "AssumedPreprocess": "patchlight.errors",
     "Attribution": "patchlight.attribution",
     "DegenerateMap": "patchlight.engine",
     "PatchlightError": "patchlight.errors",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from patchlight.attribution import Attribution as Attribution
     from patchlight.engine import DegenerateMap as DegenerateMap
     from patchlight.engine import explain as explain
+    from patchlight.errors import AssumedPreprocess as AssumedPreprocess
     from patchlight.errors import PatchlightError as PatchlightError
     from patchlight.errors import Unsupported as Unsupported
     from patchlight.images import Preprocess as Preprocess

@@ -16,6 +16,10 @@ class Unsupported(PatchlightError):
     """A method asked of a model that lacks what the method needs."""
 
 
+class AssumedPreprocess(UserWarning):
+    """A model that does not say how its pictures are prepared: its family's published preprocessing is assumed."""
+
+
 def warn(words: str, category: type[Warning]) -> None:
     """Warn at the line that called Patchlight, however deep inside the reason was found."""
     frame = sys._getframe(1)

@@ -28,6 +28,8 @@ _RESAMPLING = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
 }
 
 
@@ -37,7 +39,9 @@ class Preprocess:
 
     `fit="crop"` resizes the shorter side to `size / crop_pct`, `fit="squash"` both sides; the centre is then cut out.
     Colours are scaled to [0, 1], less `mean`, over `std`. Sizes are rounded as timm and torchvision round them: down
-    for square models, to the nearest otherwise.
+    for square models, to the nearest otherwise. Where half a pixel is left over, `corner` says where the cut begins:
+    `nearest` as timm and torchvision round, `down` and `inward` (towards zero) as transformers does; what a cut larger
+    than the picture leaves empty is black.
     """
 
     size: tuple[int, int]
@@ -46,6 +50,7 @@ class Preprocess:
     crop_pct: float = 1.0
     interpolation: str = "bicubic"
     fit: Literal["crop", "squash"] = "crop"
+    corner: Literal["nearest", "down", "inward"] = "nearest"
 
     def crop(self, image: Image.Image) -> Image.Image:
         """The part of `image` that the model sees, at the model's size: what a heat map lies on."""
@@ -96,7 +101,9 @@ class Preprocess:
                 size = (whole(short_h * width / height), short_h)
             else:
                 size = (short_w, whole(short_w * height / width))
-        return part, size, (round((size[0] - self.size[1]) / 2.0), round((size[1] - self.size[0]) / 2.0))
+        halves: dict[str, Callable[[float], int]] = {"nearest": round, "down": math.floor, "inward": math.trunc}
+        half = halves[self.corner]
+        return part, size, (half((size[0] - self.size[1]) / 2.0), half((size[1] - self.size[0]) / 2.0))
 
     def tensor(self, image: Image.Image) -> torch.Tensor:
         """The normalised [C,H,W] tensor of one image."""

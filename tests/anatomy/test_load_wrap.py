@@ -206,7 +206,7 @@ def test_a_local_transformers_folder(tmp_path: Path) -> None:
     for family in ("hf-vit", "hf-deit", "hf-clip"):
         vit = build(family)
         vit.model.save_pretrained(tmp_path / family)  # type: ignore[operator]
-        loaded = pl.load(f"hf:{tmp_path / family}")
+        loaded = pl.load(f"hf:{tmp_path / family}", preprocess=vit.preprocess)
         batch = images(vit)
         torch.testing.assert_close(loaded.logits(batch), vit.logits(batch))
         assert type(loaded.model) is type(vit.model)

@@ -7,28 +7,43 @@ their names rather than by one path.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any, cast
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, affine, linear, stacked
-from patchlight.errors import PatchlightError
+from patchlight.anatomy.hub import cached
+from patchlight.errors import AssumedPreprocess, PatchlightError, warn
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 _HALF = (0.5, 0.5, 0.5)
-_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-_SHAPES: dict[str, tuple[str, Pooling, int, tuple[tuple[float, ...], tuple[float, ...]]]] = {
-    # class: backbone attribute, pooling, prefix tokens, colour statistics
-    "ViTForImageClassification": ("vit", "cls", 1, (_HALF, _HALF)),
-    "DeiTForImageClassification": ("deit", "cls", 2, (IMAGENET_MEAN, IMAGENET_STD)),
-    "DeiTForImageClassificationWithTeacher": ("deit", "cls+dist", 2, (IMAGENET_MEAN, IMAGENET_STD)),
-    "Dinov2ForImageClassification": ("dinov2", "cls+avg", 1, (IMAGENET_MEAN, IMAGENET_STD)),
-    "Dinov2WithRegistersForImageClassification": ("dinov2_with_registers", "cls+avg", 1, (IMAGENET_MEAN, IMAGENET_STD)),
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# How the processors published with each family's checkpoints prepare a picture.
+_VIT = Preprocess((224, 224), _HALF, _HALF, 1.0, "bilinear", "squash", "down")
+_DEIT = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 0.875, "bicubic", "squash", "down")
+_DINO = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 0.875, "bicubic", "crop", "down")
+_CLIP = Preprocess((224, 224), _CLIP_MEAN, _CLIP_STD, 1.0, "bicubic", "crop", "down")
+_SIGLIP = Preprocess((224, 224), _HALF, _HALF, 1.0, "bicubic", "squash", "down")
+_SHAPES: dict[str, tuple[str, Pooling, int, Preprocess]] = {
+    # class: backbone attribute, pooling, prefix tokens, published preprocessing
+    "ViTForImageClassification": ("vit", "cls", 1, _VIT),
+    "DeiTForImageClassification": ("deit", "cls", 2, _DEIT),
+    "DeiTForImageClassificationWithTeacher": ("deit", "cls+dist", 2, _DEIT),
+    "Dinov2ForImageClassification": ("dinov2", "cls+avg", 1, _DINO),
+    "Dinov2WithRegistersForImageClassification": ("dinov2_with_registers", "cls+avg", 1, _DINO),
     "CLIPForImageClassification": ("vision_model", "avg", 1, _CLIP),
-    "SiglipForImageClassification": ("vision_model", "avg", 0, (_HALF, _HALF)),
+    "SiglipForImageClassification": ("vision_model", "avg", 0, _SIGLIP),
 }
+_IMAGE_TEXT = ("CLIPModel", "SiglipModel")
+_CORNERS: tuple[Literal["down", "inward", "nearest"], ...] = ("down", "inward", "nearest")
+_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 
 
 class HuggingFaceAnatomy(Anatomy):
@@ -45,10 +60,9 @@ class HuggingFaceAnatomy(Anatomy):
         **about: Any,
     ) -> None:
         kind = type(model).__name__
-        attribute, pooling, prefix, statistics = _SHAPES[kind]
+        attribute, pooling, prefix, published = _SHAPES[kind]
         self._attribute = attribute
         config = getattr(model.config, "vision_config", model.config)
-        height, width = _pair(config.image_size)
         patch_h, patch_w = _pair(config.patch_size)
         classes = int(model.config.num_labels)
         if classes == 0:
@@ -58,10 +72,22 @@ class HuggingFaceAnatomy(Anatomy):
             labels = [str(model.config.id2label[i]) for i in range(len(model.config.id2label))]
         if getattr(model.config, "problem_type", None) == "multi_label_classification":
             about.setdefault("sigmoid", True)
-        about.setdefault("preprocess", _preprocess(processor, (height, width), *statistics))
+        name = name or getattr(model, "name_or_path", "") or kind
+        channels = int(getattr(config, "num_channels", 3))
+        if "preprocess" not in about:
+            size = _pair(config.image_size)
+            about["preprocess"] = (
+                _assumed(published, size, name) if processor is None else _as_processed(processor, channels, name)
+            )
+        height, width = about["preprocess"].size
+        if published is not _DINO and (height, width) != _pair(config.image_size):
+            raise PatchlightError(
+                f"{name} takes pictures of {_times(_pair(config.image_size))} pixels, but its preprocessing gives "
+                f"{_times((height, width))}; pass preprocess=pl.Preprocess({_pair(config.image_size)}, …)"
+            )
         super().__init__(
             model,
-            name=name or getattr(model, "name_or_path", "") or kind,
+            name=name,
             grid=(height // patch_h, width // patch_w),
             extent=(height // patch_h * patch_h, width // patch_w * patch_w),
             prefix=prefix + int(getattr(config, "num_register_tokens", 0) or 0),
@@ -69,11 +95,11 @@ class HuggingFaceAnatomy(Anatomy):
             heads=int(config.num_attention_heads),
             classes=classes,
             labels=labels,
-            channels=int(getattr(config, "num_channels", 3)),
+            channels=channels,
             **about,
         )
         self.assumed_labels = not given
-        self._required = _required_after_first(type(self.blocks[0]))
+        self._required = required_after_first(type(self.blocks[0]))
 
     @property
     def _backbone(self) -> Any:
@@ -158,6 +184,61 @@ def supported() -> list[str]:
     return sorted(_SHAPES)
 
 
+def check_complete(info: Mapping[str, Any], kind: str, name: str) -> None:
+    """Refuse a model some of whose weights were not in its checkpoint, by what transformers says about loading it."""
+    other = sorted(info.get("mismatched_keys", ()), key=str)
+    if other:
+        key, found, wanted = other[0]
+        raise PatchlightError(
+            f"'hf:{name}' does not fit what was asked: '{key}' is {list(found)} in the checkpoint but would be "
+            f"{list(wanted)}, and random; leave out options that change its shape, or load one trained like that"
+        )
+    missing = sorted(info.get("missing_keys", ()))
+    if not missing:
+        return
+    shown = ", ".join(f"'{key}'" for key in missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    paired = "; an image-text model can be described by hand with pl.wrap" if kind in _IMAGE_TEXT else ""
+    raise PatchlightError(
+        f"'hf:{name}' holds a {kind or 'checkpoint'} without {shown}, which would be random; load one that was trained "
+        f"to classify images, or give weights=FILE that has them{paired}"
+    )
+
+
+def check_floating(folder: Path) -> None:
+    """Refuse a folder whose safetensors hold weights or biases that are not floating point: loading would cast them."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as tensors:
+                kinds = {key: str(tensors.get_slice(key).get_dtype()) for key in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise PatchlightError(f"'{file}' cannot be read as weights: {error}") from error
+        odd = next(
+            (k for k in kinds if k.endswith((".weight", ".bias")) and not kinds[k].startswith(("F", "BF"))), None
+        )
+        if odd is not None:
+            raise PatchlightError(f"'{odd}' in '{file}' is of type {kinds[odd]} but must be floating point")
+
+
+def read_processor(name: str, where: Mapping[str, Any]) -> Any:
+    """The image processor of a folder or a hub name, or None where there is none; one that is broken is refused."""
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(name, **where)
+    except Exception as error:
+        file = "preprocessor_config.json"
+        there = (Path(name) / file).is_file() if Path(name).is_dir() else cached(name, file) is not None
+        if not there:
+            return None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PatchlightError(
+            f"the image processor of 'hf:{name}' ({file}) cannot be read: {reason}; mend it, or pass "
+            "preprocess=pl.Preprocess(…)"
+        ) from error
+
+
 def _pair(size: Any) -> tuple[int, int]:
     return (int(size[0]), int(size[1])) if isinstance(size, Sequence) else (int(size), int(size))
 
@@ -171,21 +252,146 @@ def _find(module: nn.Module, *paths: str) -> nn.Module | None:
     return None
 
 
-def _required_after_first(cls: type[nn.Module]) -> list[str]:
+def required_after_first(cls: type[nn.Module]) -> list[str]:
+    """What a transformers block demands besides its tokens, such as an attention mask; None will do for all of it."""
+    if not any(c.__module__.startswith("transformers.") for c in cls.__mro__):
+        return []
     parameters = list(inspect.signature(cls.forward).parameters.values())[2:]
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in kinds]
 
 
-def _preprocess(processor: Any, size: tuple[int, int], mean: tuple[float, ...], std: tuple[float, ...]) -> Preprocess:
-    """What an image processor would do, as far as a resize, a centre crop and colour statistics say it."""
-    if processor is None:
-        return Preprocess(size, mean, std, interpolation="bilinear", fit="squash")
-    mean = tuple(getattr(processor, "image_mean", None) or mean)
-    std = tuple(getattr(processor, "image_std", None) or std)
-    names = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
-    interpolation = names.get(int(getattr(processor, "resample", None) or 2), "bilinear")
-    shortest = (dict(getattr(processor, "size", None) or {})).get("shortest_edge")
-    if getattr(processor, "do_center_crop", False) and shortest:
-        return Preprocess(size, mean, std, min(size) / shortest, interpolation, "crop")
-    return Preprocess(size, mean, std, 1.0, interpolation, "squash")
+def _times(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]}"
+
+
+def _assumed(published: Preprocess, size: tuple[int, int], name: str) -> Preprocess:
+    """What a family's published processors do, for a model that came without one; said once, in a warning.
+
+    DINOv2 was trained on 518 pixels, but its classifiers are published with pictures of 224.
+    """
+    assumed = published if published is _DINO and size == (518, 518) else replace(published, size=size)
+    longer = _times((math.floor(assumed.size[0] / assumed.crop_pct), math.floor(assumed.size[1] / assumed.crop_pct)))
+    resized = f"resized to {longer}" if assumed.fit == "squash" else f"with the shorter side resized to cover {longer}"
+    warn(
+        f"{name} came without an image processor, so its pictures are assumed to be prepared as its family's published "
+        f"ones are: {resized} ({assumed.interpolation}), the centre {_times(assumed.size)} cut out, mean "
+        f"{list(assumed.mean)}, std {list(assumed.std)}; give preprocess=pl.Preprocess(…) if it was trained otherwise",
+        AssumedPreprocess,
+    )
+    return assumed
+
+
+def _as_processed(processor: Any, channels: int, name: str) -> Preprocess:
+    """What an image processor does, tried on pictures against the processor itself; refused where it does more.
+
+    Where a cut begins when half a pixel is left over differs between its versions, so that is found by trying.
+    """
+    kind = type(processor).__name__
+    otherwise = "pass preprocess=pl.Preprocess(…) to say how its pictures are prepared"
+    read = _read_processor(processor, f"the {kind} of {name}", otherwise)
+    if channels not in (1, 3):
+        return read
+    try:
+        pictures = _trials(read, channels)
+        given = [torch.as_tensor(processor(p, return_tensors="pt")["pixel_values"][0]).double() for p in pictures]
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PatchlightError(
+            f"the {kind} of {name} does not work on a plain picture ({reason}); {otherwise}"
+        ) from error
+    for corner in _CORNERS:
+        preprocess = replace(read, corner=corner)
+        difference = max(_difference(preprocess, p, g) for p, g in zip(pictures, given, strict=True))
+        if difference < 1:
+            return preprocess
+    raise PatchlightError(
+        f"the {kind} of {name} does something that a resize, a cut of the centre and colour statistics do not say; "
+        f"{otherwise}"
+    )
+
+
+def _read_processor(processor: Any, what: str, otherwise: str) -> Preprocess:
+    """What a processor's options say: it gives (f x - mean) / std for bytes x, and x / 255 wants statistics / 255 f."""
+
+    def option(key: str) -> Any:
+        return getattr(processor, key, None)
+
+    if not option("do_resize"):
+        raise PatchlightError(f"{what} does not resize pictures (do_resize=False); {otherwise}")
+    size = _sides(option("size"), bool(option("default_to_square")))
+    cut = _sides(option("crop_size"), True) if option("do_center_crop") else {}
+    out = (cut["height"], cut["width"]) if set(cut) == {"height", "width"} else None
+    short = size.get("shortest_edge", 0)
+    if set(size) == {"height", "width"}:
+        resized, fit = (size["height"], size["width"]), "squash"
+    elif set(size) == {"shortest_edge"} and option("crop_pct") is None:
+        resized, fit = (short, short), "crop"
+        if out is None:
+            raise PatchlightError(f"{what} resizes the shorter side and cuts nothing out (size={size}); {otherwise}")
+    elif set(size) == {"shortest_edge"}:  # ConvNext: a cut out of more below 384, squashed from there on
+        more = int(short / option("crop_pct"))
+        resized, fit = ((short, short), "squash") if short >= 384 else ((more, more), "crop")
+        out = out or (short, short)
+    else:
+        raise PatchlightError(f"{what} resizes pictures to {size}, which has no fixed size; {otherwise}")
+    resample = option("resample")
+    try:
+        interpolation = _RESAMPLE[2 if resample is None else int(resample)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise PatchlightError(f"{what} resizes with resample={resample!r}, which is not known; {otherwise}") from error
+    scale = 255 * float(option("rescale_factor") or 1 / 255) if option("do_rescale") else 255.0
+    mean, std = (option("image_mean"), option("image_std")) if option("do_normalize") else (0.0, 1.0)
+    out = out or resized
+    return Preprocess(
+        size=out,
+        mean=_statistics(mean, scale),
+        std=_statistics(std, scale),
+        crop_pct=_ratio(min(out), min(resized)),
+        interpolation=interpolation,
+        fit=cast(Any, fit),
+    )
+
+
+def _sides(size: Any, square: bool) -> dict[str, int]:
+    """A processor's size as a dictionary: it may be one, an object like one, a pair or one number."""
+    if isinstance(size, int):
+        return {"height": size, "width": size} if square else {"shortest_edge": size}
+    if isinstance(size, Sequence) and len(size) == 2:
+        return {"height": int(size[0]), "width": int(size[1])}
+    found = dict(size) if isinstance(size, Mapping) or hasattr(size, "__iter__") else {}
+    return {key: int(value) for key, value in found.items() if value is not None}
+
+
+def _statistics(values: Any, scale: float) -> tuple[float, ...]:
+    values = [values] * 3 if isinstance(values, int | float) else values
+    return tuple(float(v) / scale for v in values)
+
+
+def _ratio(cut: int, resized: int) -> float:
+    """The crop_pct of which cut / crop_pct, rounded down, is `resized`."""
+    ratio = cut / resized
+    return ratio if math.floor(cut / ratio) == resized else cut / (resized + 1e-6)
+
+
+def _trials(read: Preprocess, channels: int) -> list[Image.Image]:
+    """Noise, upright and across, larger and smaller than a size; among it pictures that tell the corners apart.
+
+    Odd sides, because where nearest pixels tie (64 to 224) libraries differ.
+    """
+    noise, side = np.random.default_rng(0), max(read.size) | 1
+    half = (side // 2 + 4) | 1
+    upright = [(half, half + more) for more in range(16, 48, 2)]
+    telling = [s for s in upright if len({replace(read, corner=c)._plan(*s) for c in _CORNERS}) > 1]
+    shapes = [upright[0], *telling[:3], (half + 20, half), (side + 8, 2 * side + 31)]
+    arrays = [noise.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height in shapes]
+    return [Image.fromarray(a if channels == 3 else a[..., 0]) for a in arrays]
+
+
+def _difference(preprocess: Preprocess, picture: Image.Image, given: Tensor) -> float:
+    """Mean difference between our tensor of a picture and a given one, in 256ths of white."""
+    ours = preprocess.tensor(picture.convert("RGB"))[: len(given)].double()
+    if ours.shape != given.shape:
+        return math.inf
+    std = torch.tensor(preprocess.std, dtype=torch.float64)[:, None, None]
+    return float(((ours - given) * std).abs().mean()) * 256

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from patchlight.errors import PatchlightError, nearest
+from patchlight.errors import AssumedPreprocess, PatchlightError, nearest
 
 if TYPE_CHECKING:
     from patchlight.anatomy import Anatomy
@@ -108,7 +109,10 @@ def load_model(
     from patchlight.anatomy import load
 
     staged: dict[str, Any] = {} if stage is None else {"stage": stage}
-    return load(name, weights=weights, labels=labels, device=device, **staged, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", AssumedPreprocess)
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+        return load(name, weights=weights, labels=labels, device=device, **staged, **options)
 
 
 def read_settings(
