@@ -244,6 +244,18 @@ class Anatomy(ABC):
         """The named parts of a block."""
         return Parts()
 
+    def no_linear_values(self) -> str | None:
+        """Why the value and output projections of its blocks cannot be read as one linear map per head; else None."""
+        blocks = [self.parts(i) for i in range(self.depth)]
+        reason = f"{self.name} has no value and output projection that make one linear map per head"
+        if any(b.value is None or b.out is None or b.qkv is None for b in blocks) or affine(blocks[0].out) is None:
+            return reason
+        try:
+            blocks[0].qkv()  # type: ignore[misc]
+        except Unsupported as error:
+            return f"{reason}: {error}"
+        return None
+
     def ends(self) -> Ends | None:
         """Embedding and head, where they are those of a plain ViT with a CLS token; else None."""
         return None

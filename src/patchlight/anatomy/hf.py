@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, affine, linear, stacked
+from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, linear, stacked
 from patchlight.anatomy.hub import cached
 from patchlight.errors import AssumedPreprocess, PatchlightError, warn
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -155,7 +155,7 @@ class HuggingFaceAnatomy(Anatomy):
             _find(block, "layernorm_before", "layer_norm1", "norm1"),
             _find(block, "layernorm_after", "layer_norm2", "norm2"),
             _find(block, "attention.o_proj", "attention.output.dense", "self_attn.out_proj", "attention.out_proj"),
-            None if affine(value) is None else lambda: linear(value).weight,
+            None if value is None else lambda: linear(value).weight,
             qkv=(lambda: stacked(*three)) if None not in three else None,
             fc1=fc1,
             activation=next((f for f in found if f is not None), None),

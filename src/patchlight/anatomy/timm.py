@@ -258,8 +258,8 @@ def _plain_values(attention: Any) -> bool:
     between = [getattr(attention, "norm", None), getattr(attention, "gate", None)]
     plain = all(m is None or isinstance(m, nn.Identity) for m in between)
     known = type(attention).__name__ in {"Attention", "AttentionRope", "EvaAttention"}
-    layer = getattr(attention, "qkv", None) or getattr(attention, "v_proj", None)
-    return plain and known and affine(layer) is not None and affine(attention.proj) is not None
+    known = known and getattr(attention, "num_kv_heads", attention.num_heads) == attention.num_heads
+    return plain and known
 
 
 def _value_weight(attention: Any) -> Tensor:

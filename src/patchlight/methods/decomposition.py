@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy, affine, linear
+from patchlight.anatomy.base import Anatomy, linear
 from patchlight.engine import DegenerateMap
 from patchlight.errors import warn
 from patchlight.methods.compose import LAST, ROLLOUT, Readout
@@ -105,9 +105,9 @@ def l1_distances(b: Evidence, w: Tensor, y: Tensor, ffn: FFN) -> Tensor:
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
-    parts = vit.parts(0)
-    if parts.value is None or affine(parts.out) is None or parts.qkv is None:
-        return f"{vit.name} has more than attention between its values and the output projection"
+    parts, reason = vit.parts(0), vit.no_linear_values()
+    if reason is not None:
+        return reason
     alone = settings.get("vectors") == "attention"
     if parts.norm1 is None and not alone:
         return f"{vit.name} has no norm before attention, so its tokens do not pass the block unchanged"

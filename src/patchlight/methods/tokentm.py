@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy, affine, linear
+from patchlight.anatomy.base import Anatomy, linear
 from patchlight.methods.attention import head_sum, positive
 from patchlight.methods.compose import Readout
 from patchlight.registry import Combiner, LayerMaps, Settings, method, times
@@ -43,10 +43,7 @@ def _needs(settings: Settings) -> frozenset[str]:
 
 def no_linear_values(settings: Settings, vit: Anatomy) -> str | None:
     """Why the value and output projections of a model cannot be read as one linear map per head."""
-    parts = vit.parts(0)
-    if settings.get("where", "ov") != "ov" or (parts.value is not None and affine(parts.out) is not None):
-        return None
-    return f"{vit.name} has no value and output projection that make one linear map per head"
+    return vit.no_linear_values() if settings.get("where", "ov") == "ov" else None
 
 
 def necc(cosine: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""Every name that `patchlight models` lists, at a small size: what is read from it is the model, or it is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+import patchlight as pl
+from patchlight.anatomy import Anatomy, model_names
+from patchlight.registry import refusal, resolve
+from patchlight.rules import RULES
+from patchlight.trace import LayerJob, run_pass
+from tests.anatomy.test_families import MaskKeys
+from tests.families import CLASSES, images, randomise
+
+NAMES = [name for name in model_names() if name != "pocket"]
+STAGED = ("swin", "pvt", "twins")
+
+
+def small(name: str) -> Any:
+    """The model with two blocks (or one block a stage), as narrow as its kind allows."""
+    torch.manual_seed(0)
+    if name.startswith(STAGED):
+        overlay = {"pretrained_cfg_overlay": {"input_size": (3, 64, 64)}}
+        given: dict[str, Any] = {"depths": (1, 1, 1, 1)} | overlay
+        if name.startswith("swin"):
+            given |= {"img_size": 64, "window_size": 4, "embed_dim": 16, "num_heads": (1, 2, 2, 4)}
+        return timm.create_model(name, num_classes=CLASSES, **given)
+    given = {"num_classes": CLASSES, "img_size": 64, "patch_size": 16, "depth": 2, "embed_dim": 96, "num_heads": 4}
+    if "sapiens2" in name:
+        given["num_kv_heads"] = (4, 2)
+    return timm.create_model(name, **given)
+
+
+def opened(name: str) -> Anatomy:
+    model = randomise(small(name))
+    return pl.wrap(model if "rope_mixed" in name else model.double(), name=name)  # timm's own runs in float32 alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_listed_name_is_read_as_it_is(name: str) -> None:
+    vit = opened(name)
+    batch = images(vit, 2)
+    with torch.no_grad():
+        logits = vit.model(batch)
+    assert (logits[0] - logits[1]).abs().max() > 1e-4, "the test model does not look at its input"
+    _agree(vit.logits(batch), logits)
+    if vit.depth == 0:
+        return
+    if vit.can_drop is None:
+        _dropping_is_masking(vit, batch)
+    _libra_is_complete(vit, batch)
+    for method in ("genatt", "gradcam", "tokentm", "alti", "bt-t", "transatt", "decompx", "vit-cx", "kernel-shap"):
+        _works_or_is_refused(vit, batch, method)
+
+
+def _works_or_is_refused(vit: Anatomy, batch: torch.Tensor, method: str) -> None:
+    entry = resolve(method)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scores = pl.explain(vit, batch, method, target=1, **entry.method.quick).scores
+    except pl.Unsupported:
+        assert refusal(resolve(method, entry.method.quick), vit) is not None, "refused only when it was under way"
+    else:
+        assert bool(scores.isfinite().all())
+
+
+def _dropping_is_masking(vit: Anatomy, batch: torch.Tensor) -> None:
+    keep = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(i))[:7] for i in range(2)])
+    with torch.no_grad():
+        tokens = vit.embed(batch)
+        dropped = vit.readout(vit.run(tokens, keep=keep))
+        with MaskKeys(keep, vit):
+            full = vit.run(tokens)
+        masked = vit.readout(vit.gather(full, keep))
+    _agree(dropped, masked)
+
+
+def _libra_is_complete(vit: Anatomy, batch: torch.Tensor) -> None:
+    layers = tuple(range(vit.depth))
+    job = LayerJob(lambda b: ((b.x * b.g).sum((1, 2)), b.bias.sum(1)), frozenset({"x", "g", "bias"}), layers)
+    seen = run_pass(vit, batch, rule=RULES["libra"], jobs=[job])
+    values, end = seen.values[0][0], seen.end[0]
+    rest = 0 if end.bias is None else end.bias.sum(1)
+    rest = rest + (0 if end.scalar_bias is None else end.scalar_bias)
+    total = values[0][0] + sum(values[k][1] for k in layers) + rest
+    _agree(total, seen.scores[:, 0])
+
+
+def _agree(a: torch.Tensor, b: torch.Tensor) -> None:
+    limit = 1e-9 if a.dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(a, b, atol=limit, rtol=limit)
