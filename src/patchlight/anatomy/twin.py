@@ -5,9 +5,10 @@ Evaluation mode, watching and other number types belong to the twin; other threa
 
 from __future__ import annotations
 
+import operator
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any, TypeGuard
@@ -20,6 +21,7 @@ from patchlight.taps import Activation
 
 _TENSORS = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_TABLES = (*_TENSORS, "_modules", *_HOOKS)
 _ACTIVATION_NAME = re.compile(r"(.*_)?act(ivation)?(_fn)?")
 _SEEN_BY_TAPS = (nn.GELU, nn.SiLU, nn.ReLU, nn.Identity, nn.Dropout)
 
@@ -40,26 +42,26 @@ class Twin:
     ) -> None:
         self.model, self.dtype, self._only, self._prepare = model, dtype, only, prepare
         self._lock = threading.Lock()
-        self._seen: list[tuple[nn.Module, _Look]] = []
+        self._seen: _Seen | None = None
 
     def renew(self) -> bool:
         """Follow the model: weights that the copy holds by itself are copied, a changed structure is copied anew.
 
         Whether the structure had changed (modules, parameters, hooks, plain attributes, or where the weights lie).
         """
-        if self._seen and self._unchanged():
+        if self._unchanged():
             if self._cast:
                 with torch.inference_mode(False), torch.no_grad():
                     torch._foreach_copy_([mine for mine, _ in self._cast], [theirs for _, theirs in self._cast])
             return False
         with self._lock:
-            if not self._seen or not self._unchanged():
+            if not self._unchanged():
                 self._build()
         return True
 
     def _build(self) -> None:
         originals = _modules(self.model)
-        seen = [(m, _look(m)) for m in originals]
+        seen = _Seen(originals)
         self._cast: list[tuple[Tensor, Tensor]] = []
         kinds = self._only or (nn.Module,)
         some = (m for m in originals if isinstance(m, kinds))
@@ -84,47 +86,36 @@ class Twin:
 
     def _unchanged(self) -> bool:
         """Whether every module still is what it was copied from, but for its mode."""
-        for module, (attributes, inside, places) in self._seen:
-            now = module.__dict__
-            if not _same(now, attributes) or not _identical(inside, _inside(now)):
-                return False
-            if places != _places(now):
-                return False
+        return self._seen is not None and self._seen.holds()
+
+
+class _Seen:
+    """What was there when modules were copied: their attributes, what their tables hold, and where tensors lie."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.states = [(m.__dict__, dict(m.__dict__)) for m in modules]
+        self.tables = [m.__dict__[name] for m in modules for name in _TABLES]
+        self.inside = self._inside()
+        self.tensors = [t for t in self.inside if type(t) in (nn.Parameter, Tensor)]
+        self.places = [t.data_ptr() for t in self.tensors]
+
+    def _inside(self) -> list[Any]:
+        return [value for table in self.tables for value in table.values()]
+
+    def holds(self) -> bool:
+        inside = self._inside()
+        if len(inside) != len(self.inside) or not all(map(operator.is_, inside, self.inside)):
+            return False
+        if [t.data_ptr() for t in self.tensors] != self.places:
+            return False
+        try:
+            for now, before in self.states:
+                before["training"] = now["training"]
+                if now != before:  # identical values are not compared further
+                    return False
+        except Exception:  # tensors and arrays have no one truth
+            return False
         return True
-
-
-_Look = tuple[dict[str, Any], list[Any], list[int]]
-"""Of a module: its attributes, what its tables of tensors, modules and hooks hold, and where its tensors lie."""
-
-
-def _look(module: nn.Module) -> _Look:
-    state = module.__dict__
-    return dict(state), list(_inside(state)), _places(state)
-
-
-def _inside(state: dict[str, Any]) -> Iterator[Any]:
-    for name in (*_TENSORS, "_modules", *_HOOKS):
-        yield from state[name].values()
-
-
-def _places(state: dict[str, Any]) -> list[int]:
-    return [t.data_ptr() for name in _TENSORS for t in state[name].values() if type(t) in (nn.Parameter, Tensor)]
-
-
-def _identical(before: list[Any], now: Iterator[Any]) -> bool:
-    try:
-        return all(a is b for a, b in zip(before, now, strict=True))
-    except ValueError:
-        return False
-
-
-def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether two states have the same attributes; the mode may differ. Identical ones are not compared further."""
-    before["training"] = now["training"]
-    try:
-        return now == before
-    except Exception:  # tensors and arrays have no one truth
-        return False
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
@@ -183,7 +174,7 @@ def _copied(
 
     for original in originals:
         state = {key: moved(value) for key, value in original.__dict__.items()}
-        for name in (*_TENSORS, "_modules", *_HOOKS):
+        for name in _TABLES:
             state[name] = type(state[name])((k, moved(v)) for k, v in original.__dict__[name].items())
         state["training"] = False
         copies[id(original)].__dict__.update(state)
