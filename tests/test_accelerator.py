@@ -12,6 +12,7 @@ from patchlight.diffmask.gates import DiffMask, new_gates
 from patchlight.registry import refusal, resolve
 from patchlight.testing import contract_names, spearman
 from tests.families import STRUCTURAL, build, images
+from tests.test_threads import together
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -67,3 +68,56 @@ def test_memory_is_given_back() -> None:
     for _ in range(50):
         pl.explain(vit, batch, ["genatt", "ixg.libra"])
     assert torch.cuda.memory_allocated() <= before
+
+
+def test_threads_see_nothing_of_each_other() -> None:
+    """Scoring is in bfloat16 here by default; plain forwards beside it, and the weights, are what they were."""
+    vit = build("vit")
+    vit.model.cuda().train().requires_grad_(True)
+    batch = images(vit, 2).cuda()
+    before = {name: value.clone() for name, value in vit.model.state_dict().items()}
+    names = ("genatt", "tis", "rise", "occlusion", "gradcam")
+    alone = {name: pl.explain(vit, batch, name, target=1, **resolve(name).method.quick).scores for name in names}
+    with torch.no_grad():
+        expected = vit.model(batch)
+    right: list[bool] = []
+
+    def explains() -> None:
+        for _ in range(3):
+            for name, scores in alone.items():
+                found = pl.explain(vit, batch, name, target=1, **resolve(name).method.quick).scores
+                torch.testing.assert_close(found, scores, atol=1e-3 * float(scores.abs().max()), rtol=1e-3)
+
+    def uses() -> None:
+        with torch.no_grad():
+            for _ in range(100):
+                out = vit.model(batch)
+                right.append(out.dtype == torch.float32 and torch.allclose(out, expected, atol=1e-5))
+
+    together(explains, explains, uses)
+    assert sum(right) == 100, f"{sum(right)} of 100 plain forwards are right"
+    assert all(torch.equal(before[name], value) for name, value in vit.model.state_dict().items())
+    assert all(m.training for m in vit.model.modules())
+
+
+def test_half_precision_models_have_the_maps_of_their_weights() -> None:
+    wide = build("vit")
+    for dtype in (torch.float16, torch.bfloat16):
+        half = copy.deepcopy(wide.model).cuda().to(dtype)
+        vit, other = pl.wrap(half), pl.wrap(copy.deepcopy(half).float())
+        batch = images(wide, 2).cuda().to(dtype)
+        for name in ("tokentm", "globenc", "lrp", "transatt", "genatt", "ixg.plus.libra"):
+            found, expected = (
+                pl.explain(v, b, name, target=1).scores for v, b in ((vit, batch), (other, batch.float()))
+            )
+            assert bool(found.isfinite().all()), name
+            assert min(spearman(a, b) for a, b in zip(found, expected, strict=True)) > 0.999, f"{name} in {dtype}"
+
+
+def test_moving_a_wrapped_model_moves_what_explains_it() -> None:
+    vit = build("vit")
+    batch = images(vit, 2)
+    here = pl.explain(vit, batch, "genatt", target=1).scores
+    vit.model.cuda()
+    there = pl.explain(vit, batch, "genatt", target=1).scores
+    torch.testing.assert_close(here, there, atol=1e-5, rtol=1e-3)
