@@ -188,6 +188,7 @@ def load(
         anatomy.model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise PatchlightError(f"device '{device}' cannot be used: {str(error).splitlines()[0]}") from error
+    anatomy.renew()
     return anatomy
 
 

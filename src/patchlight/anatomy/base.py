@@ -183,6 +183,15 @@ class Anatomy(ABC):
         self.__dict__.update(state)
         self._begin()
 
+    def renew(self) -> None:
+        """Have the twin follow what was done to the model since: moved, given another head or hook, loaded anew.
+
+        Everything that explains or measures does so by itself; whoever calls `embed`, `block` or `readout` does it
+        with `steady` or `place`.
+        """
+        if self._twin.renew() and self._checked:
+            self.check()
+
     @property
     def castable(self) -> bool:
         """Whether `view` can have it compute in another type."""
@@ -329,6 +338,8 @@ class Anatomy(ABC):
         return self.place(to_batch(images, self.preprocess, self.channels))
 
     def place(self, images: Tensor) -> Tensor:
+        """Images where the model lives, in its type."""
+        self.renew()
         return images.to(self.device, self.dtype)
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -378,8 +389,7 @@ class Anatomy(ABC):
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
         """Inside, the twin is what the model is now, and computes in its own type whatever autocast surrounds it."""
-        if self._twin.renew() and self._checked:
-            self.check()
+        self.renew()
         with torch.autocast(self.device.type, enabled=False):
             yield
 
