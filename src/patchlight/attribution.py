@@ -45,7 +45,7 @@ class Attribution:
 
     `scores` is CPU float32 [B,h,w] at the method's own resolution (the patch grid, or pixels where `level` is
     "pixel"), raw and signed; [B,T,h,w] when several classes an image were asked for. `target` [B] or [B,T] holds the
-    classes, `against` the classes they were contrasted with.
+    classes, `against` the classes they were contrasted with, `labels` and `against_labels` their names.
     """
 
     scores: Tensor
@@ -58,6 +58,7 @@ class Attribution:
     settings: dict[str, Any] = field(default_factory=dict)
     against: Tensor | None = None
     labels: tuple[str, ...] = ()
+    against_labels: tuple[str, ...] = ()
     seed: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     preprocess: Preprocess | None = None
@@ -67,6 +68,25 @@ class Attribution:
     def grid(self) -> tuple[int, int]:
         """Rows and columns of `scores`."""
         return self.scores.shape[-2], self.scores.shape[-1]
+
+    @property
+    def explained(self) -> tuple[str, ...]:
+        """The names of the classes explained, one per map."""
+        return self.labels or tuple(f"class {int(i)}" for i in self.target.flatten())
+
+    @property
+    def opposed(self) -> tuple[str, ...]:
+        """The names of the classes these are contrasted with; none where there is no contrast."""
+        if self.against is None:
+            return ()
+        return self.against_labels or tuple(f"class {int(i)}" for i in self.against.flatten())
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """What each map is about, in words: "a", or "a against b"."""
+        if not self.opposed:
+            return self.explained
+        return tuple(f"{a} against {b}" for a, b in zip(self.explained, self.opposed, strict=True))
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -82,7 +102,7 @@ class Attribution:
         labels = tuple(name for i in rows for name in self.labels[i * per_image : (i + 1) * per_image])
         changed = {"scores": self.scores[images], "target": self.target[images], "labels": labels}
         if self.against is not None:
-            changed["against"] = self.against[images]
+            changed |= {"against": self.against[images], "against_labels": self.against_labels[images]}
         return Attribution(**{f.name: getattr(self, f.name) for f in fields(self)} | changed)  # type: ignore[arg-type]
 
     def upsample(
@@ -192,7 +212,7 @@ class Attribution:
 
     def __repr__(self) -> str:
         grid = "x".join(map(str, self.grid))
-        named = ", ".join(dict.fromkeys(self.labels[:3])) + ("…" if len(self.labels) > 3 else "")
+        named = ", ".join(dict.fromkeys(self.named[:3])) + ("…" if len(self.named) > 3 else "")
         return f"<Attribution by {self.method} of {self.model} for {named}: {len(self)} image(s), {grid} {self.level}s>"
 
     def _repr_html_(self) -> str:

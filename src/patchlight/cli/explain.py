@@ -402,7 +402,7 @@ def _finish(
         "maps": saved,
     }
     if att.against is not None:
-        about["against"] = {"index": int(att.against[0]), "label": vit.label(int(att.against[0]))}
+        about["against"] = {"index": int(att.against[0]), "label": att.opposed[0]}
     return about
 
 
@@ -425,6 +425,7 @@ def joined(parts: list[Attribution]) -> Attribution:
         target=torch.cat([part.target for part in parts]),
         against=torch.cat(against) if against else None,
         labels=tuple(label for part in parts for label in part.labels),
+        against_labels=tuple(label for part in parts for label in part.against_labels),
     )
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.errors import PatchlightError, nearest
+from patchlight.errors import PatchlightError, known_keywords, nearest
 from patchlight.images import Picture, Preprocess, open_image
 
 Mode = Literal["nearest", "bilinear", "bicubic"]
@@ -126,6 +126,7 @@ def blend(
     return Image.fromarray((255 * (rgb * opacity + grey * (1 - opacity))).round().astype(np.uint8))
 
 
+@known_keywords
 def overlay(
     scores: Tensor,
     image: Picture,

@@ -20,12 +20,11 @@ def heat_html(att: Attribution) -> str:
     """The first maps as inline pictures, colours alone, with their classes, the method and the model."""
     signed = is_signed(att.scores)
     maps = att.scores.reshape(-1, *att.grid)
-    labels = [*att.labels, *[""] * len(maps)]
     cells = [
         f'<figure style="display:inline-block;margin:2px"><img alt="{escape(label)}" '
         f'src="data:image/png;base64,{_png(scores, att.image_size, signed)}">'
         f"<figcaption>{escape(label)}</figcaption></figure>"
-        for scores, label in zip(maps[:SHOWN], labels, strict=False)
+        for scores, label in zip(maps[:SHOWN], att.named, strict=False)
     ]
     more = f"<p>and {len(maps) - SHOWN} more</p>" if len(maps) > SHOWN else ""
     ends = "blue against, red for" if signed else "dark lowest, bright highest"
