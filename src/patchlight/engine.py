@@ -180,10 +180,10 @@ def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Target
     if not bool(broken.any()):
         return
     i = int(broken.nonzero()[0])
-    logits = vit.logits(batch[i : i + 1])
-    if not bool(logits.isfinite().all()):
+    logits = vit.logits(batch)
+    if not bool(logits[i].isfinite().all()):
         reason = "the model's logits are not finite there"
-    elif not bool(score_of(logits, targets[i : i + 1], request.score, vit.sigmoid).isfinite().all()):
+    elif not bool(score_of(logits, targets, request.score, vit.sigmoid)[i].isfinite().all()):
         reason = "the score made of the model's logits is not finite there"
     else:
         reason = f"its numbers overflow {str(vit.dtype).removeprefix('torch.')}"

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -53,6 +53,17 @@ class Preprocess:
     interpolation: str = "bicubic"
     fit: Literal["crop", "squash"] = "crop"
     corner: Literal["nearest", "down", "inward"] = "nearest"
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "strict": True}
+
+    def __post_init__(self) -> None:
+        sides = (*self.size, self.crop_pct)
+        sane = all(math.isfinite(side) and side > 0 for side in sides)
+        if not sane or math.prod(self.size) / self.crop_pct**2 > MAX_PIXELS:
+            raise PatchlightError(f"images of size {list(self.size)}, cut out at {self.crop_pct}, cannot be made")
+        colours = (*self.mean, *self.std)
+        if len(self.mean) != len(self.std) or not all(map(math.isfinite, colours)) or 0 in self.std:
+            raise PatchlightError(f"mean {self.mean} and std {self.std} are not a finite pair of each channel's")
 
     def crop(self, image: Image.Image) -> Image.Image:
         """The part of `image` that the model sees, at the model's size: what a heat map lies on."""

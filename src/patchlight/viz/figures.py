@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchlight.attribution import Attribution
 from patchlight.errors import PatchlightError, known_keywords
@@ -55,7 +55,7 @@ def figure(
     *,
     predictions: Sequence[Prediction] | None = None,
     titles: Sequence[str] | None = None,
-    vit: Anatomy | None = None,
+    vit: Anatomy | nn.Module | None = None,
     path: str | Path | None = None,
 ) -> Figure:
     """One row per image, one column per method: the photographs, and each method's heat over them.
@@ -73,7 +73,10 @@ def figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from patchlight.anatomy import wrap
+
     maps = _by_name(maps)
+    vit = None if vit is None else wrap(vit)
     if path is not None:
         figure_format(path)
     first = next(iter(maps.values()))
@@ -142,10 +145,10 @@ def _by_name(maps: Attribution | Mapping[str, Attribution] | Sequence[Attributio
         named = dict(zip(numbered, listed, strict=True))
     if not named:
         raise PatchlightError("a figure needs at least one map; none was given")
-    wrong = next((att for att in named.values() if not isinstance(att, Attribution)), None)
-    if wrong is not None:
+    wrong = [type(att).__name__ for att in named.values() if not isinstance(att, Attribution)]
+    if wrong:
         raise PatchlightError(
-            f"a map to draw is a {type(wrong).__name__}; give an Attribution, a list of them, or a dict by their titles"
+            f"a map to draw is a {wrong[0]}; give an Attribution, a list of them, or a dict by their titles"
         )
     return named
 
