@@ -216,7 +216,7 @@ class Attribution:
             ) from error
         except OSError as error:
             raise PatchlightError(f"'{folder}' cannot be read: {error.strerror or error}") from error
-        except (ValueError, SafetensorError) as error:
+        except (ValueError, KeyError, SafetensorError) as error:  # a KeyError is a type of number that torch has not
             raise PatchlightError(f"'{folder}' is damaged: {_told(error)}") from error
 
     def __repr__(self) -> str:

@@ -52,11 +52,11 @@ def with_tensors(folder: Path, **tensors: torch.Tensor) -> None:
     save_file({k: v for k, v in {**load_file(path), **tensors}.items() if v.numel()}, path)
 
 
-def header(path: Path, shape: list[int], size: int) -> None:
+def header(path: Path, shape: list[int], size: int, kind: str = "F32") -> None:
     """A safetensors file that declares scores of this shape, and is so many bytes long without holding them."""
-    end = 4 * torch.Size(shape).numel()
+    end = {"F32": 4, "F8_E8M0": 1}[kind] * torch.Size(shape).numel()
     tensors = {
-        "scores": {"dtype": "F32", "shape": shape, "data_offsets": [0, end]},
+        "scores": {"dtype": kind, "shape": shape, "data_offsets": [0, end]},
         "target": {"dtype": "I64", "shape": [1], "data_offsets": [end, end + 8]},
     }
     text = json.dumps(tensors).encode()
@@ -160,6 +160,8 @@ def attributions_with_tensors_that_do_not_fit(folder: Path) -> None:
         place = saved(folder / f"{n}")
         with_tensors(place, **tensors)
         refuses(lambda place=place: pl.Attribution.load(place), f"{n}' is damaged: ")
+    header(saved(folder / "bytes") / "scores.safetensors", [1, 4, 4], 0, "F8_E8M0")
+    refuses(lambda: pl.Attribution.load(folder / "bytes"), "bytes' is damaged: 'F8_E8M0'")
     (folder / "file").write_text("")
     refuses(lambda: pl.Attribution.load(folder / "file"), "cannot be read: Not a directory")
 

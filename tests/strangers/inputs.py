@@ -410,6 +410,10 @@ def figures_of_a_list_and_of_one(folder: Path) -> None:
         words = [t.get_text() for t in pl.figure(batch, given).texts]
         assert words[: len(titles)] == titles
     assert len(pl.figure(list(batch), a, vit=vit.model).axes) == 5
+    of_two = [pl.explain(vit, batch, "genatt", target=target) for target in (1, (2, 3), [4, 5])]
+    words = [t.get_text() for t in pl.figure(batch, of_two).texts]
+    assert {"class 1", "class 2", "against class 3", "various classes"} <= set(words)
+    assert not any(word.startswith("for ") for word in words), "the rows must not speak for all columns"
     for wrong in ([a, 3], {"a": a.scores}, 3, None, a.scores):
         refuses(lambda wrong=wrong: pl.figure(batch, wrong), "give an Attribution, a list of them")
     for wrong in (3, None):

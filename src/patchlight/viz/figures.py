@@ -83,9 +83,10 @@ def figure(
     images = _listed(images)
     pictures = _pictures(images, first, vit)
     _check_counts(maps, len(pictures))
-    columns = [column for name, att in maps.items() for column in _columns(name, att)]
+    alike = len({att.named for att in maps.values()}) == 1
+    columns = [column for name, att in maps.items() for column in _columns(name, att, alike)]
     headings = _headings([c.title for c in columns] if titles is None else titles, len(columns))
-    labels = _row_labels(images, first, predictions, vit)
+    labels = _row_labels(images, first, predictions, vit, alike)
     kinds = sorted({c.signed for c in columns})
 
     bands = _bands(len(columns))
@@ -263,10 +264,13 @@ def _check_counts(maps: Mapping[str, Attribution], count: int) -> None:
         raise PatchlightError(f"a figure of {count} rows cannot be read; give at most {MAX_ROWS} images")
 
 
-def _columns(name: str, att: Attribution) -> list[_Column]:
+def _columns(name: str, att: Attribution, alike: bool) -> list[_Column]:
+    """A column per class; its heading names the class where there are several, or the maps are not of the same ones."""
     signed = is_signed(att.scores)
     if att.scores.ndim == 3:
-        return [_Column(name, att.scores, signed)]
+        own = short(att.explained[0]) + "".join(f"\nagainst {short(other)}" for other in att.opposed[:1])
+        word = own if len(set(att.named)) == 1 else "various classes"
+        return [_Column(name if alike else f"{name}\n{word}", att.scores, signed)]
     several = att.scores.shape[1]
     named = [set(att.explained[t::several]) for t in range(several)]
     words = [short(labels.pop()) if len(labels) == 1 else f"({t + 1})" for t, labels in enumerate(named)]
@@ -292,18 +296,20 @@ def _broken(title: str) -> str:
 
 
 def _row_labels(
-    images: Sequence[Any], att: Attribution, predictions: Sequence[Prediction] | None, vit: Anatomy | None
+    images: Sequence[Any], att: Attribution, predictions: Sequence[Prediction] | None, vit: Anatomy | None, alike: bool
 ) -> list[str]:
+    """The prediction, and what is explained where that is something else and the same in all columns."""
     tensors = all(isinstance(image, Tensor) for image in images)
     if predictions is None and vit is not None and (tensors or vit.channels in (1, 3)):
         shown = images if tensors else [open_image(image) for image in images]
         predictions = [top[0] for top in vit.predict(shown, k=1)]
-    several = _several_words(att)
+    several = _several_words(att) if alike else []
     if several:
         words = [""] * len(att) if predictions is None else [in_words(p) for p in predictions]
         return [_wrapped(f"{one} {more}".strip()) for one, more in zip(words, several, strict=True)]
-    explained = [""] * len(att) if att.scores.ndim == 4 else [short(label) for label in att.explained]
-    opposed = [f"against {short(label)}" for label in att.opposed] or [""] * len(att)
+    one_class = alike and att.scores.ndim == 3
+    explained = [short(label) for label in att.explained] if one_class else [""] * len(att)
+    opposed = [f"against {short(label)}" for label in att.opposed if one_class] or [""] * len(att)
     if predictions is None:
         return ["\n".join(map(_wrapped, filter(None, words))) or " " for words in zip(explained, opposed, strict=True)]
     if len(predictions) != len(att):
