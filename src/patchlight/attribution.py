@@ -164,6 +164,10 @@ class Attribution:
         scores, so that the old attribution is there until the moment the new one is.
         """
         folder = Path(folder)
+        if not bool(self.scores.isfinite().all()):
+            raise PatchlightError(
+                f"the scores hold NaN or infinity; '{folder}' is not written, since it would not load"
+            )
         if folder.exists() and not (force and (folder / _ABOUT).is_file()):
             raise PatchlightError(f"'{folder}' exists already; choose another folder, or force=True to replace it")
         replaced = _scores_file(folder) if folder.exists() else None
