@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal, get_type_hints
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
 from patchlight.images import MAX_PIXELS, Preprocess
+from patchlight.resize import to_pixels
 
 _FORMAT = 1
 _ABOUT, _SCORES = "attribution.json", "scores.safetensors"
@@ -71,6 +71,14 @@ class Attribution:
     versions: dict[str, str] = field(default_factory=dict)
     preprocess: Preprocess | None = None
     """How the images were shown to the model, so that the heat can be laid where it belongs."""
+    extent: tuple[int, int] | None = None
+    """The pixels (rows, columns) that the scores lie on, from the top left, where those are not the whole image."""
+
+    @property
+    def covers(self) -> tuple[float, float]:
+        """The share of the image's height and width that the scores lie on; above 1 where it was padded."""
+        rows, columns = self.extent or self.image_size
+        return rows / self.image_size[0], columns / self.image_size[1]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -120,9 +128,8 @@ class Attribution:
         size = self.image_size if size is None else (size, size) if isinstance(size, int) else size
         if mode not in ("nearest", "bilinear", "bicubic"):
             raise PatchlightError(f"no upsampling is called '{mode}'; give nearest, bilinear or bicubic")
-        flat = self.scores.reshape(-1, 1, *self.grid)
-        align = None if mode == "nearest" else False
-        return F.interpolate(flat, size, mode=mode, align_corners=align).reshape(*self.scores.shape[:-2], *size)
+        extent = [max(1, round(side * share)) for side, share in zip(size, self.covers, strict=True)]
+        return to_pixels(self.scores, size, extent, mode)
 
     def top_patches(self, k: int = 10) -> Tensor:
         """The k highest-scoring cells as (row, column), best first: [..., k, 2]. Ties keep reading order."""
@@ -154,7 +161,7 @@ class Attribution:
                 raise PatchlightError("give the picture itself, or one preprocessed [C,H,W] tensor of this model")
             image = self.preprocess.picture(image)
         scores = self.scores[index]
-        options = {"preprocess": self.preprocess, **options}
+        options = {"preprocess": self.preprocess, "covers": self.covers, **options}
         return overlay(scores if scores.ndim == 2 else scores[0], image, self.image_size, **options)
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
@@ -304,8 +311,9 @@ def _check_fit(att: Attribution) -> None:
             raise ValueError(f"{name} are {len(labels)} names for {math.prod(shape)} maps")
     if not att.scores.is_floating_point() or not bool(att.scores.isfinite().all()):
         raise ValueError("scores are not finite numbers")
-    if min(att.image_size) < 1 or math.prod(att.image_size) > MAX_PIXELS:
-        raise ValueError(f"image_size is {list(att.image_size)}")
+    for name, size in (("image_size", att.image_size), ("extent", att.extent or att.image_size)):
+        if min(size) < 1 or math.prod(size) > MAX_PIXELS:
+            raise ValueError(f"{name} is {list(size)}")
     if att.preprocess is not None and att.preprocess.size != att.image_size:
         raise ValueError(f"image_size is {list(att.image_size)}, but preprocess.size {list(att.preprocess.size)}")
 

@@ -240,4 +240,5 @@ def _attribution(vit: Anatomy, request: Request, scores: Tensor, targets: Target
         seed=seed,
         versions=versions(),
         preprocess=vit.preprocess,
+        extent=vit.extent if request.level == "token" and tuple(vit.extent) != tuple(vit.preprocess.size) else None,
     )

@@ -112,6 +112,8 @@ def attributions_with_keys_that_do_not_belong(folder: Path) -> None:
             having(image_size=[64, 0]),
             having(image_size=[64, 6.5]),
             having(image_size=[32, 32]),
+            having(extent=[0, 64]),
+            having(extent=[200_000, 200_000]),
             having(labels="cat"),
             having(labels=[1, 2, 3]),
             having(labels=["cat"]),

@@ -46,6 +46,7 @@ class _Column:
     title: str
     scores: Tensor
     signed: bool
+    covers: tuple[float, float]
 
 
 @known_keywords
@@ -122,7 +123,8 @@ def figure(
             place(picture, left, y, CELL, tall)
             for c, index in enumerate(shown):
                 column = columns[index]
-                heat = blend(picture, column.scores[r], robust_scale(column.scores[r], column.signed))
+                scale = robust_scale(column.scores[r], column.signed)
+                heat = blend(picture, column.scores[r], scale, covers=column.covers)
                 place(heat, left + (c + 1) * (CELL + GAP), y, CELL, tall)
     for k, signed in enumerate(kinds):
         low, high = SCALES[signed]
@@ -270,11 +272,11 @@ def _columns(name: str, att: Attribution, alike: bool) -> list[_Column]:
     if att.scores.ndim == 3:
         own = short(att.explained[0]) + "".join(f"\nagainst {short(other)}" for other in att.opposed[:1])
         word = own if len(set(att.named)) == 1 else "various classes"
-        return [_Column(name if alike else f"{name}\n{word}", att.scores, signed)]
+        return [_Column(name if alike else f"{name}\n{word}", att.scores, signed, att.covers)]
     several = att.scores.shape[1]
     named = [set(att.explained[t::several]) for t in range(several)]
     words = [short(labels.pop()) if len(labels) == 1 else f"({t + 1})" for t, labels in enumerate(named)]
-    return [_Column(f"{name}\n{word}", att.scores[:, t], signed) for t, word in enumerate(words)]
+    return [_Column(f"{name}\n{word}", att.scores[:, t], signed, att.covers) for t, word in enumerate(words)]
 
 
 def _headings(titles: Sequence[str], count: int) -> list[str]:
