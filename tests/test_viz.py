@@ -118,6 +118,17 @@ def test_overlay_cuts_the_image_as_the_model_did() -> None:
     assert np.asarray(replace(att, preprocess=None).overlay(image, alpha=0.0)).min() < 40
 
 
+def test_heat_lies_on_the_extent_of_the_grid() -> None:
+    scores = torch.zeros(1, 2, 2)
+    scores[0, 0, 0] = 1.0
+    image = Image.new("RGB", (320, 320), "grey")
+    for extent, edge in ((16, 8), (64, 32), (None, 16)):
+        att = attribution(scores, extent=None if extent is None else (extent, extent))
+        hot = np.asarray(att.overlay(image, mode="nearest").convert("L"))[0] > 128
+        assert hot.sum() == edge / 32 * len(hot)
+        assert int(att.upsample(mode="nearest")[0, 0].sum()) == edge
+
+
 def test_preprocess_survives_saving(tmp_path: Path) -> None:
     att = attribution(torch.rand(2, 8, 8))
     assert Attribution.load(att.save(tmp_path / "a")).preprocess == att.preprocess

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
+import secrets
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.errors import PatchlightError
-from patchlight.images import Preprocess
+from patchlight.files import write_whole
+from patchlight.images import MAX_PIXELS, Preprocess
+from patchlight.resize import to_pixels
 
 _FORMAT = 1
+_ABOUT, _SCORES = "attribution.json", "scores.safetensors"
+_TENSORS = ("scores", "target", "against")
+_HEADER = 2**16
+"""Bytes that a header of these three tensors never needs."""
 
 
 @cache
@@ -45,7 +53,7 @@ class Attribution:
 
     `scores` is CPU float32 [B,h,w] at the method's own resolution (the patch grid, or pixels where `level` is
     "pixel"), raw and signed; [B,T,h,w] when several classes an image were asked for. `target` [B] or [B,T] holds the
-    classes, `against` the classes they were contrasted with.
+    classes, `against` the classes they were contrasted with, `labels` and `against_labels` their names.
     """
 
     scores: Tensor
@@ -58,15 +66,43 @@ class Attribution:
     settings: dict[str, Any] = field(default_factory=dict)
     against: Tensor | None = None
     labels: tuple[str, ...] = ()
+    against_labels: tuple[str, ...] = ()
     seed: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     preprocess: Preprocess | None = None
     """How the images were shown to the model, so that the heat can be laid where it belongs."""
+    extent: tuple[int, int] | None = None
+    """The pixels (rows, columns) that the scores lie on, from the top left, where those are not the whole image."""
+
+    @property
+    def covers(self) -> tuple[float, float]:
+        """The share of the image's height and width that the scores lie on; above 1 where it was padded."""
+        rows, columns = self.extent or self.image_size
+        return rows / self.image_size[0], columns / self.image_size[1]
 
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of `scores`."""
         return self.scores.shape[-2], self.scores.shape[-1]
+
+    @property
+    def explained(self) -> tuple[str, ...]:
+        """The names of the classes explained, one per map."""
+        return self.labels or tuple(f"class {int(i)}" for i in self.target.flatten())
+
+    @property
+    def opposed(self) -> tuple[str, ...]:
+        """The names of the classes these are contrasted with; none where there is no contrast."""
+        if self.against is None:
+            return ()
+        return self.against_labels or tuple(f"class {int(i)}" for i in self.against.flatten())
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """What each map is about, in words: "a", or "a against b"."""
+        if not self.opposed:
+            return self.explained
+        return tuple(f"{a} against {b}" for a, b in zip(self.explained, self.opposed, strict=True))
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -82,7 +118,7 @@ class Attribution:
         labels = tuple(name for i in rows for name in self.labels[i * per_image : (i + 1) * per_image])
         changed = {"scores": self.scores[images], "target": self.target[images], "labels": labels}
         if self.against is not None:
-            changed["against"] = self.against[images]
+            changed |= {"against": self.against[images], "against_labels": self.against_labels[images]}
         return Attribution(**{f.name: getattr(self, f.name) for f in fields(self)} | changed)  # type: ignore[arg-type]
 
     def upsample(
@@ -92,9 +128,8 @@ class Attribution:
         size = self.image_size if size is None else (size, size) if isinstance(size, int) else size
         if mode not in ("nearest", "bilinear", "bicubic"):
             raise PatchlightError(f"no upsampling is called '{mode}'; give nearest, bilinear or bicubic")
-        flat = self.scores.reshape(-1, 1, *self.grid)
-        align = None if mode == "nearest" else False
-        return F.interpolate(flat, size, mode=mode, align_corners=align).reshape(*self.scores.shape[:-2], *size)
+        extent = [max(1, round(side * share)) for side, share in zip(size, self.covers, strict=True)]
+        return to_pixels(self.scores, size, extent, mode)
 
     def top_patches(self, k: int = 10) -> Tensor:
         """The k highest-scoring cells as (row, column), best first: [..., k, 2]. Ties keep reading order."""
@@ -126,76 +161,175 @@ class Attribution:
                 raise PatchlightError("give the picture itself, or one preprocessed [C,H,W] tensor of this model")
             image = self.preprocess.picture(image)
         scores = self.scores[index]
-        options = {"preprocess": self.preprocess, **options}
+        options = {"preprocess": self.preprocess, "covers": self.covers, **options}
         return overlay(scores if scores.ndim == 2 else scores[0], image, self.image_size, **options)
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
         """Write scores (safetensors) and provenance (JSON) as a new folder, whole or not at all.
 
-        An existing folder is refused; `force=True` replaces one that holds an attribution.
+        An existing folder is refused; `force=True` replaces an attribution in it. The JSON says which file holds the
+        scores, so that the old attribution is there until the moment the new one is.
         """
-        from safetensors.torch import save_file
-
         folder = Path(folder)
-        if folder.exists() and not (force and (folder / "attribution.json").is_file()):
+        if not bool(self.scores.isfinite().all()):
+            raise PatchlightError(
+                f"the scores hold NaN or infinity; '{folder}' is not written, since it would not load"
+            )
+        if folder.exists() and not (force and (folder / _ABOUT).is_file()):
             raise PatchlightError(f"'{folder}' exists already; choose another folder, or force=True to replace it")
-        tensors = {"scores": self.scores.contiguous(), "target": self.target.contiguous()}
-        if self.against is not None:
-            tensors["against"] = self.against.contiguous()
-        about = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("scores", "target", "against")}
-        about["preprocess"] = None if self.preprocess is None else asdict(self.preprocess)
+        replaced = _scores_file(folder) if folder.exists() else None
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        except OSError as error:
-            raise PatchlightError(f"'{folder}' cannot be written: {error.strerror}") from error
-        try:
-            save_file(tensors, part / "scores.safetensors")
-            text = json.dumps({"format": _FORMAT, **about}, indent=1, default=repr)
-            (part / "attribution.json").write_text(text + "\n", encoding="utf-8")
-            part.chmod(0o755)
-            if folder.exists():
-                old = part.with_name(part.name + "-old")
-                os.rename(folder, old)
-                os.rename(part, folder)
-                shutil.rmtree(old)
+            if replaced is None:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+                try:
+                    self._write(part, _SCORES)
+                    part.chmod(0o755)
+                    os.rename(part, folder)
+                finally:
+                    shutil.rmtree(part, ignore_errors=True)
             else:
-                os.rename(part, folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+                self._write(folder, f"scores-{secrets.token_hex(4)}.safetensors")
+                replaced.unlink(missing_ok=True)
+        except OSError as error:
+            raise PatchlightError(f"'{folder}' cannot be written: {error.strerror or error}") from error
         return folder
+
+    def _write(self, folder: Path, scores: str) -> None:
+        """The scores under that name, then the JSON that names them."""
+        from safetensors.torch import save
+
+        tensors = {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
+        about = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
+        about["preprocess"] = None if self.preprocess is None else asdict(self.preprocess)
+        text = json.dumps({"format": _FORMAT, "tensors": scores, **about}, indent=1, default=repr)
+        try:
+            write_whole(folder / scores, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+            write_whole(folder / _ABOUT, (text + "\n").encode())
+        finally:
+            if _scores_file(folder) != folder / scores:
+                (folder / scores).unlink(missing_ok=True)
 
     @staticmethod
     def load(folder: str | Path) -> Attribution:
-        """Read back what `save` wrote."""
+        """Read back what `save` wrote; whatever is not that is refused in one sentence."""
         from safetensors import SafetensorError
-        from safetensors.torch import load_file
 
         folder = Path(folder)
         try:
-            about = json.loads((folder / "attribution.json").read_text(encoding="utf-8"))
-            tensors = load_file(folder / "scores.safetensors")
-            if about.pop("format") != _FORMAT:
-                raise PatchlightError(f"'{folder}' was written by another version of the format")
-            about["image_size"] = tuple(about["image_size"])
-            about["labels"] = tuple(about["labels"])
-            if about.get("preprocess") is not None:
-                known = {k: tuple(v) if isinstance(v, list) else v for k, v in about["preprocess"].items()}
-                about["preprocess"] = Preprocess(**cast("dict[str, Any]", known))
-            return Attribution(**tensors, **about)
+            about = _read_about(folder / _ABOUT)
+            found = Attribution(**_read_tensors(folder / about.pop("tensors")), **about)
+            _check_fit(found)
+            return found
         except FileNotFoundError as error:
             raise PatchlightError(
                 f"'{folder}' holds no attribution ({Path(error.filename).name} is missing)"
             ) from error
-        except (json.JSONDecodeError, SafetensorError, KeyError, TypeError) as error:
-            raise PatchlightError(f"'{folder}' is damaged: {error}") from error
+        except OSError as error:
+            raise PatchlightError(f"'{folder}' cannot be read: {error.strerror or error}") from error
+        except (ValueError, KeyError, SafetensorError) as error:  # a KeyError is a type of number that torch has not
+            raise PatchlightError(f"'{folder}' is damaged: {_told(error)}") from error
 
     def __repr__(self) -> str:
         grid = "x".join(map(str, self.grid))
-        named = ", ".join(dict.fromkeys(self.labels[:3])) + ("…" if len(self.labels) > 3 else "")
+        named = ", ".join(dict.fromkeys(self.named[:3])) + ("…" if len(self.named) > 3 else "")
         return f"<Attribution by {self.method} of {self.model} for {named}: {len(self)} image(s), {grid} {self.level}s>"
 
     def _repr_html_(self) -> str:
         from patchlight.viz import heat_html
 
         return heat_html(self)
+
+
+@cache
+def _schema() -> type[BaseModel]:
+    """What attribution.json holds: every field but the tensors, by its own type."""
+    hints = get_type_hints(Attribution)
+    own: dict[str, Any] = {}
+    for f in fields(Attribution):
+        if f.name not in _TENSORS:
+            own[f.name] = (hints[f.name], ... if f.default is MISSING and f.default_factory is MISSING else None)
+    named = Annotated[str, Field(pattern=r"^scores(-[0-9a-f]+)?\.safetensors$")]
+    return create_model(
+        "About",
+        __config__=ConfigDict(extra="forbid", strict=True),
+        format=(Literal[1], ...),
+        tensors=(named, _SCORES),
+        **own,
+    )
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    """The checked fields of an attribution.json; those that are not there have the default of the dataclass."""
+    _check_bytes(path)
+    read = _schema().model_validate_json(path.read_bytes())
+    return {"tensors": _SCORES} | {name: getattr(read, name) for name in read.model_fields_set if name != "format"}
+
+
+def _read_tensors(path: Path) -> dict[str, Any]:
+    """Scores, target and against, read only after a look at what the file's header declares."""
+    from safetensors.torch import load
+
+    _check_bytes(path)
+    shape = _declared_shape(path)
+    if len(shape) not in (3, 4) or 0 in shape or shape[-2] * shape[-1] > MAX_PIXELS:
+        raise ValueError(f"scores have shape {shape}, which is no map of an image")
+    tensors: dict[str, Any] = load(path.read_bytes())  # by its bytes, since safetensors opens no path that is not UTF-8
+    if not {"scores", "target"} <= set(tensors) <= set(_TENSORS):
+        raise ValueError(f"{path.name} holds {', '.join(sorted(tensors))}; it must hold scores and target")
+    return tensors
+
+
+def _declared_shape(path: Path) -> list[int]:
+    """The shape of the scores by a safetensors header: its length in 8 bytes, then JSON of names, types and shapes."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, _HEADER))
+    try:
+        return [int(side) for side in json.loads(text)["scores"]["shape"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path.name} has no header that declares scores") from error
+
+
+def _check_bytes(path: Path) -> None:
+    """Refuse a file that would take more memory than the machine has."""
+    size = path.stat().st_size
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else size
+    if size > memory:
+        raise ValueError(f"{path.name} has {size >> 30} GiB, and this machine {memory >> 30} GiB of memory")
+
+
+def _check_fit(att: Attribution) -> None:
+    """Refuse values that do not belong together."""
+    shape = tuple(att.scores.shape[:-2])
+    classes = [("target", att.target), *([("against", att.against)] if att.against is not None else [])]
+    for name, index in classes:
+        if tuple(index.shape) != shape or index.is_floating_point() or index.is_complex() or bool((index < 0).any()):
+            raise ValueError(f"{name} is not one class index for each of the maps {list(att.scores.shape)}")
+    for name, labels in (("labels", att.labels), ("against_labels", att.against_labels)):
+        if len(labels) not in (0, math.prod(shape)):
+            raise ValueError(f"{name} are {len(labels)} names for {math.prod(shape)} maps")
+    if not att.scores.is_floating_point() or not bool(att.scores.isfinite().all()):
+        raise ValueError("scores are not finite numbers")
+    for name, size in (("image_size", att.image_size), ("extent", att.extent or att.image_size)):
+        if min(size) < 1 or math.prod(size) > MAX_PIXELS:
+            raise ValueError(f"{name} is {list(size)}")
+    if att.preprocess is not None and att.preprocess.size != att.image_size:
+        raise ValueError(f"image_size is {list(att.image_size)}, but preprocess.size {list(att.preprocess.size)}")
+
+
+def _scores_file(folder: Path) -> Path:
+    """The file that holds the scores of the attribution in a folder, as its JSON says."""
+    try:
+        return folder / str(_read_about(folder / _ABOUT)["tensors"])
+    except (OSError, ValueError):
+        return folder / _SCORES
+
+
+def _told(error: Exception) -> str:
+    """What is wrong, and where, in one line."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        return " ".join(f"{_ABOUT}: {where}: {first['msg']}".replace(": :", ":").split())
+    return " ".join(str(error).split())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from patchlight.anatomy import Anatomy, wrap
 from patchlight.anatomy.base import undisturbed
 from patchlight.attribution import Attribution, versions
-from patchlight.errors import PatchlightError, warn
+from patchlight.errors import NotFinite, PatchlightError, integer, warn
+from patchlight.images import in_batches
+from patchlight.progress import Progress, telling
 from patchlight.registry import Request, check_supported, resolve
 from patchlight.rules import RULES
-from patchlight.targets import Score, Target, Targets, predicted, resolve_targets
+from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 from patchlight.trace import Pass, run_pass
-
-Progress = Callable[[int, int], None]
 
 
 class DegenerateMap(UserWarning):
@@ -46,45 +46,48 @@ def explain(
     score: Score | None = None,
     seed: int = 0,
     batch_size: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
+    finite: bool = True,
     **settings: Any,
 ) -> Attribution | dict[str, Attribution]:
     """Explain a model's decision about images: which patches speak for the target class.
 
-    `images`: a preprocessed [B,C,H,W] tensor, PIL image(s) or path(s). `method`: a name, a list of names, or a dict
+    `images`: a preprocessed [B,C,H,W] tensor, PIL image(s) or path(s); or a generator or DataLoader of these, which is
+    read as it comes (of a tuple such as (images, labels), the first part). `method`: a name, a list of names, or a dict
     of names and their settings; the latter two give a dict by the names asked, from one forward and one backward per
-    backward rule. `target`: None (the prediction), a class index or label name, one per image, several per image
-    (a list of lists or [B,T]), or a pair (a, b) for a against b. `score`: "logit", "probability" or a callable of the
-    logits. Further keywords are the method's settings.
+    backward rule. `target`: None (the prediction), a class index or label name, a list of one per image, several per
+    image (a list of lists or [B,T]), or a tuple (a, b) for a against b, whatever the number of images. `score`:
+    "logit", "probability" or a callable of the logits. `progress`: True for a bar on stderr, or a callable of the
+    images done and their number (None where that is not known). A map that is not finite is refused, unless
+    `finite` is False. Further keywords are the method's settings.
 
     >>> att = pl.explain(vit, "cat.jpg", method="genatt", target="tabby")      # doctest: +SKIP
     """
     vit = wrap(vit)
-    if not isinstance(seed, int):
-        raise PatchlightError(f"seed {seed!r} is a {type(seed).__name__}; give an integer")
+    seed = integer("seed", seed, 0)
+    size = default_batch_size(vit) if batch_size is None else integer("batch_size", batch_size, 1)
     requests = _requests(method, settings, score)
     for request in requests:
         check_supported(request, vit)
-    if isinstance(images, torch.Tensor) or not isinstance(images, Sequence) or isinstance(images, str):
-        images = vit.batch(images)
-    count = len(images)
-    if count == 0:
-        raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
+    count, batches = in_batches(images, size, vit.preprocess, vit.channels)
     targets = resolve_targets(target, count, vit.classes, vit.labels)
-    size = default_batch_size(vit) if batch_size is None else batch_size
-    if size < 1:
-        raise PatchlightError(f"batch_size {size} is not possible; give 1 or more")
     chunks: list[list[Tensor]] = [[] for _ in requests]
     chosen: list[Targets] = []
-    for begin in range(0, count, size):
-        part = slice(begin, begin + size)
-        batch = images[part] if isinstance(images, torch.Tensor) else vit.batch(images[part])
-        used, maps = compute(vit, batch, requests, None if targets is None else targets[part], seed, begin)
-        chosen.append(used)
-        for kept, scores in zip(chunks, maps, strict=True):
-            kept.append(scores.float().cpu())
-        if progress is not None:
-            progress(min(begin + size, count), count)
+    begin = 0
+    with telling(progress, "explaining") as tell:
+        for images_of_batch in batches:
+            batch = vit.place(images_of_batch)
+            wanted = None if targets is None else targets.part(begin, len(batch), count)
+            used, maps = compute(vit, batch, requests, wanted, seed, begin)
+            chosen.append(used)
+            for request, kept, scores in zip(requests, chunks, maps, strict=True):
+                kept.append(scores.detach().float().cpu())
+                if finite:
+                    _check_finite(request, vit, batch, used, kept[-1], begin)
+            begin += len(batch)
+            tell(begin, count)
+    if not chosen:
+        raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
     explained = _joined(chosen)
     results = {
         request.asked: _attribution(vit, request, torch.cat(kept), explained, seed)
@@ -171,16 +174,41 @@ def _warn_if_degenerate(request: Request, vit: Anatomy, maps: Tensor, first: int
         warn(f"{request.name}: {reason}", DegenerateMap)
 
 
+def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Targets, maps: Tensor, first: int) -> None:
+    """Refuse maps with NaN or infinity: which image, which method, and where the numbers were lost."""
+    broken = (~maps.isfinite()).flatten(1).any(1)
+    if not bool(broken.any()):
+        return
+    i = int(broken.nonzero()[0])
+    logits = vit.logits(batch)
+    if not bool(logits[i].isfinite().all()):
+        reason = "the model's logits are not finite there"
+    elif not bool(score_of(logits, targets, request.score, vit.sigmoid)[i].isfinite().all()):
+        reason = "the score made of the model's logits is not finite there"
+    else:
+        reason = f"its numbers overflow {str(vit.dtype).removeprefix('torch.')}"
+    reason += "; try the model in float32" if vit.dtype in (torch.float16, torch.bfloat16) else ""
+    raise NotFinite(f"the map of image {first + i} by {request.name} is not finite: {reason}")
+
+
+_OPTIONS = ("target", "score", "seed", "batch_size", "progress", "finite")
+
+
 def _requests(
     method: str | Sequence[str] | Mapping[str, Mapping[str, Any]], settings: dict[str, Any], score: Score | None
 ) -> list[Request]:
     if isinstance(method, str):
-        return [resolve(method, settings, score)]
+        return [resolve(method, settings, score, _OPTIONS)]
+    named = isinstance(method, Mapping) and all(isinstance(own, Mapping) for own in method.values())
+    if not named and not (isinstance(method, Sequence) and all(isinstance(name, str) for name in method)):
+        raise PatchlightError(
+            f"method {method!r} is no method; give a name, a list of names, or a dict of names and settings"
+        )
     if not method:
         raise PatchlightError("no method was named; give a name, a list of names, or a dict of names and settings")
     if isinstance(method, Mapping):
-        return [resolve(name, {**settings, **own}, score) for name, own in method.items()]
-    return [resolve(name, settings, score) for name in dict.fromkeys(method)]
+        return [resolve(name, {**settings, **own}, score, _OPTIONS) for name, own in method.items()]
+    return [resolve(name, settings, score, _OPTIONS) for name in dict.fromkeys(method)]
 
 
 def default_batch_size(vit: Anatomy) -> int:
@@ -208,7 +236,9 @@ def _attribution(vit: Anatomy, request: Request, scores: Tensor, targets: Target
         model=vit.name,
         image_size=vit.preprocess.size,
         labels=tuple(vit.label(int(i)) for i in targets.index.flatten()),
+        against_labels=() if targets.against is None else tuple(vit.label(int(i)) for i in targets.against[:, 0]),
         seed=seed,
         versions=versions(),
         preprocess=vit.preprocess,
+        extent=vit.extent if request.level == "token" and tuple(vit.extent) != tuple(vit.preprocess.size) else None,
     )

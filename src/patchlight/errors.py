@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import operator
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class PatchlightError(ValueError):
@@ -18,6 +25,10 @@ class Unsupported(PatchlightError):
 
 class AssumedPreprocess(UserWarning):
     """A model that does not say how its pictures are prepared: its family's published preprocessing is assumed."""
+
+
+class NotFinite(PatchlightError):
+    """A map with NaN or infinity in it."""
 
 
 def warn(words: str, category: type[Warning]) -> None:
@@ -50,6 +61,39 @@ def nearest(word: str, choices: Iterable[str], n: int = 3) -> str:
         return f"did you mean {_listed(close)}?"
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
     return f"known names: {shown}" if names else "there are none"
+
+
+def integer(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
+    """`value` as a plain int, numpy's and torch's whole numbers too; anything else is refused by its name.
+
+    >>> integer("batch_size", 4, 1)
+    4
+    """
+    try:
+        if "bool" in type(value).__name__ or "bool" in str(getattr(value, "dtype", "")):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise PatchlightError(f"{name} {value!r} is a {kind}; give an integer of {least} or more") from None
+    if not least <= number <= most:
+        limit = f"{least} or more" if number < least else f"{most} or less"
+        raise PatchlightError(f"{name} {number} is not possible; give {limit}")
+    return number
+
+
+def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a function refuse a misspelt keyword with the nearest one."""
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        wrong = next((key for key in kwargs if key not in known), None)
+        if wrong is not None:
+            raise PatchlightError(f"'{function.__name__}' has no option '{wrong}'; {nearest(wrong, known)}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _listed(names: list[str]) -> str:

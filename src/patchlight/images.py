@@ -6,10 +6,10 @@ import contextlib
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from patchlight.errors import PatchlightError
 
 Picture = str | Path | Image.Image
-Images = Picture | torch.Tensor | Sequence[Picture]
+Images = Picture | torch.Tensor | Sequence[Picture] | Iterable[Any]
 
 MAX_PIXELS = 100_000_000
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""The only decoders that see a file, whatever its name says: that of EPS, for one, runs a program."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
@@ -51,6 +53,17 @@ class Preprocess:
     interpolation: str = "bicubic"
     fit: Literal["crop", "squash"] = "crop"
     corner: Literal["nearest", "down", "inward"] = "nearest"
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "strict": True}
+
+    def __post_init__(self) -> None:
+        sides = (*self.size, self.crop_pct)
+        sane = all(math.isfinite(side) and side > 0 for side in sides)
+        if not sane or math.prod(self.size) / self.crop_pct**2 > MAX_PIXELS:
+            raise PatchlightError(f"images of size {list(self.size)}, cut out at {self.crop_pct}, cannot be made")
+        colours = (*self.mean, *self.std)
+        if len(self.mean) != len(self.std) or not all(map(math.isfinite, colours)) or 0 in self.std:
+            raise PatchlightError(f"mean {self.mean} and std {self.std} are not a finite pair of each channel's")
 
     def crop(self, image: Image.Image) -> Image.Image:
         """The part of `image` that the model sees, at the model's size: what a heat map lies on."""
@@ -111,7 +124,11 @@ class Preprocess:
         return (pixels - torch.tensor(self.mean)[:, None, None]) / torch.tensor(self.std)[:, None, None]
 
     def picture(self, tensor: torch.Tensor) -> Image.Image:
-        """The picture a normalised [C,H,W] tensor shows."""
+        """The picture a normalised [C,H,W] tensor of one or three channels shows."""
+        if tensor.ndim != 3 or tensor.shape[0] not in (1, 3):
+            raise PatchlightError(
+                f"a tensor {list(tensor.shape)} is no picture, which is [1,H,W] or [3,H,W]; give the picture to show"
+            )
         tensor = tensor.detach().float().cpu()
         pixels = tensor * torch.tensor(self.std)[:, None, None] + torch.tensor(self.mean)[:, None, None]
         array = (pixels.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
@@ -123,6 +140,8 @@ def open_image(source: Picture) -> Image.Image:
 
     Refuses, in one sentence, what cannot be read and what has more than 100 million pixels.
     """
+    if not isinstance(source, Picture):
+        raise PatchlightError(f"an image was given as {type(source).__name__}; give a path or a PIL image")
     return _as_rgb(source, "the PIL image") if isinstance(source, Image.Image) else _open(Path(source), _as_rgb)
 
 
@@ -139,14 +158,16 @@ def _open(path: Path, convert: Callable[[Image.Image, str], Image.Image]) -> Ima
     if not path.is_file():
         raise PatchlightError(f"'{path}' is not a file")
     try:
-        with _quietly(), Image.open(path) as image:
+        with _quietly(), Image.open(path, formats=FORMATS) as image:
             return convert(image, f"'{path}'")
     except PatchlightError:
         raise
     except Image.DecompressionBombError as error:
         raise PatchlightError(f"'{path}' is too large: at most {MAX_PIXELS // 10**6} million pixels") from error
     except UnidentifiedImageError as error:
-        raise PatchlightError(f"'{path}' is not an image that can be read ({path.stat().st_size} bytes)") from error
+        known = ", ".join(FORMATS)
+        size = path.stat().st_size
+        raise PatchlightError(f"'{path}' is not an image that can be read ({size} bytes, none of {known})") from error
     except PermissionError as error:
         raise PatchlightError(f"'{path}' may not be read: {error.strerror}") from error
     except Exception as error:  # decoders meet damaged bytes with every kind of exception
@@ -216,22 +237,75 @@ def _as_grey(image: Image.Image, what: str) -> Image.Image:
 
 
 def to_batch(images: Any, preprocess: Preprocess, channels: int = 3) -> torch.Tensor:
-    """One [B,C,H,W] float tensor from a tensor, a picture or a sequence of pictures."""
+    """One [B,C,H,W] float tensor from a tensor, a picture or a sequence of pictures or [C,H,W] tensors."""
     if isinstance(images, np.ndarray):
         raise PatchlightError("images were given as a numpy array; give PIL images, paths, or a preprocessed tensor")
     if isinstance(images, torch.Tensor):
         return _check_tensor(images, preprocess.size, channels)
     if isinstance(images, str | Path | Image.Image):
         images = [images]
-    if not isinstance(images, Sequence) or not images:
+    if not isinstance(images, Sequence):
+        what = "None" if images is None else f"a {type(images).__name__}"
+        raise PatchlightError(f"images are {what}; give a tensor, PIL image(s) or path(s)")
+    if not images:
         raise PatchlightError(f"no images in {images!r}; give a tensor, PIL image(s) or path(s)")
     if all(isinstance(i, torch.Tensor) for i in images):
+        shapes = list(dict.fromkeys(str(list(i.shape)) for i in images))
+        if len(shapes) > 1:
+            raise PatchlightError(f"images have the shapes {' and '.join(shapes[:3])}; give tensors of one shape")
         return _check_tensor(torch.stack(list(images)), preprocess.size, channels)
-    wrong = next((i for i in images if not isinstance(i, str | Path | Image.Image)), None)
+    wrong = next((i for i in images if not isinstance(i, Picture)), None)
     if wrong is not None:
         raise PatchlightError(f"an image was given as {type(wrong).__name__}; give a path or a PIL image")
+    if channels not in (1, 3):
+        want = f"[B,{channels},{preprocess.size[0]},{preprocess.size[1]}]"
+        raise PatchlightError(
+            f"this model takes {channels} channels, which a picture does not have; give a preprocessed {want} tensor"
+        )
     batch = torch.stack([preprocess.tensor(open_image(i)) for i in images])
-    return batch if channels == 3 else batch.mean(1, keepdim=True).expand(-1, channels, -1, -1)
+    return batch if channels == 3 else batch.mean(1, keepdim=True)
+
+
+def in_batches(
+    images: Any, size: int, preprocess: Preprocess, channels: int = 3
+) -> tuple[int | None, Iterator[torch.Tensor]]:
+    """How many images there are (None: only the end tells), and all of them in batches of `size` [b,C,H,W].
+
+    A tensor, a picture or a sequence has a length. Whatever else can be gone through (a generator, a DataLoader, a
+    Dataset) is read as it comes, and no more than a batch is held: its items are what `to_batch` takes, or a tuple or
+    collated list that begins with it, as (images, labels) does.
+    """
+    if isinstance(images, Sequence) and images and not isinstance(images, str):
+        parts = (images[begin : begin + size] for begin in range(0, len(images), size))
+        return len(images), (to_batch(part, preprocess, channels) for part in parts)
+    at_once = isinstance(images, str | Path | Image.Image | torch.Tensor | np.ndarray | Sequence | Mapping | Set)
+    if not at_once and hasattr(images, "__iter__"):
+        items = iter(images)
+    elif not at_once and hasattr(images, "__getitem__") and hasattr(images, "__len__"):
+        items = (images[i] for i in range(len(images)))
+    else:
+        batch = to_batch(images, preprocess, channels)
+        return len(batch), iter(batch.split(size))
+    return None, _regrouped((to_batch(_first_part(item), preprocess, channels) for item in items), size)
+
+
+def _first_part(item: Any) -> Any:
+    """The images of what a loader gives: of (images, labels) the first; a list of pictures is a batch itself."""
+    collated = isinstance(item, list) and bool(item) and isinstance(item[0], torch.Tensor) and item[0].ndim == 4
+    return item[0] if collated or (isinstance(item, tuple) and item) else item
+
+
+def _regrouped(batches: Iterator[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
+    """The same images in the same order, `size` at a time."""
+    held: list[torch.Tensor] = []
+    for batch in batches:
+        held.append(batch)
+        if sum(map(len, held)) >= size:
+            *full, last = torch.cat(held).split(size)
+            held = [last.clone()] if len(last) < size else []
+            yield from full if held else [*full, last]
+    if held:
+        yield torch.cat(held)
 
 
 def _check_tensor(images: torch.Tensor, size: tuple[int, int], channels: int) -> torch.Tensor:

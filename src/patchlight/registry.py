@@ -294,8 +294,13 @@ class Request:
         return bool(self.method.needed(self.settings) & BACKWARD)
 
 
-def resolve(asked: str, settings: Settings | None = None, score: Score | None = None) -> Request:
-    """Read `name[.wrapper…]` and settings into a Request, or say what is wrong with it."""
+def resolve(
+    asked: str, settings: Settings | None = None, score: Score | None = None, options: Sequence[str] = ()
+) -> Request:
+    """Read `name[.wrapper…]` and settings into a Request, or say what is wrong with it.
+
+    `options` are the caller's own keywords, of which a wrong setting may be a misspelling.
+    """
     base, *wrappers = asked.split(".")
     known = registered()
     entry = known.get(_ALIASES.get(base, base))
@@ -322,7 +327,7 @@ def resolve(asked: str, settings: Settings | None = None, score: Score | None = 
     if ruled and entry.own_pass:
         raise PatchlightError(f"'{entry.name}' has relevance rules of its own; '{ruled}' cannot replace them")
     name = ".".join([entry.name, *([composed] if composed else []), *([ruled] if ruled else [])])
-    values = _settings(name, entry, combine, bool(composed), dict(settings or {}))
+    values = _settings(name, entry, combine, bool(composed), dict(settings or {}), options)
     score = values.pop("score", None) or score or entry.default_score
     if not callable(score) and score not in ("logit", "probability"):
         raise PatchlightError(f"score {score!r} is not known; give 'logit', 'probability' or a callable of the logits")
@@ -341,7 +346,12 @@ def _composition(entry: Method, word: str) -> Combiner:
 
 
 def _settings(
-    name: str, entry: Method, combine: Combiner | None, composed: bool, given: dict[str, Any]
+    name: str,
+    entry: Method,
+    combine: Combiner | None,
+    composed: bool,
+    given: dict[str, Any],
+    options: Sequence[str],
 ) -> dict[str, Any]:
     """Defaults, then the composition's, then a preset's, then what was given; each checked against its type."""
     allowed = parameters(entry, combine)
@@ -365,7 +375,7 @@ def _settings(
                 f"'{name}' explains the image itself at level='pixel', so start={value} means nothing"
             )
         if key not in allowed:
-            hint = nearest(key, [*allowed, "preset", "score"])
+            hint = nearest(key, [*allowed, "preset", "score", *options])
             raise PatchlightError(f"'{name}' has no setting '{key}'; {hint}")
         values[key] = checked(name, key, value, allowed[key][1])
     return values

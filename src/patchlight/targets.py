@@ -28,8 +28,13 @@ class Targets:
     against: Tensor | None = None
     several: bool = False
 
-    def __getitem__(self, rows: slice) -> Targets:
+    def __getitem__(self, rows: slice | Tensor) -> Targets:
+        """The targets of some images; indices may repeat."""
         return Targets(self.index[rows], None if self.against is None else self.against[rows], self.several)
+
+    def part(self, begin: int, length: int, of: int | None) -> Targets:
+        """The targets of `length` images from `begin` on, where there are `of` images, or one row stands for all."""
+        return self[begin : begin + length] if of is not None else self.repeat(length)
 
     @property
     def count(self) -> int:
@@ -38,7 +43,7 @@ class Targets:
     def column(self, t: int) -> Targets:
         """The t-th class of each image alone."""
         against = None if self.against is None else self.against[:, t : t + 1]
-        return Targets(self.index[:, t : t + 1], against)
+        return Targets(self.index[:, t : t + 1], against, self.several)
 
     def repeat(self, times: int) -> Targets:
         """The same targets for `times` batches of the same images, one after another."""
@@ -46,44 +51,59 @@ class Targets:
         return Targets(self.index.repeat(times, 1), against, self.several)
 
 
-def resolve_targets(target: Target, batch: int, classes: int, labels: Sequence[str] | None) -> Targets | None:
+def resolve_targets(target: Target, batch: int | None, classes: int, labels: Sequence[str] | None) -> Targets | None:
     """Read a user's target; None stays None (the prediction is explained).
 
-    An int or a label name is one class for all images; a list or tensor of length B is one per image; a list of
-    lists or a [B,T] tensor is several per image; a tuple (a, b) explains a against b.
+    An int or a label name is one class for all images; a list, array or tensor of length B is one per image; a list
+    of lists or [B,T] is several per image; a tuple (a, b) explains a against b in every image, and a list of such
+    tuples is a pair per image. Where `batch` is None, not known beforehand, one row stands for every image.
     """
     if target is None:
         return None
+    target = _plain(target)
 
     def one(value: Any) -> int:
         return class_index(value, classes, labels)
 
-    if isinstance(target, Tensor):
-        if target.is_floating_point() or target.dtype == torch.bool:
-            raise PatchlightError(f"target has dtype {target.dtype}; give class indices as integers")
-        target = target.tolist()
-    elif isinstance(target, np.ndarray | np.generic):
-        target = target.tolist()
     if isinstance(target, int | str):
-        return Targets(torch.full((batch, 1), one(target)))
+        return Targets(torch.full((batch or 1, 1), one(target)))
     if isinstance(target, tuple):
         a, b = _pair(target)
-        return Targets(torch.full((batch, 1), one(a)), torch.full((batch, 1), one(b)))
-    if not isinstance(target, Sequence):
+        return Targets(torch.full((batch or 1, 1), one(a)), torch.full((batch or 1, 1), one(b)))
+    if not isinstance(target, list):
         raise PatchlightError(f"target {target!r} is a {type(target).__name__}; give a class index or a label name")
-    rows = list(target)
-    if len(rows) != batch:
-        raise PatchlightError(f"target has length {len(rows)} but there are {batch} images; give one class per image")
-    if all(isinstance(r, tuple) for r in rows):
-        pairs = [_pair(r) for r in rows]
+    if batch is None:
+        raise PatchlightError(
+            f"target is a list of {len(target)}, one per image, but how many images come is not known beforehand; "
+            f"give a list of images, or one class for all"
+        )
+    if len(target) != batch:
+        raise PatchlightError(f"target has length {len(target)} but there are {batch} images; give one class per image")
+    if all(isinstance(r, tuple) for r in target):
+        pairs = [_pair(r) for r in target]
         index = torch.tensor([[one(a)] for a, _ in pairs])
         return Targets(index, torch.tensor([[one(b)] for _, b in pairs]))
-    if all(isinstance(r, list) for r in rows):
-        lengths = sorted({len(r) for r in rows})
+    if all(isinstance(r, list) for r in target):
+        lengths = sorted({len(r) for r in target})
         if len(lengths) != 1 or lengths[0] == 0:
             raise PatchlightError(f"target names {lengths} classes per image; give the same number (>= 1) for each")
-        return Targets(torch.tensor([[one(v) for v in r] for r in rows]), several=True)
-    return Targets(torch.tensor([[one(r)] for r in rows]))
+        return Targets(torch.tensor([[one(v) for v in r] for r in target]), several=True)
+    return Targets(torch.tensor([[one(r)] for r in target]))
+
+
+def _plain(value: Any) -> Any:
+    """Arrays, tensors and numbers of numpy and torch as lists and numbers of Python, inside lists and tuples too."""
+    if isinstance(value, Tensor):
+        whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    else:
+        whole = not isinstance(value, np.ndarray) or value.dtype.kind not in "bfc"
+    if not whole:
+        raise PatchlightError(f"target has dtype {value.dtype}; give class indices as integers")
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(each) for each in value]
+    return value.tolist() if isinstance(value, Tensor | np.ndarray | np.generic) else value
 
 
 def class_index(value: Any, classes: int, labels: Sequence[str] | None) -> int:
@@ -111,7 +131,10 @@ def class_index(value: Any, classes: int, labels: Sequence[str] | None) -> int:
 
 def _pair(target: tuple[Any, ...]) -> tuple[Any, Any]:
     if len(target) != 2:
-        raise PatchlightError(f"target {target!r} is a tuple of {len(target)}; a pair (a, b) explains a against b")
+        raise PatchlightError(
+            f"target {target!r} is a tuple of {len(target)}; a tuple is a pair (a, b), which explains a against b, and "
+            f"a list is one class per image"
+        )
     return target[0], target[1]
 
 
@@ -130,6 +153,9 @@ def score_of(logits: Tensor, targets: Targets, score: Score, sigmoid: bool) -> T
     binary = logits.shape[1] == 1
     if callable(score):
         values = score(logits)
+        if not isinstance(values, Tensor):
+            kind = type(values).__name__
+            raise PatchlightError(f"the score callable gave a {kind}; it must give a tensor [B] or one value per logit")
         if values.ndim == 1 and values.shape[0] == logits.shape[0]:
             if targets.against is not None or targets.several:
                 raise PatchlightError("a score callable that gives one value an image [B] has no classes to tell apart")

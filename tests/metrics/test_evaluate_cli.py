@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import patchlight as pl
 from patchlight.data import Data, Sample
@@ -87,32 +90,31 @@ def test_what_is_missing_is_told_and_the_rest_measured(saved: Path) -> None:
 
 
 def test_undefined_values_are_counted_and_named(saved: Path) -> None:
-    for name, value in (("a", float("nan")), ("b", 2.0)):
+    for name, value in (("a", -1.0), ("b", 2.0)):
         att = pl.Attribution.load(f"maps/{name}/genatt")
         att.scores.fill_(value)
         att.save(f"maps/{name}/genatt", force=True)
-    result = run(
-        "evaluate",
-        "maps",
-        "--images",
-        "photos",
-        "--metric",
-        "deletion",
-        "--method",
-        "genatt",
-        *QUICK[2:],
-        "--csv",
-        "d.csv",
-    )
+    asked = ("evaluate", "maps", "--images", "photos", "--method", "genatt")
+    result = run(*asked, "--metric", "sparseness", "--set", "sparseness.shift=none", "--csv", "d.csv")
     assert "1 undefined" in result.stdout
-    assert "deletion of genatt has no value for 'a.jpg': the map holds NaN" in result.stderr
-    assert "the map of 'b.png' by genatt is constant" in result.stderr
+    assert "sparseness of genatt has no value for 'a.jpg': the map has negative scores" in result.stderr
+    assert "the map of 'a.jpg' and of 1 more by genatt is constant" in result.stderr
     with Path("d.csv").open() as file:
         rows = {row["image"]: row for row in csv.DictReader(file)}
     assert rows["a.jpg"]["value"] == ""
-    assert "NaN" in rows["a.jpg"]["reason"]
-    assert 0 <= float(rows["b.png"]["value"]) <= 1
+    assert "negative" in rows["a.jpg"]["reason"]
+    assert abs(float(rows["b.png"]["value"])) < 1e-6
     assert "d.csv' exists already" in refused("evaluate", "maps", "--images", "photos", "--csv", "d.csv")
+
+
+def test_a_map_with_nan_in_its_file_fails_alone(saved: Path) -> None:
+    path = Path("maps/a/genatt/scores.safetensors")
+    att = pl.Attribution.load(path.parent)
+    with pytest.raises(pl.PatchlightError, match="hold NaN"):
+        replace(att, scores=att.scores * torch.nan).save(path.parent, force=True)
+    save_file({"scores": att.scores * torch.nan, "target": att.target}, path)
+    result = run("evaluate", "maps", "--images", "photos", "--metric", "sparseness", "--method", "genatt", code=3)
+    assert "genatt' is damaged: scores are not finite numbers" in result.stderr
 
 
 def test_labels_of_a_data_set(saved: Path, tiny: pl.Anatomy) -> None:

@@ -269,7 +269,7 @@ def _one_call(
     begin = time.perf_counter()
     try:
         asked = {name: settings[label] for name, label in names.items()}
-        found = explain(vit, batch.images, asked, target, seed=seed)
+        found = explain(vit, batch.images, asked, target, seed=seed, finite=False)
     except Exception as error:
         if len(names) == 1:
             return {label: (_reason(error), 0.0) for label in names.values()}

@@ -5,6 +5,8 @@ Exit codes: 0 done; 1 a bug; 2 a wrong request, told in one sentence; 3 some ite
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -48,4 +50,6 @@ def _patchlight(
         bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    pass
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text at all

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from patchlight.errors import AssumedPreprocess, PatchlightError, nearest
+from patchlight.progress import bar
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from patchlight.anatomy import Anatomy
 
 WIDE = 160
@@ -82,20 +84,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@contextlib.contextmanager
-def progress(first: str) -> Iterator[Progress]:
+def progress(first: str) -> contextlib.AbstractContextManager[Progress]:
     """A bar on stderr while something is under way; silent where nobody watches."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        bar.add_task(first, total=None)
-        yield bar
+    return bar(first, watched=True)
 
 
 def load_model(

@@ -202,5 +202,5 @@ def _write_csv(done: Done, path: Path) -> None:
         for metric, one in own.items():
             for name, value, reason in zip(done.names[method], one.values.tolist(), one.reasons, strict=True):
                 lines.writerow([name, method, metric, "" if value != value else repr(value), reason])
-    write_whole(path, text.getvalue().encode())
+    write_whole(path, text.getvalue().encode(errors="surrogateescape"))
     say(f"Wrote {path}")

@@ -34,7 +34,7 @@ from patchlight.cli.common import (
     read_settings,
     say,
 )
-from patchlight.errors import PatchlightError
+from patchlight.errors import NotFinite, PatchlightError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -306,7 +306,7 @@ def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
         for begin in range(0, len(task.items), size):
             read = _read(task.items[begin : begin + size], vit, done.errors)
             if read:
-                for one, maps, top in _explained(read, task, vit, target, done.warnings):
+                for one, maps, top in _explained(read, task, vit, target, done):
                     done.images.append(_finish(one, maps, top, task, vit, done.written))
                     if task.figure is not None:
                         rows.append((one, maps, top[0]))
@@ -348,33 +348,47 @@ def _read(items: Sequence[Item], vit: Anatomy, errors: list[dict[str, str]]) -> 
             image = open_image(item.path)
             read.append(_Read(item, vit.batch(image), seen(image, vit.preprocess.size, vit.preprocess)))
         except (PatchlightError, MemoryError) as error:
-            sentence = str(error) or f"'{item.path}' does not fit into memory"
-            errors.append({"path": str(item.path), "error": sentence})
-            say(f"failed: {sentence}")
+            _fail(item, str(error) or f"'{item.path}' does not fit into memory", errors)
     return read
 
 
 def _explained(
-    read: list[_Read], task: Task, vit: Anatomy, target: Any, told: list[str]
+    read: list[_Read], task: Task, vit: Anatomy, target: Any, done: Done
 ) -> Iterator[tuple[_Read, dict[str, Attribution], list[tuple[str, float]]]]:
-    """Each image with its maps and predictions; what the engine warns of is said once."""
+    """Each image with its maps and predictions; what the engine warns of is said once.
+
+    Where a map is not finite, the images are explained one by one, and those that have none are told and listed.
+    """
     import torch
 
     from patchlight.engine import explain as engine_explain
 
     batch = torch.cat([one.tensor for one in read])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        maps = engine_explain(
-            vit, batch, task.methods, target, score=task.score, seed=task.seed, batch_size=task.batch_size
-        )
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            maps = engine_explain(
+                vit, batch, task.methods, target, score=task.score, seed=task.seed, batch_size=task.batch_size
+            )
+    except NotFinite as error:
+        if len(read) == 1:
+            _fail(read[0].item, f"'{read[0].item.path}': {error}", done.errors)
+        else:
+            for one in read:
+                yield from _explained([one], task, vit, target, done)
+        return
     for warning in caught:
         words = " ".join(str(warning.message).split())
-        if issubclass(warning.category, UserWarning) and words not in told:
-            told.append(words)
+        if issubclass(warning.category, UserWarning) and words not in done.warnings:
+            done.warnings.append(words)
             say(f"warning: {words}")
     for i, (one, top) in enumerate(zip(read, vit.predict(batch, k=3), strict=True)):
         yield one, {name: att[i] for name, att in maps.items()}, top
+
+
+def _fail(item: Item, sentence: str, errors: list[dict[str, str]]) -> None:
+    errors.append({"path": str(item.path), "error": sentence})
+    say(f"failed: {sentence}")
 
 
 def _finish(
@@ -402,7 +416,7 @@ def _finish(
         "maps": saved,
     }
     if att.against is not None:
-        about["against"] = {"index": int(att.against[0]), "label": vit.label(int(att.against[0]))}
+        about["against"] = {"index": int(att.against[0]), "label": att.opposed[0]}
     return about
 
 
@@ -425,6 +439,7 @@ def joined(parts: list[Attribution]) -> Attribution:
         target=torch.cat([part.target for part in parts]),
         against=torch.cat(against) if against else None,
         labels=tuple(label for part in parts for label in part.labels),
+        against_labels=tuple(label for part in parts for label in part.against_labels),
     )
 
 

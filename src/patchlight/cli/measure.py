@@ -142,7 +142,7 @@ def _maps(task: Task, vit: Anatomy, batch: Batch, done: Done) -> Iterator[tuple[
 
     if task.saved is None:
         with _quiet():
-            made = explain(vit, batch.images, task.methods, _target(task, vit, batch), seed=task.seed)
+            made = explain(vit, batch.images, task.methods, _target(task, vit, batch), seed=task.seed, finite=False)
         for method, maps in made.items():
             yield method, list(range(len(batch.names))), maps
         return

@@ -16,7 +16,7 @@ from patchlight.methods.masking import owners
 from patchlight.registry import Ask, Settings, method
 from patchlight.rules import RULES
 from patchlight.taps import Evidence, Taps
-from patchlight.targets import Targets, score_of
+from patchlight.targets import score_of
 
 Shift = Literal["min", "none"]
 
@@ -121,8 +121,7 @@ def atman(
     variants = Suppressed(owners(ask, each), factors.flatten(0, 1), shift)
     logits = ask.ablation.logits(variants)
     plain = ask.score != "probability"
-    against = None if ask.targets.against is None else ask.targets.against[variants.owner]
-    targets = Targets(ask.targets.index[variants.owner], against)
+    targets = ask.targets[variants.owner]
     values = logits if plain else log_probabilities(logits, vit.sigmoid)
     scores = score_of(values, targets, ask.score if plain else "logit", vit.sigmoid).view(count, each, -1)
     lost: Tensor = (scores[:, :1] - scores[:, 1:]).mT.unflatten(-1, vit.grid)

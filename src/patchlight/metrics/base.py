@@ -285,9 +285,10 @@ class MetricRequest:
     settings: dict[str, Any]
 
 
-def resolve_metric(asked: str, settings: Mapping[str, Any] | None = None) -> MetricRequest:
+def resolve_metric(asked: str, settings: Mapping[str, Any] | None = None, options: Sequence[str] = ()) -> MetricRequest:
     """Read a metric's name and settings, or say what is wrong with them.
 
+    `options` are the caller's own keywords, of which a wrong setting may be a misspelling.
     A setting `metric` names the metric, and `asked` is then a free label: one metric can be asked with several fills.
     """
     given = dict(settings or {})
@@ -306,7 +307,7 @@ def resolve_metric(asked: str, settings: Mapping[str, Any] | None = None) -> Met
     words = entry.words.get(str(preset), {})
     for key, value in given.items():
         if key not in entry.parameters:
-            hint = nearest(key, [*entry.parameters, "preset"])
+            hint = nearest(key, [*entry.parameters, "preset", *options])
             raise PatchlightError(f"'{entry.name}' has no setting '{key}'; {hint}")
         said = words.get(key, {}).get(value, value) if isinstance(value, str) else value
         _check_word(entry, key, said)

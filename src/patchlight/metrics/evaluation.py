@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from patchlight.anatomy import Anatomy, wrap
 from patchlight.anatomy.base import undisturbed
 from patchlight.attribution import Attribution
-from patchlight.engine import Progress, compute
-from patchlight.errors import PatchlightError, warn
+from patchlight.engine import compute
+from patchlight.errors import PatchlightError, integer, warn
+from patchlight.images import in_batches
 from patchlight.metrics.base import (
     Evaluation,
     Explainer,
@@ -27,6 +28,7 @@ from patchlight.metrics.base import (
     explained_by,
     resolve_metric,
 )
+from patchlight.progress import Progress, telling
 from patchlight.registry import HOW, resolve
 from patchlight.registry import parameters as method_parameters
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets
@@ -58,13 +60,14 @@ def evaluate(
     masks: Any = None,
     seed: int = 0,
     batch_size: int = 16,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     fresh: bool = False,
     **settings: Any,
 ) -> Evaluation | dict[str, Evaluation]:
     """Measure maps of images: an Attribution, an array [B,h,w], a method's name, or a callable that explains.
 
-    A callable takes (vit, images [B,C,H,W], targets, seed), as an `Explainer` does, and gives maps [B,h,w].
+    `images` and `progress` are as in `explain`: a generator or DataLoader is read as it comes. A callable takes
+    (vit, images [B,C,H,W], targets, seed), as an `Explainer` does, and gives maps [B,h,w].
 
     `metric`: a name, a list, or a dict of names and settings (a setting `metric` makes the name a free label); the
     latter two give a dict. `target`: the class asked about; by default the one an Attribution explains, else the
@@ -76,53 +79,54 @@ def evaluate(
     >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean      # doctest: +SKIP
     """
     vit = wrap(vit)
-    if not isinstance(seed, int):
-        raise PatchlightError(f"seed {seed!r} is a {type(seed).__name__}; give an integer")
+    seed, batch_size = integer("seed", seed, 0), integer("batch_size", batch_size, 1)
     requests = _requests(metric, settings)
-    if isinstance(images, Tensor) or not isinstance(images, Sequence) or isinstance(images, str):
-        images = vit.batch(images)
-    count = len(images)
-    if count == 0:
-        raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
+    count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels)
+    count = _length(maps) if count is None else count
     scores, again, explained = _maps(maps, count, vit, seed)
     targets = resolve_targets(target, count, vit.classes, vit.labels) or explained
     if targets is not None and targets.count != 1:
         raise PatchlightError(f"maps of {targets.count} classes an image were given; a metric measures one at a time")
     for request in requests:
         _check_needs(request, again, {"labels": labels, "boxes": boxes, "masks": masks})
-    truth = _labels(labels, count, vit) if labels is not None else None
-    canvas = _masks(masks, count, vit) if masks is not None else None
-    frames = _boxes(boxes, count, vit) if boxes is not None else None
+    known = _known(count, labels, boxes, masks)
+    truth = _labels(labels, known, vit) if labels is not None else None
+    canvas = _masks(masks, known, vit) if masks is not None else None
+    frames = _boxes(boxes, known, vit) if boxes is not None else None
     found: list[list[Measured]] = [[] for _ in requests]
     undefined: dict[int, str] = {}
     kept: dict[Any, Any] = {}
-    for begin in range(0, count, batch_size):
-        part = slice(begin, min(begin + batch_size, count))
-        batch = vit.batch(images[part])
-        chosen = targets[part] if targets is not None else predicted(vit.logits(batch))
-        own = scores[part].to(vit.device) if scores is not None else explained_by(again, vit, batch, chosen, seed)
-        own, bad = _finite(own, begin)
-        undefined |= bad
-        given = Measure(
-            vit,
-            batch,
-            own,
-            chosen,
-            truth[part] if truth is not None else None if target is None else chosen.index[:, 0],
-            frames[part] if frames is not None else None,
-            canvas[part].to(vit.device) if canvas is not None else None,
-            again,
-            seed,
-            kept=kept,
-            fresh=fresh or scores is None,
-        )
-        for results, request in zip(found, requests, strict=True):
-            how = {key: request.settings[key] for key in HOW} if request.metric.ablates else {}
-            own_settings = {k: v for k, v in request.settings.items() if k not in how}
-            measured = request.metric.function(replace(given, how=how), **own_settings)
-            results.append(_only_labelled(request, given, measured))
-        if progress is not None:
-            progress(part.stop, count)
+    begin = 0
+    with telling(progress, "measuring") as tell:
+        for images_of_batch in batches:
+            batch = vit.place(images_of_batch)
+            part = slice(begin, begin + len(batch))
+            _check_count(part.stop, count, more=True)
+            chosen = targets.part(begin, len(batch), count) if targets is not None else predicted(vit.logits(batch))
+            own = scores[part].to(vit.device) if scores is not None else explained_by(again, vit, batch, chosen, seed)
+            own, bad = _finite(own, begin)
+            undefined |= bad
+            given = Measure(
+                vit,
+                batch,
+                own,
+                chosen,
+                truth[part] if truth is not None else None if target is None else chosen.index[:, 0],
+                frames[part] if frames is not None else None,
+                canvas[part].to(vit.device) if canvas is not None else None,
+                again,
+                seed,
+                kept=kept,
+                fresh=fresh or scores is None,
+            )
+            for results, request in zip(found, requests, strict=True):
+                how = {key: request.settings[key] for key in HOW} if request.metric.ablates else {}
+                own_settings = {k: v for k, v in request.settings.items() if k not in how}
+                measured = request.metric.function(replace(given, how=how), **own_settings)
+                results.append(_only_labelled(request, given, measured))
+            begin = part.stop
+            tell(begin, count)
+    _check_count(begin, count)
     together = {
         request.asked: _evaluation(request, results, undefined)
         for request, results in zip(requests, found, strict=True)
@@ -130,19 +134,49 @@ def evaluate(
     return together[metric] if isinstance(metric, str) else together
 
 
+_OPTIONS = ("target", "labels", "boxes", "masks", "seed", "batch_size", "progress", "fresh")
+
+
 def _requests(
     metric: str | Sequence[str] | Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> list[MetricRequest]:
     if isinstance(metric, str):
-        return [resolve_metric(metric, settings)]
+        return [resolve_metric(metric, settings, _OPTIONS)]
+    named = isinstance(metric, Mapping) and all(isinstance(own, Mapping) for own in metric.values())
+    if not named and not (isinstance(metric, Sequence) and all(isinstance(name, str) for name in metric)):
+        raise PatchlightError(
+            f"metric {metric!r} is no metric; give a name, a list of names, or a dict of names and settings"
+        )
     if not metric:
         raise PatchlightError("no metric was named; give a name, a list of names, or a dict of names and settings")
     if isinstance(metric, Mapping):
-        return [resolve_metric(name, {**settings, **own}) for name, own in metric.items()]
-    return [resolve_metric(name, settings) for name in dict.fromkeys(metric)]
+        return [resolve_metric(name, {**settings, **own}, _OPTIONS) for name, own in metric.items()]
+    return [resolve_metric(name, settings, _OPTIONS) for name in dict.fromkeys(metric)]
 
 
-def _maps(maps: Any, count: int, vit: Anatomy, seed: int) -> tuple[Tensor | None, Explainer | None, Targets | None]:
+def _length(maps: Any) -> int | None:
+    """How many images maps are of, where they are given."""
+    return len(maps) if isinstance(maps, Attribution | Tensor | np.ndarray | list | tuple) else None
+
+
+def _known(count: int | None, *annotations: Any) -> int:
+    """The number of images, which annotations cannot do without."""
+    if count is None and any(given is not None for given in annotations):
+        raise PatchlightError("labels, boxes and masks need images whose number is known beforehand; give a list")
+    return count or 0
+
+
+def _check_count(seen: int, count: int | None, more: bool = False) -> None:
+    """Refuse images that come one after another and turn out to be none, or not as many as the maps."""
+    if seen == 0:
+        raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
+    if count is not None and (seen > count if more else seen != count):
+        raise PatchlightError(f"there are maps of {count} images, but {'at least ' if more else ''}{seen} images came")
+
+
+def _maps(
+    maps: Any, count: int | None, vit: Anatomy, seed: int
+) -> tuple[Tensor | None, Explainer | None, Targets | None]:
     """The maps [B,h,w] where they are given, a way to make them anew where there is one, and the classes explained."""
     if isinstance(maps, str):
         return None, explainer(maps), None
@@ -150,7 +184,7 @@ def _maps(maps: Any, count: int, vit: Anatomy, seed: int) -> tuple[Tensor | None
         if maps.scores.ndim != 3:
             raise PatchlightError("this attribution explains several classes an image; measure them one at a time")
         own = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
-        return checked_maps(maps.scores, count, vit), _explainer_of(maps), own
+        return checked_maps(maps.scores, len(maps) if count is None else count, vit), _explainer_of(maps), own
     if callable(maps):
         return None, maps, None
     try:
@@ -159,7 +193,7 @@ def _maps(maps: Any, count: int, vit: Anatomy, seed: int) -> tuple[Tensor | None
         raise PatchlightError(
             f"maps are a {type(maps).__name__}; give an Attribution, an array [B,h,w], a method's name or a callable"
         ) from error
-    return checked_maps(tensor, count, vit), None, None
+    return checked_maps(tensor, len(tensor) if count is None else count, vit), None, None
 
 
 def explainer(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> Explainer:

@@ -11,7 +11,6 @@ from torch import Tensor
 from patchlight.ablation import Count
 from patchlight.engine import default_batch_size
 from patchlight.metrics.base import Measure, Measured, metric
-from patchlight.targets import Targets
 
 Norm = Literal["l2", "l1", "linf"]
 Radius = Annotated[float, Field(ge=0)]
@@ -70,12 +69,8 @@ def max_sensitivity(
     for part in parts:
         images = ask.images[owner[part]] + noise[draw[part]]
         seed = ask.seed + 1 + int(draw[part.start]) if reseed else ask.seed
-        maps = ask.anew(ask.vit, images, _picked(ask.targets, owner[part]), seed).flatten(1)
+        maps = ask.anew(ask.vit, images, ask.targets[owner[part]], seed).flatten(1)
         changes.append(torch.linalg.vector_norm(maps - first[owner[part]], _ORDER[norm], 1))
     below = torch.linalg.vector_norm(first, _ORDER[norm], 1)
     change = torch.cat(changes).view(n, batch).amax(0)
     return Measured(change / torch.where(below == 0, 1, below))
-
-
-def _picked(targets: Targets, rows: Tensor) -> Targets:
-    return Targets(targets.index[rows], None if targets.against is None else targets.against[rows])

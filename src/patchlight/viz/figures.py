@@ -5,19 +5,19 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchlight.attribution import Attribution
-from patchlight.errors import PatchlightError
+from patchlight.errors import PatchlightError, known_keywords
 from patchlight.files import write_whole
-from patchlight.images import Picture, open_image
+from patchlight.images import Picture, Preprocess, open_image
 from patchlight.viz.heat import GREY, blend, is_signed, robust_scale, seen, tint
 
 if TYPE_CHECKING:
@@ -46,42 +46,48 @@ class _Column:
     title: str
     scores: Tensor
     signed: bool
+    covers: tuple[float, float]
 
 
+@known_keywords
 def figure(
     images: Picture | Tensor | Sequence[Picture],
-    maps: Attribution | Mapping[str, Attribution],
+    maps: Attribution | Mapping[str, Attribution] | Sequence[Attribution],
     *,
     predictions: Sequence[Prediction] | None = None,
     titles: Sequence[str] | None = None,
-    vit: Anatomy | None = None,
+    vit: Anatomy | nn.Module | None = None,
     path: str | Path | None = None,
 ) -> Figure:
     """One row per image, one column per method: the photographs, and each method's heat over them.
 
     More than ten columns are set in bands below each other.
 
-    `images` are what the maps explain: paths, PIL images or the preprocessed tensor. Row labels are `predictions`, as
-    (label, probability) or in words; without them those of `vit`; without it the explained class. An explained class
-    other than the predicted one is named below it. `titles` replace the methods' names. Every map is scaled by
-    itself, and the figure says so. With `path` it is also written there (png, jpg, webp, pdf or svg).
+    `maps` is what `explain` gives, or a list of attributions of the same images. `images` are what the maps explain:
+    paths, PIL images or the preprocessed tensor. Row labels are `predictions`, as (label, probability) or in words;
+    without them those of `vit`; without it the explained class. An explained class other than the predicted one is
+    named below it. `titles` replace the methods' names. Every map is scaled by itself, and the figure says so. With
+    `path` it is also written there (png, jpg, webp, pdf or svg).
 
     >>> pl.figure(images, pl.explain(vit, images, ["genatt", "rollout"]), vit=vit, path="cats.png")  # doctest: +SKIP
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    maps = {maps.method: maps} if isinstance(maps, Attribution) else dict(maps)
-    if not maps:
-        raise PatchlightError("a figure needs at least one map; none was given")
+    from patchlight.anatomy import wrap
+
+    maps = _by_name(maps)
+    vit = None if vit is None else wrap(vit)
     if path is not None:
         figure_format(path)
     first = next(iter(maps.values()))
+    images = _listed(images)
     pictures = _pictures(images, first, vit)
     _check_counts(maps, len(pictures))
-    columns = [column for name, att in maps.items() for column in _columns(name, att)]
+    alike = len({att.named for att in maps.values()}) == 1
+    columns = [column for name, att in maps.items() for column in _columns(name, att, alike)]
     headings = _headings([c.title for c in columns] if titles is None else titles, len(columns))
-    labels = _row_labels(images, first, predictions, vit)
+    labels = _row_labels(images, first, predictions, vit, alike)
     kinds = sorted({c.signed for c in columns})
 
     bands = _bands(len(columns))
@@ -117,7 +123,8 @@ def figure(
             place(picture, left, y, CELL, tall)
             for c, index in enumerate(shown):
                 column = columns[index]
-                heat = blend(picture, column.scores[r], robust_scale(column.scores[r], column.signed))
+                scale = robust_scale(column.scores[r], column.signed)
+                heat = blend(picture, column.scores[r], scale, covers=column.covers)
                 place(heat, left + (c + 1) * (CELL + GAP), y, CELL, tall)
     for k, signed in enumerate(kinds):
         low, high = SCALES[signed]
@@ -128,6 +135,25 @@ def figure(
     if path is not None:
         write_whole(path, figure_bytes(fig, path))
     return fig
+
+
+def _by_name(maps: Attribution | Mapping[str, Attribution] | Sequence[Attribution]) -> dict[str, Attribution]:
+    """Attributions by the titles of their columns; of a list, the methods' names, numbered where one comes again."""
+    if isinstance(maps, Mapping):
+        named = {str(name): att for name, att in maps.items()}
+    else:
+        listed = [maps] if isinstance(maps, Attribution) else list(maps) if isinstance(maps, Sequence) else [maps]
+        methods = [getattr(att, "method", "") for att in listed]
+        numbered = [f"{m} ({methods[: i + 1].count(m)})" if methods.count(m) > 1 else m for i, m in enumerate(methods)]
+        named = dict(zip(numbered, listed, strict=True))
+    if not named:
+        raise PatchlightError("a figure needs at least one map; none was given")
+    wrong = [type(att).__name__ for att in named.values() if not isinstance(att, Attribution)]
+    if wrong:
+        raise PatchlightError(
+            f"a map to draw is a {wrong[0]}; give an Attribution, a list of them, or a dict by their titles"
+        )
+    return named
 
 
 def _bands(columns: int) -> list[range]:
@@ -211,18 +237,25 @@ def _inches(words: str, size: float) -> float:
     return 1.06 * float(width) / 72  # letters are drawn on whole dots, which makes words a little wider
 
 
-def _pictures(images: Any, att: Attribution, vit: Anatomy | None) -> list[Image.Image]:
+def _pictures(images: Sequence[Picture | Tensor], att: Attribution, vit: Anatomy | None) -> list[Image.Image]:
     preprocess = vit.preprocess if vit is not None else att.preprocess
-    if isinstance(images, Tensor):
-        if preprocess is None:
-            raise PatchlightError("to show a preprocessed tensor, give vit=, which knows how it was normalised")
-        images = [preprocess.picture(image) for image in (images[None] if images.ndim == 3 else images)]
-        preprocess = None
-    return [seen(image, att.image_size, preprocess) for image in _listed(images)]
+    return [_picture(image, att, preprocess) for image in images]
+
+
+def _picture(image: Picture | Tensor, att: Attribution, preprocess: Preprocess | None) -> Image.Image:
+    if not isinstance(image, Tensor):
+        return seen(image, att.image_size, preprocess)
+    if preprocess is None:
+        raise PatchlightError("to show a preprocessed tensor, give vit=, which knows how it was normalised")
+    return seen(preprocess.picture(image), att.image_size)
 
 
 def _listed(images: Any) -> list[Any]:
-    return [images] if isinstance(images, str | Path | Image.Image) else list(images)
+    if isinstance(images, Picture) or (isinstance(images, Tensor) and images.ndim == 3):
+        return [images]
+    if not isinstance(images, Iterable):
+        raise PatchlightError(f"images are {images!r}; give the paths, PIL images or tensor that the maps explain")
+    return list(images)
 
 
 def _check_counts(maps: Mapping[str, Attribution], count: int) -> None:
@@ -233,14 +266,17 @@ def _check_counts(maps: Mapping[str, Attribution], count: int) -> None:
         raise PatchlightError(f"a figure of {count} rows cannot be read; give at most {MAX_ROWS} images")
 
 
-def _columns(name: str, att: Attribution) -> list[_Column]:
+def _columns(name: str, att: Attribution, alike: bool) -> list[_Column]:
+    """A column per class; its heading names the class where there are several, or the maps are not of the same ones."""
     signed = is_signed(att.scores)
     if att.scores.ndim == 3:
-        return [_Column(name, att.scores, signed)]
+        own = short(att.explained[0]) + "".join(f"\nagainst {short(other)}" for other in att.opposed[:1])
+        word = own if len(set(att.named)) == 1 else "various classes"
+        return [_Column(name if alike else f"{name}\n{word}", att.scores, signed, att.covers)]
     several = att.scores.shape[1]
-    named = [set(att.labels[t::several]) for t in range(several)]
+    named = [set(att.explained[t::several]) for t in range(several)]
     words = [short(labels.pop()) if len(labels) == 1 else f"({t + 1})" for t, labels in enumerate(named)]
-    return [_Column(f"{name}\n{word}", att.scores[:, t], signed) for t, word in enumerate(words)]
+    return [_Column(f"{name}\n{word}", att.scores[:, t], signed, att.covers) for t, word in enumerate(words)]
 
 
 def _headings(titles: Sequence[str], count: int) -> list[str]:
@@ -262,30 +298,29 @@ def _broken(title: str) -> str:
 
 
 def _row_labels(
-    images: Any, att: Attribution, predictions: Sequence[Prediction] | None, vit: Anatomy | None
+    images: Sequence[Any], att: Attribution, predictions: Sequence[Prediction] | None, vit: Anatomy | None, alike: bool
 ) -> list[str]:
-    if predictions is None and vit is not None:
-        pictures = images if isinstance(images, Tensor) else [open_image(image) for image in _listed(images)]
-        predictions = [top[0] for top in vit.predict(pictures, k=1)]
-    explained = ["" if att.scores.ndim == 4 else label for label in att.labels]
-    several = _several_words(att)
+    """The prediction, and what is explained where that is something else and the same in all columns."""
+    tensors = all(isinstance(image, Tensor) for image in images)
+    if predictions is None and vit is not None and (tensors or vit.channels in (1, 3)):
+        shown = images if tensors else [open_image(image) for image in images]
+        predictions = [top[0] for top in vit.predict(shown, k=1)]
+    several = _several_words(att) if alike else []
     if several:
         words = [""] * len(att) if predictions is None else [in_words(p) for p in predictions]
         return [_wrapped(f"{one} {more}".strip()) for one, more in zip(words, several, strict=True)]
+    one_class = alike and att.scores.ndim == 3
+    explained = [short(label) for label in att.explained] if one_class else [""] * len(att)
+    opposed = [f"against {short(label)}" for label in att.opposed if one_class] or [""] * len(att)
     if predictions is None:
-        return [_wrapped(short(label)) for label in explained]
+        return ["\n".join(map(_wrapped, filter(None, words))) or " " for words in zip(explained, opposed, strict=True)]
     if len(predictions) != len(att):
         raise PatchlightError(f"{len(predictions)} predictions for {len(att)} images; give one per image")
     labels = []
-    for row, prediction in enumerate(predictions):
-        lines = [_wrapped(in_words(prediction))]
-        told = isinstance(prediction, str) or short(prediction[0]) == short(explained[row])
-        if att.scores.ndim == 3 and (not told or att.against is not None):
-            lines.append(_wrapped(f"for {short(explained[row])}"))
-        if att.against is not None:
-            index = int(att.against.reshape(len(att), -1)[row, 0])
-            lines.append(_wrapped(f"against {short(vit.label(index)) if vit is not None else f'class {index}'}"))
-        labels.append("\n".join(lines))
+    for prediction, one, other in zip(predictions, explained, opposed, strict=True):
+        told = isinstance(prediction, str) or short(prediction[0]) == one
+        lines = [in_words(prediction), f"for {one}" if one and (other or not told) else "", other]
+        labels.append("\n".join(map(_wrapped, filter(None, lines))))
     return labels
 
 
@@ -294,7 +329,7 @@ def _several_words(att: Attribution) -> list[str]:
     if att.scores.ndim != 4:
         return []
     count = att.scores.shape[1]
-    rows = [tuple(map(short, att.labels[r * count : (r + 1) * count])) for r in range(len(att))]
+    rows = [tuple(map(short, att.explained[r * count : (r + 1) * count])) for r in range(len(att))]
     return (
         [", ".join(f"({t + 1}) {label}" for t, label in enumerate(row)) for row in rows] if len(set(rows)) > 1 else []
     )

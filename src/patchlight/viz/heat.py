@@ -14,8 +14,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.errors import PatchlightError, nearest
+from patchlight.errors import PatchlightError, known_keywords, nearest
 from patchlight.images import Picture, Preprocess, open_image
+from patchlight.resize import fitted
 
 Mode = Literal["nearest", "bilinear", "bicubic"]
 Pixels = NDArray[np.float64]
@@ -101,13 +102,19 @@ def seen(image: Picture, size: tuple[int, int], preprocess: Preprocess | None = 
     return view.crop(open_image(image))
 
 
-def upsample(scores: Tensor, size: Sequence[int], mode: Mode = "bilinear") -> Tensor:
-    """Scores [h,w] at another size; averaged where that is smaller."""
+def upsample(
+    scores: Tensor, size: Sequence[int], mode: Mode = "bilinear", covers: tuple[float, float] = (1.0, 1.0)
+) -> Tensor:
+    """Scores [h,w] at another size; averaged where that is smaller.
+
+    `covers` is the share of the height and width that they lie on, from the top left.
+    """
     if mode not in ("nearest", "bilinear", "bicubic"):
         raise PatchlightError(f"no upsampling is called '{mode}'; give nearest, bilinear or bicubic")
-    shrinks = size[0] < scores.shape[0] or size[1] < scores.shape[1]
+    extent = tuple(max(1, round(side * share)) for side, share in zip(size, covers, strict=True))
+    shrinks = extent[0] < scores.shape[0] or extent[1] < scores.shape[1]
     smooth: dict[str, Any] = {} if mode == "nearest" else {"align_corners": False, "antialias": shrinks}
-    return F.interpolate(scores[None, None].float(), tuple(size), mode=mode, **smooth)[0, 0]
+    return fitted(F.interpolate(scores[None, None].float(), extent, mode=mode, **smooth), size)[0, 0]
 
 
 def blend(
@@ -117,15 +124,17 @@ def blend(
     cmap: Any = None,
     alpha: float = ALPHA,
     mode: Mode = "bilinear",
+    covers: tuple[float, float] = (1.0, 1.0),
 ) -> Image.Image:
     """Scores [h,w] as heat over a picture that shows exactly what they are about."""
-    values = scale(upsample(scores, picture.size[::-1], mode)).double().numpy()
+    values = scale(upsample(scores, picture.size[::-1], mode, covers)).double().numpy()
     rgb, opacity = tint(values, scale.signed, cmap, alpha)
     darkest, contrast = GREY[scale.signed]
     grey = darkest + contrast * np.asarray(picture.convert("L"), dtype=np.float64)[..., None] / 255
     return Image.fromarray((255 * (rgb * opacity + grey * (1 - opacity))).round().astype(np.uint8))
 
 
+@known_keywords
 def overlay(
     scores: Tensor,
     image: Picture,
@@ -136,15 +145,17 @@ def overlay(
     alpha: float = ALPHA,
     signed: bool | None = None,
     mode: Mode = "bilinear",
+    covers: tuple[float, float] = (1.0, 1.0),
 ) -> Image.Image:
     """Scores [h,w] as heat over `image` (PIL or path, any size), cut the way the model cut it to its input `size`.
 
     The photograph is grey, so that colour means heat. Scores from their minimum to their 99th percentile run through
     inferno; signed ones (those with negative scores, unless `signed` says otherwise) through blue for "against", none
-    at zero, and red for "for". `alpha` is the opacity of the strongest heat.
+    at zero, and red for "for". `alpha` is the opacity of the strongest heat, `covers` the share of
+    the model's input that the scores lie on.
     """
     if not 0 <= alpha <= 1:
         raise PatchlightError(f"alpha {alpha} is not in [0, 1]")
     if scores.ndim != 2:
         raise PatchlightError(f"an overlay takes scores [h,w]; these have shape {list(scores.shape)}")
-    return blend(seen(image, size, preprocess), scores, robust_scale(scores, signed), cmap, alpha, mode)
+    return blend(seen(image, size, preprocess), scores, robust_scale(scores, signed), cmap, alpha, mode, covers)

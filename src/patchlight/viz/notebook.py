@@ -20,12 +20,11 @@ def heat_html(att: Attribution) -> str:
     """The first maps as inline pictures, colours alone, with their classes, the method and the model."""
     signed = is_signed(att.scores)
     maps = att.scores.reshape(-1, *att.grid)
-    labels = [*att.labels, *[""] * len(maps)]
     cells = [
         f'<figure style="display:inline-block;margin:2px"><img alt="{escape(label)}" '
-        f'src="data:image/png;base64,{_png(scores, att.image_size, signed)}">'
+        f'src="data:image/png;base64,{_png(scores, att, signed)}">'
         f"<figcaption>{escape(label)}</figcaption></figure>"
-        for scores, label in zip(maps[:SHOWN], labels, strict=False)
+        for scores, label in zip(maps[:SHOWN], att.named, strict=False)
     ]
     more = f"<p>and {len(maps) - SHOWN} more</p>" if len(maps) > SHOWN else ""
     ends = "blue against, red for" if signed else "dark lowest, bright highest"
@@ -33,8 +32,9 @@ def heat_html(att: Attribution) -> str:
     return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({about})<br>{''.join(cells)}{more}</div>"
 
 
-def _png(scores: Tensor, size: tuple[int, int], signed: bool) -> str:
-    values = robust_scale(scores, signed)(upsample(scores, display_size(size, 112))).double().numpy()
+def _png(scores: Tensor, att: Attribution, signed: bool) -> str:
+    shown = upsample(scores, display_size(att.image_size, 112), covers=att.covers)
+    values = robust_scale(scores, signed)(shown).double().numpy()
     colours = colour_map(SIGNED)(0.5 + SATURATED * values / 2) if signed else colour_map(HEAT)(values)
     out = io.BytesIO()
     Image.fromarray((255 * colours[..., :3]).round().astype(np.uint8)).save(out, "png", optimize=True)
