@@ -56,7 +56,7 @@ def test_relevance_rollout() -> None:
     ours = explained("transatt", {"gradient": False}, 2)[1]
     slow = Literal(deit_tiny(torch.float64), inputs()[1:2].double(), target, "ours")
     close(ours, slow.transatt(gradient=False).detach(), 1e-9)
-    ranked(ours, reference("lrp_rollout_ours_start0")["maps"][1], 0.88)
+    ranked(ours, reference("lrp_rollout_ours_start0")["maps"][1], 0.85)
 
 
 @pytest.mark.parametrize("wrapper", ["plus", "skipplus", "rollout"])
