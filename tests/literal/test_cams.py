@@ -27,7 +27,7 @@ def model(family: str) -> tuple[Anatomy, Tensor]:
 def at_norm(vit: Anatomy, batch: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """Output of a block's first norm and its gradient, by a module hook."""
     seen: list[Tensor] = []
-    norm = vit.parts(layer).norm1
+    norm = vit.model.blocks[layer].norm1  # type: ignore[index, union-attr]
     handle = norm.register_forward_hook(lambda module, args, out: seen.append(out))
     logits = vit.model(batch)
     logits = getattr(logits, "logits", logits)
