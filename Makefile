@@ -1,10 +1,11 @@
 # make demo: explain the bundled photographs.   make test: lint, types and tests.   make test-all: the long ones too.
+# make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-all test-transformers4 test-accelerator lint bench figures clean
+.PHONY: demo test test-all test-cpus test-transformers4 test-accelerator lint bench figures clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/patchlight demo
@@ -15,11 +16,15 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not accelerator"
 	$(MAKE) test-transformers4
+	$(MAKE) test-cpus
 
 test-transformers4: $(VENV)/.stamp-dev
 	$(PIP) install --target $(VENV)/transformers4 --upgrade --no-deps transformers==4.46.3 huggingface_hub==0.36.0 \
 	  tokenizers==0.20.3 requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.2 certifi==2026.10.18
 	PYTHONPATH=$(VENV)/transformers4 $(BIN)/python -m pytest tests/anatomy tests/test_contract.py -k "hf- or transformers" -m "not accelerator"
+
+test-cpus: $(VENV)/.stamp-dev
+	$(BIN)/python -m tests.cpus
 
 test-accelerator:
 	$(PYTHON) -m pytest -m accelerator

@@ -42,10 +42,3 @@ def deit_tiny(dtype: torch.dtype = torch.float32) -> Anatomy:
 def inputs(count: int = 4) -> torch.Tensor:
     """The reference images, already preprocessed."""
     return torch.from_numpy(reference("inputs")["x"][:count])
-
-
-def relative_error(ours: torch.Tensor, theirs: Any) -> float:
-    """max |ours - theirs| over max |theirs|."""
-    theirs = torch.as_tensor(np.asarray(theirs), dtype=torch.float64)
-    ours = ours.double().reshape(theirs.shape)
-    return float((ours - theirs).abs().max() / theirs.abs().max())

@@ -166,7 +166,8 @@ def _warn_if_degenerate(request: Request, vit: Anatomy, maps: Tensor, first: int
     reason = advice({**request.settings, "rule": request.rule.name}, vit) if advice is not None else None
     if reason is None:
         flat = maps.detach().flatten(2)
-        dead = (first + (flat.amax(-1) == flat.amin(-1)).any(1).nonzero().flatten()).tolist()
+        rounding = 64 * torch.finfo(flat.dtype).eps * flat.abs().amax(-1)
+        dead = (first + (flat.amax(-1) - flat.amin(-1) <= rounding).any(1).nonzero().flatten()).tolist()
         if dead and flat.shape[-1] > 1:
             reason = f"the map of image {', '.join(map(str, dead[:8]))} is constant"
             reason += f": {request.method.constant}" if request.method.constant else ""

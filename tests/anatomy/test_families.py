@@ -25,17 +25,17 @@ def own_logits(vit: Anatomy, batch: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_give_the_model(family: str) -> None:
-    vit = shared(family)
+    vit = shared(family, torch.float64)
     batch = images(vit)
     logits = own_logits(vit, batch)
     spread = (logits[0] - logits[1]).abs().max()
     assert spread > 0.1, "the test model does not look at its input"
-    torch.testing.assert_close(vit.logits(batch), logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(vit.logits(batch), logits, atol=1e-10, rtol=1e-10)
     tokens = vit.embed(batch)
     assert tokens.shape[1] == vit.tokens == vit.prefix + vit.grid[0] * vit.grid[1]
     middle = min(2, vit.depth)
     halfway = vit.run(vit.run(tokens, 0, middle), middle)
-    torch.testing.assert_close(vit.readout(halfway), logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(vit.readout(halfway), logits, atol=1e-10, rtol=1e-10)
 
 
 class MaskKeys(TorchFunctionMode):

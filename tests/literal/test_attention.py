@@ -219,7 +219,7 @@ def test_value_weights(family: str) -> None:
     vit = shared(family, torch.float64)
     job = LayerJob(lambda b: (b.v, b.n, b.parts.value), frozenset({"A", "v", "n"}), (0, vit.depth - 1))
     for v, n, weight in run_pass(vit, images(vit), jobs=[job]).values[0][0].values():
-        mapped = torch.nn.functional.linear(n, weight).unflatten(-1, (vit.heads, -1)).transpose(1, 2)
+        mapped = torch.nn.functional.linear(n, weight()).unflatten(-1, (vit.heads, -1)).transpose(1, 2)
         bias = v - mapped
         torch.testing.assert_close(bias, bias[:1, :, :1].expand_as(bias), **CLOSE)
         assert (v - bias).abs().mean() > 0.1

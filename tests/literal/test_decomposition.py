@@ -16,6 +16,7 @@ from patchlight.methods import decomposition
 from patchlight.registry import resolve
 from patchlight.taps import Evidence
 from patchlight.trace import run_pass
+from tests.close import close
 from tests.families import build, images, shared
 from tests.literal.plain import maps
 
@@ -116,8 +117,7 @@ def test_every_matrix_is_its_literal_version(model: Any, monkeypatch: pytest.Mon
         assert len(ours) == vit.depth
         for layer, found in enumerate(ours):
             expected = torch.stack([slow(s) for s in rows[layer]])
-            worst = float((found - expected).abs().max() / expected.abs().max())
-            assert worst < 1e-10, f"{name} {settings}, block {layer}: {worst:.1e}"
+            close(found, expected, 1e-10, f"{name} {settings}, block {layer}")
 
     check("attin", lambda s: s.vectors(True, False).norm(dim=-1))
     check("attin", lambda s: s.vectors(True, True).norm(dim=-1), vectors="residual")
@@ -146,7 +146,7 @@ def test_products_have_no_identity_and_no_normalisation(model: Any) -> None:
         expected = torch.stack(whole)
         for asked in (name, f"{name}.rollout"):
             found = maps(vit, batch, asked)
-            assert (found - expected).abs().max() < 1e-10 * expected.abs().max(), asked
+            close(found, expected, 1e-10, asked)
 
 
 @torch.no_grad()

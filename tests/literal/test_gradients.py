@@ -16,6 +16,7 @@ from patchlight.registry import resolve
 from patchlight.rules import RULES
 from patchlight.targets import Targets
 from patchlight.trace import LayerJob, run_pass
+from tests.close import within
 from tests.families import images, shared
 from tests.literal.plain import Toy, Written, grid, maps, states
 
@@ -78,7 +79,7 @@ def test_channel_sum_is_noise_and_says_so(family: str) -> None:
     vit, batch = model(family)
     with pytest.warns(pl.DegenerateMap, match="reduce='l2'"):
         noise = maps(vit, batch, "grad", TARGET, reduce="sum")
-    assert float(noise.abs().max()) < 1e-12 * float(maps(vit, batch, "grad", TARGET).max())
+    within(float(noise.abs().max() / maps(vit, batch, "grad", TARGET).max()), 1e-12)
     pixel = maps(vit, batch, "grad", TARGET, reduce="sum", level="pixel")
     torch.testing.assert_close(pixel, pixel_gradient(vit, batch, TARGET).sum(-1), **CLOSE)
 
@@ -111,7 +112,7 @@ def test_plain_ixg_at_the_last_block_warns() -> None:
     vit, batch = model("vit")
     with pytest.warns(pl.DegenerateMap, match="epsilon"):
         tiny = maps(vit, batch, "ixg", TARGET, start=-1)
-    assert float(tiny.abs().max()) < 1e-3 * float(maps(vit, batch, "ixg.libra", TARGET, start=-1).abs().max())
+    within(float(tiny.abs().max() / maps(vit, batch, "ixg.libra", TARGET, start=-1).abs().max()), 1e-3)
 
 
 def literal_smoothgrad(
@@ -230,7 +231,7 @@ def test_integrated_gradients(level: str, quadrature: str) -> None:
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-@pytest.mark.parametrize(("family", "level", "steps"), [("vit", "pixel", 64), ("siglip", "token", 256)])
+@pytest.mark.parametrize(("family", "level", "steps"), [("vit", "pixel", 64), ("siglip", "token", 512)])
 def test_integrated_gradients_become_complete(family: str, level: str, steps: int) -> None:
     """The map sums to s(x) - s(0), the better the more steps (no prefix tokens where tokens vary).
 
@@ -247,7 +248,7 @@ def test_integrated_gradients_become_complete(family: str, level: str, steps: in
         return float(((total - rise) / rise).abs().max())
 
     few, many = error(4), error(steps)
-    assert many < 0.03, many
+    within(many, 0.03)
     assert many < few / 5, (few, many)
 
 
@@ -327,7 +328,7 @@ def test_libra_is_complete_from_every_start(family: str) -> None:
             for start in range(vit.depth)
         ]
         errors[rule] = max(float((t - seen.scores[:, 0]).abs().max()) for t in totals)
-    assert errors["libra"] < 1e-12, errors
+    within(errors["libra"], 1e-12)
     assert errors["plain"] > 1e-3, errors
 
 

@@ -14,6 +14,7 @@ from patchlight.methods.relevance import Relevance, add_rule, linear_rule, produ
 from patchlight.registry import Ask, registered, resolve
 from patchlight.rules import RULES
 from patchlight.targets import Targets
+from tests.close import close, near, within
 from tests.families import images, shared
 from tests.literal.lrp import Literal
 from tests.literal.plain import maps
@@ -36,8 +37,7 @@ def literal(family: str, rules: str) -> list[Literal]:
 
 def agree(ours: Tensor, theirs: Tensor, tolerance: float = 1e-10) -> None:
     scale = theirs.flatten(1).abs().amax(1).clamp_min(1e-300)
-    worst = ((ours - theirs).flatten(1).abs().amax(1) / scale).max()
-    assert worst <= tolerance, f"off by {worst:.1e} of the map's maximum"
+    within(float(((ours - theirs).flatten(1).abs().amax(1) / scale).max()), tolerance)
 
 
 @pytest.mark.parametrize("family", ["vit", "vit-wide", "deit"])
@@ -79,7 +79,7 @@ def test_relevance_is_conserved_by_ours_in_every_family(family: str) -> None:
         seen = Relevance(ask(family), rules)  # type: ignore[arg-type]
         _, _, R, _ = seen.start()
         sums[rules] = torch.stack([step.R.sum((1, 2)) for step in seen.steps(R, None, 0)])
-    assert (sums["ours"] - 1).abs().max() < 1e-6
+    near(sums["ours"], torch.ones_like(sums["ours"]), 1e-6)
     assert (sums["orig"] - 1).abs().min() > 1e-3
 
 
@@ -89,7 +89,7 @@ def test_the_pass_computes_what_the_model_computes(family: str) -> None:
     seen = Relevance(given, "ours")
     logits, scores, _, g = seen.start()
     expected = given.vit.logits(given.images)
-    assert (logits - expected).abs().max() < 1e-10 * expected.abs().max()
+    close(logits, expected, 1e-10)
     assert torch.equal(scores[:, 0], logits[torch.arange(3), torch.tensor(TARGET)])
     assert g[:, 1:].abs().max() == 0
 
@@ -138,7 +138,7 @@ def test_float32_models_get_a_float64_pass() -> None:
     single, double = shared("vit"), shared("vit", torch.float64)
     batch = images(single)
     exact = maps(double, batch.double(), "transatt", TARGET)
-    assert (maps(single, batch, "transatt", TARGET) - exact).abs().max() <= 1e-6 * exact.abs().max()
+    close(maps(single, batch, "transatt", TARGET), exact, 1e-6)
     rough = maps(single, batch, "transatt", TARGET, precision="float32")
     assert (rough - exact).abs().max() > 1e-6 * exact.abs().max()
 

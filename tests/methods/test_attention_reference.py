@@ -11,7 +11,8 @@ import torch
 from patchlight.engine import DegenerateMap, compute
 from patchlight.registry import resolve
 from patchlight.targets import Targets
-from tests.reference import deit_tiny, inputs, reference, relative_error
+from tests.close import close
+from tests.reference import deit_tiny, inputs, reference
 
 WITHIN = 1e-3
 MODES = {"plain": "", "libra": ".libra", "alilrp": ".conservative", "attnlrp": ".attnlrp"}
@@ -79,13 +80,13 @@ def test_one_pass_methods(name: str) -> None:
         if not one.any():
             assert not ours.any()
         else:
-            assert relative_error(ours, one) <= WITHIN
+            close(ours, one, WITHIN)
 
 
 def test_attcam_before_its_relu() -> None:
     """The clamped map of image 1 is all zero; the signed one says why."""
     signed = _together()["lg_plain_attcam_last"]
-    assert relative_error(signed, reference("attn_gradcam")["signed_no_relu"]) <= WITHIN
+    close(signed, reference("attn_gradcam")["signed_no_relu"], WITHIN)
     assert not _together()["attn_gradcam"][1].any()
     assert signed[1].max() <= 0
 
@@ -95,4 +96,4 @@ def test_transition_methods(name: str) -> None:
     asked, settings = STARTS[name]
     _, (maps,) = compute(deit_tiny(), inputs(2), [resolve(asked, settings)], _targets(name, 2), 0)
     for ours, one in zip(maps[:, 0], reference(name)["maps"], strict=False):
-        assert relative_error(ours, one) <= WITHIN
+        close(ours, one, WITHIN)

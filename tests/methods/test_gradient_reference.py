@@ -1,4 +1,7 @@
-"""Gradient, CAM, FullGrad and DecompX maps against what the authors' own code printed for deit_tiny (1e-3)."""
+"""Gradient, CAM, FullGrad and DecompX maps against what the authors' own code printed for deit_tiny (1e-3).
+
+Theirs were computed in float32, ours are in float64: what differs is their rounding, the same on every machine.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from torch import Tensor
 from patchlight.engine import compute
 from patchlight.registry import resolve
 from patchlight.targets import Targets
-from tests.reference import deit_tiny, inputs, reference, relative_error
+from tests.close import close, close_on_average, ranked
+from tests.methods.test_peers import library_cam
+from tests.reference import deit_tiny, inputs, reference
 
 RULES = {"plain": "", "libra": ".libra", "alilrp": ".conservative", "attnlrp": ".attnlrp"}
 
@@ -47,6 +52,9 @@ GRADCAM_LIBRARY: dict[str, tuple[str, dict[str, Any]]] = {
     "pgc_eigengradcam": ("hirescam", {"eigen": True}),
 }
 
+DIVIDED = {"pgc_gradcampp": "GradCAMPlusPlus", "pgc_xgradcam": "XGradCAM"}
+"""Those whose weights are quotients."""
+
 STARTS = (0, 6, 7, 8, 9, 10, 11)
 
 
@@ -71,7 +79,7 @@ def computed(kind: str) -> dict[str, Tensor]:
         del wanted["hirescam_x11"]
     label = torch.from_numpy(reference("inputs")["label"]).long()
     requests = [resolve(name, settings) for name, settings in wanted.values()]
-    _, maps = compute(deit_tiny(), inputs(), requests, Targets(label[:, None]), 0)
+    _, maps = compute(deit_tiny(torch.float64), inputs().double(), requests, Targets(label[:, None]), 0)
     return {key: m[:, 0] for key, m in zip(wanted, maps, strict=True)}
 
 
@@ -81,13 +89,13 @@ def test_libragrad(mode: str, name: str) -> None:
     if (mode, name) == ("plain", "hirescam_x11"):
         pytest.skip("rounding noise: plain IxG at the last block's input")
     theirs = reference(f"lg_{mode}_{name}")["maps"]
-    assert relative_error(computed(mode)[name], theirs) < 1e-3
+    close(computed(mode)[name], theirs, 1e-3)
 
 
 @pytest.mark.parametrize("name", [*(f"start{s}" for s in STARTS), "skipplus", "plus"])
 def test_decompx_forward(name: str) -> None:
     theirs = reference(f"lg_decompx_forward_{name}")["maps"]
-    assert relative_error(computed("decompx")[name][: len(theirs)], theirs) < 1e-3
+    close(computed("decompx")[name][: len(theirs)], theirs, 1e-3)
 
 
 @pytest.mark.parametrize("name", GRADCAM_LIBRARY)
@@ -96,30 +104,40 @@ def test_gradcam_library(name: str) -> None:
     ours = computed("pgc")[name]
     if "eigen" in name:
         ours = ours * torch.sign((ours * theirs).sum((1, 2), keepdim=True))
-    if name == "pgc_gradcampp":
-        # alpha's denominator nearly vanishes in the last image: in float32 the library misses its own stored map by
-        # 3e-3 there, and its float64 map by 1e-2; in float64 both agree to 4e-12 (test_peers.py has tiny models)
-        assert relative_error(ours[3], theirs[3]) < 1e-2
-        ours, theirs = ours[:3], theirs[:3]
-    assert relative_error(ours, theirs) < 1e-3
+    if name in DIVIDED:
+        # a denominator that nearly vanishes makes one channel's weight, and so the map's scale, a matter of float32's
+        # rounding, but not the order of the patches; the numbers are compared in float64 below
+        for one, other in zip(ours, theirs, strict=True):
+            ranked(one, other, 0.9999)
+    else:
+        close(ours, theirs, 1e-3)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_gradcam_library_in_float64(name: str) -> None:
+    peer = pytest.importorskip("pytorch_grad_cam")
+    label = reference("inputs")["label"].tolist()
+    _, raw = library_cam(peer, deit_tiny(torch.float64), inputs().double(), DIVIDED[name], label)
+    close(computed("pgc")[name], raw, 1e-9)
 
 
 @pytest.mark.parametrize("name", ["captum_gradient_signed", "captum_saliency", "captum_inputxgradient"])
 def test_captum_one_pass(name: str) -> None:
-    assert relative_error(computed("pixel")[name], reference(name)["maps"]) < 1e-3
+    close_on_average(computed("pixel")[name], reference(name)["maps"], 3e-4)
 
 
 def one_image(name: str, image: int, seed: int = 0, **settings: Any) -> Tensor:
     label = torch.from_numpy(reference("inputs")["label"][image : image + 1]).long()
     request = resolve(name, settings)
-    return compute(deit_tiny(), inputs()[image : image + 1], [request], Targets(label[:, None]), seed)[1][0][0, 0]
+    one = inputs()[image : image + 1].double()
+    return compute(deit_tiny(torch.float64), one, [request], Targets(label[:, None]), seed)[1][0][0, 0]
 
 
 def test_captum_integrated_gradients() -> None:
     """50 Gauss-Legendre steps from a zero image."""
     for image in (1,):
         theirs = reference("captum_ig50")["maps"][image]
-        assert relative_error(one_image("ig", image, preset="tis"), theirs) < 1e-3
+        close(one_image("ig", image, preset="tis"), theirs, 1e-3)
 
 
 @pytest.mark.parametrize("sigma", ["0.15", "1"])
@@ -129,4 +147,4 @@ def test_captum_smoothgrad(sigma: str) -> None:
     for image in (3,):
         seed = int(reference(name)["torch_seed"][image])
         ours = one_image("smoothgrad", image, seed, preset="tis", n=10, sigma=float(sigma))
-        assert relative_error(ours, reference(name)["maps"][image]) < 1e-3
+        close(ours, reference(name)["maps"][image], 1e-3)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy import Anatomy
+from tests.close import close
 from tests.families import images, shared
 from tests.literal.plain import grid, maps
-from tests.reference import relative_error
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 TARGET = [2, 5]
@@ -45,11 +45,11 @@ def test_captum_integrated_gradients(ours: str, theirs: str) -> None:
     options: dict[str, Any] = {"target": torch.tensor(TARGET), "n_steps": 7, "method": theirs}
     pixel = attr.IntegratedGradients(vit.model).attribute(batch, **options).detach().sum(1)
     found = maps(vit, batch, "ig", TARGET, steps=7, quadrature=ours, level="pixel")
-    assert relative_error(found, pixel) < 1e-6
+    close(found, pixel, 1e-6)
     tokens = vit.embed(batch).detach()
     path = attr.IntegratedGradients(lambda x: vit.readout(vit.run(x))).attribute(tokens, **options)
     found = maps(vit, batch, "ig", TARGET, steps=7, quadrature=ours)
-    assert relative_error(found, grid(vit, path.detach().sum(-1))) < 1e-6
+    close(found, grid(vit, path.detach().sum(-1)), 1e-6)
 
 
 @pytest.mark.parametrize("base", ["abs", "signed", "ixg"])
@@ -65,7 +65,7 @@ def test_captum_noise_tunnel(base: str) -> None:
         found = attr.NoiseTunnel(explainer).attribute(image, nt_samples=5, stdevs=0.4, target=target[0], **extra)
     settings: dict[str, Any] = {"n": 5, "sigma": 0.4, "relative": False, "base": base, "reduce": "sum"}
     ours, theirs = maps(vit, image, "smoothgrad", target, 41, **settings), found.detach().sum(1)
-    assert relative_error(ours, theirs) < 1e-6
+    close(ours, theirs, 1e-6)
 
 
 CAMS = {
@@ -81,7 +81,9 @@ CAMS = {
 }
 
 
-def library_cam(peer: Any, vit: Anatomy, batch: Tensor, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+def library_cam(
+    peer: Any, vit: Anatomy, batch: Tensor, name: str, target: list[int] = TARGET, **options: Any
+) -> tuple[Tensor, Tensor]:
     """The library's final map, left on the patch grid, and the raw map before its ReLU and scaling."""
     network = copy.deepcopy(vit.model).requires_grad_(True)
     raw: list[Tensor] = []
@@ -93,7 +95,7 @@ def library_cam(peer: Any, vit: Anatomy, batch: Tensor, name: str, **options: An
         cam.get_target_width_height = lambda batch: (vit.grid[1], vit.grid[0])
         inner = cam.get_cam_image
         cam.get_cam_image = lambda *a, **k: raw.append(inner(*a, **k)) or raw[-1]
-        goals = [peer.utils.model_targets.ClassifierOutputTarget(c) for c in TARGET]
+        goals = [peer.utils.model_targets.ClassifierOutputTarget(c) for c in target]
         final = cam(batch, goals, **options)
     return torch.as_tensor(final), torch.as_tensor(raw[0])
 

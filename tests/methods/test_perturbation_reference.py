@@ -26,7 +26,8 @@ from patchlight.registry import Ask, resolve
 from patchlight.rules import RULES
 from patchlight.targets import Targets
 from patchlight.testing import spearman
-from tests.reference import deit_tiny, inputs, reference, relative_error
+from tests.close import close, close_on_average, near, ranked
+from tests.reference import deit_tiny, inputs, reference
 
 SIZE = (224, 224)
 
@@ -51,7 +52,7 @@ def test_tis_centroids_are_theirs_given_their_start() -> None:
     found = kmeans(activation_points(asked("tis", some)), initial, empty="zero")
     same = (as_masks(ranked_patches(found)[..., :98], 196) == tis_masks(some)).all(-1).float().mean(1)
     assert float(same.min()) >= 0.99, f"share of equal masks {same.tolist()}"
-    assert relative_error(found, saved["centroids"][some]) <= 1e-4
+    close_on_average(found, saved["centroids"][some], 2e-5)  # a point between two clusters moves both of them
 
 
 def test_tis_masks_are_theirs_given_their_seed() -> None:
@@ -73,16 +74,16 @@ def test_tis_maps_are_theirs_given_their_seed(image: int) -> None:
     targets = Targets(torch.from_numpy(saved["target"])[image : image + 1, None])
     batch, seed = inputs()[image : image + 1], int(saved["np_seed"][image])
     _, (maps,) = compute(deit_tiny(), batch, [resolve("tis")], targets, seed - 12345)
-    assert spearman(maps[0, 0], torch.from_numpy(saved["maps"][image])) >= 0.998
-    assert relative_error(maps[:, 0], saved["maps"][image : image + 1]) <= 5e-3
+    ranked(maps[0, 0], saved["maps"][image], 0.998)
+    close(maps[:, 0], saved["maps"][image : image + 1], 5e-3)
 
 
 def test_tis_scores_are_theirs_given_their_centroids() -> None:
     saved, some, count = reference("tis"), slice(0, 2), 48
     scores, _ = sampled_scores(asked("tis", some), torch.from_numpy(saved["centroids"][some, :count]), [0.5])
-    assert float(np.abs(scores[..., 0].numpy() - saved["scores"][some, :count]).max()) <= 1e-4
+    near(scores[..., 0], saved["scores"][some, :count], 1e-4)
     theirs = mean_score(torch.from_numpy(saved["scores"])[..., None], tis_masks())
-    assert relative_error(theirs, saved["maps"]) <= 1e-5
+    close(theirs, saved["maps"], 1e-5)
 
 
 def test_few_masks_already_rank_as_theirs() -> None:
@@ -119,7 +120,7 @@ def test_tis_ranks_as_theirs_and_as_another_seed() -> None:
 def test_vit_cx_clusters_are_theirs(image: int) -> None:
     saved = reference("vitcx")
     features, _ = feature_maps(asked("vitcx", slice(image, image + 1)))
-    assert relative_error(features, saved["features14"][image]) <= 1e-3
+    close(features, saved["features14"][image], 1e-3)
     labels = clusters(cosine_distances(scaled(features.double(), SIZE)[0], SIZE), 0.1)[0]
     pairs = set(zip(labels.tolist(), saved["cluster_labels"][image].tolist(), strict=True))
     assert len(pairs) == labels.max() + 1 == saved["K"][image], "not the same partition"
@@ -142,8 +143,8 @@ def test_vit_cx_scores_and_maps_are_theirs_given_their_noise(image: int) -> None
     scores = causal_scores(
         ask, upsampled(masks, ask.images), torch.zeros(count, dtype=torch.long), clean, lambda index: noise[index], 0.1
     )
-    assert float(np.abs(scores[:, 0].numpy() - saved["scores"][image, :count]).max()) <= 1e-4
-    assert relative_error(saliency(scores, masks, SIZE)[0] / count, saved["maps"][image]) <= 1e-3
+    near(scores[:, 0], saved["scores"][image, :count], 1e-4)
+    close(saliency(scores, masks, SIZE)[0] / count, saved["maps"][image], 1e-3)
 
 
 @pytest.mark.slow

@@ -281,5 +281,5 @@ def test_warnings_point_at_the_users_line() -> None:
     assert told[0].filename == __file__
     vit = shared(VIT)
     with pytest.warns(pl.DegenerateMap) as told:
-        pl.explain(vit, torch.zeros(1, 3, 64, 64), "occlusion", fill="zero")
+        pl.explain(vit, torch.zeros(1, 3, 64, 64), "ig", level="pixel", baseline=0.0, steps=2)
     assert told[0].filename == __file__

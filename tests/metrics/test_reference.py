@@ -15,6 +15,7 @@ from patchlight.metrics.base import Measure
 from patchlight.metrics.deletion import removed_logits
 from patchlight.metrics.perturbation import levels, log_probability
 from patchlight.targets import Targets
+from tests.close import near
 from tests.reference import deit_tiny, inputs, reference, shared_dir
 
 MAPS = ("genatt", "tis")
@@ -31,11 +32,6 @@ def map_of(order: np.ndarray) -> Tensor:
     index = torch.from_numpy(order.astype(np.int64))
     ranks = torch.empty_like(index).scatter_(1, index, torch.arange(index.shape[1]).expand_as(index))
     return -ranks.view(-1, 224, 224).float()
-
-
-def worst(ours: Tensor | None, theirs: np.ndarray) -> float:
-    assert ours is not None
-    return float((ours - torch.from_numpy(theirs)).abs().max())
 
 
 @pytest.mark.parametrize("fill", ["mean", "blur", "black"])
@@ -55,7 +51,7 @@ def test_tis_curves_are_theirs(name: str, some: slice, fill: str) -> None:
         fill=fill,
     )
     for metric, evaluation in found.items():
-        assert worst(evaluation.curve, saved[f"{metric}_{fill}"][some]) <= 1e-4, metric
+        near(evaluation.curve, saved[f"{metric}_{fill}"][some], 1e-4, metric)
         np.testing.assert_allclose(evaluation.x, saved["fractions"], atol=1e-12)
         np.testing.assert_allclose(evaluation.values, saved[f"{metric}_{fill}"][some].mean(1), atol=1e-4)
 
@@ -69,8 +65,8 @@ def test_rise_curves_and_areas_are_theirs(name: str, some: slice) -> None:
         deit_tiny(), inputs()[some], map_of(saved["order"][some]), ["insertion", "deletion"], preset="rise", steps=28
     )
     for metric, short in (("insertion", "ins"), ("deletion", "del")):
-        assert worst(found[metric].curve, saved[metric][some]) <= 1e-4, metric
-        assert worst(found[metric].values, saved[f"auc_{short}"][some]) <= 1e-4, metric
+        near(found[metric].curve, saved[metric][some], 1e-4, metric)
+        near(found[metric].values, saved[f"auc_{short}"][some], 1e-4, metric)
 
 
 def uncut(name: str, direction: str, changed: Tensor) -> Tensor:
@@ -106,10 +102,9 @@ def test_chefer_perturbation_is_theirs(name: str, some: slice, direction: str) -
     whole = uncut(name, direction, changed)[:, some]
     assert whole.double().mean() > 0.6
     second = logits.log_softmax(-1).topk(2, -1).values[..., 1]
-    for key, ours, near in (
+    for key, ours, limit in (
         ("prob_diff", logits.softmax(-1).amax(-1) - clean.softmax(-1).amax(-1, keepdim=True), 1e-4),
         ("logit_diff", logits.amax(-1) - clean.amax(-1, keepdim=True), 1e-3),
         ("dissimilarity", log_probability(logits, ask.of("label"), ask) - second, 1e-3),
     ):
-        off = (ours.T - torch.from_numpy(saved[key][:, some])).abs()
-        assert float(off[whole].max()) <= near, key
+        near(ours.T[whole], saved[key][:, some][whole], limit, key)

@@ -19,6 +19,7 @@ from patchlight.metrics.evaluation import explainer
 from patchlight.metrics.sanity import fresh_parameters, hog, spearman, ssim, stages, twin
 from patchlight.statistics import average_ranks
 from patchlight.targets import Targets
+from tests.close import within
 from tests.families import STRUCTURAL, build, images, shared
 
 
@@ -118,10 +119,10 @@ def test_the_curve_begins_at_one_and_its_tail_is_the_value() -> None:
         found = measured("genatt", mode=mode)
         assert found.curve is not None
         assert found.curve.shape == (2, 1 + 3 + 3)
-        assert found.curve[:, 0].sub(1).abs().max() < 1e-12
+        within(float(found.curve[:, 0].sub(1).abs().max()), 1e-12)
         torch.testing.assert_close(found.curve[:, 1:].mean(1), found.values)
     similarity = measured("genatt", similarity="ssim")
-    assert similarity.curve[:, 0].sub(1).abs().max() < 1e-9
+    within(float(similarity.curve[:, 0].sub(1).abs().max()), 1e-9)
 
 
 def test_stages_are_those_of_a_literal_cascade() -> None:
