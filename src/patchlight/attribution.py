@@ -62,6 +62,9 @@ class Attribution:
     versions: dict[str, str] = field(default_factory=dict)
     preprocess: Preprocess | None = None
     """How the images were shown to the model, so that the heat can be laid where it belongs."""
+    weights: str = ""
+    """The hash of the model's weights, and `images` of each image as the model saw it; empty where not known."""
+    images: tuple[str, ...] = ()
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -81,6 +84,7 @@ class Attribution:
         rows = range(len(self))[images]
         labels = tuple(name for i in rows for name in self.labels[i * per_image : (i + 1) * per_image])
         changed = {"scores": self.scores[images], "target": self.target[images], "labels": labels}
+        changed["images"] = self.images[images]
         if self.against is not None:
             changed["against"] = self.against[images]
         return Attribution(**{f.name: getattr(self, f.name) for f in fields(self)} | changed)  # type: ignore[arg-type]
@@ -179,6 +183,7 @@ class Attribution:
                 raise PatchlightError(f"'{folder}' was written by another version of the format")
             about["image_size"] = tuple(about["image_size"])
             about["labels"] = tuple(about["labels"])
+            about["images"] = tuple(about.get("images", ()))
             if about.get("preprocess") is not None:
                 known = {k: tuple(v) if isinstance(v, list) else v for k, v in about["preprocess"].items()}
                 about["preprocess"] = Preprocess(**cast("dict[str, Any]", known))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from patchlight.anatomy import Anatomy, wrap
 from patchlight.attribution import Attribution, versions
 from patchlight.errors import PatchlightError, warn
+from patchlight.fingerprints import fingerprint, of_images
 from patchlight.registry import Request, check_supported, resolve
 from patchlight.rules import RULES
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets
@@ -75,18 +76,20 @@ def explain(
         raise PatchlightError(f"batch_size {size} is not possible; give 1 or more")
     chunks: list[list[Tensor]] = [[] for _ in requests]
     chosen: list[Targets] = []
+    hashes: list[str] = []
     for begin in range(0, count, size):
         part = slice(begin, begin + size)
         batch = images[part] if isinstance(images, torch.Tensor) else vit.batch(images[part])
         used, maps = compute(vit, batch, requests, None if targets is None else targets[part], seed, begin)
         chosen.append(used)
+        hashes.extend(of_images(batch))
         for kept, scores in zip(chunks, maps, strict=True):
             kept.append(scores.float().cpu())
         if progress is not None:
             progress(min(begin + size, count), count)
     explained = _joined(chosen)
     results = {
-        request.asked: _attribution(vit, request, torch.cat(kept), explained, seed)
+        request.asked: _attribution(vit, request, torch.cat(kept), explained, seed, tuple(hashes))
         for request, kept in zip(requests, chunks, strict=True)
     }
     return results[method] if isinstance(method, str) else results
@@ -194,7 +197,9 @@ def _joined(targets: list[Targets]) -> Targets:
     return Targets(index, torch.cat(against) if against else None, targets[0].several)
 
 
-def _attribution(vit: Anatomy, request: Request, scores: Tensor, targets: Targets, seed: int) -> Attribution:
+def _attribution(
+    vit: Anatomy, request: Request, scores: Tensor, targets: Targets, seed: int, images: tuple[str, ...]
+) -> Attribution:
     several = targets.several
     return Attribution(
         scores=scores if several else scores[:, 0],
@@ -210,4 +215,6 @@ def _attribution(vit: Anatomy, request: Request, scores: Tensor, targets: Target
         seed=seed,
         versions=versions(),
         preprocess=vit.preprocess,
+        weights=fingerprint(vit.model),
+        images=images,
     )

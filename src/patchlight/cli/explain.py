@@ -425,6 +425,7 @@ def joined(parts: list[Attribution]) -> Attribution:
         target=torch.cat([part.target for part in parts]),
         against=torch.cat(against) if against else None,
         labels=tuple(label for part in parts for label in part.labels),
+        images=tuple(image for part in parts for image in part.images),
     )
 
 
