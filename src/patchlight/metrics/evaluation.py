@@ -178,8 +178,7 @@ def check_model(maps: Attribution, vit: Anatomy) -> None:
     if maps.weights and maps.weights != fingerprint(vit.model):
         raise PatchlightError(
             f"the maps are of other weights ({maps.model}, {maps.weights}) than those of {vit.name} "
-            f"({fingerprint(vit.model)}); measure them on the model they are of, or give maps.scores to measure them "
-            f"on this one"
+            f"({fingerprint(vit.model)}); measure them on the model they are of (in Python, maps.scores on any)"
         )
 
 
