@@ -31,7 +31,7 @@ from patchlight.bench.recipe import Method, Recipe, Source
 from patchlight.bench.store import Before, Done, Maps, Row, Store, planned
 from patchlight.data import Batch, Data, labelled, load_batch
 from patchlight.engine import explain
-from patchlight.errors import PatchlightError
+from patchlight.errors import PatchlightError, spelled
 from patchlight.metrics.base import Evaluation, on_grid, resolve_metric
 from patchlight.metrics.evaluation import evaluate
 from patchlight.registry import refusal, resolve
@@ -362,7 +362,7 @@ def _evaluated(
 
 
 def _reason(error: Exception) -> str:
-    told = " ".join(str(error).split()) or type(error).__name__
+    told = spelled(" ".join(str(error).split())) or type(error).__name__
     return told if isinstance(error, PatchlightError) else f"{type(error).__name__}: {told}"
 
 

@@ -273,7 +273,7 @@ def _latex_cell(run: Gathered, cell: Cell) -> str:
 
 def write_html(run: Gathered, path: str | Path) -> Path:
     """The whole report as one file with everything in it."""
-    return write_whole(path, as_html(run).encode())
+    return write_whole(path, as_html(run).encode(errors="backslashreplace"))
 
 
 def as_html(run: Gathered) -> str:

@@ -426,7 +426,10 @@ def _table(path: Path | None, columns: list[str] | None = None) -> Any:
     """A shard's table; None where it is missing or damaged."""
     data = _sound(path)
     try:
-        return None if data is None else pq.read_table(pa.BufferReader(data), columns=columns)
+        if data is None:
+            return None
+        # without threads: a pool that still works when the interpreter ends aborts it
+        return pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(columns, use_threads=False)
     except (pa.ArrowException, OSError):
         return None
 

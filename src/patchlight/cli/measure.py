@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchlight.cli.common import read_class, say
-from patchlight.errors import PatchlightError, nearest
+from patchlight.errors import PatchlightError, nearest, spelled
 
 if TYPE_CHECKING:
     from patchlight.anatomy import Anatomy
@@ -63,7 +63,7 @@ def find_maps(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Path]]:
         raise PatchlightError(f"no folder of maps at '{folder}'; `patchlight explain … --save {folder}` writes one")
     found: dict[str, dict[str, Path]] = {}
     for about in sorted(folder.rglob("attribution.json")):
-        image = about.parent.parent.relative_to(folder).as_posix()
+        image = spelled(about.parent.parent.relative_to(folder).as_posix())
         found.setdefault(image, {})[about.parent.name] = about.parent
     if not found:
         raise PatchlightError(f"no maps in '{folder}'; `patchlight explain … --save {folder}` writes them")
