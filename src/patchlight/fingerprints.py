@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,6 +65,7 @@ def _sums(rows: Tensor) -> Tensor:
     return torch.cat([(body * weights).sum(2, dtype=torch.int32), tail[:, None]], 1)
 
 
+@cache
 def _weights(device: torch.device) -> Tensor:
     drawn = (torch.arange(ROW, dtype=torch.int64) * 2654435761 + 40503) % 2**32 | 1
     return torch.where(drawn < 2**31, drawn, drawn - 2**32).to(device, torch.int32)

@@ -173,7 +173,7 @@ def test_the_key_follows_classes_boxes_and_masks(images: Path) -> None:
 
 def test_the_key_follows_the_code(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = plan(recipe(images)).shards[0].key
-    monkeypatch.setattr(sys.modules[plan.__module__], "source_digest", lambda package: "other code")
+    monkeypatch.setattr(sys.modules[plan.__module__], "source_digest", lambda: "other code")
     assert plan(recipe(images)).shards[0].key != one
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 PATIENCE = 2.0
 """Seconds of planning that need no word."""
-PACKAGE = Path(__file__).parents[1]
 NOT_MEASURING = ("cli", "viz", "bench/report.py", "bench/statistics.py")
 """Parts of the package that may change without any map or value changing."""
 Event = dict[str, Any]
@@ -66,7 +65,7 @@ class Shard:
 
         model = self.model.model_dump(mode="json", exclude={"weights", "stands_for"})
         images = [self.data.kind, self.data.options, self.names, self.contents, self.classes]
-        return digest_of([__version__, source_digest(PACKAGE), model, self.digest, images, self.target, self.seed])
+        return digest_of([__version__, source_digest(), model, self.digest, images, self.target, self.seed])
 
     @cached_property
     def cells(self) -> dict[tuple[str, str], str]:
@@ -111,8 +110,9 @@ def digest_of(value: Any) -> str:
 
 
 @cache
-def source_digest(package: Path) -> str:
+def source_digest() -> str:
     """The hash of the package's own source, of all that maps and values come from: changed code has its own rows."""
+    package = Path(__file__).parents[1]
     hashed = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)
