@@ -83,7 +83,8 @@ def gather(folder: str | Path) -> Gathered:
     store = Store(folder)
     manifest, recipe, results = store.manifest(), store.recipe(), store.results()
     if not results.images:
-        raise PatchlightError(f"no shard of the run in '{folder}' is done yet")
+        why = f": {results.notes[0]}" if results.notes else ""
+        raise PatchlightError(f"no shard of the run in '{folder}' is done yet{why}")
     notes = [*manifest["notes"], *results.notes, *_stand_ins(recipe)]
     missing = sum(len(s["images"]) for s in manifest["shards"]) - sum(map(len, results.images.values()))
     if missing:
