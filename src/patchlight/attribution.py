@@ -73,6 +73,9 @@ class Attribution:
     """How the images were shown to the model, so that the heat can be laid where it belongs."""
     extent: tuple[int, int] | None = None
     """The pixels (rows, columns) that the scores lie on, from the top left, where those are not the whole image."""
+    weights: str = ""
+    """The hash of the model's weights, and `images` of each image as the model saw it; empty where not known."""
+    images: tuple[str, ...] = ()
 
     @property
     def covers(self) -> tuple[float, float]:
@@ -117,6 +120,7 @@ class Attribution:
         rows = range(len(self))[images]
         labels = tuple(name for i in rows for name in self.labels[i * per_image : (i + 1) * per_image])
         changed = {"scores": self.scores[images], "target": self.target[images], "labels": labels}
+        changed["images"] = self.images[images]
         if self.against is not None:
             changed |= {"against": self.against[images], "against_labels": self.against_labels[images]}
         return Attribution(**{f.name: getattr(self, f.name) for f in fields(self)} | changed)  # type: ignore[arg-type]

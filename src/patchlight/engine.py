@@ -12,6 +12,7 @@ from patchlight.anatomy import Anatomy, wrap
 from patchlight.anatomy.base import undisturbed
 from patchlight.attribution import Attribution, versions
 from patchlight.errors import NotFinite, PatchlightError, integer, warn
+from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
 from patchlight.progress import Progress, telling
 from patchlight.registry import Request, check_supported, resolve
@@ -73,6 +74,7 @@ def explain(
     targets = resolve_targets(target, count, vit.classes, vit.labels)
     chunks: list[list[Tensor]] = [[] for _ in requests]
     chosen: list[Targets] = []
+    hashes: list[str] = []
     begin = 0
     with telling(progress, "explaining") as tell:
         for images_of_batch in batches:
@@ -80,6 +82,7 @@ def explain(
             wanted = None if targets is None else targets.part(begin, len(batch), count)
             used, maps = compute(vit, batch, requests, wanted, seed, begin)
             chosen.append(used)
+            hashes.extend(of_images(batch))
             for request, kept, scores in zip(requests, chunks, maps, strict=True):
                 kept.append(scores.detach().float().cpu())
                 if finite:
@@ -90,7 +93,7 @@ def explain(
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
     explained = _joined(chosen)
     results = {
-        request.asked: _attribution(vit, request, torch.cat(kept), explained, seed)
+        request.asked: _attribution(vit, request, torch.cat(kept), explained, seed, tuple(hashes))
         for request, kept in zip(requests, chunks, strict=True)
     }
     return results[method] if isinstance(method, str) else results
@@ -224,7 +227,9 @@ def _joined(targets: list[Targets]) -> Targets:
     return Targets(index, torch.cat(against) if against else None, targets[0].several)
 
 
-def _attribution(vit: Anatomy, request: Request, scores: Tensor, targets: Targets, seed: int) -> Attribution:
+def _attribution(
+    vit: Anatomy, request: Request, scores: Tensor, targets: Targets, seed: int, images: tuple[str, ...]
+) -> Attribution:
     several = targets.several
     return Attribution(
         scores=scores if several else scores[:, 0],
@@ -242,4 +247,6 @@ def _attribution(vit: Anatomy, request: Request, scores: Tensor, targets: Target
         versions=versions(),
         preprocess=vit.preprocess,
         extent=vit.extent if request.level == "token" and tuple(vit.extent) != tuple(vit.preprocess.size) else None,
+        weights=fingerprint(vit.model),
+        images=images,
     )

@@ -18,6 +18,9 @@ R = TypeVar("R")
 class PatchlightError(ValueError):
     """A request that cannot be met: one sentence that says what was given and what would work."""
 
+    def __init__(self, sentence: object = "") -> None:
+        super().__init__(spelled(str(sentence)))
+
 
 class Unsupported(PatchlightError):
     """A method asked of a model that lacks what the method needs."""
@@ -46,6 +49,19 @@ def warn(words: str, category: type[Warning]) -> None:
     module = str(line.f_globals.get("__name__", "<unknown>"))
     registry = line.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(words, category, line.f_code.co_filename, line.f_lineno, module, registry)
+
+
+def spelled(name: str) -> str:
+    """A file name as text that can be written anywhere: bytes that are not UTF-8 are spelled out.
+
+    >>> spelled("b\\udcff.png")
+    'b\\\\xff.png'
+    """
+    try:
+        name.encode()
+        return name
+    except UnicodeEncodeError:
+        return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def nearest(word: str, choices: Iterable[str], n: int = 3) -> str:

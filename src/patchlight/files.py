@@ -6,6 +6,7 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from patchlight.errors import PatchlightError
 
@@ -33,6 +34,15 @@ def write_whole(path: str | Path, data: bytes, durable: bool = False) -> Path:
                 os.unlink(part)
         raise PatchlightError(f"'{path}' cannot be written: {error.strerror or error}") from error
     return path
+
+
+def cell(value: Any) -> Any:
+    """A value as a cell of a CSV file: text that a spreadsheet would take for a formula gets a ' before it.
+
+    >>> cell("=1+1"), cell(-1.5)
+    ("'=1+1", -1.5)
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def check_writable(path: str | Path) -> None:

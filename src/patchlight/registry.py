@@ -129,7 +129,8 @@ class Method:
     `features`: it reads the activations of one place, which of a hierarchical model is its feature map.
     `own_pass`: its rules are its own, so it runs its own pass: the function takes an Ask, and with a combiner returns a
     Pass with maps of the blocks `ask.layers`. `ablates`: it scores variants of the images; it takes an Ask with all
-    classes at once and returns [B,T,h,w].
+    classes at once and returns [B,T,h,w]. `depends`: what its maps depend on besides code, settings and model, such as
+    the weights of an explainer, as text.
     """
 
     name: str
@@ -159,6 +160,7 @@ class Method:
     matrix: bool = False
     adds_end: bool = False
     default_score: Literal["logit", "probability"] = "logit"
+    depends: Callable[[Settings], Any] | None = None
 
     @property
     def whitebox(self) -> bool:

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+K = TypeVar("K")
+FEWEST = 6
+"""Images from which on an interval or a difference can be claimed at 95 %.
+
+Of fewer, even all on one side are no evidence: 2 / 2^5 = 6 %.
+"""
+AT_ONCE = 2**21
+"""Numbers of weights that are held at a time."""
+
 
 def bootstrap_weights(images: int, samples: int = 1000, seed: int = 0) -> Tensor:
     """How often each image is drawn in each resample [S,B] float64: B draws with replacement."""
+    return torch.cat(list(_weights(images, samples, seed)))
+
+
+def bootstrapped(
+    statistics: Mapping[K, Callable[[Tensor], Tensor]], images: int, samples: int = 1000, seed: int = 0
+) -> dict[K, Tensor]:
+    """By name, each statistic [S] of the same resamples; a function gets their weights [s,B], some at a time."""
+    found: dict[K, list[Tensor]] = {name: [] for name in statistics}
+    for weights in _weights(images, samples, seed):
+        for name, statistic in statistics.items():
+            found[name].append(statistic(weights))
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def _weights(images: int, samples: int, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(images, (samples, images), generator=generator)
-    weights = torch.zeros(samples, images, dtype=torch.float64)
-    return weights.scatter_add_(1, drawn, torch.ones_like(weights))
+    size = max(1, AT_ONCE // max(images, 1))
+    for begin in range(0, samples, size):
+        weights = torch.zeros(min(size, samples - begin), images, dtype=torch.float64)
+        if images:
+            drawn = torch.randint(images, tuple(weights.shape), generator=generator)
+            weights.scatter_add_(1, drawn, torch.ones((), dtype=torch.float64).expand_as(weights))
+        yield weights
 
 
 def average_ranks(values: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from PIL import Image
@@ -48,6 +49,14 @@ def pictures(folder: Path, count: int = 6) -> Path:
         with Image.open(photos[i % len(photos)]) as photo:
             photo.convert("RGB").resize((72, 64)).rotate(7 * i).save(folder / f"{i}.png")
     return folder
+
+
+def replaced(path: Path, data: bytes) -> Path:
+    """A file of a store with other content and the checksum of it, as another version would have written it."""
+    path.unlink()
+    name = f"{path.stem.rpartition('-')[0]}-{hashlib.sha256(data).hexdigest()[:16]}{path.suffix}"
+    (path.parent / name).write_bytes(data)
+    return path.parent / name
 
 
 def text(folder: Path) -> str:

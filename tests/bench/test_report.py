@@ -21,7 +21,7 @@ from patchlight.bench.report import Gathered, as_csv, as_html, as_latex, as_mark
 from patchlight.bench.store import Store
 from patchlight.cli import app
 from patchlight.errors import PatchlightError
-from tests.bench.small import pictures, recipe
+from tests.bench.small import pictures, recipe, replaced
 
 
 @pytest.fixture(scope="module")
@@ -102,16 +102,16 @@ def test_html_is_whole_by_itself_and_the_same_for_equal_stores(out: Path, gather
 
 def test_the_only_method_has_examples_and_newer_metadata_is_left_out(out: Path, tmp_path: Path) -> None:
     from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file, save
 
     one = recipe(out.parent / "images")
     one = one.model_copy(update={"methods": {"GenAtt": one.methods["GenAtt"]}, "published": {}})
     run(one, tmp_path / "run")
-    for path in (tmp_path / "run" / "maps").iterdir():
+    for path in list((tmp_path / "run" / "maps").iterdir()):
         with safe_open(path, "pt") as file:
             about = file.metadata()
         about["preprocess"] = json.dumps({**json.loads(about["preprocess"]), "sharpen": 1})
-        save_file(load_file(path), path, {**about, "mood": '"good"'})
+        replaced(path, save(load_file(path), {**about, "mood": '"good"'}))
     page = re.sub(r"<script>.*?</script>", "", as_html(gather(tmp_path / "run")), flags=re.S)
     assert page.count("<img ") == 6 * (1 + 1)
 

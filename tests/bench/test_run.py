@@ -31,7 +31,7 @@ from patchlight.cli import app
 from patchlight.data import Data, Sample
 from patchlight.errors import PatchlightError
 from patchlight.registry import Ask, method, unregister
-from tests.bench.small import pictures, recipe, text
+from tests.bench.small import pictures, recipe, replaced, text
 
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["patchlight.bench", "patchlight.methods", "patchlight.metrics.deletion", "timm"])
@@ -55,7 +55,7 @@ def shards(out: Path) -> dict[str, list[dict[str, Any]]]:
     found = {}
     for path in sorted((out / "shards").glob("*.parquet")):
         table = pq.read_table(path)
-        found[path.name] = table.drop_columns([*TIMING]).to_pylist()
+        found[path.stem.rpartition("-")[0]] = table.drop_columns([*TIMING]).to_pylist()
     return found
 
 
@@ -121,7 +121,8 @@ def test_a_new_method_leaves_the_others_alone(
     for key, column in old.columns.items():
         assert torch.equal(column.values, results.columns[key].values)
     manifest = Store(tmp_path / "run").manifest()
-    assert set(Store(tmp_path / "run").read_maps(manifest["shards"][0]["key"]).scores) == set(more.methods)
+    first = manifest["shards"][0]
+    assert set(Store(tmp_path / "run").read_maps(first["place"], first["key"]).scores) == set(more.methods)
 
 
 def test_the_key_follows_what_matters_and_not_the_paths(images: Path, tmp_path: Path) -> None:
@@ -268,13 +269,13 @@ def test_an_image_that_is_mended_is_run_again(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def flaky() -> Iterator[list[int]]:
-    """A method that fails until something is put into this list."""
-    works: list[int] = []
+def flaky(tmp_path: Path) -> Iterator[Path]:
+    """A method that fails until this file is there."""
+    works = tmp_path / "works"
 
     @method("test-flaky", paper="none", class_specific=False)
     def flaky(ask: Ask) -> Tensor:
-        if not works:
+        if not works.exists():
             raise RuntimeError("it broke")
         return (
             torch.arange(ask.vit.grid[0] * ask.vit.grid[1]).view(1, *ask.vit.grid).float().repeat(len(ask.images), 1, 1)
@@ -284,13 +285,13 @@ def flaky() -> Iterator[list[int]]:
     unregister("test-flaky")
 
 
-def test_failures_are_kept_until_a_retry_and_do_not_come_back(tmp_path: Path, flaky: list[int]) -> None:
+def test_failures_are_kept_until_a_retry_and_do_not_come_back(tmp_path: Path, flaky: Path) -> None:
     folder = pictures(tmp_path / "images", 4)
     one = text(folder).replace('Random = "random"', 'Random = "test-flaky"')
     more = [parse(f'{one}\n[methods.{name}]\nmethod = "rawatt"') for name in ("A", "B", "C", "D")]
     for each in (parse(one), *more[:3]):
         assert sum(run(each, tmp_path / "run").failures.values()) == 4 * 2
-    flaky.append(1)
+    flaky.touch()
     assert sum(run(parse(one), tmp_path / "run").failures.values()) == 4 * 2
     mended = run(parse(one), tmp_path / "run", retry=True)
     assert (mended.before, mended.failures) == (0, {})
@@ -301,10 +302,18 @@ def test_of_several_files_the_one_without_failures_is_believed(images: Path, tmp
     small = override(recipe(images), images=2)
     run(small, tmp_path / "run")
     store, shard = Store(tmp_path / "run"), plan(small).shards[0]
-    good = pq.read_table(store.path(shard.place, shard.key))
+    files = store.files()[shard.place, shard.key]
+    assert files.rows is not None
+    assert files.maps is not None
+    good = pq.read_table(files.rows)
     failed = good.set_column(good.column_names.index("error"), "error", pa.array(["it broke"] * len(good)))
-    for name in ("0" * 16, "f" * 16):
-        pq.write_table(failed, store.path(shard.place, name))
+    sink = pa.BufferOutputStream()
+    pq.write_table(failed, sink)
+    for key in ("0" * 16, "f" * 16):
+        for path, data in ((files.rows, sink.getvalue().to_pybytes()), (files.maps, files.maps.read_bytes())):
+            other = path.with_name(f"{shard.place}-{key}-x{path.suffix}")
+            other.touch()
+            replaced(other, data)
     known = store.before(shard)
     assert set(known.rows) == set(shard.cells.values())
     assert not any(row["error"] for rows in known.rows.values() for row in rows)
@@ -366,9 +375,10 @@ def test_another_recipe_into_the_same_folder_is_refused(images: Path, tmp_path: 
 
 
 def test_class_names_of_a_folder_are_looked_up_among_the_models(tmp_path: Path) -> None:
+    import patchlight as pl
     from patchlight.zoo import pocket
 
-    labels = local.load("pocket").labels
+    labels = pl.load("pocket").labels
     assert labels is not None
     photo = next(iter(sorted(pocket.PHOTOS.glob("*.jpg"))))
     for name in ("truck", "dog"):
@@ -404,7 +414,9 @@ def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> N
     run(recipe(images), out)
     first, second, _ = sorted((out / "shards").glob("*.parquet"))
     table = pq.read_table(first)
-    pq.write_table(table.append_column("mood", pa.array(["good"] * len(table))), first)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.append_column("mood", pa.array(["good"] * len(table))), sink)
+    replaced(first, sink.getvalue().to_pybytes())
     results = Store(out).results()
     assert results.notes == ("column 'mood' was written by a newer Patchlight and is left out",)
     old = Store(whole).results()

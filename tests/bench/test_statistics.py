@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from patchlight import statistics
 from patchlight.bench.statistics import (
     Ranks,
     compared,
@@ -76,21 +77,50 @@ def test_best_and_tied_come_from_paired_differences() -> None:
         "none": column(torch.full((200,), math.nan)),
     }
     weights = bootstrap_weights(200)
-    marks = compared(columns, None, weights)
+    marks = compared(columns, None)
     assert marks["none"] == ""
     assert marks["paired worse"] == "", "0.01 lower on every image is a sure difference, though intervals overlap"
     assert sorted(marks.values()) == ["", "", "best", "tied"]
     lower = {name: column(c.values, higher=False) for name, c in columns.items() if name != "none"}
-    assert compared(lower, None, weights)["paired worse"] == "best"
+    assert compared(lower, None)["paired worse"] == "best"
     difference = paired_difference(columns["best"], columns["paired worse"], None, weights)
     assert torch.allclose(difference, torch.full_like(difference, 0.01))
 
 
 def test_equal_columns_are_both_best_and_a_lone_one_is_not_marked() -> None:
     base = drawn(20)
-    weights = bootstrap_weights(20)
-    assert compared({"a": column(base), "b": column(base)}, None, weights) == {"a": "best", "b": "best"}
-    assert compared({"a": column(base)}, None, weights) == {"a": ""}
+    three = {"a": column(base), "b": column(base), "c": column(base - 1)}
+    assert compared(three, None) == {"a": "best", "b": "best", "c": ""}
+    assert compared({"a": column(base)}, None) == {"a": ""}
+
+
+def test_nothing_is_best_where_the_methods_do_not_differ_or_images_are_too_few() -> None:
+    base = drawn(20)
+    assert compared({"a": column(base), "b": column(base)}, None) == {"a": "", "b": ""}
+    for images in range(8):
+        marks = compared({"a": column(base[:images]), "b": column(base[:images] - 1)}, None)
+        assert marks == ({"a": "best", "b": ""} if images >= 6 else {"a": "", "b": ""})
+
+
+def test_statistics_of_nothing_do_not_raise() -> None:
+    assert friedman(torch.ones(0, 3)) == (0.0, 1.0)
+    assert friedman(torch.ones(3, 1)) == (0.0, 1.0)
+    assert critical_difference(1, 5) == critical_difference(3, 0) == math.inf
+    assert bootstrap_weights(0, 5).shape == (5, 0)
+
+
+def test_the_bootstrap_in_parts_is_the_bootstrap() -> None:
+    weights = bootstrap_weights(7, 50)
+    assert torch.equal(weights.sum(1), torch.full((50,), 7.0, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    drawn_at_once = torch.randint(7, (50, 7), generator=generator)
+    whole = torch.stack([row.bincount(minlength=7) for row in drawn_at_once]).double()
+    assert torch.equal(weights, whole)
+    values = drawn(7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "AT_ONCE", 20)
+        assert torch.equal(bootstrap_weights(7, 50), whole)
+        assert torch.equal(statistics.bootstrapped({"x": lambda w: w @ values}, 7, 50)["x"], whole @ values)
 
 
 def test_micro_averages_are_combined_from_sums() -> None:

@@ -14,14 +14,24 @@ import torch
 from torch import Tensor
 
 from patchlight.ablation import free_chunk
-from patchlight.anatomy import Anatomy, load
+from patchlight.anatomy import Anatomy
 from patchlight.attribution import Attribution, versions
-from patchlight.bench.plan import Listener, Plan, Shard, as_planned, opened, plan
-from patchlight.bench.recipe import Method, Model, Recipe, Source
+from patchlight.bench.plan import (
+    Listener,
+    Plan,
+    Shard,
+    as_planned,
+    load_model,
+    model_digest,
+    model_key,
+    opened,
+    plan,
+)
+from patchlight.bench.recipe import Method, Recipe, Source
 from patchlight.bench.store import Before, Done, Maps, Row, Store, planned
 from patchlight.data import Batch, Data, labelled, load_batch
 from patchlight.engine import explain
-from patchlight.errors import PatchlightError
+from patchlight.errors import PatchlightError, spelled
 from patchlight.metrics.base import Evaluation, on_grid, resolve_metric
 from patchlight.metrics.evaluation import evaluate
 from patchlight.registry import refusal, resolve
@@ -73,9 +83,12 @@ def run(
                 f"give another --out"
             )
         _data.cache_clear()  # it may have changed since this process last looked
-        whole = plan(recipe, listen=listen)
+        _check_device(earlier, device)
+        whole = plan(recipe, listen=listen, device=device)
         how, notes = _how(earlier, device, whole)
-        todo = [shard for shard in whole.shards if not store.has(shard, failed_too=not retry)]
+        store.arrange(whole.shards)
+        notes += [f"{told}: made again" for told in store.damaged(whole.shards)]
+        todo = store.missing(whole.shards, failed_too=not retry)
         store.write_manifest(_manifest(whole, text, quick, how, earlier, notes))
         listen(
             {
@@ -103,16 +116,19 @@ def run(
         return end
 
 
+def _check_device(before: Mapping[str, Any] | None, device: str) -> None:
+    if before is not None and torch.device(before["device"]).type != torch.device(device).type:
+        raise PatchlightError(
+            f"this run was begun on {before['device']}, and {device} rounds differently; give --device "
+            f"{before['device']} or another --out"
+        )
+
+
 def _how(before: Mapping[str, Any] | None, device: str, whole: Plan) -> tuple[How, list[str]]:
     """Chunk and threads of the run as it was begun, else of this machine, and notes where they changed."""
     if before is None:
         vit = loaded(whole.shards[0], device)
         return How(device, free_chunk(vit)), []
-    if torch.device(before["device"]).type != torch.device(device).type:
-        raise PatchlightError(
-            f"this run was begun on {before['device']}, and {device} rounds differently; give --device "
-            f"{before['device']} or another --out"
-        )
     notes = []
     if before["threads"] != torch.get_num_threads():
         torch.set_num_threads(before["threads"])
@@ -141,19 +157,12 @@ def _manifest(
     }
 
 
-@lru_cache(maxsize=1)
-def _loaded(key: str, digest: str, device: str) -> Anatomy:
-    model = Model.model_validate_json(key)
-    options: dict[str, Any] = {} if model.stage is None else {"stage": model.stage}
-    vit = load(model.name, weights=model.weights, device=device, **options)
-    changed = model.preprocess.model_dump(exclude_none=True)
-    vit.preprocess = replace(vit.preprocess, **changed)
-    return vit
-
-
 def loaded(shard: Shard, device: str) -> Anatomy:
-    """A shard's model; the last one is kept, until its weights change."""
-    return _loaded(shard.model.model_dump_json(exclude={"stands_for"}), shard.digest, device)
+    """A shard's model; refused where it is not the one that was planned with."""
+    vit = load_model(model_key(shard.model), device)
+    if model_digest(vit) != shard.digest:
+        raise PatchlightError(f"{vit.name} has changed since the run was planned; run the same command again")
+    return vit
 
 
 @lru_cache(maxsize=2)
@@ -353,7 +362,7 @@ def _evaluated(
 
 
 def _reason(error: Exception) -> str:
-    told = " ".join(str(error).split()) or type(error).__name__
+    told = spelled(" ".join(str(error).split())) or type(error).__name__
     return told if isinstance(error, PatchlightError) else f"{type(error).__name__}: {told}"
 
 

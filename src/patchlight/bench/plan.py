@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from patchlight.anatomy import Anatomy, load
+from patchlight.bench.code import described
 from patchlight.bench.recipe import Method, Metric, Model, Recipe, Source
 from patchlight.errors import PatchlightError
+from patchlight.fingerprints import fingerprint
 from patchlight.metrics.base import MetricRequest, resolve_metric
 from patchlight.registry import resolve
 
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 2.0
 """Seconds of planning that need no word."""
-NOT_MEASURING = ("cli", "viz", "bench", "zoo")
+NOT_MEASURING = ("cli", "viz", "bench/report.py", "bench/statistics.py")
 """Parts of the package that may change without any map or value changing."""
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -35,7 +39,9 @@ class Shard:
     """Some images of the data, one model, all methods and metrics: whoever runs it gets the same rows.
 
     `names` are the images at `indices` of the data, `contents` the hashes of what is in them (pixels, boxes and mask,
-    then the class); `digest` is that of the weights file. Paths say where things are and are not part of the key.
+    then the class), `classes` the hash of the names of all classes; `digest` is that of the model as it was loaded, and
+    `made` has by label that of each method's and metric's code. Paths of data and weights say where things are and are
+    not part of the key.
     """
 
     label: str
@@ -45,8 +51,10 @@ class Shard:
     indices: tuple[int, ...]
     names: tuple[str, ...]
     contents: tuple[str, ...]
+    classes: str
     methods: Mapping[str, Method]
     metrics: Mapping[str, Metric]
+    made: Mapping[str, str]
     target: str
     seed: int
 
@@ -56,7 +64,7 @@ class Shard:
         from patchlight import __version__
 
         model = self.model.model_dump(mode="json", exclude={"weights", "stands_for"})
-        images = [self.data.kind, self.data.options, self.names, self.contents]
+        images = [self.data.kind, self.data.options, self.names, self.contents, self.classes]
         return digest_of([__version__, source_digest(), model, self.digest, images, self.target, self.seed])
 
     @cached_property
@@ -68,14 +76,19 @@ class Shard:
             return {label: resolve_metric(m.metric, method.measured_by(m)) for label, m in self.metrics.items()}
 
         return {
-            (m, n): digest_of([self.place, a.name, a.settings, a.score, b.metric.name, b.settings])
+            (m, n): digest_of(
+                [
+                    *(self.place, self.made[f"method {m}"], a.name, described(a.settings), described(a.score)),
+                    *(self.made[f"metric {n}"], b.metric.name, described(b.settings)),
+                ]
+            )
             for m, a in asked.items()
             for n, b in measured(self.methods[m]).items()
         }
 
     @cached_property
     def key(self) -> str:
-        return digest_of([[*pair, cell] for pair, cell in self.cells.items()])
+        return digest_of([self.label, *([*pair, cell] for pair, cell in self.cells.items())])
 
 
 @dataclass(frozen=True)
@@ -103,16 +116,58 @@ def source_digest() -> str:
     hashed = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)
-        if name.parts[0] not in NOT_MEASURING:
+        if name.parts[0] not in NOT_MEASURING and name.as_posix() not in NOT_MEASURING:
             hashed.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return hashed.hexdigest()[:16]
 
 
-def plan(recipe: Recipe, data: Data | None = None, listen: Listener = lambda event: None) -> Plan:
+@lru_cache(maxsize=1)
+def load_model(key: str, device: str) -> Anatomy:
+    """A recipe's model, from its JSON; the last one is kept."""
+    model = Model.model_validate_json(key)
+    options: dict[str, Any] = {} if model.stage is None else {"stage": model.stage}
+    vit = load(model.name, weights=model.weights, device=device, **options)
+    changed = model.preprocess.model_dump(exclude_none=True)
+    size = changed.get("size", vit.preprocess.size)
+    if tuple(size) != tuple(vit.preprocess.size):
+        asked, own = (" x ".join(map(str, each)) for each in (size, vit.preprocess.size))
+        raise PatchlightError(f"images of {asked} do not fit {vit.name}, which takes {own}; leave out size")
+    vit.preprocess = replace(vit.preprocess, **changed)
+    return vit
+
+
+def model_key(model: Model) -> str:
+    return model.model_dump_json(exclude={"stands_for"})
+
+
+def model_digest(vit: Anatomy) -> str:
+    """The hash of a model as it was loaded: weights, modules, configuration, and how it is shown an image."""
+    config: Any = getattr(vit.model, "config", None)
+    told = config.to_dict() if hasattr(config, "to_dict") else None
+    about = [vit.grid, vit.prefix, vit.pooling, vit.classes, vit.labels, vit.sigmoid, vit.channels]
+    modules = re.sub(r"0x[0-9a-fA-F]+", "", repr(vit.model))
+    return digest_of([fingerprint(vit.model), modules, told, about, asdict(vit.preprocess)])
+
+
+def _made(recipe: Recipe) -> dict[str, str]:
+    """By label, the hash of what each method and metric does that its name and settings do not say."""
+    found = {}
+    for label, method in recipe.methods.items():
+        asked = resolve(method.method, method.settings)
+        depends = asked.method.depends(asked.settings) if asked.method.depends is not None else None
+        found[f"method {label}"] = digest_of([described([asked.method, asked.combine, asked.rule]), depends])
+    for label, metric in recipe.metrics.items():
+        found[f"metric {label}"] = digest_of(described(resolve_metric(metric.metric, metric.settings).metric))
+    return found
+
+
+def plan(recipe: Recipe, data: Data | None = None, listen: Listener = lambda event: None, device: str = "cpu") -> Plan:
     """Cut the recipe's images into shards of `recipe.shard`, for each of its models.
 
-    Every image is read once, for its hash; where that takes long, `listen` is told how far it is.
+    Every image is read once and every model loaded, for their hashes; where that takes long, `listen` is told how far
+    it is.
     """
+    made = _made(recipe)
     data = opened(recipe.data) if data is None else data
     chosen, notes = _chosen(recipe, data)
     read = _contents(data, chosen, recipe.data.path, listen)
@@ -120,8 +175,10 @@ def plan(recipe: Recipe, data: Data | None = None, listen: Listener = lambda eve
     notes += _missing(recipe, [known for _, known in read if known is not None])
     chunks = [chosen[i : i + recipe.shard] for i in range(0, len(chosen), recipe.shard)]
     shards = []
+    classes = digest_of(data.labels and list(data.labels))
+    load_model.cache_clear()  # weights may have changed since this process last looked
     for label, model in recipe.models.items():
-        digest = _file_digest(model.weights)
+        digest = model_digest(load_model(model_key(model), device))
         for chunk in chunks:
             names = tuple(data.names[i] for i in chunk)
             shards.append(
@@ -133,8 +190,10 @@ def plan(recipe: Recipe, data: Data | None = None, listen: Listener = lambda eve
                     tuple(chunk),
                     names,
                     tuple(contents[i] for i in chunk),
+                    classes,
                     recipe.methods,
                     recipe.metrics,
+                    made,
                     recipe.target,
                     recipe.seed,
                 )
@@ -243,14 +302,3 @@ def drawn_digest(sample: Sample) -> str:
         if tensor is not None:
             hashed.update(tensor.contiguous().numpy().tobytes())
     return hashed.hexdigest()[:16]
-
-
-def _file_digest(path: str | None) -> str:
-    """The SHA-256 of a weights file; empty for weights that go by the model's name."""
-    if path is None:
-        return ""
-    try:
-        with Path(path).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise PatchlightError(f"the weights '{path}' cannot be read: {error.strerror or error}") from error

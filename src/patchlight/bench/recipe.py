@@ -13,6 +13,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from patchlight.errors import PatchlightError, nearest
 
 Line = Mapping[tuple[str, ...], int]
+Whole = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+Many = Annotated[int, Field(strict=True, ge=1)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Spread = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
+DEEPEST = 16
+"""Tables and lists inside each other, at most; a recipe has five."""
 
 
 class _Part(BaseModel):
@@ -22,10 +28,10 @@ class _Part(BaseModel):
 class Cut(_Part):
     """Where a model's preprocessing is replaced; None leaves the model's own."""
 
-    size: tuple[int, int] | None = None
-    mean: tuple[float, float, float] | None = None
-    std: tuple[float, float, float] | None = None
-    crop_pct: Annotated[float, Field(gt=0, le=1)] | None = None
+    size: tuple[Many, Many] | None = None
+    mean: tuple[Number, Number, Number] | None = None
+    std: tuple[Spread, Spread, Spread] | None = None
+    crop_pct: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None
     fit: Literal["crop", "squash"] | None = None
 
@@ -35,7 +41,7 @@ class Model(_Part):
 
     name: str
     weights: str | None = None
-    stage: int | None = None
+    stage: Whole | None = None
     preprocess: Cut = Cut()
     stands_for: str = ""
 
@@ -49,7 +55,7 @@ class Source(_Part):
     kind: str
     path: str = ""
     options: dict[str, Any] = {}
-    images: Annotated[int, Field(ge=1)] | None = None
+    images: Many | None = None
     pick: Literal["spread", "first", "random"] = "spread"
     stands_for: str = ""
 
@@ -84,8 +90,8 @@ class Metric(_Named):
     """A registered metric; all other keys are its settings. Tables show value x `scale` with `digits` decimals."""
 
     metric: str
-    scale: float = 1.0
-    digits: Annotated[int, Field(ge=0, le=8)] = 3
+    scale: Number = 1.0
+    digits: Annotated[int, Field(strict=True, ge=0, le=8)] = 3
 
 
 class Published(_Named):
@@ -102,7 +108,7 @@ class Quick(_Part):
     """Settings of a quick run, by the registered name of a method or metric; labels in `leave_out` are not run."""
 
     leave_out: list[str] = []
-    images: Annotated[int, Field(ge=1)] | None = None
+    images: Many | None = None
     methods: dict[str, dict[str, Any]] = {}
     metrics: dict[str, dict[str, Any]] = {}
 
@@ -118,8 +124,8 @@ class Recipe(_Part):
     paper: str = ""
     notes: str = ""
     target: Literal["label", "prediction"] = "prediction"
-    seed: int = 0
-    shard: Annotated[int, Field(ge=1, le=4096)] = 16
+    seed: Whole = 0
+    shard: Annotated[int, Field(strict=True, ge=1, le=4096)] = 16
     models: Annotated[dict[str, Annotated[Model, _short("name")]], Field(min_length=1)]
     data: Source
     methods: Annotated[dict[str, Annotated[Method, _short("method")]], Field(min_length=1)]
@@ -161,6 +167,10 @@ def parse(text: str, where: str = "recipe") -> Recipe:
         line = re.search(r"at line (\d+)", str(error))
         at = int(line.group(1)) if line else text.count("\n") + 1
         raise PatchlightError(f"{where}, line {at}: not TOML: {str(error).split(' (at')[0]}") from error
+    except RecursionError as error:
+        raise PatchlightError(f"{where} is nested too deeply; a recipe has tables in tables, and no more") from error
+    if _depth(content) > DEEPEST:
+        raise PatchlightError(f"{where} is nested too deeply; a recipe has tables in tables, and no more")
     lines = key_lines(text)
     try:
         recipe = Recipe.model_validate(content)
@@ -171,6 +181,16 @@ def parse(text: str, where: str = "recipe") -> Recipe:
         raise PatchlightError(f"{where}, line {line_of(keys, lines)}: {_in_words(first, keys)}") from error
     _check(recipe, lines, where)
     return recipe
+
+
+def _depth(value: Any) -> int:
+    """How many tables and lists lie inside each other."""
+    level, depth = [value], 0
+    while level:
+        level = [one for each in level for one in (each.values() if isinstance(each, dict) else each)]
+        level = [one for one in level if isinstance(one, dict | list)]
+        depth += 1
+    return depth
 
 
 def _in_words(error: Any, keys: tuple[str, ...]) -> str:
@@ -229,7 +249,8 @@ def _check(recipe: Recipe, lines: Line, where: str) -> None:
             keys = ("published", label, row)
             if row not in recipe.methods:
                 raise told(keys, f"no method is called '{row}'; {nearest(row, recipe.methods)}")
-            if not isinstance(numbers, list) or len(numbers) != len(printed.metrics):
+            plain = isinstance(numbers, list) and all(type(one) in (int, float) for one in numbers)
+            if not plain or len(numbers) != len(printed.metrics):
                 raise told(
                     keys, f"'{row}' has {numbers!r}; give {len(printed.metrics)} numbers (nan where there is none)"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import gzip
+import html
 import io
 import json
 import math
@@ -21,8 +22,10 @@ from patchlight.bench.recipe import Recipe
 from patchlight.bench.statistics import Cell, Ranks, cells, extremes, ranks
 from patchlight.bench.store import TIMING, Maps, Results, Store
 from patchlight.errors import PatchlightError
+from patchlight.files import cell as csv_cell
 from patchlight.files import write_whole
 from patchlight.images import Preprocess
+from patchlight.statistics import FEWEST
 
 EXAMPLES, SIDE = 3, 168
 PALETTE = (
@@ -80,14 +83,27 @@ def gather(folder: str | Path) -> Gathered:
     store = Store(folder)
     manifest, recipe, results = store.manifest(), store.recipe(), store.results()
     if not results.images:
-        raise PatchlightError(f"no shard of the run in '{folder}' is done yet")
+        why = f": {results.notes[0]}" if results.notes else ""
+        raise PatchlightError(f"no shard of the run in '{folder}' is done yet{why}")
     notes = [*manifest["notes"], *results.notes, *_stand_ins(recipe)]
     missing = sum(len(s["images"]) for s in manifest["shards"]) - sum(map(len, results.images.values()))
     if missing:
         notes.append(f"the run is not complete: {_images(missing)} still to be done")
     if manifest["quick"]:
         notes.append("made with the recipe's quick settings: good for a look, not for a claim")
-    return Gathered(store, manifest, recipe, results, tuple(cells(results, recipe)), tuple(notes))
+    found = tuple(cells(results, recipe))
+    notes += _too_few(found)
+    return Gathered(store, manifest, recipe, results, found, tuple(notes))
+
+
+def _too_few(found: Sequence[Cell]) -> list[str]:
+    """Where there are too few images to say how sure a number is."""
+    short = {c.model: c.images for c in found if 0 < c.images < FEWEST}
+    return [
+        f"{_images(count)} of {model} {'is' if count == 1 else 'are'} too few for intervals, ranks and a best method; "
+        f"{FEWEST} or more are needed"
+        for model, count in short.items()
+    ]
 
 
 def _stand_ins(recipe: Recipe) -> list[str]:
@@ -120,10 +136,13 @@ def as_csv(run: Gathered) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else value
+    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else csv_cell(value)
 
 
-LEGEND = "Best in bold; † statistically tied with it (paired bootstrap over images); [95 % interval]"
+LEGEND = (
+    "Best in bold, where Friedman's test tells the methods apart at 5 %; † statistically tied with it (paired "
+    "bootstrap over images); [95 % interval]"
+)
 
 
 def as_markdown(run: Gathered) -> str:
@@ -131,7 +150,7 @@ def as_markdown(run: Gathered) -> str:
     lines = [f"# {run.recipe.name}", ""]
     lines += [f"{run.recipe.paper}", ""] if run.recipe.paper else []
     for model in run.models:
-        lines += [f"## {model}", "", f"{_counted(run, model)}. {_legend(run, model)}.", ""]
+        lines += [f"## {_markdown(model)}", "", f"{_counted(run, model)}. {_legend(run, model)}.", ""]
         head = [f"{metric} {run.arrow(metric)}" for metric in run.recipe.metrics]
         lines += _markdown_table(
             ["method", *head, "s/image"],
@@ -140,10 +159,10 @@ def as_markdown(run: Gathered) -> str:
                 for method in run.recipe.methods
             ],
         )
-        undefined = [f"- {line}." for line in _undefined(run, model)]
+        undefined = [f"- {_markdown(line)}." for line in _undefined(run, model)]
         lines += ["", *undefined, *([""] if undefined else []), *_rank_lines(run, model)]
     lines += _failure_lines(run)
-    lines += [f"- Note: {note}." for note in run.notes]
+    lines += [f"- Note: {_markdown(note)}." for note in run.notes]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -177,7 +196,8 @@ def _cell(run: Gathered, model: str, method: str, metric: str) -> str:
     number = run.shown(cell.mean, metric)
     number = f"**{number}**" if cell.mark == "best" else f"{number}†" if cell.mark == "tied" else number
     printed = f" ({run.shown(cell.published, metric, False)})" if cell.published is not None else ""
-    return f"{number} [{run.shown(cell.low, metric)}, {run.shown(cell.high, metric)}]{printed}"
+    interval = f" [{run.shown(cell.low, metric)}, {run.shown(cell.high, metric)}]" if cell.low == cell.low else ""
+    return f"{number}{interval}{printed}"
 
 
 def _time(seconds: float) -> str:
@@ -186,9 +206,14 @@ def _time(seconds: float) -> str:
 
 def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     def line(row: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        return "| " + " | ".join(map(_markdown, row)) + " |"
 
     return [line(head), "|" + " --- |" * len(head), *map(line, rows)]
+
+
+def _markdown(text: str) -> str:
+    """Words on one line of Markdown, in which neither a table nor HTML can begin."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _rank_lines(run: Gathered, model: str) -> list[str]:
@@ -206,7 +231,7 @@ def _rank_lines(run: Gathered, model: str) -> list[str]:
 
 
 def _failure_lines(run: Gathered) -> list[str]:
-    return [f"- {count} values failed: {reason}." for reason, count in run.results.failures.items()]
+    return [f"- {count} values failed: {_markdown(reason)}." for reason, count in run.results.failures.items()]
 
 
 _LATEX = str.maketrans(
@@ -242,14 +267,14 @@ def _latex_cell(run: Gathered, cell: Cell) -> str:
     number = (
         rf"\textbf{{{number}}}" if cell.mark == "best" else rf"{number}$^\dagger$" if cell.mark == "tied" else number
     )
-    half = run.shown((cell.high - cell.low) / 2, cell.metric)
+    half = rf" {{\scriptsize$\pm${run.shown((cell.high - cell.low) / 2, cell.metric)}}}" if cell.low == cell.low else ""
     printed = f" ({run.shown(cell.published, cell.metric, False)})" if cell.published is not None else ""
-    return rf"{number} {{\scriptsize$\pm${half}}}{printed}"
+    return f"{number}{half}{printed}"
 
 
 def write_html(run: Gathered, path: str | Path) -> Path:
     """The whole report as one file with everything in it."""
-    return write_whole(path, as_html(run).encode())
+    return write_whole(path, as_html(run).encode(errors="backslashreplace"))
 
 
 def as_html(run: Gathered) -> str:
@@ -275,8 +300,16 @@ def as_html(run: Gathered) -> str:
         legend=LEGEND,
         colours={m: PALETTE[i % len(PALETTE)] for i, m in enumerate(run.recipe.methods)},
         plotly=_packed(get_plotlyjs()),
-        charts=json.dumps({c["id"]: c for m in models for c in m["charts"]}).replace("</", "<\\/"),
+        charts=_script({c["id"]: c for m in models for c in m["charts"]}),
     )
+
+
+def _script(value: Any) -> str:
+    """A value as JSON that may stand inside a script element: nothing in it can end or change the element."""
+    text = json.dumps(value)
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
 
 
 def _packed(script: str) -> str:
@@ -316,7 +349,7 @@ def _html_cell(run: Gathered, cell: Cell) -> dict[str, Any]:
     return {
         "mark": cell.mark,
         "mean": "failed" if math.isnan(cell.mean) and cell.failed else run.shown(cell.mean, n),
-        "interval": f"{run.shown(cell.low, n)} – {run.shown(cell.high, n)}" if cell.mean == cell.mean else "",
+        "interval": f"{run.shown(cell.low, n)} – {run.shown(cell.high, n)}" if cell.low == cell.low else "",
         "published": run.shown(cell.published, n, False) if cell.published is not None else "",
         "told": f"{cell.images} images" + (f", {cell.undefined} undefined" if cell.undefined else "")
         + (f", {cell.failed} failed" if cell.failed else ""),
@@ -334,11 +367,22 @@ def _curves(run: Gathered, model: str, metric: str, name: str) -> dict[str, Any]
         line = {"color": PALETTE[i % len(PALETTE)], "dash": DASHES[i // len(PALETTE) % len(DASHES)], "width": 2}
         y = [round(v, 5) if v == v else None for v in mean.tolist()]
         traces.append(
-            {"x": [round(v, 5) for v in column.x.tolist()], "y": y, "name": method, "mode": "lines", "line": line}
+            {
+                "x": [round(v, 5) for v in column.x.tolist()],
+                "y": y,
+                "name": _drawn(method),
+                "mode": "lines",
+                "line": line,
+            }
         )
     if not traces:
         return None
     return {"id": name, "title": f"{metric} {run.arrow(metric)}", "data": traces, "layout": {"height": 330}}
+
+
+def _drawn(text: str) -> str:
+    """Words as Plotly shows them letter by letter: it reads tags and entities."""
+    return html.escape(text, quote=False)
 
 
 def _times(run: Gathered, model: str, name: str) -> dict[str, Any] | None:
@@ -349,7 +393,7 @@ def _times(run: Gathered, model: str, name: str) -> dict[str, Any] | None:
     places = list(run.recipe.methods)
     dots = {
         "mode": "markers",
-        "y": order,
+        "y": [_drawn(method) for method in order],
         "x": [float(f"{known[m]:.4g}") for m in order],
         "marker": {"color": [PALETTE[places.index(m) % len(PALETTE)] for m in order], "size": 12},
         "hovertemplate": "%{y}: %{x:.3g} s<extra></extra>",
@@ -408,10 +452,11 @@ def _rank_plot(found: Ranks) -> dict[str, Any]:
 def _examples(run: Gathered, model: str) -> list[dict[str, Any]]:
     """Best and worst images of the leading (or only) method under the first metric, each with every method's map."""
     metric = next(iter(run.recipe.metrics))
-    alone = next(iter(run.recipe.methods)) if len(run.recipe.methods) == 1 else None
-    leader = next((c.method for c in run.cells if (c.model, c.metric, c.mark) == (model, metric, "best")), alone)
-    if leader is None:
+    known = [c for c in run.cells if (c.model, c.metric) == (model, metric) and c.mean == c.mean]
+    if not known:
         return []
+    sign = 1 if run.higher(metric) else -1
+    leader = max(known, key=lambda c: sign * c.mean).method
     column = run.results.columns[model, leader, metric]
     best, worst = extremes(column.values, column.higher_is_better, EXAMPLES)
     where = {
@@ -428,7 +473,7 @@ def _examples(run: Gathered, model: str) -> list[dict[str, Any]]:
         for i in chosen:
             name = run.results.images[model][i]
             shard, index = where[model, name]
-            maps = run.store.read_maps(shard["key"])
+            maps = run.store.read_maps(shard["place"], shard["key"])
             photo = None
             if data is not None and index < len(data) and data.names[index] == name:
                 try:

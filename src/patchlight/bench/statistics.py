@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,16 +14,19 @@ from torch import Tensor
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.store import Column, Results
 from patchlight.metrics.base import Sums, resample, resolve_metric
-from patchlight.statistics import average_ranks, bootstrap_weights, percentiles
+from patchlight.statistics import FEWEST, average_ranks, bootstrapped, percentiles
 
 Combine = Callable[[Sums], Tensor] | None
 Mark = Literal["best", "tied", ""]
-SAMPLES = 2000
+SAMPLES, ALPHA = 2000, 0.05
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A method under a metric on a model: the data set's number, its interval, and how it stands to the best."""
+    """A method under a metric on a model: the data set's number, its interval, and how it stands to the best.
+
+    The interval is NaN where fewer than six images have a value; methods are marked only where they differ at all.
+    """
 
     model: str
     method: str
@@ -71,17 +75,21 @@ def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[Cell
     found: list[Cell] = []
     combines = {n: resolve_metric(m.metric, m.settings).metric.combine for n, m in recipe.metrics.items()}
     for model, images in results.images.items():
-        weights = bootstrap_weights(len(images), samples, seed=0)
+        columns = {(m, n): results.columns[model, m, n] for m in recipe.methods for n in combines}
+        spread = bootstrapped(
+            {(m, n): partial(_number_of, column, combines[n]) for (m, n), column in columns.items()},
+            len(images),
+            samples,
+        )
         marks = {
-            n: compared({m: results.columns[model, m, n] for m in recipe.methods}, combine, weights)
-            for n, combine in combines.items()
+            n: compared({m: columns[m, n] for m in recipe.methods}, combine, samples) for n, combine in combines.items()
         }
         for method in recipe.methods:
             for metric, combine in combines.items():
-                column = results.columns[model, method, metric]
-                low, high = percentiles(resample(column.values, column.parts, combine, weights))
+                column = columns[method, metric]
                 failed = sum(bool(e) for e in column.errors)
                 count = int(column.values.isfinite().sum())
+                low, high = percentiles(spread[method, metric]) if count >= FEWEST else (math.nan, math.nan)
                 found.append(
                     Cell(
                         model,
@@ -102,6 +110,10 @@ def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[Cell
     return found
 
 
+def _number_of(column: Column, combine: Combine, weights: Tensor) -> Tensor:
+    return resample(column.values, column.parts, combine, weights)
+
+
 def number(column: Column, combine: Combine) -> float:
     """The data set's number of a column; NaN where no image has a value."""
     if not bool(column.values.isfinite().any()):
@@ -114,22 +126,28 @@ def mean_of(values: Tensor) -> float:
     return float(values.mean()) if len(values) else math.nan
 
 
-def compared(columns: Mapping[str, Column], combine: Combine, weights: Tensor) -> dict[str, Mark]:
+def compared(columns: Mapping[str, Column], combine: Combine, samples: int = SAMPLES) -> dict[str, Mark]:
     """Which method is best, and which are statistically tied with it.
 
+    None is marked where Friedman's test does not tell the methods apart at 5 %, or has fewer than six images to do so.
     A method is tied where the 95 % interval of its paired bootstrap difference to the best contains 0: both are
     resampled on the same images, those on which both have a value.
     """
     means = {m: number(c, combine) for m, c in columns.items()}
     exist = {m: v for m, v in means.items() if v == v}
-    if len(exist) < 2:
+    _, placed = _placed({m: columns[m] for m in exist})
+    if placed is None or friedman(placed)[1] > ALPHA:
         return dict.fromkeys(columns, "")
     sign = 1.0 if next(iter(columns[m].higher_is_better for m in exist)) else -1.0
     best = max(exist, key=lambda m: sign * exist[m])
     marks: dict[str, Mark] = dict.fromkeys(columns, "")
+    differences = bootstrapped(
+        {m: partial(paired_difference, columns[best], columns[m], combine) for m in exist},
+        len(columns[best].values),
+        samples,
+    )
     for method in exist:
-        difference = paired_difference(columns[best], columns[method], combine, weights)
-        low, high = percentiles(difference)
+        low, high = percentiles(differences[method])
         if method == best or exist[method] == exist[best]:
             marks[method] = "best"
         elif low <= 0 <= high:
@@ -145,23 +163,27 @@ def paired_difference(first: Column, second: Column, combine: Combine, weights: 
 
 
 def ranks(results: Results, recipe: Recipe, model: str, metric: str) -> Ranks | None:
-    """The methods' ranks on each image; None with fewer than two methods or images that all have values for.
+    """The methods' ranks on each image; None with fewer than two methods, or six images that all have values for.
 
     Methods without any value are left out.
     """
-    columns = {m: results.columns[model, m, metric] for m in recipe.methods}
-    columns = {m: c for m, c in columns.items() if bool(c.values.isfinite().any())}
-    if len(columns) < 2:
+    names, placed = _placed({m: results.columns[model, m, metric] for m in recipe.methods})
+    if placed is None:
         return None
-    higher = next(iter(columns.values())).higher_is_better
-    values = torch.stack([c.values for c in columns.values()], 1)
-    values = values[values.isfinite().all(1)]
-    if len(values) < 2:
-        return None
-    placed = average_ranks(-values if higher else values)
     statistic, p = friedman(placed)
-    means = dict(zip(columns, placed.mean(0).tolist(), strict=True))
-    return Ranks(model, metric, means, len(values), statistic, p, critical_difference(len(columns), len(values)))
+    means = dict(zip(names, placed.mean(0).tolist(), strict=True))
+    return Ranks(model, metric, means, len(placed), statistic, p, critical_difference(len(names), len(placed)))
+
+
+def _placed(columns: Mapping[str, Column]) -> tuple[list[str], Tensor | None]:
+    """The methods with a value, and their ranks [N,k] on the images where all have one; None where that is too few."""
+    known = {m: c for m, c in columns.items() if bool(c.values.isfinite().any())}
+    if len(known) < 2:
+        return list(known), None
+    higher = next(iter(known.values())).higher_is_better
+    values = torch.stack([c.values for c in known.values()], 1)
+    values = values[values.isfinite().all(1)]
+    return list(known), average_ranks(-values if higher else values) if len(values) >= FEWEST else None
 
 
 def friedman(placed: Tensor) -> tuple[float, float]:
@@ -172,6 +194,8 @@ def friedman(placed: Tensor) -> tuple[float, float]:
     from scipy.stats import chi2
 
     n, k = placed.shape
+    if n < 1 or k < 2:
+        return 0.0, 1.0
     sums = placed.sum(0)
     ties = 0.0
     for row in placed:
@@ -184,10 +208,12 @@ def friedman(placed: Tensor) -> tuple[float, float]:
     return statistic, float(chi2.sf(statistic, k - 1))
 
 
-def critical_difference(methods: int, images: int, alpha: float = 0.05) -> float:
+def critical_difference(methods: int, images: int, alpha: float = ALPHA) -> float:
     """Nemenyi's critical difference of mean ranks: q sqrt(k (k+1) / (6 N)), q the studentized range over sqrt 2."""
     from scipy.stats import studentized_range
 
+    if methods < 2 or images < 1:
+        return math.inf
     q = float(studentized_range.ppf(1 - alpha, methods, math.inf)) / math.sqrt(2)
     return q * math.sqrt(methods * (methods + 1) / (6 * images))
 

@@ -179,7 +179,7 @@ def _print_event(event: dict[str, Any]) -> None:
     rows = event.pop("rows", None)
     if rows is not None:
         event["failed"] = sum(bool(row["error"]) for row in rows)
-    print(json.dumps(event, ensure_ascii=False), flush=True)
+    print(json.dumps(event), flush=True)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchlight.cli.common import (
+    SOME_FAILED,
     AsJson,
     Debug,
     Device,
@@ -103,7 +104,7 @@ def counting(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """The paper's faithfulness task, end to end; exits with 1 when DiffMask is exact on under 95 % of the grids."""
+    """The paper's faithfulness task, end to end; exits with 3 when DiffMask is exact on under 95 % of the grids."""
     with answering(as_json, debug):
         with progress("loading") as bar:
             from dataclasses import asdict
@@ -121,7 +122,7 @@ def counting(
             print(table(rows), end="")
         if rows[0].exact < ENOUGH:
             say(f"DiffMask is exact on {rows[0].exact:.1%} of the grids, under {ENOUGH:.0%}")
-            raise typer.Exit(1)
+            raise typer.Exit(SOME_FAILED)
 
 
 def _recipe(

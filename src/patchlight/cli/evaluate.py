@@ -31,7 +31,7 @@ from patchlight.cli.common import (
     say,
 )
 from patchlight.cli.measure import Done, Task, find_maps, measure, with_maps
-from patchlight.errors import PatchlightError
+from patchlight.errors import PatchlightError, spelled
 
 if TYPE_CHECKING:
     from patchlight.anatomy import Anatomy
@@ -132,8 +132,8 @@ def _open(kind: str | None, path: Path, vit: Anatomy) -> Data:
         named = {"classes": vit.labels} if kind == "folder" and vit.labels else {}
         return open_data(kind, path, **named)
     root = path if path.is_dir() else path.parent
-    names = [p.relative_to(root).as_posix() for p in (list_images(path) if path.is_dir() else [path])]
-    return Data(path.name, names, lambda name: Sample(name, open_image(root / name)))
+    paths = {spelled(p.relative_to(root).as_posix()): p for p in (list_images(path) if path.is_dir() else [path])}
+    return Data(path.name, list(paths), lambda name: Sample(name, open_image(paths[name])))
 
 
 def _rows(done: Done) -> Iterator[dict[str, Any]]:
@@ -144,7 +144,7 @@ def _rows(done: Done) -> Iterator[dict[str, Any]]:
                 "method": method,
                 "metric": metric,
                 "mean": _number(evaluation.mean),
-                "interval": [_number(low), _number(high)],
+                "interval": None if low != low else [_number(low), _number(high)],
                 "higher_is_better": evaluation.higher_is_better,
                 "images": evaluation.count,
                 "undefined": len(evaluation) - evaluation.count,
@@ -162,6 +162,8 @@ def _number(value: float) -> float | None:
 
 def _report(done: Done, as_json: bool) -> None:
     """A line per method and a column per metric, or everything as JSON."""
+    from patchlight.statistics import FEWEST
+
     task = done.task
     if as_json:
         about = {"model": done.model, "target": task.target, "seed": task.seed}
@@ -175,6 +177,8 @@ def _report(done: Done, as_json: bool) -> None:
     for method, own in measured:
         table.add_row(method, *(_cell(one) for one in own.values()))
     console().print(table)
+    if min(one.count for _, own in measured for one in own.values()) < FEWEST:
+        print(f"no interval where fewer than {FEWEST} images have a value: too few to say how sure a mean is")
     if done.errors:
         print(f"{len(done.errors)} failed; the means are over the others")
 
@@ -187,13 +191,14 @@ def _cell(evaluation: Evaluation) -> str:
     if evaluation.count == 0:
         return "no value"
     low, high = evaluation.interval()
+    interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
     left_out = len(evaluation) - evaluation.count
     undefined = f", {left_out} undefined" if left_out else ""
-    return f"{evaluation.mean:.4g} [{low:.4g}, {high:.4g}]{undefined}"
+    return f"{evaluation.mean:.4g}{interval}{undefined}"
 
 
 def _write_csv(done: Done, path: Path) -> None:
-    from patchlight.files import write_whole
+    from patchlight.files import cell, write_whole
 
     text = io.StringIO()
     lines = csv.writer(text)
@@ -201,6 +206,7 @@ def _write_csv(done: Done, path: Path) -> None:
     for method, own in done.found.items():
         for metric, one in own.items():
             for name, value, reason in zip(done.names[method], one.values.tolist(), one.reasons, strict=True):
-                lines.writerow([name, method, metric, "" if value != value else repr(value), reason])
+                known = "" if value != value else value
+                lines.writerow([cell(each) for each in (name, method, metric, known, reason)])
     write_whole(path, text.getvalue().encode(errors="surrogateescape"))
     say(f"Wrote {path}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchlight.cli.common import read_class, say
-from patchlight.errors import PatchlightError, nearest
+from patchlight.errors import PatchlightError, nearest, spelled
 
 if TYPE_CHECKING:
     from patchlight.anatomy import Anatomy
@@ -63,7 +63,7 @@ def find_maps(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Path]]:
         raise PatchlightError(f"no folder of maps at '{folder}'; `patchlight explain … --save {folder}` writes one")
     found: dict[str, dict[str, Path]] = {}
     for about in sorted(folder.rglob("attribution.json")):
-        image = about.parent.parent.relative_to(folder).as_posix()
+        image = spelled(about.parent.parent.relative_to(folder).as_posix())
         found.setdefault(image, {})[about.parent.name] = about.parent
     if not found:
         raise PatchlightError(f"no maps in '{folder}'; `patchlight explain … --save {folder}` writes them")
@@ -139,6 +139,8 @@ def _maps(task: Task, vit: Anatomy, batch: Batch, done: Done) -> Iterator[tuple[
     from patchlight.attribution import Attribution
     from patchlight.cli.explain import joined
     from patchlight.engine import explain
+    from patchlight.fingerprints import of_images
+    from patchlight.metrics.evaluation import check_model
 
     if task.saved is None:
         with _quiet():
@@ -146,6 +148,7 @@ def _maps(task: Task, vit: Anatomy, batch: Batch, done: Done) -> Iterator[tuple[
         for method, maps in made.items():
             yield method, list(range(len(batch.names))), maps
         return
+    shown = of_images(vit.place(batch.images))
     for method in task.methods:
         rows: list[int] = []
         each: list[Attribution] = []
@@ -157,6 +160,9 @@ def _maps(task: Task, vit: Anatomy, batch: Batch, done: Done) -> Iterator[tuple[
                 one = Attribution.load(folder)
                 if one.model != vit.name:
                     done.warn(f"the maps are of {one.model}, but are measured on {vit.name}")
+                check_model(one, vit)
+                if one.images and one.images[0] != shown[i]:
+                    raise PatchlightError(f"'{name}' is not the picture that the map in '{folder}' was made of")
                 if each and one.scores.shape != each[0].scores.shape:
                     raise PatchlightError(
                         f"the map in '{folder}' has shape {list(one.scores.shape)}, those before it "

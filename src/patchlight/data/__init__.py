@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from patchlight.data.base import Batch as Batch
 from patchlight.data.base import Data as Data
@@ -14,6 +14,7 @@ from patchlight.data.base import batches as batches
 from patchlight.data.base import labelled as labelled
 from patchlight.data.base import load_batch as load_batch
 from patchlight.errors import PatchlightError, nearest
+from patchlight.registry import checked
 
 KINDS = {
     "folder": "patchlight.data.folders:open_folder",
@@ -40,5 +41,8 @@ def open_data(kind: str, path: str | Path | None = None, **options: Any) -> Data
     unknown = next((option for option in options if option not in known), None)
     if unknown is not None:
         raise PatchlightError(f"data set '{kind}' has no option '{unknown}'; {nearest(unknown, known)}")
+    hints = get_type_hints(opener)
+    for option, value in options.items():
+        checked(kind, option, value, hints[option])
     data: Data = opener(path, **options)
     return data

@@ -41,6 +41,8 @@ def counting_grids(count: int | None = None, seed: int = 0, part: Part = "train"
         raise PatchlightError(
             f"{distractors} distractor colours are not possible; give 5 (the code's) or 6 (the paper's)"
         )
+    if count is not None and count < 1:
+        raise PatchlightError(f"{count} grids are not possible; give 1 or more")
     colours = np.arange(1, 7 if distractors == 5 else 8)
     share = len(colours) * _PER_COLOUR / 6000
     pool = np.random.default_rng([seed, 0]).permutation(np.repeat(colours, _PER_COLOUR))

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from patchlight.data.base import Data, Sample, existing_folder, look_up, read_pairs, read_text
-from patchlight.errors import PatchlightError, nearest
+from patchlight.errors import PatchlightError, nearest, spelled
 from patchlight.images import list_images, open_image
 
 
@@ -21,18 +21,19 @@ def open_folder(path: str | Path, labels: str | Path | None = None, classes: Seq
     """
     folder = existing_folder(path, "images")
     title = folder.resolve().name
-    names = [p.relative_to(folder).as_posix() for p in list_images(folder)]
+    paths = {spelled(p.relative_to(folder).as_posix()): p for p in list_images(folder)}
+    names = list(paths)
     if labels is not None:
         pairs = read_pairs(Path(labels))
         words = [look_up(name, pairs, Path(labels)) for name in names]
     elif all("/" in name for name in names):
         words = [name.split("/")[0] for name in names]
     else:
-        return Data(title, names, partial(_read, folder, {}), classes)
+        return Data(title, names, partial(_read, paths, {}), classes)
     if classes is None and not all(word.isdecimal() for word in words):
         classes = sorted(set(words))
     numbers = {name: _class_index(word, name, classes) for name, word in zip(names, words, strict=True)}
-    return Data(title, names, partial(_read, folder, numbers), classes)
+    return Data(title, names, partial(_read, paths, numbers), classes)
 
 
 def open_mura(path: str | Path, split: str = "valid", part: str | None = None) -> Data:
@@ -45,22 +46,24 @@ def open_mura(path: str | Path, split: str = "valid", part: str | None = None) -
     listed = root / f"{split}_image_paths.csv"
     if listed.is_file():
         lines = [line.strip() for line in read_text(listed).splitlines() if line.strip()]
-        names = [line.partition("/")[2] if line.startswith("MURA") else line for line in lines]
+        named = [line.partition("/")[2] if line.startswith("MURA") else line for line in lines]
+        paths = {name: root / name for name in named}
     elif (root / split).is_dir():
-        names = [p.relative_to(root).as_posix() for p in list_images(root / split)]
+        paths = {spelled(p.relative_to(root).as_posix()): p for p in list_images(root / split)}
     else:
         raise PatchlightError(f"'{root}' has neither {listed.name} nor a folder '{split}'; give the folder MURA-v1.1")
+    names = list(paths)
     if part is not None:
         parts = {name.split("/")[1] for name in names if "/" in name}
         if part not in parts:
             raise PatchlightError(f"no body part '{part}' in '{root}'; {nearest(part, parts)}")
         names = [name for name in names if name.split("/")[1] == part]
     labels = ("negative", "positive")
-    return Data(f"mura-{split}", names, partial(_read, root, {n: _study_class(n, labels) for n in names}), labels)
+    return Data(f"mura-{split}", names, partial(_read, paths, {n: _study_class(n, labels) for n in names}), labels)
 
 
-def _read(folder: Path, labels: Mapping[str, int], name: str) -> Sample:
-    return Sample(name, open_image(folder / name), labels.get(name))
+def _read(paths: Mapping[str, Path], labels: Mapping[str, int], name: str) -> Sample:
+    return Sample(name, open_image(paths[name]), labels.get(name))
 
 
 def _class_index(word: str, name: str, classes: Sequence[str] | None) -> int:

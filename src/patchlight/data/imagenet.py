@@ -28,7 +28,7 @@ from patchlight.data.base import (
     read_table,
     read_text,
 )
-from patchlight.errors import PatchlightError
+from patchlight.errors import PatchlightError, spelled
 from patchlight.images import list_images, open_image
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
@@ -57,7 +57,7 @@ def open_imagenet(path: str | Path, labels: str | Path | None = None, boxes: str
     """
     root = existing_folder(path, "ImageNet's validation images")
     paths = list_images(first_existing(root / name for name in IMAGE_FOLDERS) or root)
-    images = {p.stem: p for p in paths}
+    images = {spelled(p.stem): p for p in paths}
     if len(images) < len(paths):
         raise PatchlightError(f"'{root}' has {len(paths) - len(images)} images of the same name in different folders")
     places = (root, root.parent)

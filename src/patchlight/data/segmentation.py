@@ -13,7 +13,7 @@ from PIL import Image
 
 from patchlight.data.base import Data, Sample, existing_folder, first_existing, largest_region, read_text
 from patchlight.data.imagenet import class_names, synset_indices
-from patchlight.errors import PatchlightError
+from patchlight.errors import PatchlightError, spelled
 from patchlight.images import list_images, open_image, open_mask
 
 IGNORED = 1000
@@ -32,7 +32,7 @@ def open_imagenet_s(path: str | Path, split: str = "validation", categories: str
     folder, masks = root / split, root / f"{split}-segmentation"
     for needed in (folder, masks):
         existing_folder(needed, f"ImageNet-S ({needed.name})")
-    paths = {p.stem: p for p in list_images(folder)}
+    paths = {spelled(p.stem): p for p in list_images(folder)}
     table = _class_table(_categories(root, masks, categories))
     drawn = {name: (masks / p.relative_to(folder)).with_suffix(".png") for name, p in paths.items()}
     return Data(f"imagenet-s-{split}", list(paths), partial(_read_regions, paths, drawn, table), class_names())
@@ -68,7 +68,7 @@ def open_pets(path: str | Path, split: str = "all") -> Data:
     trimaps = first_existing((root / "trimaps", root / "annotations" / "trimaps"))
     if trimaps is None:
         raise PatchlightError(f"'{root}' has no folder trimaps or annotations/trimaps")
-    paths = {p.stem: p for p in list_images(images)}
+    paths = {spelled(p.stem): p for p in list_images(images)}
     listed = root / "annotations" / f"{'list' if split == 'all' else split}.txt"
     names = list(paths)
     if listed.is_file():

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy, modules_of, parameters_of
+from patchlight.anatomy.base import Anatomy
 from patchlight.diffmask import hard_concrete
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
+from patchlight.fingerprints import stamp
 
 FORMAT = 2
 GRADES = 31
@@ -193,7 +194,7 @@ class DiffMask:
         if wrong:
             told = " and ".join(f"{mine[key]} {key.replace('_', ' ')}, not {other[key]}" for key in wrong)
             return f"the explainer was made for {mine['name']} with {told}"
-        now = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters_of(modules_of(vit.model))]
+        now = stamp(vit.model)
         seen = _SEEN.setdefault(self, WeakKeyDictionary())
         known, fits = seen.get(vit, (None, False))
         if known != now:  # reading weights takes many small copies from a device, so only when they changed

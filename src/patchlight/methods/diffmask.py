@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.base import Anatomy
 from patchlight.diffmask.gates import DiffMask, Map, aggregate, load, why_not
 from patchlight.errors import PatchlightError
+from patchlight.fingerprints import fingerprint
 from patchlight.registry import Combiner, LayerMaps, Settings, method
 from patchlight.taps import Evidence
 from patchlight.zoo.pocket import HERE
@@ -26,16 +27,23 @@ def explainer_of(given: Any) -> DiffMask:
     if isinstance(given, DiffMask):
         return given
     if given is None:
-        return _loaded(SHIPPED, 0)
+        given = SHIPPED
     if not isinstance(given, str | Path):
         raise PatchlightError(f"explainer is a {type(given).__name__}; give a DiffMask or the folder it was saved in")
-    file = Path(given) / "diffmask.json"
-    return _loaded(Path(given).resolve(), file.stat().st_mtime_ns if file.is_file() else 0)
+    folder = Path(given).resolve()
+    files = [folder / name for name in ("diffmask.json", "gates.safetensors")]
+    found = [file.stat() for file in files if file.is_file()]
+    return _loaded(folder, tuple((f.st_mtime_ns, f.st_size, f.st_ino) for f in found))
 
 
 @cache
-def _loaded(folder: Path, changed: int) -> DiffMask:
+def _loaded(folder: Path, changed: tuple[tuple[int, ...], ...]) -> DiffMask:
     return load(folder)
+
+
+def _depends(settings: Settings) -> str:
+    gates = explainer_of(settings["explainer"]).gates
+    return f"{fingerprint(gates)} {gates.alpha}"
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
@@ -86,6 +94,7 @@ def _product(
     nonnegative=True,
     composable="its gates already make one map of all blocks",
     refuses=_refuses,
+    depends=_depends,
     cost="1 forward and L + 2 small gates; trained once per model",
     constant="the gates keep or mask all of the image; train them longer, or with other settings",
 )

@@ -21,7 +21,7 @@ from patchlight.anatomy import Anatomy
 from patchlight.errors import PatchlightError, nearest, warn
 from patchlight.registry import HOW, checked, type_name
 from patchlight.resize import to_cells, to_pixels
-from patchlight.statistics import bootstrap_weights, percentiles
+from patchlight.statistics import FEWEST, bootstrapped, percentiles
 from patchlight.targets import Targets, predicted
 
 Unit = Literal["pixel", "patch", "token"]
@@ -363,8 +363,10 @@ class Evaluation:
         return resample(self.values, self.parts, self.combine, weights)
 
     def interval(self, confidence: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
-        """A bootstrap interval of `mean` over images."""
-        return percentiles(self.resampled(bootstrap_weights(len(self), samples, seed)), confidence)
+        """A bootstrap interval of `mean` over images; NaN where fewer than six have a value, too few for one."""
+        if self.count < FEWEST:
+            return float("nan"), float("nan")
+        return percentiles(bootstrapped({"": self.resampled}, len(self), samples, seed)[""], confidence)
 
     @staticmethod
     def joined(parts: Sequence[Evaluation]) -> Evaluation:
@@ -379,13 +381,9 @@ class Evaluation:
         )
 
     def __repr__(self) -> str:
-        low, high = self.interval()
         left_out = f", {len(self) - self.count} undefined" if self.count < len(self) else ""
         better = "higher" if self.higher_is_better else "lower"
-        return (
-            f"<{self.metric} {self.mean:.4g} [{low:.4g}, {high:.4g}] of {self.count} image(s){left_out}; "
-            f"{better} is better>"
-        )
+        return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){left_out}; {better} is better>"
 
 
 def resample(

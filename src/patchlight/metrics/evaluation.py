@@ -16,6 +16,7 @@ from patchlight.anatomy.base import undisturbed
 from patchlight.attribution import Attribution
 from patchlight.engine import compute
 from patchlight.errors import PatchlightError, integer, warn
+from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
 from patchlight.metrics.base import (
     Evaluation,
@@ -102,6 +103,8 @@ def evaluate(
             batch = vit.place(images_of_batch)
             part = slice(begin, begin + len(batch))
             _check_count(part.stop, count, more=True)
+            if isinstance(maps, Attribution):
+                _check_images(maps.images[part], batch, begin)
             chosen = targets.part(begin, len(batch), count) if targets is not None else predicted(vit.logits(batch))
             own = scores[part].to(vit.device) if scores is not None else explained_by(again, vit, batch, chosen, seed)
             own, bad = _finite(own, begin)
@@ -183,6 +186,7 @@ def _maps(
     if isinstance(maps, Attribution):
         if maps.scores.ndim != 3:
             raise PatchlightError("this attribution explains several classes an image; measure them one at a time")
+        check_model(maps, vit)
         own = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
         return checked_maps(maps.scores, len(maps) if count is None else count, vit), _explainer_of(maps), own
     if callable(maps):
@@ -194,6 +198,34 @@ def _maps(
             f"maps are a {type(maps).__name__}; give an Attribution, an array [B,h,w], a method's name or a callable"
         ) from error
     return checked_maps(tensor, len(tensor) if count is None else count, vit), None, None
+
+
+def check_model(maps: Attribution, vit: Anatomy) -> None:
+    """Refuse maps of other weights, or of classes that the model does not have."""
+    classes = max(vit.classes, 2)
+    asked = [maps.target.flatten(), *(() if maps.against is None else (maps.against.flatten(),))]
+    wrong = next((int(c) for c in torch.cat(asked) if not 0 <= int(c) < classes), None)
+    if wrong is not None:
+        raise PatchlightError(
+            f"the maps are of {maps.model} and explain its class {wrong}, but {vit.name} has {classes} classes; "
+            f"measure them on the model they are of"
+        )
+    if maps.weights and maps.weights != fingerprint(vit.model):
+        raise PatchlightError(
+            f"the maps are of other weights ({maps.model}, {maps.weights}) than those of {vit.name} "
+            f"({fingerprint(vit.model)}); measure them on the model they are of (in Python, maps.scores on any)"
+        )
+
+
+def _check_images(explained: Sequence[str], batch: Tensor, first: int) -> None:
+    """Refuse images that are not those the maps were made of; nothing is known of older maps."""
+    pairs = zip(explained, of_images(batch) if explained else (), strict=False)
+    wrong = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+    if wrong is not None:
+        raise PatchlightError(
+            f"image {first + wrong} is not the one its map was made of; give the same images in the same order, or "
+            f"maps.scores to measure the maps on these"
+        )
 
 
 def explainer(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> Explainer:
@@ -215,6 +247,8 @@ def _explainer_of(maps: Attribution) -> Explainer | None:
     except PatchlightError:
         return None
     settings = dict(maps.settings)
+    if maps.level == "pixel" and entry.method.whitebox:
+        settings.pop("start", None)  # blocks, of which a map of the image itself has none
     if "level" in method_parameters(entry.method, entry.combine):
         settings["level"] = maps.level
     score = maps.score if maps.score in ("logit", "probability") else None

@@ -1,0 +1,133 @@
+"""Bits that flip in a store: told with the file, never used, and mended by the next run."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from patchlight.bench.local import run
+from patchlight.bench.recipe import override
+from patchlight.bench.report import as_csv, as_html, as_markdown, gather
+from patchlight.bench.store import Results, Store
+from patchlight.errors import PatchlightError
+from tests.bench.small import pictures, recipe
+
+
+def made(folder: Path, images: int = 4) -> Path:
+    run(override(recipe(pictures(folder / "images", images)), images=images), folder / "run")
+    return folder / "run"
+
+
+def flip(path: Path, chance: random.Random) -> bytes:
+    """Turn one bit of a file; what was in it."""
+    before = path.read_bytes()
+    data = bytearray(before)
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(bytes(data))
+    return before
+
+
+def same(found: Results, whole: Results) -> None:
+    """Assert that what is there is what was measured."""
+    for model, images in found.images.items():
+        places = [whole.images[model].index(name) for name in images]
+        for key, column in found.columns.items():
+            expected = whole.columns[key]
+            assert torch.equal(column.values, expected.values[places]), key
+            assert column.curve is not None
+            assert expected.curve is not None
+            assert torch.equal(column.curve, expected.curve[places]), key
+            assert column.x is not None
+            assert expected.x is not None
+            assert torch.equal(column.x, expected.x)
+            assert (column.bounds, column.higher_is_better) == (expected.bounds, expected.higher_is_better)
+            assert column.errors == [expected.errors[i] for i in places]
+
+
+def flipped(out: Path, flips: int, pages: int = 2) -> None:
+    """Flip bits all over a store, one at a time, and assert that each is told and none is used."""
+    whole = Store(out).results()
+    files = sorted(p for p in out.rglob("*") if p.is_file() and p.name != ".lock")
+    chance = random.Random(flips)
+    for i in range(flips):
+        path = chance.choice(files)
+        before = flip(path, chance)
+        told = ""
+        try:
+            gathered = gather(out)
+            same(gathered.results, whole)
+            told = " ".join(gathered.notes)
+            as_csv(gathered), as_markdown(gathered)
+            if i < pages:
+                as_html(gathered)
+        except PatchlightError as error:
+            told = str(error)
+        assert path.name in told, f"{path.name} is damaged, and nobody is told"
+        path.write_bytes(before)
+
+
+def mended(out: Path, images: Path, times: int) -> None:
+    """Flip a bit, run again, and assert that all is as it was."""
+    whole = Store(out).results()
+    chance = random.Random(times)
+    for _ in range(times):
+        path = chance.choice(sorted(p for p in out.glob("*/*") if p.suffix in (".parquet", ".safetensors")))
+        flip(path, chance)
+        summary = run(recipe(images), out)
+        assert summary.before == summary.shards - 1
+        assert any(path.name in note and "is damaged" in note for note in summary.notes)
+        found = Store(out).results()
+        assert found.images == whole.images
+        same(found, whole)
+        assert len(list(out.glob("*/*.parquet"))) == summary.shards
+
+
+@pytest.mark.parametrize(("flips", "mends"), [(60, 3), pytest.param(600, 20, marks=pytest.mark.slow)])
+def test_flipped_bits_are_told_and_mended(tmp_path: Path, flips: int, mends: int) -> None:
+    out = made(tmp_path)
+    flipped(out, flips)
+    mended(out, tmp_path / "images", mends)
+
+
+def test_a_damaged_manifest_is_refused_and_the_rows_survive_it(tmp_path: Path) -> None:
+    out = made(tmp_path, 2)
+    changed = (out / "manifest.json").read_bytes().replace(b"GenAtt", b"GenAte")
+    odd = [b"", b"[]", b"{}", b"null", b'{"format": true}', b"\xff\xfe", b"[" * 100_000]
+    for text in (*odd, changed):
+        (out / "manifest.json").write_bytes(text)
+        for doing in (lambda: gather(out), lambda: run(recipe(tmp_path / "images"), out)):
+            with pytest.raises(PatchlightError, match=r"'[^']*manifest\.json' is damaged; delete it"):
+                doing()
+    (out / "manifest.json").unlink()
+    assert run(recipe(tmp_path / "images"), out).before == 1
+
+
+def test_what_a_changed_plan_leaves_behind_lies_apart_and_comes_back(tmp_path: Path) -> None:
+    images = pictures(tmp_path / "images", 4)
+    out = tmp_path / "run"
+    run(recipe(images), out)
+    first = sorted(p.name for p in (out / "shards").iterdir())
+    run(override(recipe(images), seed=1), out)
+    assert not {p.name for p in (out / "shards").iterdir()} & set(first)
+    assert sorted(p.name for p in (out / "earlier" / "shards").iterdir()) == first
+    assert len(list((out / "maps").iterdir())) == 2
+    summary = run(recipe(images), out)
+    assert summary.before == 2, "nothing is measured twice"
+    assert sorted(p.name for p in (out / "shards").iterdir()) == first
+    shutil.rmtree(out / "earlier")
+    assert run(recipe(images), out).before == 2
+
+
+def test_one_model_under_two_labels_has_rows_of_both(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    images = pictures(tmp_path / "images", 2)
+    one = recipe(images)
+    two = one.model_copy(update={"models": {"A": one.models["Pocket"], "B": one.models["Pocket"]}, "published": {}})
+    run(two, tmp_path / "run")
+    rows = pq.read_table(tmp_path / "run" / "shards").to_pylist()
+    assert len({(r["model"], r["image"], r["method"], r["metric"]) for r in rows}) == len(rows) == 2 * 2 * 4 * 2
