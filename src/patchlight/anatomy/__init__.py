@@ -474,7 +474,8 @@ def _load_hf(
         others = {key: value for key, value in others.items() if key != "local_files_only"}
         if state is not None and "num_labels" not in options and "classifier.weight" in state:
             config.num_labels = int(state["classifier.weight"].shape[0])
-        kind = (config.architectures or [""])[0]
+        config.architectures = config.architectures or []
+        kind = next(iter(config.architectures), "")
         cls: Any = getattr(transformers, kind if kind in supported() else "AutoModelForImageClassification")
         if fetch:
             how = {**options, **where, "ignore_mismatched_sizes": True, "output_loading_info": True}

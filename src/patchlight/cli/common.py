@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from patchlight.errors import AssumedPreprocess, PatchlightError, nearest
+from patchlight.errors import AssumedPreprocess, PatchlightError, nearest, spelled
 from patchlight.progress import bar
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ Settings = Annotated[list[str] | None, typer.Option("--set", help="A setting: na
 @contextlib.contextmanager
 def answering(as_json: bool, debug: bool) -> Iterator[None]:
     """Errors become one sentence and an exit code; `--debug` lets them through."""
-    with contextlib.suppress(AttributeError):  # a name that is not UTF-8 must not stop what is said of the others
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         yield
     except (PatchlightError, MemoryError, OSError) as error:
@@ -65,7 +63,7 @@ def _fail(sentence: str, code: int, as_json: bool) -> None:
 
 def say(words: str) -> None:
     """A line on stderr, as it is."""
-    print(words, file=sys.stderr)
+    print(spelled(words), file=sys.stderr)
 
 
 def console() -> Console:
