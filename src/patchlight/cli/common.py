@@ -39,8 +39,6 @@ Settings = Annotated[list[str] | None, typer.Option("--set", help="A setting: na
 @contextlib.contextmanager
 def answering(as_json: bool, debug: bool) -> Iterator[None]:
     """Errors become one sentence and an exit code; `--debug` lets them through."""
-    with contextlib.suppress(AttributeError):  # a name that is not UTF-8 must not stop what is said of the others
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         yield
     except (PatchlightError, MemoryError, OSError) as error:
