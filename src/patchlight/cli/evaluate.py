@@ -31,7 +31,7 @@ from patchlight.cli.common import (
     say,
 )
 from patchlight.cli.measure import Done, Task, find_maps, measure, with_maps
-from patchlight.errors import PatchlightError, spelled
+from patchlight.errors import PatchlightError
 
 if TYPE_CHECKING:
     from patchlight.anatomy import Anatomy
@@ -132,8 +132,8 @@ def _open(kind: str | None, path: Path, vit: Anatomy) -> Data:
         named = {"classes": vit.labels} if kind == "folder" and vit.labels else {}
         return open_data(kind, path, **named)
     root = path if path.is_dir() else path.parent
-    paths = {spelled(p.relative_to(root).as_posix()): p for p in (list_images(path) if path.is_dir() else [path])}
-    return Data(path.name, list(paths), lambda name: Sample(name, open_image(paths[name])))
+    names = [p.relative_to(root).as_posix() for p in (list_images(path) if path.is_dir() else [path])]
+    return Data(path.name, names, lambda name: Sample(name, open_image(root / name)))
 
 
 def _rows(done: Done) -> Iterator[dict[str, Any]]:

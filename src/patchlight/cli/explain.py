@@ -34,7 +34,7 @@ from patchlight.cli.common import (
     read_settings,
     say,
 )
-from patchlight.errors import NotFinite, PatchlightError, spelled
+from patchlight.errors import NotFinite, PatchlightError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -251,8 +251,7 @@ def _plan(paths: Sequence[str], folder: Path | None, save: str | None) -> list[I
     if not images:
         raise PatchlightError(f"no images in '{paths[0]}' besides earlier output")
     items = []
-    named = [Path(spelled(str(name))) for _, name in images.values()]
-    for (path, _), name in zip(images.values(), _distinct(named), strict=True):
+    for (path, _), name in zip(images.values(), _distinct([within for _, within in images.values()]), strict=True):
         picture = folder / name.with_name(f"{name.name}.png") if folder is not None else None
         items.append(Item(path, picture, Path(save) / name if save is not None else None))
     return items

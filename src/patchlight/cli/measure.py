@@ -71,7 +71,7 @@ def find_maps(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Path]]:
     stems = Counter(_stem(name) for name in names)
     for name in names:
         keys = (name, _stem(name)) if stems[_stem(name)] == 1 else (name,)
-        match = next((found.pop(key) for key in keys if key in found), None)
+        match = next((found.pop(key) for key in map(spelled, keys) if key in found), None)
         if match is not None:
             saved[name] = match
     if not saved:
