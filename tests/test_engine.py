@@ -12,6 +12,7 @@ from PIL import Image
 
 import patchlight as pl
 from patchlight.anatomy import Anatomy
+from patchlight.engine import _warn_if_degenerate
 from patchlight.registry import registered, resolve
 from tests.families import build, images, shared
 
@@ -160,6 +161,14 @@ def test_a_degenerate_map_warns_and_says_what_to_use() -> None:
     vit = shared("vit")
     with pytest.warns(pl.DegenerateMap, match=r"use '\.libra'"):
         pl.explain(vit, images(vit), "ixg", start=2)
+
+
+def test_a_constant_map_is_recognised_within_rounding() -> None:
+    vit, request = shared("vit"), resolve("random")
+    ripple = torch.linspace(0, 1, 16).view(1, 1, 4, 4)
+    with pytest.warns(pl.DegenerateMap, match="the map of image 0 is constant"):
+        _warn_if_degenerate(request, vit, 0.3 + 1e-6 * ripple, 0)
+    _warn_if_degenerate(request, vit, 0.3 + 1e-5 * ripple, 0)
 
 
 def test_progress_is_told() -> None:
