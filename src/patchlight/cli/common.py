@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from patchlight.errors import AssumedPreprocess, PatchlightError, nearest, spelled
+from patchlight.errors import AssumedPreprocess, PatchlightError, nearest
 from patchlight.progress import bar
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _fail(sentence: str, code: int, as_json: bool) -> None:
 
 def say(words: str) -> None:
     """A line on stderr, as it is."""
-    print(spelled(words), file=sys.stderr)
+    print(words, file=sys.stderr)
 
 
 def console() -> Console:

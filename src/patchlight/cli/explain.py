@@ -462,7 +462,7 @@ def _report(done: Done, as_json: bool) -> None:
         explained = short(image["target"]["label"])
         if "against" in image:
             explained += f" against {short(image['against']['label'])}"
-        table.add_row(spelled(Path(image["path"]).name), words[0], ", ".join(words[1:]), explained)
+        table.add_row(Path(image["path"]).name, words[0], ", ".join(words[1:]), explained)
     if done.images:
         console().print(table)
     if len(done.images) > TABLE_ROWS:
