@@ -65,6 +65,7 @@ def explain(
     >>> att = pl.explain(vit, "cat.jpg", method="genatt", target="tabby")      # doctest: +SKIP
     """
     vit = wrap(vit)
+    vit.renew()
     seed = integer("seed", seed, 0)
     size = default_batch_size(vit) if batch_size is None else integer("batch_size", batch_size, 1)
     requests = _requests(method, settings, score)

@@ -349,6 +349,8 @@ def a_head_put_on_after_wrapping(folder: Path) -> None:
     found = pl.explain(vit, images(vit, 2), "ixg")
     assert vit.classes == 3
     assert torch.equal(found.target, pl.wrap(model).logits(images(vit, 2)).argmax(1))
+    model.head = nn.Linear(48, 9)
+    assert pl.explain(vit, images(vit, 2), "ixg", target=8).labels == ("class 8", "class 8")
 
 
 def _changes(model: Any) -> list[Callable[[], object]]:

@@ -187,7 +187,7 @@ class Anatomy(ABC):
         """Have the twin follow what was done to the model since: moved, given another head or hook, loaded anew.
 
         Everything that explains or measures does so by itself; whoever calls `embed`, `block` or `readout` does it
-        with `steady` or `place`.
+        with `batch` or `steady`.
         """
         if self._twin.renew() and self._checked:
             self.check()
@@ -335,11 +335,11 @@ class Anatomy(ABC):
 
     def batch(self, images: Any) -> Tensor:
         """One preprocessed [B,C,H,W] tensor from tensors, PIL images or paths, where the model lives."""
+        self.renew()
         return self.place(to_batch(images, self.preprocess, self.channels))
 
     def place(self, images: Tensor) -> Tensor:
         """Images where the model lives, in its type."""
-        self.renew()
         return images.to(self.device, self.dtype)
 
     def probabilities(self, logits: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ def evaluate(
     >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean      # doctest: +SKIP
     """
     vit = wrap(vit)
+    vit.renew()
     seed, batch_size = integer("seed", seed, 0), integer("batch_size", batch_size, 1)
     requests = _requests(metric, settings)
     count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels)
