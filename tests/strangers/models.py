@@ -99,7 +99,8 @@ def a_hook_that_changes_the_output(folder: Path) -> None:
     handle.remove()
     vit = pl.wrap(model)
     model.register_forward_hook(lambda module, given, out: out * 2 + 1)
-    refuses(lambda: pl.explain(vit, torch.zeros(1, 3, 64, 64), "rollout"), "a hook")
+    for _ in range(2):
+        refuses(lambda: pl.explain(vit, torch.zeros(1, 3, 64, 64), "rollout"), "a hook")
 
 
 @row
@@ -315,9 +316,9 @@ def lora_around_qkv_and_mlp(folder: Path) -> None:
         for name, p in adapted.named_parameters():
             if "lora_" in name:
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
-    inner = adapted.base_model.model.eval().double()
+    adapted = adapted.eval().double()
     merged = pl.wrap(copy.deepcopy(adapted).merge_and_unload().eval().double())
-    vit, plain = pl.wrap(inner), pl.wrap(base.double())
+    vit, plain = pl.wrap(adapted), pl.wrap(base.double())
     batch = images(vit, 2)
     for name in ("lrp", "partial-lrp", "transatt", "alti", "globenc", "attin", "tokentm", "bt-t", "genatt"):
         found = quietly(vit, batch, name, target=1)
@@ -523,6 +524,31 @@ def weight_norm_and_parametrised_layers(folder: Path) -> None:
     vit = pl.wrap(model)
     batch = images(vit, 2)
     close(quietly(vit, batch, "transatt", target=1), quietly(tiny(), batch, "transatt", target=1), 1e-4)
+
+
+@row
+def a_model_or_its_blocks_compiled(folder: Path) -> None:
+    """What `torch.compile` left behind runs the original; the twin must not."""
+    plain, whole, blocks = tiny(), tiny(drop_rate=0.5), tiny(drop_rate=0.5)
+    batch = images(pl.wrap(plain), 2)
+    whole.compile(backend="eager")
+    for i, block in enumerate(blocks.blocks):
+        blocks.blocks[i] = torch.compile(block, backend="eager")
+    for model in (whole, blocks, torch.compile(whole, backend="eager")):
+        model.train()
+        for name in ("gradcam", "genatt", "occlusion"):
+            close(quietly(model, batch, name, target=1), quietly(plain, batch, name, target=1), 1e-5)
+        assert all(m.training for m in model.modules())
+
+
+@row
+def a_view_follows_the_anatomy(folder: Path) -> None:
+    """What is set on an anatomy after it was used in half precision holds there too."""
+    vit = pl.wrap(tiny().half())
+    batch = images(vit, 1)
+    quietly(vit, batch, "ixg")
+    vit.preprocess = pl.Preprocess((64, 64), mean=(0.1, 0.2, 0.3))
+    assert vit.wide().preprocess.mean == (0.1, 0.2, 0.3)
 
 
 @row

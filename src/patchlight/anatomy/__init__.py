@@ -310,6 +310,8 @@ def _unwrap(model: nn.Module) -> nn.Module:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             inner = model.module
+        if inner is None and type(model).__module__.startswith("peft."):
+            inner = cast(Any, model).get_base_model()  # with the adapters in it
         if inner is None:
             return model
         model = inner

@@ -151,7 +151,7 @@ class Anatomy(ABC):
         self.gradient: str | None = None
         """None when gradients flow through the blocks, else the reason why not."""
         self.width = 0
-        self._checked = False
+        self._checked = self._suspect = False
         self._begin()
 
     def _begin(
@@ -176,7 +176,7 @@ class Anatomy(ABC):
             projection.register_forward_hook(_projected)
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("net", "_twin", "_views", "_lock", "_compiled")
+        made = ("net", "_twin", "_views", "_lock")
         return {key: value for key, value in self.__dict__.items() if key not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -189,8 +189,13 @@ class Anatomy(ABC):
         Everything that explains or measures does so by itself; whoever calls `embed`, `block` or `readout` does it
         with `batch` or `steady`.
         """
-        if self._twin.renew() and self._checked:
-            self.check()
+        self._suspect = self._twin.renew() or self._suspect
+        if self._suspect and self._checked:
+            self._checked = False  # the probe renews too
+            try:
+                self.check()
+            finally:
+                self._checked = True
 
     @property
     def castable(self) -> bool:
@@ -207,10 +212,10 @@ class Anatomy(ABC):
         key = (dtype, products, only)
         with self._lock:
             if key not in self._views:
-                other = object.__new__(type(self))
-                other.__dict__.update(self.__getstate__())
-                other._begin(dtype, products, only)
-                self._views[key] = other
+                self._views[key] = object.__new__(type(self))
+                self._views[key].__dict__.update(self.__getstate__())
+                self._views[key]._begin(dtype, products, only)
+            self._views[key].__dict__.update(self.__getstate__())
             return self._views[key]
 
     def wide(self) -> Self:
@@ -226,7 +231,7 @@ class Anatomy(ABC):
         from patchlight.anatomy.probe import probe
 
         probe(self)
-        self._checked = True
+        self._checked, self._suspect = True, False
 
     @property
     @abstractmethod

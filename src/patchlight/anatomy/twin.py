@@ -93,7 +93,7 @@ class _Seen:
     """What was there when modules were copied: their attributes, what their tables hold, and where tensors lie."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self.states = [(m.__dict__, dict(m.__dict__)) for m in modules]
+        self.states = [(m.__dict__, dict(m.__dict__)) for m in map(_uncompiled, modules)]
         self.tables = [m.__dict__[name] for m in modules for name in _TABLES]
         self.inside = self._inside()
         self.tensors = [t for t in self.inside if type(t) in (nn.Parameter, Tensor)]
@@ -110,7 +110,7 @@ class _Seen:
             return False
         try:
             for now, before in self.states:
-                before["training"] = now["training"]
+                before["training"] = now.get("training")
                 if now != before:  # identical values are not compared further
                     return False
         except Exception:  # tensors and arrays have no one truth
@@ -158,7 +158,7 @@ def _copied(
     def moved(value: Any) -> Any:
         """A value with the model's modules in it replaced by their copies; what a function closes over stays."""
         if isinstance(value, nn.Module):
-            return copies.get(id(value), value)
+            return copies.get(id(_uncompiled(value)), value)
         if isinstance(value, Tensor):
             return tensor(value)
         if isinstance(value, MethodType) and id(value.__self__) in copies:
@@ -177,8 +177,15 @@ def _copied(
         for name in _TABLES:
             state[name] = type(state[name])((k, moved(v)) for k, v in original.__dict__[name].items())
         state["training"] = False
+        state.pop("_compiled_call_impl", None)  # it would run the original
         copies[id(original)].__dict__.update(state)
     return copies, moved
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """What `torch.compile` was given, which the compiled module would run."""
+    inner = module.__dict__["_modules"].get("_orig_mod")
+    return module if inner is None else _uncompiled(inner)
 
 
 def _see_activations(module: nn.Module) -> None:
