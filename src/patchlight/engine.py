@@ -92,9 +92,9 @@ def explain(
             tell(begin, count)
     if not chosen:
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
-    explained = _joined(chosen)
+    explained, of = _joined(chosen), {"weights": fingerprint(vit.model), "images": tuple(hashes)}
     results = {
-        request.asked: _attribution(vit, request, torch.cat(kept), explained, seed, tuple(hashes))
+        request.asked: _attribution(vit, request, torch.cat(kept), explained, seed, of)
         for request, kept in zip(requests, chunks, strict=True)
     }
     return results[method] if isinstance(method, str) else results
@@ -229,7 +229,7 @@ def _joined(targets: list[Targets]) -> Targets:
 
 
 def _attribution(
-    vit: Anatomy, request: Request, scores: Tensor, targets: Targets, seed: int, images: tuple[str, ...]
+    vit: Anatomy, request: Request, scores: Tensor, targets: Targets, seed: int, of: dict[str, Any]
 ) -> Attribution:
     several = targets.several
     return Attribution(
@@ -248,6 +248,5 @@ def _attribution(
         versions=versions(),
         preprocess=vit.preprocess,
         extent=vit.extent if request.level == "token" and tuple(vit.extent) != tuple(vit.preprocess.size) else None,
-        weights=fingerprint(vit.model),
-        images=images,
+        **of,
     )
