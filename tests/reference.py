@@ -35,8 +35,7 @@ def deit_tiny(dtype: torch.dtype = torch.float32) -> Anatomy:
     """deit_tiny with its ImageNet weights; never change it."""
     weights = shared_dir() / "data" / "weights" / "deit_tiny_patch16_224_imagenet1k.safetensors"
     vit = pl.load("deit_tiny_patch16_224", weights=weights)
-    vit.model.to(dtype)
-    return vit
+    return vit if dtype == vit.dtype else pl.wrap(vit.model.to(dtype), name=vit.name)
 
 
 def inputs(count: int = 4) -> torch.Tensor:

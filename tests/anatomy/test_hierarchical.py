@@ -33,21 +33,21 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def opened(name: str, **about: object) -> Anatomy:
+def opened(name: str, dtype: torch.dtype = torch.float32, **about: object) -> Anatomy:
     torch.manual_seed(0)
-    return pl.wrap(randomise(MODELS[name]()), name=name, **about)
+    return pl.wrap(randomise(MODELS[name]()).to(dtype), name=name, **about)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_stage_gives_the_model(name: str) -> None:
     for stage in range(4):
-        vit = opened(name, stage=stage)
+        vit = opened(name, torch.float64, stage=stage)
         batch = images(vit, 2)
         tokens = vit.embed(batch)
         with torch.no_grad():
             logits = vit.model(batch)
         assert (logits[0] - logits[1]).abs().max() > 0.1, "the test model does not look at its input"
-        torch.testing.assert_close(vit.readout(vit.run(tokens)), logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(vit.readout(vit.run(tokens)), logits, atol=1e-10, rtol=1e-10)
         step = 4 * 2**stage
         assert vit.grid == tuple(-(-side // step) for side in vit.preprocess.size)
         assert tokens.shape[:2] == (2, vit.tokens)
