@@ -15,7 +15,7 @@ FEWEST = 6
 
 Of fewer, even all on one side are no evidence: 2 / 2^5 = 6 %.
 """
-AT_ONCE = 2**21
+AT_ONCE = 2**18
 """Numbers of weights that are held at a time."""
 
 

@@ -181,7 +181,7 @@ print(shown, peak() - before)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     shown, resampled = map(float, done.stdout.split())
     assert shown < 8
-    assert resampled < 100
+    assert resampled < 200  # the pages a process gets vary by some 80 MB; all resamples at once took 459
 
 
 @row
