@@ -148,6 +148,20 @@ def test_a_model_is_trained_while_it_is_explained() -> None:
     assert not torch.equal(pl.explain(vit, batch, "ixg", target=1).scores, first)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_threads_share_a_model_in_half_precision() -> None:
+    """Its float32 weights are renewed before every pass, beside passes that still need them."""
+    vit = pl.wrap(tiny().bfloat16())
+    batch = images(vit, 2)
+    alone = pl.explain(vit, batch, "genatt", target=1).scores
+
+    def explains() -> None:
+        for _ in range(15):
+            assert torch.equal(pl.explain(vit, batch, "genatt", target=1).scores, alone)
+
+    together(explains, explains, explains)
+
+
 def test_functions_of_the_users_own_run_under_a_lock() -> None:
     """A model described by plain functions is put into evaluation mode, by one thread at a time."""
     model: Any = dropping(True)

@@ -17,6 +17,7 @@ from patchlight.images import in_batches
 from patchlight.progress import Progress, telling
 from patchlight.registry import Request, check_supported, resolve
 from patchlight.rules import RULES
+from patchlight.statistics import constant
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 from patchlight.trace import Pass, run_pass
 
@@ -170,8 +171,7 @@ def _warn_if_degenerate(request: Request, vit: Anatomy, maps: Tensor, first: int
     reason = advice({**request.settings, "rule": request.rule.name}, vit) if advice is not None else None
     if reason is None:
         flat = maps.detach().flatten(2)
-        rounding = 64 * torch.finfo(flat.dtype).eps * flat.abs().amax(-1)
-        dead = (first + (flat.amax(-1) - flat.amin(-1) <= rounding).any(1).nonzero().flatten()).tolist()
+        dead = (first + constant(flat).any(1).nonzero().flatten()).tolist()
         if dead and flat.shape[-1] > 1:
             reason = f"the map of image {', '.join(map(str, dead[:8]))} is constant"
             reason += f": {request.method.constant}" if request.method.constant else ""

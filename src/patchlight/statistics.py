@@ -46,6 +46,11 @@ def _weights(images: int, samples: int, seed: int) -> Iterator[Tensor]:
         yield weights
 
 
+def constant(maps: Tensor) -> Tensor:
+    """Which maps [...,n] have one value, rounding aside: max - min <= 64 eps max |map|."""
+    return maps.amax(-1) - maps.amin(-1) <= 64 * torch.finfo(maps.dtype).eps * maps.abs().amax(-1)
+
+
 def average_ranks(values: Tensor) -> Tensor:
     """The rank of each value in its row [B,n], 1 the lowest, equal ones sharing their mean rank, in float64."""
     order = values.argsort(1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -549,6 +551,63 @@ def a_view_follows_the_anatomy(folder: Path) -> None:
     quietly(vit, batch, "ixg")
     vit.preprocess = pl.Preprocess((64, 64), mean=(0.1, 0.2, 0.3))
     assert vit.wide().preprocess.mean == (0.1, 0.2, 0.3)
+
+
+@row
+def functions_wrapped_in_a_partial(folder: Path) -> None:
+    """They run the user's own modules all the same."""
+    model = tiny(drop_rate=0.5)
+
+    def embed(x: Tensor, scale: float) -> Tensor:
+        return model.norm_pre(model._pos_embed(model.patch_embed(x * scale)))  # type: ignore[no-any-return]
+
+    about: dict[str, Any] = {"grid": (4, 4), "prefix": 1, "pooling": "cls", "heads": 4, "classes": CLASSES}
+    vit = pl.wrap(
+        model,
+        embed=partial(embed, scale=1.0),
+        blocks=model.blocks,
+        readout=lambda tokens: model.forward_head(model.norm(tokens)),
+        preprocess=pl.Preprocess((64, 64)),
+        **about,
+    )
+    batch, expected = images(vit, 2), pl.wrap(tiny())
+    model.train()
+    close(quietly(vit, batch, "ixg", target=1), quietly(expected, batch, "ixg", target=1), 1e-5)
+    assert quietly(vit, batch, "rise", target=1, precision="bf16").isfinite().all()
+
+
+@row
+def a_part_in_torchscript(folder: Path) -> None:
+    model = tiny()
+    model.blocks[0].mlp.act = torch.jit.script(nn.GELU())
+    refuses(lambda: pl.wrap(model), "TorchScript")
+
+
+@row
+def one_output_exchanged_for_several(folder: Path) -> None:
+    model = tiny(num_classes=1)
+    vit = pl.wrap(model)
+    assert vit.sigmoid
+    model.head = nn.Linear(48, 5)
+    pl.explain(vit, images(vit, 1), "ixg")
+    assert not vit.sigmoid
+    close(vit.probabilities(vit.logits(images(vit, 1))).sum(1), torch.ones(1))
+
+
+@row
+def a_model_that_is_let_go(folder: Path) -> None:
+    """Nothing of ours keeps a model, or a copy of its weights, until the garbage is collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        for name in ("vit_tiny_patch16_224", "beit_base_patch16_224"):
+            model = by_name(name)
+            quietly(model, torch.zeros(1, 3, 64, 64), "occlusion", level="token", precision="bf16")
+            gone = weakref.ref(model)
+            del model
+            assert gone() is None, f"{name} is still there"
+    finally:
+        gc.enable()
 
 
 @row

@@ -9,6 +9,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -80,7 +81,7 @@ class DescribedAnatomy(Anatomy):
 
     @property
     def castable(self) -> bool:
-        return not any(self._twin.moved(f) is f for f in self.functions)
+        return not any(self._twin.moved(f) is f for f in map(_inner, self.functions))
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
@@ -95,6 +96,10 @@ class DescribedAnatomy(Anatomy):
     def parts(self, index: int) -> Parts:
         block = self.blocks[index]
         return Parts(getattr(block, "norm1", None), getattr(block, "norm2", None))
+
+
+def _inner(function: Any) -> Any:
+    return _inner(function.func) if isinstance(function, partial) else function
 
 
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -166,6 +171,8 @@ def load(
     state = read_weights(Path(weights)) if weights is not None else None
     library, _, rest = name.partition(":") if name.startswith(("hf:", "torchvision:", "timm:")) else ("timm", "", name)
     about: dict[str, Any] = {"name": rest or name, **({} if preprocess is None else {"preprocess": preprocess})}
+    if labels is not None:
+        about["labels"] = labels
     if "stage" in options:
         about["stage"] = options.pop("stage")
     if name == "pocket":
@@ -178,10 +185,6 @@ def load(
         anatomy = _load_timm(rest, fetch, state, options, about)
     if state is not None:
         _fill(anatomy.model, state, f"'{weights}'", anatomy.name)
-    if labels is not None:
-        anatomy.labels = read_labels(labels)
-        if len(anatomy.labels) != max(anatomy.classes, 2 if anatomy.classes == 1 else 1):
-            raise PatchlightError(f"{len(anatomy.labels)} labels for a model with {anatomy.classes} classes")
     anatomy.model.eval().requires_grad_(False)
     check_finite(anatomy.model, anatomy.name)
     try:
@@ -382,7 +385,7 @@ def _load_pocket(about: dict[str, Any], options: dict[str, Any]) -> Anatomy:
         raise PatchlightError(f"pocket takes no '{next(iter(options))}'; {nearest(next(iter(options)), _LOADING)}")
     facts = pocket.description()
     preprocess = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
-    return wrap(pocket.build(), labels=facts["classes"], **{"preprocess": preprocess, **about})
+    return wrap(pocket.build(), **{"labels": facts["classes"], "preprocess": preprocess, **about})
 
 
 def _load_timm(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal, ParamSpec, Self, TypeVar
@@ -144,6 +144,7 @@ class Anatomy(ABC):
         self.assumed_labels = False
         """Whether the labels were read from the model or its classes, and not given by the user."""
         self.sigmoid = classes == 1 if sigmoid is None else sigmoid
+        self.assumed_sigmoid = sigmoid is None
         self.channels = channels
         self.extent = preprocess.size if extent is None else extent
         self.attention: str | None = None
@@ -160,13 +161,21 @@ class Anatomy(ABC):
         """Make the twin that everything runs on, in another type or with patches as products where asked."""
         self._views: dict[Any, Self] = {}
         self._lock = threading.RLock()
-        self._twin = Twin(self.model, dtype, only, lambda root: self._open(root, products))
-        self._twin.renew()
+        self._probing, self._products = False, products
+        self._twin = Twin(self.model, dtype, only)
+        self._twin.renew(self._open)
 
-    def _open(self, net: nn.Module, products: bool) -> None:
+    def _open(self, net: nn.Module) -> None:
+        """Take a new twin into use, once it is watched."""
+        there = object.__new__(type(self))
+        there.__dict__.update(self.__dict__, net=net)
+        there._watch()
         self.net = net
-        if products:
-            multiply_patches(net)
+
+    def _watch(self) -> None:
+        """Have taps see the twin's norms, and `projecting` its patches."""
+        if self._products:
+            multiply_patches(self.net)
         for index in range(self.depth):
             parts = self.parts(index)
             watch_norm(parts.norm1, "n")
@@ -176,7 +185,7 @@ class Anatomy(ABC):
             projection.register_forward_hook(_projected)
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("net", "_twin", "_views", "_lock")
+        made = ("net", "_twin", "_views", "_lock", "_probing", "_products")
         return {key: value for key, value in self.__dict__.items() if key not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -189,13 +198,16 @@ class Anatomy(ABC):
         Everything that explains or measures does so by itself; whoever calls `embed`, `block` or `readout` does it
         with `batch` or `steady`.
         """
-        self._suspect = self._twin.renew() or self._suspect
+        if self._twin.renew(self._open):
+            self._suspect = True
         if self._suspect and self._checked:
-            self._checked = False  # the probe renews too
-            try:
-                self.check()
-            finally:
-                self._checked = True
+            with self._lock:
+                if self._suspect and not self._probing:  # the probe renews too
+                    self._probing = True
+                    try:
+                        self.check()
+                    finally:
+                        self._probing = False
 
     @property
     def castable(self) -> bool:
@@ -430,11 +442,6 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
                 found[id(child)] = child
                 waiting.append(child)
     return list(found.values())
-
-
-def parameters_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """The modules' own parameters, likewise without names."""
-    return (p for module in modules for p in module._parameters.values() if p is not None)
 
 
 _LOCAL = threading.local()

@@ -1,4 +1,4 @@
-"""Whether the model hub can be reached, asked once and briefly, and what of it lies in the local cache."""
+"""Whether the model hub can be reached, asked briefly at every load, and what of it lies in the local cache."""
 
 from __future__ import annotations
 

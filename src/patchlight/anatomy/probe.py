@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,7 @@ def _compare(vit: Anatomy, whole: Tensor, logits: Tensor) -> None:
     size = float(whole.double().abs().max())
     worst = float((whole.double() - logits.double()).abs().max())
     allowed = 5e-2 if vit.dtype in (torch.float16, torch.bfloat16) else 1e-3
-    if size == size and worst > allowed * size:  # a model that gives NaN in half precision is told when it is explained
+    if math.isfinite(size) and not worst <= allowed * size:  # logits that are not finite are told when it is explained
         raise PatchlightError(
             f"{vit.name} gives other logits than its embedding, blocks and head put together (they differ by "
             f"{worst:.2g}, the largest is {size:.2g}): its forward, or a hook, does more; {_BY_HAND}"
@@ -85,7 +86,7 @@ def _read_classes(vit: Anatomy, logits: Tensor) -> None:
     classes = logits.shape[1]
     if vit.classes != classes:
         vit.classes, vit.labels = classes, None if vit.assumed_labels else vit.labels
-        vit.sigmoid = classes == 1 or vit.sigmoid
+        vit.sigmoid = classes == 1 if vit.assumed_sigmoid else vit.sigmoid
     if vit.labels is not None and len(vit.labels) != max(classes, 2 if classes == 1 else 1):
         raise PatchlightError(f"{len(vit.labels)} labels were given for a model with {classes} classes")
 

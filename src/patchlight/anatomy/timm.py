@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -144,17 +144,26 @@ class BeitAnatomy(TimmAnatomy):
         tokens = torch.cat((net.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
         return cast(Tensor, tokens if net.pos_embed is None else tokens + net.pos_embed)
 
-    def _open(self, net: nn.Module, products: bool) -> None:
-        super()._open(net, products)
+    def _watch(self) -> None:
+        super()._watch()
         for block in self._net.blocks:
-            if block.attn.relative_position_bias_table is not None:
-                block.attn._get_rel_pos_bias = partial(_gathered_bias, block.attn._get_rel_pos_bias)
+            block.attn.__class__ = _gathering(cast(Any, type(block.attn)))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         with _kept_tokens(positions, self.prefix):
             shared = self._net.rel_pos_bias
             shared = None if shared is None else _gathered_bias(lambda: self._net.rel_pos_bias()[None])
             return cast(Tensor, self.blocks[index](tokens, shared_rel_pos_bias=shared))
+
+
+@cache
+def _gathering(kind: type[nn.Module]) -> Any:
+    """An attention of this kind whose bias is that of the tokens kept."""
+
+    def gathered(self: Any) -> Tensor:
+        return _gathered_bias(lambda: cast(Any, kind)._get_rel_pos_bias(self))
+
+    return type(kind.__name__, (kind,), {"_get_rel_pos_bias": gathered})
 
 
 _LOCAL = threading.local()

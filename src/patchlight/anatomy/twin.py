@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from patchlight.errors import PatchlightError
 from patchlight.taps import Activation
 
 _TENSORS = ("_parameters", "_buffers")
@@ -24,54 +25,66 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = (*_TENSORS, "_modules", *_HOOKS)
 _ACTIVATION_NAME = re.compile(r"(.*_)?act(ivation)?(_fn)?")
 _SEEN_BY_TAPS = (nn.GELU, nn.SiLU, nn.ReLU, nn.Identity, nn.Dropout)
+_NOT_ELEMENTWISE = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.MultiheadAttention)
 
 
 class Twin:
     """A structural copy of `model` in evaluation mode whose weights are the model's own memory.
 
-    With `dtype` its floating-point weights (those of modules of the kinds in `only`) are a cast copy. `prepare` is
-    called with every new copy, to watch it; `renew` has the copy follow what was done to the model since.
+    With `dtype` its floating-point weights (those of modules of the kinds in `only`) are a cast copy. `renew` makes the
+    copy, and has it follow what was done to the model since.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype | None = None,
-        only: tuple[type[nn.Module], ...] | None = None,
-        prepare: Callable[[nn.Module], None] | None = None,
+        self, model: nn.Module, dtype: torch.dtype | None = None, only: tuple[type[nn.Module], ...] | None = None
     ) -> None:
-        self.model, self.dtype, self._only, self._prepare = model, dtype, only, prepare
+        self.model, self.dtype, self._only = model, dtype, only
         self._lock = threading.Lock()
         self._seen: _Seen | None = None
+        self._cast: list[tuple[Tensor, Tensor]] = []
+        self._written: list[int] = []
 
-    def renew(self) -> bool:
+    def renew(self, prepare: Callable[[nn.Module], None]) -> bool:
         """Follow the model: weights that the copy holds by itself are copied, a changed structure is copied anew.
 
-        Whether the structure had changed (modules, parameters, hooks, plain attributes, or where the weights lie).
+        `prepare` is called with every new copy, to watch it. Whether the structure had changed (modules, parameters,
+        hooks, plain attributes, or where the weights lie).
         """
         if self._unchanged():
-            if self._cast:
-                with torch.inference_mode(False), torch.no_grad():
-                    torch._foreach_copy_([mine for mine, _ in self._cast], [theirs for _, theirs in self._cast])
+            self._follow()
             return False
         with self._lock:
             if not self._unchanged():
-                self._build()
+                self._build(prepare)
         return True
 
-    def _build(self) -> None:
+    def _follow(self) -> None:
+        """Copy the weights that are cast.
+
+        Where torch knows of no change they are written past its count of changes: what another thread computes with
+        them stays valid, and weights changed through `.data` are followed all the same.
+        """
+        if not self._cast:
+            return
+        before, self._written = self._written, _versions(theirs for _, theirs in self._cast)
+        mine = [own if before != self._written else own.data for own, _ in self._cast]
+        with torch.inference_mode(False), torch.no_grad():
+            torch._foreach_copy_(mine, [theirs for _, theirs in self._cast])
+
+    def _build(self, prepare: Callable[[nn.Module], None]) -> None:
         originals = _modules(self.model)
         seen = _Seen(originals)
-        self._cast: list[tuple[Tensor, Tensor]] = []
+        self._cast = []
         kinds = self._only or (nn.Module,)
         some = (m for m in originals if isinstance(m, kinds))
         self._casting = {id(t) for m in some for kind in _TENSORS for t in m.__dict__[kind].values() if t is not None}
         with torch.inference_mode(False), torch.no_grad():
-            copies, self.moved = _copied(originals, self._own)
-        for module in copies.values():
+            copies = _Copies(originals, self._own)
+        for module in copies.modules.values():
             _see_activations(module)
-        if self._prepare is not None:
-            self._prepare(copies[id(self.model)])
+        self.moved = copies.moved
+        self._written = _versions(theirs for _, theirs in self._cast)
+        prepare(copies.modules[id(self.model)])
         self._seen = seen
 
     def _own(self, tensor: Tensor) -> Tensor:
@@ -118,16 +131,24 @@ class _Seen:
         return True
 
 
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often torch has written to each; it does not count for inference tensors."""
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
 def _modules(model: nn.Module) -> list[nn.Module]:
     """Every module of a model once, those in plain attributes and lists too."""
     found = {id(model): model}
     waiting = [model]
     while waiting:
-        for value in waiting.pop().__dict__.values():
-            for module in _members(value):
-                if id(module) not in found:
-                    found[id(module)] = module
-                    waiting.append(module)
+        module = waiting.pop()
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PatchlightError("a TorchScript module cannot be looked into; give the model before it is scripted")
+        for value in module.__dict__.values():
+            for member in _members(value):
+                if id(member) not in found:
+                    found[id(member)] = member
+                    waiting.append(member)
     return list(found.values())
 
 
@@ -138,48 +159,48 @@ def _members(value: Any) -> Iterable[nn.Module]:
     return (m for m in values if isinstance(m, nn.Module))
 
 
-def _copied(
-    originals: list[nn.Module], own: Callable[[Tensor], Tensor]
-) -> tuple[dict[int, nn.Module], Callable[[Any], Any]]:
-    """Copies of modules by the id of the original, and the function that replaces originals in a value by them.
+class _Copies:
+    """Copies of modules, and of whatever else holds them.
 
     A tensor that several modules share is one tensor of the copies too.
     """
-    copies: dict[int, nn.Module] = {id(m): object.__new__(type(m)) for m in originals}
-    tensors: dict[int, Tensor] = {}
 
-    def tensor(value: Tensor) -> Tensor:
-        if id(value) not in tensors:
-            mine = own(value)
-            plain = isinstance(value, nn.Parameter) and type(mine) is Tensor
-            tensors[id(value)] = nn.Parameter(mine, requires_grad=False) if plain else mine
-        return tensors[id(value)]
+    def __init__(self, originals: list[nn.Module], own: Callable[[Tensor], Tensor]) -> None:
+        self.modules: dict[int, nn.Module] = {id(m): object.__new__(type(m)) for m in originals}
+        """By the id of the original."""
+        self._tensors: dict[int, Tensor] = {}
+        for original in originals:
+            state = {key: self.moved(value, own) for key, value in original.__dict__.items()}
+            for name in _TABLES:
+                table = original.__dict__[name]
+                state[name] = type(table)((k, self.moved(v, own)) for k, v in table.items())
+            state["training"] = False
+            state.pop("_compiled_call_impl", None)  # it would run the original
+            self.modules[id(original)].__dict__.update(state)
 
-    def moved(value: Any) -> Any:
+    def moved(self, value: Any, own: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
         """A value with the model's modules in it replaced by their copies; what a function closes over stays."""
         if isinstance(value, nn.Module):
-            return copies.get(id(_uncompiled(value)), value)
+            return self.modules.get(id(_uncompiled(value)), value)
         if isinstance(value, Tensor):
-            return tensor(value)
-        if isinstance(value, MethodType) and id(value.__self__) in copies:
-            return MethodType(value.__func__, copies[id(value.__self__)])
+            return self._tensor(value, own)
+        if isinstance(value, MethodType) and id(value.__self__) in self.modules:
+            return MethodType(value.__func__, self.modules[id(value.__self__)])
         if isinstance(value, partial):
-            named = {k: moved(v) for k, v in value.keywords.items()}
-            return partial(moved(value.func), *map(moved, value.args), **named)
+            named = {k: self.moved(v, own) for k, v in value.keywords.items()}
+            return partial(self.moved(value.func, own), *(self.moved(v, own) for v in value.args), **named)
         if type(value) in (list, tuple) and any(True for _ in _members(value)):
-            return type(value)(map(moved, value))
+            return type(value)(self.moved(v, own) for v in value)
         if type(value) is dict and any(True for _ in _members(value)):
-            return {k: moved(v) for k, v in value.items()}
+            return {k: self.moved(v, own) for k, v in value.items()}
         return value
 
-    for original in originals:
-        state = {key: moved(value) for key, value in original.__dict__.items()}
-        for name in _TABLES:
-            state[name] = type(state[name])((k, moved(v)) for k, v in original.__dict__[name].items())
-        state["training"] = False
-        state.pop("_compiled_call_impl", None)  # it would run the original
-        copies[id(original)].__dict__.update(state)
-    return copies, moved
+    def _tensor(self, value: Tensor, own: Callable[[Tensor], Tensor]) -> Tensor:
+        if id(value) not in self._tensors:
+            mine = own(value)
+            plain = isinstance(value, nn.Parameter) and type(mine) is Tensor
+            self._tensors[id(value)] = nn.Parameter(mine, requires_grad=False) if plain else mine
+        return self._tensors[id(value)]
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
@@ -191,10 +212,9 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 def _see_activations(module: nn.Module) -> None:
     """Let taps see the elementwise activations among a module's children, whatever functions they are made of."""
     for name, child in module._modules.items():
-        if child is None or child._modules or isinstance(child, _SEEN_BY_TAPS):
+        if child is None or child._modules or isinstance(child, _SEEN_BY_TAPS + _NOT_ELEMENTWISE):
             continue
-        known = type(child).__module__ == "torch.nn.modules.activation" and "oftmax" not in type(child).__name__
-        if known or _ACTIVATION_NAME.fullmatch(name):
+        if type(child).__module__ == "torch.nn.modules.activation" or _ACTIVATION_NAME.fullmatch(name):
             module._modules[name] = Activation(child)
 
 

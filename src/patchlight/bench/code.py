@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import re
 import sysconfig
 from collections.abc import Mapping
@@ -89,7 +88,7 @@ def _named(value: Any, seen: set[int]) -> Any:
     if isinstance(value, type):
         own = {k: described(v, seen) for k, v in vars(value).items() if not k.startswith("__") or callable(v)}
         return ["class", [described(base, seen) for base in value.__bases__], own]
-    function = inspect.unwrap(value)
+    function = value.__wrapped__ if isinstance(value, functools._lru_cache_wrapper) else value
     if not isinstance(function, FunctionType):
         return name
     cells = [_content(cell) for cell in function.__closure__ or ()]

@@ -35,6 +35,7 @@ from patchlight.errors import PatchlightError, spelled
 from patchlight.metrics.base import Evaluation, on_grid, resolve_metric
 from patchlight.metrics.evaluation import evaluate
 from patchlight.registry import refusal, resolve
+from patchlight.statistics import constant
 from patchlight.targets import predicted
 
 OTHER_VERSION = "the run was begun with another version of"
@@ -311,7 +312,7 @@ def _measured(
         ]
     flat = attribution.scores.flatten(1)
     broken = (~flat.isfinite()).any(1).tolist()
-    constant = (flat.amax(1) == flat.amin(1)).tolist()
+    same = constant(flat).tolist()
     found = _evaluated(shard, vit, batch, target, attribution, method, metrics, chunk)
     for metric, (evaluation, spent) in found.items():
         if not isinstance(evaluation, str):
@@ -325,7 +326,7 @@ def _measured(
                 row["error"] = evaluation
             else:
                 row |= _value(evaluation, i)
-                row["note"] = row["note"] or ("the map is constant" if constant[i] else "")
+                row["note"] = row["note"] or ("the map is constant" if same[i] else "")
             rows.append(row)
     return rows
 

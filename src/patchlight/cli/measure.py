@@ -229,8 +229,9 @@ def _tell(done: Done, method: str, metric: str, evaluation: Evaluation, names: S
 
 
 def _tell_constant(done: Done, method: str, maps: Attribution, names: Sequence[str]) -> None:
-    flat = maps.scores.flatten(1)
-    dead = (flat.amax(1) == flat.amin(1)).nonzero().flatten().tolist()
+    from patchlight.statistics import constant
+
+    dead = constant(maps.scores.flatten(1)).nonzero().flatten().tolist()
     if dead:
         more = f" and of {len(dead) - 1} more" if len(dead) > 1 else ""
         done.warn(f"the map of '{names[dead[0]]}'{more} by {method} is constant; it is ordered by a seeded draw")

@@ -32,6 +32,7 @@ from patchlight.metrics.base import (
 from patchlight.progress import Progress, telling
 from patchlight.registry import HOW, resolve
 from patchlight.registry import parameters as method_parameters
+from patchlight.statistics import constant
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets
 
 
@@ -261,7 +262,7 @@ def _finite(maps: Tensor, first: int) -> tuple[Tensor, dict[int, str]]:
     flat = maps.flatten(1)
     broken = (~flat.isfinite()).any(1)
     bad = {first + int(i): "the map holds NaN or infinite values" for i in broken.nonzero().flatten()}
-    dead = ((flat.amax(1) == flat.amin(1)) & ~broken).nonzero().flatten()
+    dead = (constant(flat) & ~broken).nonzero().flatten()
     if len(dead) and flat.shape[1] > 1:
         names = ", ".join(str(first + int(i)) for i in dead[:8])
         warn(

@@ -17,7 +17,7 @@ from patchlight.errors import PatchlightError, Unsupported
 from patchlight.metrics.base import Measure, Measured, metric
 from patchlight.metrics.localisation import unit_range
 from patchlight.resize import to_pixels
-from patchlight.statistics import average_ranks
+from patchlight.statistics import average_ranks, constant
 
 Similarity = Literal["spearman", "spearman-abs", "ssim", "hog"]
 Window = Literal["gaussian", "uniform"]
@@ -239,8 +239,8 @@ def random_floor(
 
 
 def _compared(maps: Tensor, values: Tensor, curve: Tensor | None = None, x: Tensor | None = None) -> Measured:
-    constant = (maps.amax((1, 2)) == maps.amin((1, 2))).nonzero().flatten()
-    reasons = {int(i): "the map is constant, so nothing can be similar to it" for i in constant}
+    same = constant(maps.flatten(1)).nonzero().flatten()
+    reasons = {int(i): "the map is constant, so nothing can be similar to it" for i in same}
     values = values.double()
     values[list(reasons)] = torch.nan
     return Measured(values, curve, x, reasons=reasons)
