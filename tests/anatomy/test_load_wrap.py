@@ -69,7 +69,7 @@ def test_nothing_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ({"name": "vit_tiny_patch16_224", "pretrained": False, "device": "cuda:9"}, "device 'cuda:9' cannot be used"),
         (
             {"name": "vit_tiny_patch16_224", "pretrained": False, "labels": ["a"]},
-            "1 labels for a model with 1000 classes",
+            "1 labels were given for a model with 1000 classes",
         ),
         ({"name": "resnet18", "pretrained": False}, "'resnet18' is not a Vision Transformer that can be read"),
     ],
