@@ -190,7 +190,7 @@ def test_the_two_blurs_are_the_papers() -> None:
     rise, tis = fill_images("blur-rise", delta, vit)[0, 0], fill_images("blur-tis", delta, vit)[0, 0]
     for kernel, values in ((rise, (0.008833, 0.008266, 0.007737)), (tis, (0.011964, 0.007256, 0.004401))):
         found = [float(kernel[32, 32]), float(kernel[32, 27]), float(kernel[27, 27])]
-        assert found == pytest.approx(values, abs=1e-6)
+        assert [round(value, 6) for value in found] == list(values), "the card has six digits of them"
         assert float(kernel.sum()) == pytest.approx(1)
     batch = images(vit)
     torch.testing.assert_close(fill_images("blur-tis", batch, vit), gaussian_blur(batch, [11, 11], [5.0, 5.0]))
