@@ -12,10 +12,10 @@ from torch import Tensor
 
 import patchlight as pl
 from benchmarks.common import device, medians, record
-from patchlight.anatomy import Anatomy
-from patchlight.diffmask import DiffMask, Settings
-from patchlight.diffmask.gates import new_gates
-from patchlight.diffmask.train import _Run, lowered
+from patchlight.anatomy.base import Anatomy
+from patchlight.trained.diffmask import DiffMask, Settings
+from patchlight.trained.diffmask.gates import new_gates
+from patchlight.trained.diffmask.train import _Run, lowered
 
 BATCH = 32
 TRAINING = {"cpu": [(8, "full", 1)], "cuda": [(64, "bf16", 20), (256, "bf16", 10)]}

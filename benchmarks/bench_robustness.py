@@ -12,7 +12,7 @@ from torch import Tensor
 
 import patchlight as pl
 from benchmarks.common import device, medians, record
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.metrics.base import Explainer
 from patchlight.metrics.evaluation import explainer
 from patchlight.metrics.robustness import draws

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import patchlight as pl
 from benchmarks.common import device, medians, record
-from patchlight.ablation import Ablation, TokenSubsets
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.ablation import Ablation, TokenSubsets
 
 MASKS = 256
 

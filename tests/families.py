@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 
 CLASSES = 7
 

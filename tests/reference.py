@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 
 
 def shared_dir() -> Path:

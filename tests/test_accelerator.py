@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.diffmask.gates import DiffMask, new_gates
 from patchlight.registry import refusal, resolve
 from patchlight.testing import contract_names, spearman
+from patchlight.trained.diffmask.gates import DiffMask, new_gates
 from tests.families import STRUCTURAL, build, images
 from tests.test_threads import together
 

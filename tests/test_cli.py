@@ -262,7 +262,7 @@ def test_bugs_are_told_and_debug_shows_them(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_methods(tiny: pl.Anatomy) -> None:
-    names = {m.name for m in pl.methods()}
+    names = {m.name for m in pl.list_methods()}
     listed = json.loads(run("methods", "--json").stdout)
     assert {m["name"] for m in listed} == names
     assert "supported" not in listed[0]

@@ -31,7 +31,7 @@ def added() -> Iterator[str]:
 
 
 def test_a_method_added_in_one_place_appears_everywhere(added: str) -> None:
-    assert added in [m.name for m in pl.methods()]
+    assert added in [m.name for m in pl.list_methods()]
     assert added in contract_names()
     listing = CliRunner().invoke(__import__("patchlight.cli", fromlist=["app"]).app, ["methods", "--json"])
     assert added in [m["name"] for m in json.loads(listing.stdout)]

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.engine import _warn_if_degenerate
 from patchlight.registry import registered, resolve
 from tests.families import build, images, shared

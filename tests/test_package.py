@@ -30,18 +30,17 @@ def test_public_names_are_there() -> None:
 
 def test_functions_stay_functions_after_their_rooms_are_imported() -> None:
     importlib.import_module("patchlight.methods.attention")
-    importlib.import_module("patchlight.trace")
-    assert callable(pl.methods)
+    importlib.import_module("patchlight.evidence.passes")
     assert callable(pl.trace)
-    assert [m.name for m in pl.methods()]
+    assert [m.name for m in pl.list_methods()]
 
 
-@pytest.mark.parametrize("first", ["", "import patchlight as pl; pl.metrics(); pl.methods(); "])
+@pytest.mark.parametrize("first", ["", "import patchlight as pl; pl.list_metrics(); pl.list_methods(); "])
 def test_rooms_behind_functions_can_be_imported_by_name(first: str) -> None:
     code = (
-        "import patchlight.metrics.base as base, patchlight.methods.tis as tis, patchlight.trace as trace; "
+        "import patchlight.metrics.base as base, patchlight.methods.tis as tis, patchlight.evidence.passes as trace; "
         "import patchlight as pl; assert base.Measure and tis.tis and trace.run_pass; "
-        "assert pl.metrics() and pl.methods() and pl.metrics.base is base"
+        "assert pl.list_metrics() and pl.list_methods() and pl.metrics.base is base"
     )
     done = subprocess.run([sys.executable, "-c", first + code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -8,22 +8,18 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy import Anatomy, wrap
-from patchlight.anatomy.base import undisturbed
+from patchlight.anatomy.base import Anatomy, undisturbed
+from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attribution, versions
-from patchlight.errors import NotFinite, PatchlightError, integer, warn
+from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
+from patchlight.evidence.passes import Pass, run_pass
+from patchlight.evidence.rules import RULES
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
 from patchlight.progress import Progress, telling
 from patchlight.registry import Request, check_supported, resolve
-from patchlight.rules import RULES
 from patchlight.statistics import constant
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
-from patchlight.trace import Pass, run_pass
-
-
-class DegenerateMap(UserWarning):
-    """A map that cannot say anything, with the reason and what to use instead."""
 
 
 @overload

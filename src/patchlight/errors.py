@@ -34,6 +34,18 @@ class NotFinite(PatchlightError):
     """A map with NaN or infinity in it."""
 
 
+class DegenerateMap(UserWarning):
+    """A map that cannot say anything, with the reason and what to use instead."""
+
+
+class UndefinedMetric(UserWarning):
+    """A value that does not exist for an image, or says little, with the reason."""
+
+
+class Cancelled(Exception):
+    """The caller's `cancel` asked to stop."""
+
+
 def warn(words: str, category: type[Warning]) -> None:
     """Warn at the line that called Patchlight, however deep inside the reason was found."""
     frame = sys._getframe(1)

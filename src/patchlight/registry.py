@@ -18,13 +18,13 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from patchlight.ablation import Ablation, Count, Precision, Variants
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
-from patchlight.rules import RULES, Rule
-from patchlight.taps import Evidence
+from patchlight.evidence.ablation import Ablation, Count, Precision, Variants
+from patchlight.evidence.passes import BACKWARD, EVIDENCE, PIXELS, LayerJob, Pass, run_pass
+from patchlight.evidence.rules import RULES, Rule
+from patchlight.evidence.taps import Evidence
 from patchlight.targets import Score, Targets
-from patchlight.trace import BACKWARD, EVIDENCE, PIXELS, LayerJob, Pass, run_pass
 
 Level = Literal["token", "pixel"]
 Settings = Mapping[str, Any]
@@ -72,7 +72,7 @@ def times(row: Tensor, matrix: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Combiner:
+class Composition:
     """How layer maps become one: a function of LayerMaps, and the blocks it reads, given depth and settings."""
 
     function: Callable[..., Tensor]
@@ -138,7 +138,7 @@ class Method:
     paper: str
     aliases: tuple[str, ...] = ()
     needs: frozenset[str] | Callable[[Settings], frozenset[str]] = frozenset()
-    combine: Combiner | None = None
+    combine: Composition | None = None
     class_specific: bool = True
     exact: bool = True
     stochastic: bool = False
@@ -190,10 +190,10 @@ class MethodInfo:
 
 _METHODS: dict[str, Method] = {}
 _ALIASES: dict[str, str] = {}
-_COMBINERS: dict[str, Combiner] = {}
+_COMBINERS: dict[str, Composition] = {}
 
 
-def method(name: str, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_method(name: str, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a method; its keyword arguments with their types and defaults are its settings.
 
     With `combine`, the function is a layer map: it takes the Evidence of one block, of which `needs` names the parts
@@ -224,7 +224,7 @@ def unregister(name: str) -> None:
         del _ALIASES[alias]
 
 
-def wrapper(name: str, combiner: Combiner) -> None:
+def register_composition(name: str, combiner: Composition) -> None:
     """Register a combiner as a wrapper that stands behind a method's name."""
     _COMBINERS[name] = combiner
 
@@ -242,7 +242,7 @@ class Request:
 
     asked: str
     method: Method
-    combine: Combiner | None
+    combine: Composition | None
     rule: Rule
     settings: dict[str, Any]
     score: Score
@@ -336,7 +336,7 @@ def resolve(
     return Request(asked, entry, combine, rule, values, score, name)
 
 
-def _composition(entry: Method, word: str) -> Combiner:
+def _composition(entry: Method, word: str) -> Composition:
     combiner = _COMBINERS[word]
     if entry.composable is not None:
         raise PatchlightError(f"'{entry.name}' cannot be followed by '.{word}': {entry.composable}")
@@ -350,7 +350,7 @@ def _composition(entry: Method, word: str) -> Combiner:
 def _settings(
     name: str,
     entry: Method,
-    combine: Combiner | None,
+    combine: Composition | None,
     composed: bool,
     given: dict[str, Any],
     options: Sequence[str],
@@ -391,7 +391,7 @@ def checked(name: str, key: str, value: Any, kind: Any) -> Any:
         raise PatchlightError(f"setting {key}={value!r} of '{name}' is not valid: {reason}") from error
 
 
-def parameters(entry: Method, combine: Combiner | None) -> dict[str, tuple[inspect.Parameter, Any]]:
+def parameters(entry: Method, combine: Composition | None) -> dict[str, tuple[inspect.Parameter, Any]]:
     """The settings of a method under a combiner: parameter and type by name."""
     found: dict[str, tuple[inspect.Parameter, Any]] = {}
     for function in (entry.function, combine.function if combine else None):
@@ -473,18 +473,18 @@ def check_supported(request: Request, vit: Anatomy) -> None:
     """Raise Unsupported, naming methods that do work, where a model lacks what a method needs."""
     reason = refusal(request, vit)
     if reason is not None:
-        others = [m.name for m in methods(vit) if m.supported]
+        others = [m.name for m in list_methods(vit) if m.supported]
         raise Unsupported(f"'{request.name}' does not work here: {reason}; these do: {', '.join(others)}")
 
 
-def methods(vit: Anatomy | None = None) -> list[MethodInfo]:
+def list_methods(vit: Anatomy | None = None) -> list[MethodInfo]:
     """All methods; with a model, which of them work on it and why the others do not.
 
-    >>> "genatt" in [m.name for m in methods()]                  # doctest: +SKIP
+    >>> "genatt" in [m.name for m in list_methods()]                  # doctest: +SKIP
     True
     """
     if vit is not None and not isinstance(vit, Anatomy):
-        from patchlight.anatomy import wrap
+        from patchlight.anatomy.load import wrap
 
         vit = wrap(vit)
     rows = []

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.attribution import Attribution
-from patchlight.engine import DegenerateMap, explain
-from patchlight.errors import PatchlightError, Unsupported
-from patchlight.registry import Request, methods, refusal, registered, resolve
+from patchlight.engine import explain
+from patchlight.errors import DegenerateMap, PatchlightError, Unsupported
+from patchlight.registry import Request, list_methods, refusal, registered, resolve
 
 compared: Callable[[str, float, float], None] | None = None
 """Called with (what, error, limit) by each comparison of `check_method` that holds, where set."""
@@ -88,7 +88,7 @@ def _check_refusal(request: Request, vit: Anatomy, images: Tensor) -> None:
     told = _complaint(lambda: explain(vit, images, request.asked), Unsupported)
     assert request.method.name in told, f"the refusal does not name the method: {told}"
     assert (refusal(request, vit) or "") in told, f"the refusal gives no reason: {told}"
-    row = next(m for m in methods(vit) if m.name == request.method.name)
+    row = next(m for m in list_methods(vit) if m.name == request.method.name)
     if request.name != request.method.name:
         return  # a composition may be refused where the method itself works
     assert row.supported is False, f"methods({vit.name}) calls {row.name} supported"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from patchlight.anatomy import Anatomy
-from patchlight.rules import RULES
-from patchlight.trace import LayerJob, run_pass
+from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.rules import RULES
 from tests.families import FAMILIES, PLAIN, build, images, shared
 
 

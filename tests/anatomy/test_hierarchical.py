@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import patchlight as pl
-from patchlight.ablation import Ablation, TokenSubsets
-from patchlight.anatomy import Anatomy, model_names
+from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.load import list_models
 from patchlight.engine import compute
 from patchlight.errors import Unsupported
+from patchlight.evidence.ablation import Ablation, TokenSubsets
 from patchlight.registry import resolve
 from patchlight.targets import Targets
 from tests.families import CLASSES, FAMILIES, HIERARCHICAL, images, randomise, shared
@@ -72,7 +73,7 @@ def test_the_stage_is_chosen_by_name_or_count() -> None:
     loaded = pl.load("pvt_v2_b0", pretrained=False, num_classes=CLASSES, stage=1)
     assert (loaded.grid, loaded.preprocess.size, loaded.name) == ((28, 28), (224, 224), "pvt_v2_b0")
     assert {"swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "pvt_v2_b0", "twins_svt_small"} <= {
-        *model_names()
+        *list_models()
     }
     with pytest.raises(pl.PatchlightError, match="there is no stage 4; swin has stages 0 to 3"):
         opened("swin", stage=4)
@@ -87,7 +88,7 @@ def test_the_stage_is_chosen_by_name_or_count() -> None:
 def test_what_works_and_what_is_refused(family: str) -> None:
     vit = shared(family)
     batch = images(vit, 2)
-    works = {m.name: m for m in pl.methods(vit)}
+    works = {m.name: m for m in pl.list_methods(vit)}
     assert all(works[name].supported for name in ("random", "smoothgrad", "kernel-shap", "hsic"))
     for name in ("genatt", "ixg", "decompx", "rollout", "lrp", "tis", "atman"):
         assert works[name].supported is False, name

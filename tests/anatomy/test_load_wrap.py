@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import patchlight as pl
-from patchlight.anatomy import model_names
+from patchlight.anatomy.load import list_models
 from patchlight.testing import check_method
 from tests.families import CLASSES, FAMILIES, build, images, randomise, shared
 
@@ -178,7 +178,7 @@ def test_a_model_described_by_hand() -> None:
         torch.testing.assert_close(vit.logits(batch), model(batch), atol=1e-5, rtol=1e-5)
     maps = pl.explain(vit, batch, ["rawatt", "rollout", "genatt", "ixg", "ixg.libra"])
     assert all(a.scores.shape == (3, 4, 4) and a.scores.abs().max() > 0 for a in maps.values())
-    assert all(m.supported for m in pl.methods(vit) if m.name in maps)
+    assert all(m.supported for m in pl.list_methods(vit) if m.name in maps)
 
 
 def test_a_method_refuses_a_model_that_lacks_what_it_needs() -> None:
@@ -195,7 +195,7 @@ def test_a_method_refuses_a_model_that_lacks_what_it_needs() -> None:
         pl.Unsupported, match=r"'gradcam' does not work here: vit has no first norm.*these do: .*genatt"
     ):
         pl.explain(bare, batch, "gradcam")
-    unsupported = {m.name: m.reason for m in pl.methods(bare) if not m.supported}
+    unsupported = {m.name: m.reason for m in pl.list_methods(bare) if not m.supported}
     assert "no first norm" in unsupported["gradcam"]
     check_method("gradcam", bare, batch)
     torch.testing.assert_close(pl.explain(bare, batch).scores, pl.explain(vit, batch).scores)
@@ -213,7 +213,7 @@ def test_a_local_transformers_folder(tmp_path: Path) -> None:
 
 
 def test_labels_from_files(tmp_path: Path) -> None:
-    from patchlight.anatomy import read_labels
+    from patchlight.anatomy.load import read_labels
 
     table = tmp_path / "classes.csv"
     table.write_text('class_index,synset,names\n1,n2,"goldfish, Carassius"\n0,n1,tench\n')
@@ -229,6 +229,6 @@ def test_labels_from_files(tmp_path: Path) -> None:
 
 
 def test_model_names_can_be_searched() -> None:
-    assert "deit_tiny_patch16_224" in model_names("deit")
-    assert model_names("pocket") == ["pocket"]
-    assert model_names("nothing-like-it") == []
+    assert "deit_tiny_patch16_224" in list_models("deit")
+    assert list_models("pocket") == ["pocket"]
+    assert list_models("nothing-like-it") == []

@@ -10,14 +10,15 @@ import timm
 import torch
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy, model_names
+from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.load import list_models
+from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.rules import RULES
 from patchlight.registry import refusal, resolve
-from patchlight.rules import RULES
-from patchlight.trace import LayerJob, run_pass
 from tests.anatomy.test_families import MaskKeys
 from tests.families import CLASSES, images, randomise
 
-NAMES = [name for name in model_names() if name != "pocket"]
+NAMES = [name for name in list_models() if name != "pocket"]
 STAGED = ("swin", "pvt", "twins")
 
 

@@ -38,9 +38,9 @@ from functools import partial
 
 import torch
 
-from patchlight.metrics import Measured, metric
+from patchlight.metrics import Measured, register_metric
 from patchlight.metrics.base import _METRICS
-from patchlight.registry import Ask, method
+from patchlight.registry import Ask, register_method
 
 SCALE = 1.0
 TABLE = {{"a": [1, 2]}}
@@ -67,7 +67,7 @@ def made(factor):
 inner = made(2.0)
 
 
-@method("users-own", paper="none", class_specific=False)
+@register_method("users-own", paper="none", class_specific=False)
 def own(ask: Ask, power: float = 1.0) -> torch.Tensor:
     ramp = torch.arange(ask.vit.grid[0] * ask.vit.grid[1]).view(1, *ask.vit.grid).float()
     maps = inner(Helper().shift(helper(ramp)) * SCALE) + Helper.offset * len(TABLE["a"])
@@ -77,7 +77,7 @@ def own(ask: Ask, power: float = 1.0) -> torch.Tensor:
 _METRICS.pop("users-metric", None)
 
 
-@metric("users-metric", paper="none", higher_is_better=True)
+@register_metric("users-metric", paper="none", higher_is_better=True)
 def measured(given) -> Measured:
     return Measured(helper(given.maps.mean((1, 2))))
 """

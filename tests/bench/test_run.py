@@ -30,7 +30,7 @@ from patchlight.bench.store import TIMING, Store
 from patchlight.cli import app
 from patchlight.data import Data, Sample
 from patchlight.errors import PatchlightError
-from patchlight.registry import Ask, method, unregister
+from patchlight.registry import Ask, register_method, unregister
 from tests.bench.small import pictures, recipe, replaced, text
 
 FORKING = multiprocessing.get_context("forkserver")
@@ -207,17 +207,19 @@ def test_white_box_methods_share_one_call(images: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def broken_methods() -> Iterator[None]:
-    @method("test-nan", paper="none", class_specific=False)
+    @register_method("test-nan", paper="none", class_specific=False)
     def nan(ask: Ask) -> Tensor:
         maps = torch.rand(len(ask.images), *ask.vit.grid)
         maps[0, 0, 0] = torch.nan
         return maps
 
-    @method("test-raises", paper="none", class_specific=False)
+    @register_method("test-raises", paper="none", class_specific=False)
     def raises(ask: Ask) -> Tensor:
         raise RuntimeError("it broke")
 
-    @method("test-refuses", paper="none", class_specific=False, refuses=lambda settings, vit: "no reason at all")
+    @register_method(
+        "test-refuses", paper="none", class_specific=False, refuses=lambda settings, vit: "no reason at all"
+    )
     def refuses(ask: Ask) -> Tensor:
         raise AssertionError
 
@@ -273,7 +275,7 @@ def flaky(tmp_path: Path) -> Iterator[Path]:
     """A method that fails until this file is there."""
     works = tmp_path / "works"
 
-    @method("test-flaky", paper="none", class_specific=False)
+    @register_method("test-flaky", paper="none", class_specific=False)
     def flaky(ask: Ask) -> Tensor:
         if not works.exists():
             raise RuntimeError("it broke")

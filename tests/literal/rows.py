@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
 from patchlight.registry import resolve
 from patchlight.targets import Targets

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
-from patchlight.engine import DegenerateMap
-from patchlight.errors import PatchlightError
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import DegenerateMap, PatchlightError
+from patchlight.evidence.passes import LayerJob, Trace, run_pass
+from patchlight.evidence.taps import Evidence
 from patchlight.methods.attention import attcam, attixg, genatt
 from patchlight.methods.gradients import ixg
 from patchlight.registry import resolve
-from patchlight.taps import Evidence
-from patchlight.trace import LayerJob, Trace, run_pass
 from tests.families import PLAIN, images, shared
 from tests.literal.rows import TARGETS, maps, patches, read_rows
 

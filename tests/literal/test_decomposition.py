@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.passes import run_pass
+from patchlight.evidence.taps import Evidence
 from patchlight.methods import decomposition
 from patchlight.registry import resolve
-from patchlight.taps import Evidence
-from patchlight.trace import run_pass
 from tests.close import close
 from tests.families import build, images, shared
 from tests.literal.plain import maps

@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.ablation import Ablation
-from patchlight.anatomy import Anatomy
-from patchlight.engine import DegenerateMap, compute
+from patchlight.anatomy.base import Anatomy
+from patchlight.engine import compute
+from patchlight.errors import DegenerateMap
+from patchlight.evidence.ablation import Ablation
+from patchlight.evidence.rules import RULES
 from patchlight.methods import shapley
 from patchlight.methods.atman import Suppress, Suppressed, suppression
 from patchlight.methods.hsic import draw_masks, hsic_of
 from patchlight.methods.shapley import constrained_values, draw_coalitions, score_coalitions
 from patchlight.registry import Ask, resolve
-from patchlight.rules import RULES
 from patchlight.targets import Targets
 from tests.close import near, within
 from tests.families import CLASSES, build, images, randomise, shared

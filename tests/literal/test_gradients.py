@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.rules import RULES
 from patchlight.methods.gradients import fullgrad
 from patchlight.registry import resolve
-from patchlight.rules import RULES
 from patchlight.targets import Targets
-from patchlight.trace import LayerJob, run_pass
 from tests.close import within
 from tests.families import images, shared
 from tests.literal.plain import Toy, Written, grid, maps, states

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.ablation import fill_images
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
+from patchlight.evidence.fills import fill_images
 from patchlight.images import Preprocess
 from patchlight.methods import lime, masking, rise
 from patchlight.registry import resolve

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from patchlight.errors import PatchlightError
+from patchlight.evidence.rules import RULES
 from patchlight.methods.relevance import Relevance, add_rule, linear_rule, product_rule
 from patchlight.registry import Ask, registered, resolve
-from patchlight.rules import RULES
 from patchlight.targets import Targets
 from tests.close import close, near, within
 from tests.families import images, shared

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
-from patchlight.kmeans import draw_initial, kmeans
+from patchlight.evidence.kmeans import draw_initial, kmeans
+from patchlight.evidence.rules import RULES
 from patchlight.methods.tis import activation_points, as_masks, mean_score, ranked_patches, sampled_scores
 from patchlight.registry import Ask, resolve
-from patchlight.rules import RULES
 from patchlight.targets import Score, Targets
 from tests.families import build, images, shared
 from tests.literal.toys import linear

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported
+from patchlight.evidence.passes import Trace
 from patchlight.methods.tokentm import necc, transformation_weight
 from patchlight.registry import refusal, resolve
-from patchlight.trace import Trace
 from tests.families import build, images, shared
 from tests.literal.rows import TARGETS, maps, read_rows
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
+from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.taps import Evidence
 from patchlight.methods.transition import head_importance, value_ratio
-from patchlight.taps import Evidence
-from patchlight.trace import LayerJob, run_pass
 from tests.families import images, shared
 from tests.literal.rows import TARGETS, maps, read_rows
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
+from patchlight.evidence.rules import RULES
 from patchlight.methods.vitcx import (
     _merged,
     _numbered,
@@ -28,7 +29,6 @@ from patchlight.methods.vitcx import (
     upsampled,
 )
 from patchlight.registry import Ask, resolve
-from patchlight.rules import RULES
 from patchlight.targets import Score, Targets
 from tests.families import build, images, shared
 from tests.literal.toys import Linear, linear

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from patchlight.engine import DegenerateMap, compute
+from patchlight.engine import compute
+from patchlight.errors import DegenerateMap
 from patchlight.registry import resolve
 from patchlight.targets import Targets
 from tests.close import close

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchlight.engine import DegenerateMap, compute
+from patchlight.engine import compute
+from patchlight.errors import DegenerateMap
+from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.methods import decomposition
 from patchlight.registry import resolve
 from patchlight.targets import Targets
-from patchlight.trace import LayerJob, run_pass
 from tests.close import close, ranked, within
 from tests.literal.lrp import Literal
 from tests.reference import deit_tiny, inputs, reference

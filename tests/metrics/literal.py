@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 
 
 def falling(scores: Tensor) -> list[int]:

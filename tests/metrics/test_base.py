@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.metrics import Evaluation, Measure, Measured, UndefinedMetric, metric
+from patchlight.errors import UndefinedMetric
+from patchlight.metrics import Evaluation, Measure, Measured, register_metric
 from patchlight.metrics.base import _ALIASES, _METRICS, MetricInfo, ranked, registered, resolve_metric
 from patchlight.registry import checked
 from patchlight.targets import Targets
@@ -37,13 +38,13 @@ def maps(count: int = 2) -> Tensor:
 def first_pixel() -> Iterator[str]:
     """A metric that says the map's first value, undefined where it is 0, and one that combines sums."""
 
-    @metric("first-pixel", paper="an example", higher_is_better=lambda s: s["scale"] > 0, aliases=("fp",))
+    @register_metric("first-pixel", paper="an example", higher_is_better=lambda s: s["scale"] > 0, aliases=("fp",))
     def first_pixel(ask: Measure, scale: float = 1.0) -> Measured:
         """The first value."""
         values = ask.maps[:, 0, 0] * scale
         return Measured(values, reasons={int(i): "it is 0" for i in (values == 0).nonzero().flatten()})
 
-    @metric("ratio", paper="an example", higher_is_better=True, combine=lambda s: s["a"] / s["b"])
+    @register_metric("ratio", paper="an example", higher_is_better=True, combine=lambda s: s["a"] / s["b"])
     def ratio(ask: Measure) -> Measured:
         """A ratio of sums."""
         a, b = ask.maps[:, 0, 0], ask.maps[:, 0, 1]
@@ -179,11 +180,11 @@ def test_own_metrics_need_a_few_lines(first_pixel: str) -> None:
     assert found.curve is None
     assert found.count == 2
     assert found.higher_is_better is False
-    row = next(row for row in pl.metrics() if row.name == first_pixel)
+    row = next(row for row in pl.list_metrics() if row.name == first_pixel)
     assert isinstance(row, MetricInfo)
     assert row.higher_is_better is True
     with pytest.raises(pl.PatchlightError, match="registered already"):
-        metric("fp", paper="", higher_is_better=True)(lambda ask: Measured(ask.maps[:, 0, 0]))
+        register_metric("fp", paper="", higher_is_better=True)(lambda ask: Measured(ask.maps[:, 0, 0]))
 
 
 def test_a_ratio_of_sums_is_resampled_as_one(first_pixel: str) -> None:

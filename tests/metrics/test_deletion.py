@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import patchlight as pl
-from patchlight.ablation import fill_images
+from patchlight.evidence.fills import fill_images
 from patchlight.metrics.base import resolve_metric
 from patchlight.metrics.deletion import area, thresholds
 from tests.families import images, shared

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.ablation import fill_images
+from patchlight.evidence.fills import fill_images
 from patchlight.metrics.base import Measure, registered, resolve_metric
 from patchlight.metrics.perturbation import kl_divergence, levels
 from patchlight.targets import Targets

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.metrics.evaluation import explainer
 from patchlight.metrics.robustness import draws

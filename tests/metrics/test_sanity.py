@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.metrics.evaluation import explainer
 from patchlight.metrics.sanity import fresh_parameters, hog, spearman, ssim, stages, twin

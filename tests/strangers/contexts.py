@@ -30,7 +30,7 @@ def metrics_under_an_outer_autocast(folder: Path) -> None:
     batch = images(vit, 2)
     maps = pl.explain(vit, batch, "rollout")
     for name in ("insertion", "deletion", "sensitivity-n", "comprehensiveness"):
-        if name not in [m.name for m in pl.metrics()]:
+        if name not in [m.name for m in pl.list_metrics()]:
             continue
         expected = pl.evaluate(vit, batch, maps, metric=name).values
         with torch.autocast("cpu", torch.bfloat16):

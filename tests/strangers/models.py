@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.rules import RULES
 from patchlight.registry import refusal, registered, resolve
-from patchlight.rules import RULES
 from patchlight.testing import spearman
-from patchlight.trace import LayerJob, run_pass
 from tests.families import CLASSES, build, images, randomise, shared
 from tests.strangers.table import refuses, row
 
@@ -181,7 +181,7 @@ def differential_attention(folder: Path) -> None:
         vit = pl.wrap(model)
         batch = images(vit, 2)
         refuses(lambda vit=vit, batch=batch: pl.explain(vit, batch, "rollout"), "more than one softmax")  # type: ignore[misc]
-        assert "genatt" not in [m.name for m in pl.methods(vit) if m.supported]
+        assert "genatt" not in [m.name for m in pl.list_methods(vit) if m.supported]
         assert quietly(vit, batch, "ixg").isfinite().all()
 
 

@@ -410,7 +410,7 @@ def cells_of_a_csv_are_no_formulas(folder: Path) -> None:
 
 @row
 def a_counting_task_that_is_not_passed_exits_with_3(folder: Path) -> None:
-    from patchlight.diffmask import counting_task
+    from patchlight.trained.diffmask import counting_task
 
     with pytest.MonkeyPatch.context() as patch:
         missed = counting_task.Verdict("diffmask", 0.5, 0.25, 0.5, False)

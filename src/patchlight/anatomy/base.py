@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.errors import PatchlightError, Unsupported
+from patchlight.evidence.taps import watch_norm
 from patchlight.images import Preprocess, to_batch
-from patchlight.taps import watch_norm
 
 P = ParamSpec("P")
 R = TypeVar("R")

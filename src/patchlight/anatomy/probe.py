@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from patchlight.errors import PatchlightError, Unsupported
-from patchlight.rules import RULES
-from patchlight.taps import Evidence, Taps
+from patchlight.evidence.rules import RULES
+from patchlight.evidence.taps import Evidence, Taps
 
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.errors import PatchlightError
-from patchlight.taps import Activation
+from patchlight.evidence.taps import Activation
 
 _TENSORS = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

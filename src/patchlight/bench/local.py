@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchlight.ablation import free_chunk
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.attribution import Attribution, versions
 from patchlight.bench.plan import (
     Listener,
@@ -32,6 +31,7 @@ from patchlight.bench.store import Before, Done, Maps, Row, Store, planned
 from patchlight.data import Batch, Data, labelled, load_batch
 from patchlight.engine import explain
 from patchlight.errors import PatchlightError, spelled
+from patchlight.evidence.ablation import free_chunk
 from patchlight.metrics.base import Evaluation, on_grid, resolve_metric
 from patchlight.metrics.evaluation import evaluate
 from patchlight.registry import refusal, resolve

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from patchlight.anatomy import Anatomy, load
+from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.load import load
 from patchlight.bench.code import described
 from patchlight.bench.recipe import Method, Metric, Model, Recipe, Source
 from patchlight.errors import PatchlightError

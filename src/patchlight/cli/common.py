@@ -20,7 +20,7 @@ from patchlight.progress import bar
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from patchlight.anatomy import Anatomy
+    from patchlight.anatomy.base import Anatomy
 
 WIDE = 160
 SOME_FAILED = 3
@@ -97,7 +97,7 @@ def load_model(
     stage: int | None = None,
     **options: Any,
 ) -> Anatomy:
-    from patchlight.anatomy import load
+    from patchlight.anatomy.load import load
 
     staged: dict[str, Any] = {} if stage is None else {"stage": stage}
     with warnings.catch_warnings():

@@ -28,8 +28,8 @@ from patchlight.errors import PatchlightError
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from patchlight.diffmask import Progress
-    from patchlight.diffmask.recipe import Recipe
+    from patchlight.trained.diffmask import Progress
+    from patchlight.trained.diffmask.recipe import Recipe
 
 diffmask = typer.Typer(name="diffmask", help="Train the explainer VISION DIFFMASK, and test it.", no_args_is_help=True)
 
@@ -60,9 +60,9 @@ def train(
             asked = _recipe(recipe, data, held_out, model, weights, labels, start, preset)
             changes = read_settings(["train"], settings or [])["train"]
             chosen = asked.training(**changes)
-            from patchlight.diffmask import load
-            from patchlight.diffmask import train as train_gates
-            from patchlight.diffmask.recipe import loader_of, open_images
+            from patchlight.trained.diffmask import load
+            from patchlight.trained.diffmask import train as train_gates
+            from patchlight.trained.diffmask.recipe import loader_of, open_images
 
             vit = load_model(asked.model.name, asked.model.weights, asked.model.labels, device)
             if asked.model.mean is not None or asked.model.std is not None:
@@ -109,7 +109,7 @@ def counting(
         with progress("loading") as bar:
             from dataclasses import asdict
 
-            from patchlight.diffmask.counting_task import ENOUGH, run, table
+            from patchlight.trained.diffmask.counting_task import ENOUGH, run, table
 
             def tell(words: str) -> None:
                 bar.update(bar.task_ids[0], description=words)
@@ -136,7 +136,7 @@ def _recipe(
     preset: str | None,
 ) -> Recipe:
     """The recipe's file, if any, with what was given beside it."""
-    from patchlight.diffmask.recipe import Images, Recipe, read_recipe
+    from patchlight.trained.diffmask.recipe import Images, Recipe, read_recipe
 
     recipe = Recipe() if path is None else read_recipe(path)
     if path is None and data is None:

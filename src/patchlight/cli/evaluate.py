@@ -34,7 +34,7 @@ from patchlight.cli.measure import Done, Task, find_maps, measure, with_maps
 from patchlight.errors import PatchlightError
 
 if TYPE_CHECKING:
-    from patchlight.anatomy import Anatomy
+    from patchlight.anatomy.base import Anatomy
     from patchlight.data import Data
     from patchlight.metrics import Evaluation
 

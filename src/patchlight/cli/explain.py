@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from patchlight.anatomy import Anatomy
+    from patchlight.anatomy.base import Anatomy
     from patchlight.attribution import Attribution
 
 DEMO_METHODS = ("rollout", "genatt", "tokentm", "ixg.plus.libra", "random")

@@ -14,7 +14,7 @@ from patchlight.cli.common import read_class, say
 from patchlight.errors import PatchlightError, nearest, spelled
 
 if TYPE_CHECKING:
-    from patchlight.anatomy import Anatomy
+    from patchlight.anatomy.base import Anatomy
     from patchlight.attribution import Attribution
     from patchlight.data import Batch, Data
     from patchlight.metrics import Evaluation

@@ -25,7 +25,7 @@ def methods(
     """List the methods, or the settings of one."""
     with answering(as_json, debug):
         with progress(f"loading {model or 'the methods'}"):
-            from patchlight.registry import methods as table
+            from patchlight.registry import list_methods as table
             from patchlight.registry import resolve
 
             vit = load_model(model, pretrained=False) if model is not None else None
@@ -51,7 +51,7 @@ def metrics(
     """List the metrics, or the settings of one."""
     with answering(as_json, debug):
         with progress("loading the metrics"):
-            from patchlight.metrics import metrics as table
+            from patchlight.metrics import list_metrics as table
             from patchlight.metrics.base import resolve_metric
 
             rows = table()
@@ -74,11 +74,11 @@ def models(
     """List the models that can be loaded by name."""
     with answering(as_json, debug):
         with progress("loading the names"):
-            from patchlight.anatomy import model_names
+            from patchlight.anatomy.load import list_models
 
-            names = model_names(pattern)
+            names = list_models(pattern)
             if not names:
-                raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, model_names())}")
+                raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, list_models())}")
         if as_json:
             print_json(names)
             return

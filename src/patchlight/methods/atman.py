@@ -10,12 +10,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.ablation import Count
 from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.ablation import Count
+from patchlight.evidence.rules import RULES
+from patchlight.evidence.taps import Evidence, Taps
 from patchlight.methods.masking import owners
-from patchlight.registry import Ask, Settings, method
-from patchlight.rules import RULES
-from patchlight.taps import Evidence, Taps
+from patchlight.registry import Ask, Settings, register_method
 from patchlight.targets import score_of
 
 Shift = Literal["min", "none"]
@@ -81,7 +81,7 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     return f"it turns down attention between all tokens, and {vit.name} has no such blocks" if vit.depth == 0 else None
 
 
-@method(
+@register_method(
     "atman",
     paper="Deiseroth et al., NeurIPS 2023",
     ablates=True,

@@ -8,10 +8,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from patchlight.evidence.taps import Evidence
 from patchlight.methods.compose import ADDITIVE, FIRST, LAST, ROLLOUT, SUM
 from patchlight.methods.gradients import token_ixg
-from patchlight.registry import Settings, method
-from patchlight.taps import Evidence
+from patchlight.registry import Settings, register_method
 
 _FUSION = {"max": torch.amax, "min": torch.amin}
 
@@ -39,7 +39,7 @@ def read_from(b: Evidence) -> Tensor:
     return b.once("mean_hi A", lambda: b.heads_mean.mean(1))
 
 
-@method(
+@register_method(
     "rawatt",
     paper="attention of the last block",
     aliases=("raw-attention",),
@@ -55,7 +55,7 @@ def rawatt(b: Evidence) -> Tensor:
     return b.heads_mean
 
 
-@method(
+@register_method(
     "rollout",
     paper="Abnar & Zuidema, ACL 2020",
     aliases=("attention-rollout",),
@@ -94,7 +94,7 @@ def rollout(
     return (flat * keep).view_as(matrix)
 
 
-@method(
+@register_method(
     "genatt",
     paper="Chefer et al., ICCV 2021",
     aliases=("chefer2", "cgw2", "gae"),
@@ -113,7 +113,7 @@ def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Tensor:
     return mean_positive(b) if rectify == "heads" else b.AG.mean(1).relu_()
 
 
-@method(
+@register_method(
     "gradsam",
     paper="Barkan et al., CIKM 2021",
     aliases=("grad-sam",),
@@ -130,7 +130,7 @@ def gradsam(b: Evidence, rows: Literal["cls", "mean"] = "cls") -> Tensor:
     return mean_positive(b) if rows == "cls" else mean_positive(b).mean(1)
 
 
-@method(
+@register_method(
     "attcam",
     paper="Grad-CAM on attention: Chefer et al., CVPR 2021",
     aliases=("attn-gradcam",),
@@ -156,7 +156,7 @@ def attcam(b: Evidence, rectify: bool = True) -> Tensor:
     return matrix.relu_() if rectify else matrix
 
 
-@method(
+@register_method(
     "attngrad",
     paper="gradient of attention, as in SkipPLUS",
     aliases=("attention-gradient",),
@@ -171,7 +171,7 @@ def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> 
     return (b.G.abs() if sign == "abs" else b.G.relu()).mean(1)
 
 
-@method(
+@register_method(
     "attnfrom",
     paper="AttCAT, NeurIPS 2022",
     aliases=("attn-from",),
@@ -197,7 +197,7 @@ _ATTIXG: dict[str, object] = {
 }
 
 
-@method("attixg", combine=FIRST, **_ATTIXG)
+@register_method("attixg", combine=FIRST, **_ATTIXG)
 def attixg(b: Evidence, pair: Literal["output", "input"] = "output", last: bool = False) -> Tensor:
     """Input times gradient weighted by how much a token is read: AttnFrom_l * sum_d x_{l+1} g_{l+1} [B,N]. Signed.
 
@@ -212,7 +212,7 @@ def attixg(b: Evidence, pair: Literal["output", "input"] = "output", last: bool 
     return read_from(b) * (b.y * b.gy).sum(-1)
 
 
-@method(
+@register_method(
     "attcat",
     combine=SUM,
     composable="it is the sum over the blocks already; 'attixg.plus' and 'attixg.skipplus' are its layer maps summed",
@@ -224,7 +224,7 @@ def attcat(b: Evidence, pair: Literal["output", "input"] = "output", last: bool 
     return scores
 
 
-@method(
+@register_method(
     "cat",
     paper="Qiang et al., NeurIPS 2022",
     needs={"x", "g"},

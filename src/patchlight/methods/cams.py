@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
+from patchlight.evidence.passes import LayerJob
+from patchlight.evidence.taps import Evidence
 from patchlight.methods.compose import block_index
 from patchlight.methods.gradients import input_times_gradient, token_ixg
-from patchlight.registry import Ask, Combiner, LayerMaps, Settings, method, resolve
-from patchlight.taps import Evidence
-from patchlight.trace import LayerJob
+from patchlight.registry import Ask, Composition, LayerMaps, Settings, register_method, resolve
 
 Prefix = Literal["exclude", "include"]
 _PLACE = re.compile(r"(?:blocks\[(-?\d+)\])?\.?(norm1|input)?")
@@ -60,7 +60,7 @@ def _at_layer(maps: LayerMaps, layer: int | str = _NORM1) -> Tensor:
     return maps.vector(_index(layer, maps.vit.depth))
 
 
-AT_LAYER = Combiner(_at_layer, lambda depth, s: (_index(s["layer"], depth),))
+AT_LAYER = Composition(_at_layer, lambda depth, s: (_index(s["layer"], depth),))
 
 
 def activations(b: Evidence, layer: int | str) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
     return None
 
 
-@method(
+@register_method(
     "gradcam",
     paper="Selvaraju et al., ICCV 2017, on tokens",
     aliases=("grad-cam",),
@@ -150,7 +150,7 @@ def gradcam(b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", 
     return apply_weights(a, counted(g, b, prefix).mean(1), b, eigen)
 
 
-@method(
+@register_method(
     "gradcam++",
     paper="Chattopadhay et al., WACV 2018, on tokens",
     aliases=("gradcampp", "grad-cam++"),
@@ -182,7 +182,7 @@ def gradcam_pp(
     return apply_weights(a, (alpha * (d.relu() if relu else d)).sum(1), b, eigen)
 
 
-@method(
+@register_method(
     "xgradcam",
     paper="Fu et al., BMVC 2020, on tokens",
     exact=False,
@@ -204,7 +204,7 @@ def xgradcam(
     return apply_weights(a, weights, b, eigen)
 
 
-@method(
+@register_method(
     "xgradcam+",
     paper="SkipPLUS, CVPR-W 2024",
     aliases=("xgradcam-abs",),
@@ -224,7 +224,7 @@ def xgradcam_abs(
     return apply_weights(a, weights, b, eigen)
 
 
-@method(
+@register_method(
     "hirescam",
     paper="Draelos & Carin, 2020, on tokens",
     needs=cam_needs,
@@ -241,7 +241,7 @@ def hirescam(b: Evidence, layer: int | str = _NORM1, eigen: bool = False) -> Ten
     return product(b, layer).sum(-1) if _at_norm(b, layer) else token_ixg(b)
 
 
-@method(
+@register_method(
     "gradcam-elementwise",
     paper="the grad-cam library, on tokens",
     aliases=("gradcamelementwise",),
@@ -257,7 +257,7 @@ def gradcam_elementwise(b: Evidence, layer: int | str = _NORM1, eigen: bool = Fa
     return principal(weighted, b) if eigen else weighted.sum(-1)
 
 
-@method(
+@register_method(
     "layercam",
     paper="Jiang et al., TIP 2021, on tokens",
     needs=cam_needs,
@@ -286,7 +286,7 @@ def layercam(
     return scaled if layer_norm == "max" else torch.tanh(2 * scaled)
 
 
-@method(
+@register_method(
     "eigencam",
     paper="Muhammad & Yeasin, IJCNN 2020, on tokens",
     exact=False,
@@ -303,7 +303,7 @@ def eigencam(b: Evidence, layer: int | str = _NORM1) -> Tensor:
     return principal(b.n if _at_norm(b, layer) else b.x, b)
 
 
-@method(
+@register_method(
     "gradcam-aug",
     paper="the grad-cam library's aug_smooth",
     features=True,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patchlight.errors import PatchlightError
-from patchlight.registry import Combiner, LayerMaps, Settings, times, wrapper
+from patchlight.registry import Composition, LayerMaps, Settings, register_composition, times
 
 Readout = Literal["pooling", "cls", "patches"]
 
@@ -30,7 +30,7 @@ def _last(maps: LayerMaps, layer: int = -1, readout: Readout = "pooling") -> Ten
     return maps.vector(block_index(layer, maps.vit.depth), readout)
 
 
-LAST = Combiner(_last, lambda depth, s: (block_index(s["layer"], depth),))
+LAST = Composition(_last, lambda depth, s: (block_index(s["layer"], depth),))
 
 
 def _first(maps: LayerMaps, start: int = 0) -> Tensor:
@@ -38,7 +38,7 @@ def _first(maps: LayerMaps, start: int = 0) -> Tensor:
     return maps.vector(block_index(start, maps.vit.depth))
 
 
-FIRST = Combiner(_first, lambda depth, s: (block_index(s["start"], depth),))
+FIRST = Composition(_first, lambda depth, s: (block_index(s["start"], depth),))
 
 
 def _additive(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tensor:
@@ -49,7 +49,7 @@ def _additive(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> 
     return row
 
 
-ADDITIVE = Combiner(_additive, _from_start)
+ADDITIVE = Composition(_additive, _from_start)
 
 
 def _rollout(
@@ -77,7 +77,7 @@ def _rollout(
     return row
 
 
-ROLLOUT = Combiner(_rollout, _from_start, "rollout", matrices_only=True)
+ROLLOUT = Composition(_rollout, _from_start, "rollout", matrices_only=True)
 
 
 def _plus(
@@ -97,7 +97,7 @@ def _plus(
     return torch.stack([base(maps, layer) for layer in layers]).sum(0)
 
 
-PLUS = Combiner(_plus, _from_start, "plus")
+PLUS = Composition(_plus, _from_start, "plus")
 
 
 def _sum(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tensor:
@@ -105,7 +105,7 @@ def _sum(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tenso
     return _plus(maps, start, readout=readout)
 
 
-SUM = Combiner(_sum, _from_start)
+SUM = Composition(_sum, _from_start)
 
 
 def half(depth: int, start: int | None, rounding: str = "ceil") -> int:
@@ -126,7 +126,7 @@ def _skipplus(
     return _plus(maps, half(maps.vit.depth, start, rounding), mode, readout)
 
 
-SKIPPLUS = Combiner(_skipplus, lambda depth, s: range(half(depth, s["start"], s["rounding"]), depth), "skipplus")
+SKIPPLUS = Composition(_skipplus, lambda depth, s: range(half(depth, s["start"], s["rounding"]), depth), "skipplus")
 
 for combiner in (PLUS, SKIPPLUS, ROLLOUT):
-    wrapper(combiner.name, combiner)
+    register_composition(combiner.name, combiner)

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy, linear
-from patchlight.engine import DegenerateMap
-from patchlight.errors import warn
+from patchlight.errors import DegenerateMap, warn
+from patchlight.evidence.taps import Evidence
 from patchlight.methods.compose import LAST, ROLLOUT, Readout
-from patchlight.registry import Combiner, LayerMaps, Settings, method
-from patchlight.taps import Evidence
+from patchlight.registry import Composition, LayerMaps, Settings, register_method
 
 FFN = Literal["skip", "norm2"]
 _CHUNK = 32_000_000
@@ -32,7 +31,7 @@ def _product(
     return ROLLOUT.function(maps, start, residual, "none", scale, readout)
 
 
-PRODUCT = Combiner(_product, ROLLOUT.span, matrices_only=True)
+PRODUCT = Composition(_product, ROLLOUT.span, matrices_only=True)
 _PLAIN_PRODUCT = {"residual": 0.0, "normalise": "none"}
 
 
@@ -133,7 +132,9 @@ _ABOUT: dict[str, Any] = {
 }
 
 
-@method("attin", paper="Kobayashi et al., EMNLP 2020 and 2021", aliases=("attention-norm",), combine=LAST, **_ABOUT)
+@register_method(
+    "attin", paper="Kobayashi et al., EMNLP 2020 and 2021", aliases=("attention-norm",), combine=LAST, **_ABOUT
+)
 def attin(
     b: Evidence, vectors: Literal["attention", "residual", "norm"] = "attention", value_bias: bool = True
 ) -> Tensor:
@@ -146,7 +147,7 @@ def attin(
     return l2_norms(b, w, skip=vectors != "attention", ffn="norm" if vectors == "norm" else "skip")
 
 
-@method(
+@register_method(
     "globenc",
     paper="Modarressi et al., NAACL 2022",
     combine=PRODUCT,
@@ -164,7 +165,7 @@ def globenc(b: Evidence, ffn: FFN = "skip", value_bias: bool = False) -> Tensor:
     return l2_norms(b, head_vectors(b, value_bias), skip=True, ffn=ffn)
 
 
-@method(
+@register_method(
     "alti",
     paper="Ferrando et al., EMNLP 2022",
     combine=PRODUCT,

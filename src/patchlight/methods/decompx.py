@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from patchlight.evidence.taps import Evidence
 from patchlight.methods.compose import FIRST
 from patchlight.methods.gradients import token_ixg
-from patchlight.registry import method
-from patchlight.taps import Evidence
+from patchlight.registry import register_method
 
 
-@method(
+@register_method(
     "decompx",
     paper="Modarressi et al., ACL 2023; on ViTs SkipPLUS, CVPR-W 2024",
     needs={"x", "g"},

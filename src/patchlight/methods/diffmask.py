@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.diffmask.gates import DiffMask, Map, aggregate, load, why_not
 from patchlight.errors import PatchlightError
+from patchlight.evidence.taps import Evidence
 from patchlight.fingerprints import fingerprint
-from patchlight.registry import Combiner, LayerMaps, Settings, method
-from patchlight.taps import Evidence
+from patchlight.registry import Composition, LayerMaps, Settings, register_method
+from patchlight.trained.diffmask.gates import DiffMask, Map, aggregate, load, why_not
 from patchlight.zoo.pocket import HERE
 
 SHIPPED = HERE / "pocket-diffmask"
@@ -84,12 +84,12 @@ def _product(
     return F.pad(aggregate(u, map, gates.alpha), (maps.vit.prefix, 0))
 
 
-@method(
+@register_method(
     "diffmask",
     paper="Nalmpantis et al., CVPR-W 2023",
     aliases=("vision-diffmask",),
     needs={"x", "y", "p"},
-    combine=Combiner(_product, lambda depth, settings: range(depth)),
+    combine=Composition(_product, lambda depth, settings: range(depth)),
     class_specific=False,
     nonnegative=True,
     composable="its gates already make one map of all blocks",

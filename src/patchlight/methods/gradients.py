@@ -14,10 +14,10 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
+from patchlight.evidence.passes import PIXELS, LayerJob, Pass
+from patchlight.evidence.taps import Evidence
 from patchlight.methods.compose import FIRST, PLUS, block_index
-from patchlight.registry import Ask, Combiner, LayerMaps, Level, Settings, method, resolve
-from patchlight.taps import Evidence
-from patchlight.trace import PIXELS, LayerJob, Pass
+from patchlight.registry import Ask, Composition, LayerMaps, Level, Settings, register_method, resolve
 
 Reduce = Literal["l2", "l1", "l4", "linf", "sum", "relu-sum", "neg-relu-sum", "top25", "top50", "top75"]
 Quadrature = Literal["gausslegendre", "right", "linspace"]
@@ -75,7 +75,7 @@ def degenerate_ixg(settings: Settings, vit: Anatomy) -> str | None:
     return None
 
 
-@method(
+@register_method(
     "grad",
     paper="Simonyan et al., 2013",
     unsigned=True,
@@ -94,7 +94,7 @@ def grad(b: Evidence, reduce: Reduce = "l2") -> Tensor:
     return reduced(b.g, reduce)
 
 
-@method(
+@register_method(
     "ixg",
     paper="Shrikumar et al., 2016",
     aliases=("inputxgradient", "input-x-gradient"),
@@ -146,7 +146,7 @@ def _gradient_map(ask: Ask, level: Level, values: Tensor, reduce: Reduce) -> Ten
     return scores if level == "pixel" else ask.vit.patches(scores)
 
 
-@method(
+@register_method(
     "smoothgrad",
     paper="Smilkov et al., 2017",
     unsigned=True,
@@ -209,7 +209,7 @@ def nodes(steps: int, quadrature: Quadrature) -> tuple[list[float], list[float]]
     return points, [1 / steps] * steps
 
 
-@method(
+@register_method(
     "ig",
     paper="Sundararajan et al., ICML 2017",
     aliases=("integrated-gradients",),
@@ -271,10 +271,10 @@ def _with_later_biases(maps: LayerMaps, start: int = 0) -> Tensor:
     return total if maps.end.bias is None else total + maps.end.bias
 
 
-FULL = Combiner(_with_later_biases, lambda depth, s: range(block_index(s["start"], depth), depth))
+FULL = Composition(_with_later_biases, lambda depth, s: range(block_index(s["start"], depth), depth))
 
 
-@method(
+@register_method(
     "fullgrad",
     paper="Srinivas & Fleuret, NeurIPS 2019, on tokens",
     needs={"x", "g", "bias"},
@@ -294,7 +294,7 @@ def _bias_needs(settings: Settings) -> frozenset[str]:
     return frozenset({"x", "g", "bias"} if settings["include_bias"] else {"x", "g"})
 
 
-@method(
+@register_method(
     "fullgrad-plus",
     paper="SkipPLUS, CVPR-W 2024",
     aliases=("fullgrad+",),

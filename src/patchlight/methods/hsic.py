@@ -10,9 +10,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.ablation import Count, Fill, PixelMasks, fill_images
+from patchlight.evidence.ablation import Count, PixelMasks
+from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.masking import owners
-from patchlight.registry import Ask, Level, method
+from patchlight.registry import Ask, Level, register_method
 from patchlight.resize import to_cells
 
 Sampler = Literal["sobol", "lhs"]
@@ -49,7 +50,7 @@ def hsic_of(masks: Tensor, outputs: Tensor, floor: float) -> Tensor:
     return torch.cat([some(a, b) for a, b in zip(y.split(rows), width.split(rows), strict=True)])
 
 
-@method(
+@register_method(
     "hsic",
     paper="Novello et al., NeurIPS 2022",
     ablates=True,

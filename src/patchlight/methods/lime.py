@@ -8,11 +8,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.ablation import Fill, fill_images
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
+from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.masking import MadeMasks, bernoulli, drops_as_fill, owners, score_kept
-from patchlight.registry import Ask, Level, Settings, method
+from patchlight.registry import Ask, Level, Settings, register_method
 from patchlight.resize import to_cells, to_pixels
 
 Segments = Literal["patches", "superpixels"]
@@ -75,7 +75,7 @@ def refuses(settings: Settings, vit: Anatomy) -> str | None:
     return drops_as_fill(settings, vit)
 
 
-@method(
+@register_method(
     "lime",
     paper="Ribeiro et al., KDD 2016",
     ablates=True,

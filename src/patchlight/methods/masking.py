@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from patchlight.ablation import TokenSubsets
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
+from patchlight.evidence.ablation import TokenSubsets
 from patchlight.registry import Ask, Settings
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from patchlight.ablation import Count, Fill, fill_images
+from patchlight.evidence.ablation import Count
+from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.masking import drops_at_token_level, score_kept, score_masks, window_masks, window_sum, windows
-from patchlight.registry import Ask, Level, method
+from patchlight.registry import Ask, Level, register_method
 
 Extent = Count | tuple[Count, Count]
 
@@ -18,7 +19,7 @@ def _pair(extent: Extent | None, default: tuple[int, int]) -> tuple[int, int]:
     return (extent, extent) if isinstance(extent, int) else extent
 
 
-@method(
+@register_method(
     "occlusion",
     paper="Zeiler & Fergus, ECCV 2014",
     aliases=("sliding-window",),

@@ -7,13 +7,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from patchlight.ablation import Count, Fill, fill_images
+from patchlight.evidence.ablation import Count
+from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.masking import drops_as_fill, score_kept, score_masks, window_masks, window_sum, windows
-from patchlight.registry import Ask, method
+from patchlight.registry import Ask, register_method
 from patchlight.resize import to_pixels
 
 
-@method(
+@register_method(
     "pami",
     paper="Shi et al., 2023",
     ablates=True,

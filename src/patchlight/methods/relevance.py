@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy, Ends, Parts, affine, linear
+from patchlight.evidence.passes import Pass
+from patchlight.evidence.taps import Evidence
 from patchlight.methods.compose import ADDITIVE, LAST
-from patchlight.registry import Ask, Level, Settings, method
-from patchlight.taps import Evidence
+from patchlight.registry import Ask, Level, Settings, register_method
 from patchlight.targets import score_of
-from patchlight.trace import Pass
 
 Rules = Literal["ours", "orig"]
 Precision = Literal["float64", "float32"]
@@ -268,7 +268,7 @@ def _attention_maps(ask: Ask, rules: Rules, precision: Precision, gradient: bool
     return Pass(logits.to(ask.images), ask.targets, scores.to(ask.images), [[maps]], [Evidence(ask.vit.depth, R)])
 
 
-@method(
+@register_method(
     "lrp",
     paper="Bach et al., 2015, on ViTs as in Chefer et al., CVPR 2021",
     aliases=("full-lrp",),
@@ -294,7 +294,7 @@ def lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64", level
     return seen.pixels(R).sum(1).to(ask.images)
 
 
-@method(
+@register_method(
     "partial-lrp",
     paper="Voita et al., ACL 2019, on ViTs as in Chefer et al., CVPR 2021",
     combine=LAST,
@@ -312,7 +312,7 @@ def partial_lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64
     return _attention_maps(ask, rules, precision, gradient=False)
 
 
-@method(
+@register_method(
     "transatt",
     paper="Chefer et al., CVPR 2021",
     aliases=("chefer1", "cgw1"),

@@ -10,9 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.ablation import Count, Fill, fill_images
+from patchlight.evidence.ablation import Count
+from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.masking import bernoulli, drops_at_token_level, score_kept, score_masks
-from patchlight.registry import Ask, Level, method
+from patchlight.registry import Ask, Level, register_method
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 
@@ -80,7 +81,7 @@ def draw_grids(n: int, cells: int, p: float, size: tuple[int, int], generator: t
     return Grids(grids, torch.stack(shifts, 1), size)
 
 
-@method(
+@register_method(
     "rise",
     paper="Petsiuk et al., BMVC 2018",
     ablates=True,

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from patchlight.ablation import Fill, fill_images
 from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.cams import feature_maps, place
 from patchlight.methods.masking import MadeMasks, owners
-from patchlight.registry import Ask, Settings, method
+from patchlight.registry import Ask, Settings, register_method
 from patchlight.resize import to_pixels
 
 
@@ -21,7 +21,7 @@ def refuses(settings: Settings, vit: Anatomy) -> str | None:
     return None
 
 
-@method(
+@register_method(
     "score-cam",
     paper="Wang et al., CVPR-W 2020, on tokens",
     aliases=("scorecam",),

@@ -10,12 +10,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.ablation import Fill, PixelMasks, TokenSubsets, fill_images
 from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.ablation import PixelMasks, TokenSubsets
+from patchlight.evidence.fills import Fill, fill_images
+from patchlight.evidence.rules import RULES
+from patchlight.evidence.taps import Evidence, Taps
 from patchlight.methods.masking import owners
-from patchlight.registry import Ask, Settings, method
-from patchlight.rules import RULES
-from patchlight.taps import Evidence, Taps
+from patchlight.registry import Ask, Settings, register_method
 
 Mode = Literal["auto", "tokens", "pixels"]
 
@@ -142,7 +143,7 @@ def _advice(settings: Settings, vit: Anatomy) -> str | None:
     return f"{settings['n']} coalitions cannot tell {players} patches apart; use n={10 * players} or more"
 
 
-@method(
+@register_method(
     "kernel-shap",
     paper="Lundberg & Lee, NeurIPS 2017",
     aliases=("kernelshap",),

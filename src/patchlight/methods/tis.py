@@ -9,12 +9,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.ablation import Count, PixelMasks, TokenSubsets, Variants, fill_images
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
-from patchlight.kmeans import Empty, draw_initial, kmeans
-from patchlight.registry import Ask, Settings, method
-from patchlight.trace import LayerJob
+from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, Variants
+from patchlight.evidence.fills import fill_images
+from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
+from patchlight.evidence.passes import LayerJob
+from patchlight.registry import Ask, Settings, register_method
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
 Ratios = Annotated[list[Ratio], Field(min_length=1)]
@@ -95,7 +96,7 @@ def _no_dropping(settings: Settings, vit: Anatomy) -> str | None:
     return vit.can_drop
 
 
-@method(
+@register_method(
     "tis",
     paper="Englebert et al., ICCV-W 2023",
     aliases=("transformer-input-sampling",),

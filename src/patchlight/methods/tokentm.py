@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy, linear
+from patchlight.evidence.taps import Evidence
 from patchlight.methods.attention import head_sum, positive
 from patchlight.methods.compose import Readout
-from patchlight.registry import Combiner, LayerMaps, Settings, method, times
-from patchlight.taps import Evidence
+from patchlight.registry import Composition, LayerMaps, Settings, register_method, times
 
 _GUARD = 1e-8
 Update = tuple[Tensor, Tensor | None, Tensor]
@@ -28,7 +28,7 @@ def _updates(maps: LayerMaps, init: Literal["length", "identity"] = "length", re
     return row * length if init == "length" else row
 
 
-UPDATES = Combiner(_updates, lambda depth, settings: range(depth))
+UPDATES = Composition(_updates, lambda depth, settings: range(depth))
 
 
 def _needs(settings: Settings) -> frozenset[str]:
@@ -72,7 +72,7 @@ def _ov_image(b: Evidence, source: Tensor) -> tuple[Tensor, Tensor]:
     return ((value @ gram) * value).sum(-1).clamp(min=0).sqrt(), (value * pulled).sum(-1)
 
 
-@method(
+@register_method(
     "tokentm",
     paper="Wu et al., CVPR 2024",
     needs=_needs,

@@ -10,12 +10,12 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import linear
+from patchlight.evidence.passes import LayerJob, Pass
+from patchlight.evidence.taps import Evidence
 from patchlight.methods.attention import head_sum
 from patchlight.methods.compose import Readout, block_index
 from patchlight.methods.tokentm import no_linear_values
-from patchlight.registry import Ask, LayerMaps, method
-from patchlight.taps import Evidence
-from patchlight.trace import LayerJob, Pass
+from patchlight.registry import Ask, LayerMaps, register_method
 
 _ROWS_AT_ONCE = 32
 Steps = Annotated[int, Field(ge=1)]
@@ -74,7 +74,7 @@ def _read(ask: Ask, weights: Tensor, product: Tensor) -> Tensor:
     return ask.vit.patches((weights[:, :, None] * product).sum(1))
 
 
-@method(
+@register_method(
     "tam",
     needs={"A", "G"},
     paper="Yuan et al., NeurIPS Workshop 2021",
@@ -125,7 +125,7 @@ def value_ratio(b: Evidence) -> Tensor:
     return ratio
 
 
-@method(
+@register_method(
     "bt-h",
     needs={"A", "G"},
     paper="Chen et al., ICML 2023",
@@ -155,7 +155,7 @@ def bt_h(
     return _read(ask, weights, perception * feedback(ask, rows, steps, with_integral))
 
 
-@method(
+@register_method(
     "bt-t",
     needs={"A", "G", "v"},
     paper="Chen et al., ICML 2023",

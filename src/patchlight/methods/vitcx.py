@@ -12,11 +12,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.ablation import Count, Rendered
 from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.ablation import Count, Rendered
 from patchlight.methods.cams import feature_maps, place
 from patchlight.methods.rise import draw_grids
-from patchlight.registry import Ask, Settings, method
+from patchlight.registry import Ask, Settings, register_method
 from patchlight.resize import fitted, to_pixels
 
 Variant = Literal["full", 1, 2, 3, 4, 5]
@@ -209,7 +209,7 @@ def _covered(total: Tensor, coverage: Tensor) -> Tensor:
     return torch.where(coverage > 1e-9, total / coverage.clamp_min(1e-9), 0)
 
 
-@method(
+@register_method(
     "vit-cx",
     paper="Xie et al., IJCAI 2023",
     aliases=("vitcx",),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 
-from patchlight.metrics.base import Evaluation, Measure, Measured, UndefinedMetric, metric, metrics
+from patchlight.errors import UndefinedMetric
+from patchlight.metrics.base import Evaluation, Measure, Measured, list_metrics, register_metric
 from patchlight.metrics.evaluation import evaluate
 
-__all__ = ["Evaluation", "Measure", "Measured", "UndefinedMetric", "evaluate", "metric", "metrics"]
+__all__ = ["Evaluation", "Measure", "Measured", "UndefinedMetric", "evaluate", "list_metrics", "register_metric"]
 
 _ROOMS = ("deletion", "perturbation", "localisation", "robustness", "complexity", "sanity")
 

@@ -16,9 +16,9 @@ from typing import Any, Literal, get_type_hints
 import torch
 from torch import Tensor
 
-from patchlight.ablation import Ablation
-from patchlight.anatomy import Anatomy
-from patchlight.errors import PatchlightError, nearest, warn
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError, UndefinedMetric, nearest, warn
+from patchlight.evidence.ablation import Ablation
 from patchlight.registry import HOW, checked, type_name
 from patchlight.resize import to_cells, to_pixels
 from patchlight.statistics import FEWEST, bootstrapped, percentiles
@@ -32,10 +32,6 @@ TargetClass = Literal["given", "label", "predicted"]
 Explainer = Callable[[Anatomy, Tensor, Targets, int], Tensor]
 """From a model, images [B,C,H,W], their classes and a seed to maps [B,h,w]."""
 Sums = Mapping[str, Tensor]
-
-
-class UndefinedMetric(UserWarning):
-    """A value that does not exist for an image, or says little, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +225,7 @@ _METRICS: dict[str, Metric] = {}
 _ALIASES: dict[str, str] = {}
 
 
-def metric(name: str, **about: Any) -> Callable[[Callable[..., Measured]], Callable[..., Measured]]:
+def register_metric(name: str, **about: Any) -> Callable[[Callable[..., Measured]], Callable[..., Measured]]:
     """Register a metric: a function of a Measure whose keyword arguments, typed and with defaults, are its settings."""
 
     def register(function: Callable[..., Measured]) -> Callable[..., Measured]:
@@ -253,7 +249,7 @@ def registered() -> dict[str, Metric]:
     return _METRICS
 
 
-def metrics() -> list[MetricInfo]:
+def list_metrics() -> list[MetricInfo]:
     """All metrics: name, paper, direction, bounds, annotations needed, cost and settings."""
     rows = []
     for name, entry in sorted(registered().items()):

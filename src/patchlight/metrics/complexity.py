@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.ablation import Fill, fill_images
-from patchlight.metrics.base import Measure, Measured, Upsampling, metric
+from patchlight.evidence.fills import Fill, fill_images
+from patchlight.metrics.base import Measure, Measured, Upsampling, register_metric
 from patchlight.targets import score_of
 
 Small = Annotated[float, Field(ge=0)]
@@ -23,7 +23,7 @@ def gini(values: Tensor) -> Tensor:
     return (values @ weights) / (n * values.sum(1))
 
 
-@metric(
+@register_metric(
     "sparseness",
     paper="Chalasani et al., ICML 2020",
     aliases=("gini",),
@@ -62,7 +62,7 @@ def sparseness(
     return Measured(values, reasons=reasons)
 
 
-@metric(
+@register_metric(
     "completeness-error",
     paper="Sundararajan et al., ICML 2017; LibraGrad, CVPR 2025",
     higher_is_better=False,

@@ -12,9 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.ablation import Count, Fill, RankThresholds, TokenSubsets, fill_images
 from patchlight.errors import Unsupported
-from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, metric
+from patchlight.evidence.ablation import Count, RankThresholds, TokenSubsets
+from patchlight.evidence.fills import Fill, fill_images
+from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, register_metric
 from patchlight.resize import to_pixels
 from patchlight.targets import Targets, score_of
 
@@ -141,7 +142,7 @@ def _limits(settings: Any) -> tuple[float, float]:
     return 0.0, float(settings["steps"] - (0 if settings["first"] else 1))
 
 
-@metric(
+@register_metric(
     "insertion",
     paper=_SAID,
     higher_is_better=True,
@@ -175,7 +176,7 @@ def insertion(
     return _measured(curve, changed, integrator)
 
 
-@metric(
+@register_metric(
     "deletion",
     paper=_SAID,
     higher_is_better=False,
@@ -205,7 +206,7 @@ def deletion(
     return _measured(curve, changed, integrator)
 
 
-@metric(
+@register_metric(
     "ins-del",
     paper="Englebert et al., ICCV-W 2023",
     higher_is_better=True,

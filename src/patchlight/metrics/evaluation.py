@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy import Anatomy, wrap
-from patchlight.anatomy.base import undisturbed
+from patchlight.anatomy.base import Anatomy, undisturbed
+from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attribution
 from patchlight.engine import compute
-from patchlight.errors import PatchlightError, integer, warn
+from patchlight.errors import PatchlightError, UndefinedMetric, integer, warn
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
 from patchlight.metrics.base import (
@@ -24,7 +24,6 @@ from patchlight.metrics.base import (
     Measure,
     Measured,
     MetricRequest,
-    UndefinedMetric,
     checked_maps,
     explained_by,
     resolve_metric,

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.metrics.base import Measure, Measured, Sums, Upsampling, metric
+from patchlight.metrics.base import Measure, Measured, Sums, Upsampling, register_metric
 from patchlight.statistics import tie_ends
 from patchlight.targets import predicted
 
@@ -92,7 +92,7 @@ _POINTING: dict[str, Mapping[str, Any]] = {
 }
 
 
-@metric(
+@register_metric(
     "pointing-game",
     paper="Zhang et al., IJCV 2018",
     higher_is_better=True,
@@ -129,7 +129,7 @@ def pointing_game(
     return Measured(_defined(hits, reasons), reasons=reasons)
 
 
-@metric(
+@register_metric(
     "energy-pointing",
     paper="Wang et al., CVPR-W 2020",
     higher_is_better=True,
@@ -179,7 +179,7 @@ def _labelled(ask: Measure, unlabelled: str = "leave-out", both: bool = False) -
     return positive, counted, reasons | dict.fromkeys(_where(~positive.any(1)), "its mask shows no object")
 
 
-@metric(
+@register_metric(
     "ap",
     paper="SkipPLUS, CVPR-W 2024",
     aliases=("seg-ap",),
@@ -219,7 +219,7 @@ def _pixel_accuracy(sums: Sums) -> Tensor:
     return sums["correct"] / sums["labelled"]
 
 
-@metric(
+@register_metric(
     "pixel-accuracy",
     paper=_CHEFER,
     higher_is_better=True,
@@ -243,7 +243,7 @@ def _miou(sums: Sums) -> Tensor:
     return (sums["intersection"] / sums["union"].clamp_min(1)).sum(-1) / there.sum(-1)
 
 
-@metric("miou", paper=_CHEFER, higher_is_better=True, needs={"masks"}, combine=_miou)
+@register_metric("miou", paper=_CHEFER, higher_is_better=True, needs={"masks"}, combine=_miou)
 def miou(ask: Measure) -> Measured:
     """Mean of the two IoUs, of background and object, each I / U, of the map cut at its mean.
 
@@ -257,7 +257,7 @@ def miou(ask: Measure) -> Measured:
     return Measured(_defined(_miou(parts), reasons), parts=parts, reasons=reasons)
 
 
-@metric("map", paper=_CHEFER, higher_is_better=True, needs={"masks"})
+@register_metric("map", paper=_CHEFER, higher_is_better=True, needs={"masks"})
 def two_channel_ap(ask: Measure) -> Measured:
     """Average precision over two channels at once: the map m in [0, 1] for the object and 1 - m for the background.
 
@@ -271,7 +271,7 @@ def two_channel_ap(ask: Measure) -> Measured:
     return Measured(_defined(values, reasons), reasons=reasons)
 
 
-@metric("f1", paper=_CHEFER, higher_is_better=True, needs={"masks"})
+@register_metric("f1", paper=_CHEFER, higher_is_better=True, needs={"masks"})
 def f1(ask: Measure) -> Measured:
     """F1 of the object's pixels, the map cut at its mean: 2 TP / (2 TP + FP + FN), per image. No forward."""
     positive, counted, reasons = _labelled(ask)
@@ -333,7 +333,7 @@ def _overlaps(
     return torch.from_numpy(found), {i: "it has no boxes" for i, box in enumerate(boxes) if len(box) == 0}
 
 
-@metric("gt-known-loc", paper=_CHOE, higher_is_better=True, needs={"boxes"}, cost="no forward; 1 labelling")
+@register_metric("gt-known-loc", paper=_CHOE, higher_is_better=True, needs={"boxes"}, cost="no forward; 1 labelling")
 def gt_known_loc(
     ask: Measure,
     threshold: Level = 0.2,
@@ -350,7 +350,9 @@ def gt_known_loc(
     return Measured(_defined(overlaps[:, 0] >= iou, reasons), reasons=reasons)
 
 
-@metric("top1-loc", paper=_CHOE, higher_is_better=True, needs={"boxes", "labels"}, cost="1 forward; 1 labelling")
+@register_metric(
+    "top1-loc", paper=_CHOE, higher_is_better=True, needs={"boxes", "labels"}, cost="1 forward; 1 labelling"
+)
 def top1_loc(
     ask: Measure,
     threshold: Level = 0.2,
@@ -369,7 +371,7 @@ def _max_box_acc(sums: Sums) -> Tensor:
     return (sums["hits"] / sums["images"][..., None, None]).amax(-1).mean(-1)
 
 
-@metric(
+@register_metric(
     "max-box-acc",
     paper=_CHOE,
     aliases=("max-box-acc-v2",),

@@ -15,9 +15,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.ablation import Count
 from patchlight.errors import PatchlightError
-from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, metric
+from patchlight.evidence.ablation import Count
+from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, register_metric
 from patchlight.metrics.deletion import AnyFill, Integrator, Share, area, count_cells, probability, removed_logits
 from patchlight.targets import Targets
 
@@ -94,7 +94,7 @@ def _perturbation_limits(settings: Mapping[str, Any]) -> tuple[float, float]:
     return 0.0, top * {"unit": settings["points"] - 1, "width": across}.get(settings["integrator"], 1.0)
 
 
-@metric(
+@register_metric(
     "perturbation",
     paper="Chefer et al., CVPR 2021",
     higher_is_better=_perturbation_rises,
@@ -163,7 +163,7 @@ def perturbation(
 _TOKENTM = "Wu et al., CVPR 2024"
 
 
-@metric(
+@register_metric(
     "auc",
     paper=_TOKENTM,
     higher_is_better=False,
@@ -190,7 +190,7 @@ def auc(
     return Measured(area(curve, "trapezoid", x), curve, x)
 
 
-@metric(
+@register_metric(
     "aopc",
     paper=_TOKENTM,
     higher_is_better=True,
@@ -217,7 +217,7 @@ def aopc(
     return Measured(curve.mean(1), curve, x)
 
 
-@metric(
+@register_metric(
     "lodds",
     paper=_TOKENTM,
     higher_is_better=False,
@@ -298,7 +298,7 @@ def _token_measured(
     return Measured(values, curve, x)
 
 
-@metric(
+@register_metric(
     "token-deletion",
     paper=_SKIPPLUS,
     higher_is_better=lambda s: s["form"] == "higher" or _natural(False, s["quantity"]),
@@ -330,7 +330,7 @@ def token_deletion(
     return _token_measured(ask, False, quantity, form, integrator, ask.of(target_class), (points, low, high))
 
 
-@metric(
+@register_metric(
     "token-insertion",
     paper=_SKIPPLUS,
     higher_is_better=lambda s: s["form"] == "higher" or _natural(True, s["quantity"]),

@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.ablation import Count
 from patchlight.engine import default_batch_size
-from patchlight.metrics.base import Measure, Measured, metric
+from patchlight.evidence.ablation import Count
+from patchlight.metrics.base import Measure, Measured, register_metric
 
 Norm = Literal["l2", "l1", "linf"]
 Radius = Annotated[float, Field(ge=0)]
@@ -23,7 +23,7 @@ def draws(shape: tuple[int, ...], n: int, radius: float, seed: int) -> Tensor:
     return torch.empty(n, *shape).uniform_(-radius, radius, generator=generator)
 
 
-@metric(
+@register_metric(
     "max-sensitivity",
     paper="Yeh et al., NeurIPS 2019",
     higher_is_better=False,

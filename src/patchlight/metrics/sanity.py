@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.ablation import Count
-from patchlight.anatomy import Anatomy, wrap
+from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.load import wrap
 from patchlight.errors import PatchlightError, Unsupported
-from patchlight.metrics.base import Measure, Measured, metric
+from patchlight.evidence.ablation import Count
+from patchlight.metrics.base import Measure, Measured, register_metric
 from patchlight.metrics.localisation import unit_range
 from patchlight.resize import to_pixels
 from patchlight.statistics import average_ranks, constant
@@ -187,7 +188,7 @@ def _randomised_maps(ask: Measure, mode: Mode) -> tuple[Tensor, list[Tensor]]:
     return first, maps
 
 
-@metric(
+@register_metric(
     "randomisation",
     paper="Adebayo et al., NeurIPS 2018",
     aliases=("mprt",),
@@ -220,7 +221,7 @@ def randomisation(
     return replace(found, reasons={**found.reasons, **lost})
 
 
-@metric("random-floor", paper="Adebayo et al., NeurIPS 2018", higher_is_better=False, bounds=(-1.0, 1.0))
+@register_metric("random-floor", paper="Adebayo et al., NeurIPS 2018", higher_is_better=False, bounds=(-1.0, 1.0))
 def random_floor(
     ask: Measure,
     n: Count = 10,

@@ -23,7 +23,7 @@ from patchlight.viz.heat import GREY, blend, is_signed, robust_scale, seen, tint
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from patchlight.anatomy import Anatomy
+    from patchlight.anatomy.base import Anatomy
 
 Prediction = tuple[str, float] | str
 
@@ -74,7 +74,7 @@ def figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from patchlight.anatomy import wrap
+    from patchlight.anatomy.load import wrap
 
     maps = _by_name(maps)
     vit = None if vit is None else wrap(vit)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
-from patchlight.rules import RULES, Rule
-from patchlight.taps import Evidence, Taps
+from patchlight.evidence.rules import RULES, Rule
+from patchlight.evidence.taps import Evidence, Taps
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 
 PIXELS = -1
@@ -276,7 +276,7 @@ def trace(
     """
     if rule not in RULES:
         raise PatchlightError(f"no backward rule is called '{rule}'; {nearest(rule, RULES)}")
-    from patchlight.anatomy import wrap
+    from patchlight.anatomy.load import wrap
 
     vit = wrap(vit)
     if vit.depth == 0:

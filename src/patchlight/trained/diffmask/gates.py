@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.diffmask import hard_concrete
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
 from patchlight.fingerprints import stamp
+from patchlight.trained.diffmask import hard_concrete
 
 FORMAT = 2
 GRADES = 31

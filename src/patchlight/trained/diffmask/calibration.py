@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.diffmask.gates import Gates, aggregate, masked_logits, observe
-from patchlight.diffmask.objective import divergence
+from patchlight.trained.diffmask.gates import Gates, aggregate, masked_logits, observe
+from patchlight.trained.diffmask.objective import divergence
 
 
 def calibrate(gates: Gates, h0: Tensor, states: Tensor, share: float) -> float:

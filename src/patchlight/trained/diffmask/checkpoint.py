@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from patchlight.diffmask.settings import Progress
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
+from patchlight.trained.diffmask.settings import Progress
 
 Parts = Mapping[str, Mapping[str, Tensor]]
 

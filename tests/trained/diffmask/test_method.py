@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.diffmask.gates import DiffMask, aggregate, new_gates, observe
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.methods import diffmask
 from patchlight.methods.diffmask import SHIPPED
 from patchlight.testing import check_method
-from tests.diffmask.toys import pictures, toy
+from patchlight.trained.diffmask.gates import DiffMask, aggregate, new_gates, observe
 from tests.families import FAMILIES, HIERARCHICAL, STRUCTURAL, images, shared
+from tests.trained.diffmask.toys import pictures, toy
 
 GATED = [family for family in FAMILIES if family not in HIERARCHICAL]
 

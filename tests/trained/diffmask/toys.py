@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import patchlight as pl
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from tests.families import randomise
 
 SIDE = 16

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from patchlight.anatomy import wrap
 from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.load import wrap
 from patchlight.data.counting import PATCH, SIDE, Grids, counting_grids
-from patchlight.diffmask.gates import DiffMask
-from patchlight.diffmask.settings import Callback, Settings
-from patchlight.diffmask.train import train
-from patchlight.engine import DegenerateMap, explain
-from patchlight.errors import PatchlightError
+from patchlight.engine import explain
+from patchlight.errors import DegenerateMap, PatchlightError
 from patchlight.files import write_whole
 from patchlight.images import Preprocess
+from patchlight.trained.diffmask.gates import DiffMask
+from patchlight.trained.diffmask.settings import Callback, Settings
+from patchlight.trained.diffmask.train import train
 
 Preset = Literal["small", "paper"]
 METHODS: dict[str, dict[str, Any]] = {

@@ -20,14 +20,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.diffmask import DiffMask, Progress, Settings, TrainingWarning
-from patchlight.diffmask.calibration import calibrate, finish
-from patchlight.diffmask.gates import aggregate, masked_logits, new_gates, observe
-from patchlight.diffmask.objective import divergence
-from patchlight.diffmask.train import _Run, _tf32, lowered
 from patchlight.errors import PatchlightError, Unsupported
-from tests.diffmask.toys import batches, pictures, toy
+from patchlight.trained.diffmask import DiffMask, Progress, Settings, TrainingWarning
+from patchlight.trained.diffmask.calibration import calibrate, finish
+from patchlight.trained.diffmask.gates import aggregate, masked_logits, new_gates, observe
+from patchlight.trained.diffmask.objective import divergence
+from patchlight.trained.diffmask.train import _Run, _tf32, lowered
 from tests.families import shared
+from tests.trained.diffmask.toys import batches, pictures, toy
 
 QUICK: dict[str, Any] = {"steps": 14, "batch_size": 4, "warmup": 4, "log_every": 3, "checkpoint_steps": 4}
 
@@ -154,9 +154,9 @@ import sys, time
 import torch
 torch.set_num_threads(1)
 import patchlight as pl
-from patchlight.diffmask import Settings
-from tests.diffmask.test_train import QUICK
-from tests.diffmask.toys import batches, toy
+from patchlight.trained.diffmask import Settings
+from tests.trained.diffmask.test_train import QUICK
+from tests.trained.diffmask.toys import batches, toy
 pl.diffmask.train(toy(), batches(), Settings(**{**QUICK, "log_every": 1}), lambda now: time.sleep(0.15), sys.argv[1])
 """
 
@@ -165,7 +165,7 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> Non
     vit = toy()
     whole = pl.diffmask.train(vit, batches(), Settings(**QUICK), out=tmp_path / "whole")
     folder = tmp_path / "killed"
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(folder)], cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -306,7 +306,7 @@ def test_images_at_another_price_are_not_reported(prices: float, mean: float, mo
     def numbered(clean: Tensor, masked: Tensor, sigmoid: bool) -> Tensor:
         return 0 * masked.sum(1) + torch.arange(len(masked))
 
-    monkeypatch.setattr(sys.modules["patchlight.diffmask.train"], "divergence", numbered)
+    monkeypatch.setattr(sys.modules["patchlight.trained.diffmask.train"], "divergence", numbered)
     run = _Run(toy(), batches(), Settings(prices=prices, **QUICK), None, None, None)
     run._one(run.gates, pictures(4))
     assert float(run.window[0][0]) == pytest.approx(mean)
@@ -357,9 +357,9 @@ torch.set_num_threads(1)
 from accelerate import PartialState
 from safetensors.torch import save_file
 import patchlight as pl
-from patchlight.diffmask import Settings
-from tests.diffmask.test_train import QUICK
-from tests.diffmask.toys import batches, toy
+from patchlight.trained.diffmask import Settings
+from tests.trained.diffmask.test_train import QUICK
+from tests.trained.diffmask.toys import batches, toy
 dm = pl.diffmask.train(toy(), batches(), Settings(**QUICK), out=sys.argv[1])
 save_file(dict(dm.gates.state_dict()), f"{sys.argv[1]}/rank-{PartialState().process_index}.safetensors")
 """
@@ -368,7 +368,7 @@ save_file(dict(dm.gates.state_dict()), f"{sys.argv[1]}/rank-{PartialState().proc
 @pytest.mark.slow
 def test_two_processes_end_with_the_same_gates(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO)
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     subprocess.run([*launch, str(tmp_path / "two.py"), str(tmp_path)], cwd=root, env=env, check=True, timeout=300)

@@ -9,9 +9,9 @@ import torch
 
 import patchlight as pl
 from patchlight.data.counting import RED, counting_grids, draw_grids
-from patchlight.diffmask import counting_task
-from patchlight.diffmask.counting_task import best_threshold, judge
 from patchlight.errors import PatchlightError
+from patchlight.trained.diffmask import counting_task
+from patchlight.trained.diffmask.counting_task import best_threshold, judge
 
 
 def test_grids_are_the_papers() -> None:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from patchlight import rules
 from patchlight.errors import Unsupported
-from patchlight.rules import Rule
+from patchlight.evidence import rules
+from patchlight.evidence.rules import Rule
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.integrate import quad
 
-from patchlight.diffmask import hard_concrete as hc
+from patchlight.trained.diffmask import hard_concrete as hc
 
 U = torch.tensor([-2.0, 0.0, 2.0, 8.0], dtype=torch.float64)
 

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.data import Data, open_data
-from patchlight.diffmask.settings import Settings
 from patchlight.errors import PatchlightError
 from patchlight.images import to_batch
+from patchlight.trained.diffmask.settings import Settings
 
 
 class Model(BaseModel):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.diffmask.gates import DiffMask, Gates, aggregate, load, masked_logits, new_gates, observe
-from patchlight.diffmask.objective import divergence
 from patchlight.errors import PatchlightError
-from tests.diffmask.toys import pictures, toy
+from patchlight.trained.diffmask.gates import DiffMask, Gates, aggregate, load, masked_logits, new_gates, observe
+from patchlight.trained.diffmask.objective import divergence
 from tests.families import build, images
+from tests.trained.diffmask.toys import pictures, toy
 
 
 def literal(gates: Gates, h0: Tensor, states: list[Tensor]) -> Tensor:

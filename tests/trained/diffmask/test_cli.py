@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 import patchlight as pl
 from patchlight.cli import app
-from patchlight.diffmask.recipe import read_recipe
 from patchlight.errors import PatchlightError
+from patchlight.trained.diffmask.recipe import read_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FEW = ["--set", "steps=2", "--set", "batch_size=2", "--set", "log_every=1"]
 
 

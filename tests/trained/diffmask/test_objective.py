@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from patchlight.diffmask.objective import Lookahead, Multipliers, divergence, penalty
-from patchlight.diffmask.settings import Settings
+from patchlight.trained.diffmask.objective import Lookahead, Multipliers, divergence, penalty
+from patchlight.trained.diffmask.settings import Settings
 
 
 def test_divergence_is_the_kl_of_distributions() -> None:

@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy import wrap
 from patchlight.anatomy.base import Anatomy
-from patchlight.diffmask.batches import check_data, epoch_of, images_and_labels, length_of
-from patchlight.diffmask.calibration import Finish, calibrate, finish
-from patchlight.diffmask.checkpoint import append_metrics, cut_metrics, read_checkpoint, write_checkpoint
-from patchlight.diffmask.gates import DiffMask, Gates, masked_logits, new_gates, observe, why_not
-from patchlight.diffmask.objective import Lookahead, Multipliers, divergence, penalty
-from patchlight.diffmask.settings import Callback, Progress, Settings, TrainingWarning, fixed
+from patchlight.anatomy.load import wrap
 from patchlight.errors import PatchlightError, Unsupported, warn
 from patchlight.files import check_writable
+from patchlight.trained.diffmask.batches import check_data, epoch_of, images_and_labels, length_of
+from patchlight.trained.diffmask.calibration import Finish, calibrate, finish
+from patchlight.trained.diffmask.checkpoint import append_metrics, cut_metrics, read_checkpoint, write_checkpoint
+from patchlight.trained.diffmask.gates import DiffMask, Gates, masked_logits, new_gates, observe, why_not
+from patchlight.trained.diffmask.objective import Lookahead, Multipliers, divergence, penalty
+from patchlight.trained.diffmask.settings import Callback, Progress, Settings, TrainingWarning, fixed
 
 SLOPE = 0.4 / math.log(10)
 """How many alphas a factor e of the price shifts the gates: 0.4 for a factor of ten."""

@@ -8,17 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import patchlight as pl
-from patchlight.ablation import (
-    Ablation,
-    Cancelled,
-    PixelMasks,
-    RankThresholds,
-    Rendered,
-    TokenSubsets,
-    fill_images,
-)
-from patchlight.anatomy import Anatomy
+from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.twin import PatchProduct, multiply_patches
+from patchlight.errors import Cancelled
+from patchlight.evidence.ablation import Ablation, PixelMasks, RankThresholds, Rendered, TokenSubsets
+from patchlight.evidence.fills import fill_images
 from patchlight.targets import Targets
 from tests.families import PLAIN, build, images, shared
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from patchlight.diffmask.objective import Penalty, Update
 from patchlight.errors import PatchlightError, nearest
+from patchlight.trained.diffmask.objective import Penalty, Update
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]

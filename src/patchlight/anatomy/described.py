@@ -1,0 +1,102 @@
+"""A model described by hand: its blocks, and functions for what comes before and after them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from patchlight.anatomy.base import Anatomy, Parts, modules_of
+
+
+class DescribedAnatomy(Anatomy):
+    """A model described by hand: its blocks, and functions for what comes before and after them."""
+
+    library = "described"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        embed: Callable[[Tensor], Tensor],
+        blocks: Sequence[nn.Module],
+        readout: Callable[[Tensor], Tensor],
+        **about: Any,
+    ) -> None:
+        self._given = embed, list(blocks), readout
+        super().__init__(model, **about)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return [self._twin.moved(block) for block in self._given[1]]
+
+    @property
+    def functions(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """`embed` and `readout` as they were given."""
+        return self._given[0], self._given[2]
+
+    def embed(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self._twin.moved(self._given[0])(images))
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        from patchlight.anatomy.hf import required_after_first
+
+        block = self.blocks[index]
+        out: Any = block(tokens, **dict.fromkeys(required_after_first(type(block))))
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
+
+    def readout(self, tokens: Tensor) -> Tensor:
+        return cast(Tensor, self._twin.moved(self._given[2])(tokens))
+
+    def whole(self, images: Tensor) -> Any:
+        """What the model itself gives, where that is logits at all: its own forward may take, or give, anything."""
+        described = self.readout(self.run(self.embed(images)))
+        try:
+            out: Any = self.net(images)
+        except Exception:
+            return described
+        out = getattr(out, "logits", out)
+        return out if isinstance(out, Tensor) and out.shape == described.shape else described
+
+    @property
+    def castable(self) -> bool:
+        return not any(self._twin.moved(f) is f for f in map(_inner, self.functions))
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """As ever; but functions that are no methods of the model run the user's own modules.
+
+        Those must be in evaluation mode, which other threads can see: one thread at a time, and only where a module is
+        in training mode.
+        """
+        with super().steady(), contextlib.nullcontext() if self.castable else _evaluating(self.model):
+            yield
+
+    def parts(self, index: int) -> Parts:
+        block = self.blocks[index]
+        return Parts(getattr(block, "norm1", None), getattr(block, "norm2", None))
+
+
+def _inner(function: Any) -> Any:
+    return _inner(function.func) if isinstance(function, partial) else function
+
+
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    with _LOCKS.setdefault(model, threading.RLock()):
+        training = [m for m in modules_of(model) if m.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True

@@ -1,0 +1,468 @@
+"""The model boundary: `load` a model by name or `wrap` one you have; both give its anatomy."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from patchlight.anatomy.base import Anatomy, check_finite
+from patchlight.anatomy.described import DescribedAnatomy
+from patchlight.errors import PatchlightError, nearest
+from patchlight.images import Preprocess
+
+_OVERRIDES = ("labels", "name", "preprocess", "processor", "sigmoid", "stage")
+"""What `wrap` takes for a model that it reads by itself."""
+_DESCRIPTION = ("embed", "blocks", "readout", "grid", "prefix", "pooling", "heads", "classes")
+"""What it needs for one that is described by hand."""
+_LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "stage")
+
+
+def wrap(model: nn.Module | Anatomy, **about: Any) -> Anatomy:
+    """The anatomy of a model you already have: timm, transformers or torchvision.
+
+    A probe is run through the model, whole and in parts, and a model whose forward does more than its parts is refused.
+    The model itself is only read: everything runs on a twin over the same weights, in evaluation mode, so the model may
+    be trained or used meanwhile. Compiled and DataParallel models are unwrapped.
+
+    `labels` (names, a list or a CSV file), `name`, `preprocess` (or `processor`, a transformers image processor) and
+    `sigmoid` override what is read from the model; `stage` (0-based, or negative from the end) is where a hierarchical
+    model is opened, the second-to-last by default. A model of another make is described by hand: give `embed`,
+    `blocks`, `readout`, `grid`, `prefix`, `pooling`, `heads`, `classes` and `preprocess`. Functions that are methods of
+    the model run on its twin; others run its own modules, put into evaluation mode under a lock where they are not in
+    it.
+    """
+    about = _checked({key: value for key, value in about.items() if value is not None})
+    if isinstance(model, Anatomy):
+        if about:
+            raise PatchlightError(f"{', '.join(about)} cannot be given for {model.name}, which is wrapped already")
+        return model
+    if not isinstance(model, nn.Module):
+        raise PatchlightError(f"wrap takes a torch module; {type(model).__name__} was given (load takes names)")
+    model = _unwrap(model)
+    if "processor" in about and not any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
+        raise PatchlightError(f"{type(model).__name__} is not of transformers; give preprocess instead of processor")
+    if "labels" in about:
+        about["labels"] = read_labels(about["labels"])
+    anatomy = _describe(model, about) if "blocks" in about else _read(model, about)
+    check_finite(model, anatomy.name)
+    anatomy.check()
+    return anatomy
+
+
+def load(
+    name: str,
+    weights: str | Path | None = None,
+    labels: str | Path | Sequence[str] | None = None,
+    device: str | torch.device = "cpu",
+    pretrained: bool | None = None,
+    preprocess: Preprocess | None = None,
+    **options: Any,
+) -> Anatomy:
+    """Load a model by name: "pocket", any timm name, "hf:NAME" (hub name or local folder), or "torchvision:NAME".
+
+    `weights` is a safetensors file (or a torch file of plain tensors); the number of classes is read from it. Without
+    it the pretrained weights are fetched, where a hub is reachable; `pretrained=False` leaves them random. Further
+    options go to the library's own constructor (`img_size=`, `patch_size=`, …); `preprocess` and `stage` as in wrap.
+    """
+    if not isinstance(name, str):
+        raise PatchlightError(f"load takes a name; {type(name).__name__} was given (wrap takes models)")
+    fetch = weights is None and pretrained is not False
+    state = read_weights(Path(weights)) if weights is not None else None
+    library, _, rest = name.partition(":") if name.startswith(("hf:", "torchvision:", "timm:")) else ("timm", "", name)
+    about: dict[str, Any] = {"name": rest or name, **({} if preprocess is None else {"preprocess": preprocess})}
+    if labels is not None:
+        about["labels"] = labels
+    if "stage" in options:
+        about["stage"] = options.pop("stage")
+    if name == "pocket":
+        anatomy = _load_pocket(about, options)
+    elif library == "hf":
+        anatomy = _load_hf(rest, fetch, state, options, about)
+    elif library == "torchvision":
+        anatomy = _load_torchvision(rest, fetch, state, options, about)
+    else:
+        anatomy = _load_timm(rest, fetch, state, options, about)
+    if state is not None:
+        _fill(anatomy.model, state, f"'{weights}'", anatomy.name)
+    anatomy.model.eval().requires_grad_(False)
+    check_finite(anatomy.model, anatomy.name)
+    try:
+        anatomy.model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise PatchlightError(f"device '{device}' cannot be used: {str(error).splitlines()[0]}") from error
+    anatomy.renew()
+    return anatomy
+
+
+def list_models(pattern: str = "") -> list[str]:
+    """The names `load` knows without a prefix: pocket, and timm's plain and hierarchical transformers."""
+    import timm
+
+    plain = ("vision_transformer", "deit", "eva", "beit")
+    hierarchical = ("swin_transformer", "swin_transformer_v2", "pvt_v2", "twins")
+    names = ["pocket", *(n for m in (*plain, *hierarchical) for n in timm.list_models(module=m))]
+    wanted = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+    from fnmatch import fnmatch
+
+    return sorted({n for n in names if fnmatch(n, wanted)})
+
+
+def read_labels(labels: str | Path | Sequence[str] | Mapping[int, str]) -> list[str]:
+    """Class names from a list, a dictionary by index, a text file (one a line), or a CSV.
+
+    A CSV has a column `names`, `name` or `label`; where it has `class_index`, `index` or `id` too, names go by it.
+    """
+    if isinstance(labels, Mapping):
+        return _by_index(list(labels.items()), "the dictionary of labels")
+    if (
+        isinstance(labels, bytes)
+        or not isinstance(labels, str | Path | Iterable)
+        or isinstance(labels, set | frozenset)
+    ):
+        raise PatchlightError(f"labels were given as {type(labels).__name__}; give a list of names, or a file of them")
+    if not isinstance(labels, str | Path):
+        return [str(label) for label in labels]
+    path = Path(labels)
+    if not path.is_file():
+        raise PatchlightError(f"no label file at '{path}'")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if "\0" in text:
+            raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds zero bytes")
+        names = _read_table(text, path) if path.suffix.lower() == ".csv" else text.split("\n")
+    except UnicodeDecodeError as error:
+        raise PatchlightError(f"'{path}' is not a text file in UTF-8, so no labels can be read from it") from error
+    except (csv.Error, OSError) as error:
+        raise PatchlightError(f"'{path}' cannot be read as labels: {error}") from error
+    while names and not names[-1].strip():
+        names.pop()
+    if not names:
+        raise PatchlightError(f"'{path}' holds no labels")
+    blank = next((i for i, name in enumerate(names) if not name.strip()), None)
+    if blank is not None:
+        raise PatchlightError(f"class {blank} has no name in '{path}', though later ones do")
+    return names
+
+
+def _read_table(text: str, path: Path) -> list[str]:
+    rows = list(csv.DictReader(text.splitlines(keepends=True)))
+    column = next((c for c in ("names", "name", "label", "labels") if rows and c in rows[0]), None)
+    if column is None:
+        raise PatchlightError(f"'{path}' has no column called names, name or label, or no line below it")
+    names = [row[column] or "" for row in rows]
+    order = next((c for c in ("class_index", "index", "id") if c in rows[0]), None)
+    return names if order is None else _by_index([(row[order], n) for row, n in zip(rows, names, strict=True)], path)
+
+
+def _by_index(pairs: Sequence[tuple[Any, str]], source: Path | str) -> list[str]:
+    """Names in the order of their indices, which must be 0 to n-1, each once."""
+    where = f"'{source}'" if isinstance(source, Path) else source
+    wrong = next((i for i, _ in pairs if not re.fullmatch(r"\s*[0-9]+\s*", str(i))), None)
+    if wrong is not None:
+        raise PatchlightError(f"{where} has the class index {wrong!r}; indices are whole numbers from 0")
+    names = {int(index): str(name) for index, name in pairs}
+    twice = next((i for i, count in Counter(int(i) for i, _ in pairs).items() if count > 1), None)
+    if twice is not None:
+        raise PatchlightError(f"{where} names class {twice} more than once; give each index from 0 once")
+    missing = next((i for i in range(len(names)) if i not in names), None)
+    if missing is not None:
+        raise PatchlightError(f"{where} has {len(names)} names up to class {max(names)}, but none for class {missing}")
+    return [names[i] for i in range(len(names))]
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Tensors by name from a safetensors file, or a torch file read without unpickling code."""
+    if not path.is_file():
+        raise PatchlightError(f"no weights at '{path}'")
+    if path.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
+        raise PatchlightError(f"'{path}' cannot be read as weights; give a .safetensors, .pth, .pt or .bin file")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            tensors: dict[str, Tensor] = load_file(path)
+            return tensors
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise PatchlightError(
+            f"'{path}' cannot be read as weights: it is damaged, or holds more than plain tensors"
+        ) from error
+    for key in ("state_dict", "model"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise PatchlightError(f"'{path}' does not hold plain tensors by name")
+    return state
+
+
+def _checked(about: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of `wrap`, or a sentence about one that it does not take."""
+    known = {*_OVERRIDES, *_DESCRIPTION, "channels", "extent"}
+    unknown = next((key for key in about if key not in known), None)
+    if unknown is not None:
+        raise PatchlightError(f"wrap takes no '{unknown}'; {nearest(unknown, known)}")
+    preprocess = about.get("preprocess")
+    if preprocess is not None and not isinstance(preprocess, Preprocess):
+        raise PatchlightError(f"preprocess is {type(preprocess).__name__}; give a pl.Preprocess((height, width), …)")
+    return about
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None and type(model).__module__.startswith("peft."):
+            inner = cast(Any, model).get_base_model()  # with the adapters in it
+        if inner is None:
+            return model
+        model = inner
+
+
+def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
+    from patchlight.anatomy.hf import read_hf, supported
+    from patchlight.anatomy.timm import read_timm
+    from patchlight.anatomy.torchvision import read_torchvision
+
+    make = type(model).__module__.partition(".")[0]
+    readers = {"timm": read_timm, "transformers": read_hf, "torchvision": read_torchvision}
+    order = [readers[make]] if make in readers else list(readers.values())
+    staged = {"stage": about.pop("stage")} if "stage" in about else {}
+    for read in order:
+        anatomy = read(model, **about, **(staged if read is read_timm else {}))
+        if anatomy is not None:
+            if staged and not anatomy.hierarchical:
+                raise PatchlightError(f"{anatomy.name} has no stages, so stage={staged['stage']} means nothing for it")
+            return anatomy
+    raise PatchlightError(_unread(model, supported()))
+
+
+def _unread(model: nn.Module, of_transformers: Sequence[str]) -> str:
+    """Why a model cannot be read by itself, and how it is described by hand."""
+    kind, blocks, classes = type(model).__name__, "…", "…"
+    if any(hasattr(model, name) for name in ("get_text_features", "encode_text")):
+        towers = ("vision_model.encoder.layers", "visual.transformer.resblocks", "visual.trunk.blocks")
+        found = next((path for path in towers if _reaches(model, path)), None)
+        blocks, classes = f"model.{found}" if found else "…", "number of texts, labels=texts"
+        why = (
+            f"{kind} compares images with texts and has no classes of its own. Describe its image side by hand, with a "
+            "readout that gives the similarity to the features of your texts"
+        )
+    else:
+        why = (
+            f"{kind} is not a model that can be read by itself; looked for timm's VisionTransformer, Eva, Beit, Swin, "
+            "SwinV2, PVTv2 and Twins, torchvision's VisionTransformer, and transformers' "
+            f"{', '.join(of_transformers)}. Describe it by hand"
+        )
+    return (
+        f"{why}: wrap(model, embed=…, blocks={blocks}, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, "
+        f"classes={classes}, preprocess=Preprocess((H, W)))"
+    )
+
+
+def _reaches(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _describe(model: nn.Module, about: dict[str, Any]) -> Anatomy:
+    missing = [key for key in _DESCRIPTION if key not in about]
+    if missing:
+        raise PatchlightError(f"to describe a model by hand, also give {', '.join(missing)}")
+    about.setdefault("preprocess", Preprocess((224, 224)))
+    about.setdefault("name", type(model).__name__)
+    return DescribedAnatomy(model, **about)
+
+
+def _load_pocket(about: dict[str, Any], options: dict[str, Any]) -> Anatomy:
+    from patchlight.zoo import pocket
+
+    if options:
+        raise PatchlightError(f"pocket takes no '{next(iter(options))}'; {nearest(next(iter(options)), _LOADING)}")
+    facts = pocket.description()
+    preprocess = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
+    return wrap(pocket.build(), **{"labels": facts["classes"], "preprocess": preprocess, **about})
+
+
+def _load_timm(
+    name: str, fetch: bool, state: dict[str, Tensor] | None, options: dict[str, Any], about: dict[str, Any]
+) -> Anatomy:
+    import timm
+
+    known = list_models()
+    if not timm.is_model(name):
+        raise PatchlightError(f"no model is called '{name}'; {nearest(name, known)}")
+    if name.partition(".")[0] not in known:
+        raise PatchlightError(f"'{name}' is not a Vision Transformer that can be read; {nearest(name, known)}")
+    if state is not None and "num_classes" not in options:
+        head = state.get("head.weight", state.get("head.fc.weight"))
+        if head is not None:
+            options = {**options, "num_classes": int(head.shape[0])}
+    try:
+        where = _found_by_timm(name, options) if fetch else {}
+        model = timm.create_model(name, pretrained=fetch, **{**options, **where})
+        _check_options(type(model), options)
+    except PatchlightError:
+        raise
+    except Exception as error:
+        raise PatchlightError(_could_not(name, fetch, error)) from error
+    return wrap(model, **about)
+
+
+def _found_by_timm(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with which timm finds pretrained weights where the hub is out of reach: the file in the local cache."""
+    from timm.models import get_pretrained_cfg
+
+    from patchlight.anatomy.hub import cached, endpoint, unreachable
+
+    config = get_pretrained_cfg(name)
+    if config is None or "pretrained_cfg" in options or "pretrained_cfg_overlay" in options:
+        return {}
+    classes = options.get("num_classes", config.num_classes)
+    if classes not in (0, config.num_classes):
+        raise PatchlightError(
+            f"'{name}' is pretrained for {config.num_classes} classes, so that with num_classes={classes} its "
+            "classifier would be random; give weights=FILE of one trained for them, or pretrained=False"
+        )
+    reason = unreachable() if config.hf_hub_id else ""
+    if not reason:
+        return {}
+    given = config.hf_hub_filename or "pytorch_model.bin"
+    safe = "model.safetensors" if given == "pytorch_model.bin" else str(Path(given).with_suffix(".safetensors"))
+    file = cached(config.hf_hub_id, safe, given)
+    if file is None:
+        raise PatchlightError(
+            f"'{name}' could not be loaded: it is not in the local cache, and {endpoint()} cannot be reached "
+            f"({reason}); give weights=FILE, or pretrained=False for random weights"
+        )
+    return {"pretrained_cfg_overlay": {"file": str(file), "custom_load": file.suffix == ".npz"}}
+
+
+def _check_options(cls: type, options: dict[str, Any]) -> None:
+    """Refuse options that a constructor with `**kwargs` would swallow."""
+    from timm import create_model
+    from timm.models import build_model_with_cfg
+
+    parameters = inspect.signature(cls).parameters
+    if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    known = {*parameters, *inspect.signature(create_model).parameters}
+    known |= {*inspect.signature(build_model_with_cfg).parameters}
+    unknown = next((key for key in options if key not in known), None)
+    if unknown is not None:
+        raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument '{unknown}'")
+
+
+def _load_hf(
+    name: str, fetch: bool, state: dict[str, Tensor] | None, options: dict[str, Any], about: dict[str, Any]
+) -> Anatomy:
+    try:
+        import transformers
+    except ImportError as error:
+        raise PatchlightError("'hf:' models need the transformers package: pip install patchlight[hf]") from error
+    from patchlight.anatomy.hf import check_complete, check_floating, read_processor, supported
+    from patchlight.anatomy.hub import endpoint, unreachable
+
+    local = name != "" and Path(name).is_dir()
+    if not local and (not name or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise PatchlightError(f"no folder at '{name}'; give hf:FOLDER, or hf:OWNER/NAME for a model of the hub")
+    if local and fetch:
+        check_floating(Path(name))
+    reason = "" if local else unreachable()
+    where: dict[str, Any] = {"local_files_only": True} if reason else {}
+    try:
+        config, others = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **options, **where)
+        others = {key: value for key, value in others.items() if key != "local_files_only"}
+        if state is not None and "num_labels" not in options and "classifier.weight" in state:
+            config.num_labels = int(state["classifier.weight"].shape[0])
+        config.architectures = config.architectures or []
+        kind = next(iter(config.architectures), "")
+        cls: Any = getattr(transformers, kind if kind in supported() else "AutoModelForImageClassification")
+        if fetch:
+            how = {**options, **where, "ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, info = cls.from_pretrained(name, **how)
+        else:
+            make = cls._from_config if kind in supported() else cls.from_config
+            model, info = make(config, **others), {}
+    except Exception as error:
+        if reason and isinstance(error, OSError):
+            raise PatchlightError(
+                f"'hf:{name}' could not be loaded: it is not in the local cache, and {endpoint()} cannot be reached "
+                f"({reason}); give hf:FOLDER of a model that lies here"
+            ) from error
+        raise PatchlightError(_could_not(f"hf:{name}", fetch, error)) from error
+    check_complete(info, kind, name)
+    if "preprocess" not in about:
+        about["processor"] = read_processor(name, where)
+    return wrap(model, **about)
+
+
+def _load_torchvision(
+    name: str, fetch: bool, state: dict[str, Tensor] | None, options: dict[str, Any], about: dict[str, Any]
+) -> Anatomy:
+    from torchvision import models
+
+    names = [n for n in models.list_models() if n.startswith("vit_")]
+    if name not in names:
+        raise PatchlightError(f"torchvision has no Vision Transformer called '{name}'; {nearest(name, names)}")
+    if state is not None and "num_classes" not in options and "heads.head.weight" in state:
+        options = {**options, "num_classes": int(state["heads.head.weight"].shape[0])}
+    try:
+        model = models.get_model(name, weights="DEFAULT" if fetch else None, **options)
+    except Exception as error:
+        raise PatchlightError(_could_not(f"torchvision:{name}", fetch, error)) from error
+    return wrap(model, **about)
+
+
+def _could_not(name: str, fetch: bool, error: Exception) -> str:
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    misspelt = re.search(r"unexpected keyword argument '(\w+)'", first)
+    if misspelt is not None:
+        return f"'{name}' takes no '{misspelt[1]}'; {nearest(misspelt[1], {*_LOADING, *_taken(error)})}"
+    hint = "; without a hub give weights=FILE, or pretrained=False for random weights" if fetch else ""
+    return f"'{name}' could not be loaded: {first}{hint}"
+
+
+def _taken(error: Exception) -> set[str]:
+    """What the constructor takes that complained of a keyword: it was called where the traceback ends."""
+    names, step = {"img_size", "patch_size", "num_classes", "num_labels"}, error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    cls: Any = None if step is None else step.tb_frame.f_locals.get("model_cls", step.tb_frame.f_locals.get("cls"))
+    return names | set(inspect.signature(cls).parameters) if isinstance(cls, type) else names
+
+
+def _fill(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> None:
+    own = model.state_dict()
+    missing = [k for k in own if k not in state]
+    extra = [k for k in state if k not in own]
+    shapes = [k for k in own if k in state and own[k].shape != state[k].shape]
+    if missing or extra or shapes:
+        parts = [f"{len(keys)} {word} ({keys[0]})" for word, keys in (("missing", missing), ("extra", extra)) if keys]
+        parts += [f"'{k}' is {list(state[k].shape)} but must be {list(own[k].shape)}" for k in shapes[:1]]
+        raise PatchlightError(f"weights in {source} do not fit {name}: {'; '.join(parts)}")
+    other = next((k for k in own if not _same_kind(state[k], own[k])), None)
+    if other is not None:
+        found = "a tensor without values" if state[other].is_meta else str(state[other].dtype).removeprefix("torch.")
+        raise PatchlightError(
+            f"weights in {source} do not fit {name}: '{other}' is {found} but must be "
+            f"{'floating point' if own[other].is_floating_point() else str(own[other].dtype).removeprefix('torch.')}"
+        )
+    model.load_state_dict(state)
+
+
+def _same_kind(given: Tensor, own: Tensor) -> bool:
+    """Whether values can be copied without becoming others: floats of any precision into floats, else the same type."""
+    plain = given.layout is torch.strided and not given.is_quantized and not given.is_meta
+    return plain and (given.is_floating_point() if own.is_floating_point() else given.dtype == own.dtype)

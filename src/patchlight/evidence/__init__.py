@@ -1,0 +1,1 @@
+"""What a model is asked: one tapped pass, or many forwards over variants of images."""
