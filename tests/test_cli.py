@@ -26,7 +26,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> pl.Anatomy:
     """A small random model in place of whichever is asked for."""
     vit = families.build("vit")
     vit.labels = LABELS
-    monkeypatch.setattr("patchlight.anatomy.load", lambda *_, **__: vit)
+    monkeypatch.setattr("patchlight.anatomy.load.load", lambda *_, **__: vit)
     return vit
 
 
@@ -254,7 +254,7 @@ def test_bugs_are_told_and_debug_shows_them(folder: Path, monkeypatch: pytest.Mo
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr("patchlight.anatomy.load", broken)
+    monkeypatch.setattr("patchlight.anatomy.load.load", broken)
     result = run("explain", "photos/a.jpg", code=1)
     assert result.stderr.strip() == "error: unexpected RuntimeError: two lines (--debug shows where)"
     assert isinstance(CliRunner().invoke(cli.app, ["explain", "photos/a.jpg", "--debug"]).exception, RuntimeError)
@@ -302,7 +302,7 @@ def test_a_real_process(tmp_path: Path) -> None:
 
 def test_groups_of_methods_leave_out_what_a_model_cannot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vit = families.build("siglip")
-    monkeypatch.setattr("patchlight.anatomy.load", lambda *_, **__: vit)
+    monkeypatch.setattr("patchlight.anatomy.load.load", lambda *_, **__: vit)
     done = run("explain", "photos/a.jpg", "--method", "whitebox", "--json", "--out", "w.png")
     asked = json.loads(done.stdout)["methods"]
     assert "genatt" in asked

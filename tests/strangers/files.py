@@ -28,7 +28,7 @@ def tiny_model() -> Iterator[pl.Anatomy]:
     vit = build("vit")
     vit.labels = LABELS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patchlight.anatomy.load", lambda *_, **__: vit)
+        patch.setattr("patchlight.anatomy.load.load", lambda *_, **__: vit)
         yield vit
 
 
