@@ -44,7 +44,7 @@ def explain(
     score: Score | None = None,
     seed: int = 0,
     batch_size: int | None = None,
-    progress: Progress | bool | None = None,
+    progress: Progress | bool = True,
     finite: bool = True,
     **settings: Any,
 ) -> Attribution | dict[str, Attribution]:
@@ -55,9 +55,10 @@ def explain(
     of names and their settings; the latter two give a dict by the names asked, from one forward and one backward per
     backward rule. `target`: None (the prediction), a class index or label name, a list of one per image, several per
     image (a list of lists or [B,T]), or a tuple (a, b) for a against b, whatever the number of images. `score`:
-    "logit", "probability" or a callable of the logits. `progress`: True for a bar on stderr, or a callable of the
-    images done and their number (None where that is not known). A map that is not finite is refused, unless
-    `finite` is False. Further keywords are the method's settings.
+    "logit", "probability" or a callable of the logits. `progress`: a bar where it takes over two seconds and somebody
+    watches (a terminal or notebook), False for none, or a callable of the images done and their number (None where that
+    is not known). A map that is not finite is refused, unless `finite` is False. Further keywords are the method's
+    settings.
 
     >>> att = pl.explain(vit, "cat.jpg", method="genatt", target="tabby")      # doctest: +SKIP
     """

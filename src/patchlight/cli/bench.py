@@ -29,6 +29,7 @@ from patchlight.cli.common import (
     say,
 )
 from patchlight.errors import PatchlightError
+from patchlight.progress import alone, clock
 
 if TYPE_CHECKING:
     from patchlight.bench.local import Summary
@@ -171,7 +172,7 @@ def _watching(recipe: Recipe, as_json: bool) -> Iterator[Callable[[dict[str, Any
         yield lambda event: None
         return
     board = Board(recipe)
-    with Live(get_renderable=board.show, console=console, refresh_per_second=4, transient=True):
+    with alone(), Live(get_renderable=board.show, console=console, refresh_per_second=4, transient=True):
         yield board.listen
 
 
@@ -223,7 +224,7 @@ class Board:
         left = spent / fresh * (self.shards - self.done) if fresh else None
         line = f"{self.done} of {self.shards} shards"
         line += f" ({self.before} done already)" if self.before else ""
-        line += f"  {self.images / spent:.2f} images/s, {_clock(left)} left" if left is not None else ""
+        line += f"  {self.images / spent:.2f} images/s, {clock(left)} left" if left is not None else ""
         line += f"  {self.failed} values failed" if self.failed else ""
         bar = ProgressBar(total=max(self.shards, 1), completed=self.done, width=60)
         return Group(Text(line), bar, Text(self.now, style="dim"), *self._tables())
@@ -241,9 +242,3 @@ class Board:
                 ]
                 table.add_row(method, *shown)
             yield table
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -86,7 +86,7 @@ def _finite(value: Any) -> Any:
 
 def progress(first: str) -> contextlib.AbstractContextManager[Progress]:
     """A bar on stderr while something is under way; silent where nobody watches."""
-    return bar(first, watched=True)
+    return bar(first)
 
 
 def load_model(

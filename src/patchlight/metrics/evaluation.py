@@ -61,7 +61,7 @@ def evaluate(
     masks: Any = None,
     seed: int = 0,
     batch_size: int = 16,
-    progress: Progress | bool | None = None,
+    progress: Progress | bool = True,
     fresh: bool = False,
     **settings: Any,
 ) -> Evaluation | dict[str, Evaluation]:
