@@ -114,9 +114,15 @@ def test_one_bar_at_a_time(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_error_takes_the_bar_away(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
-    with pytest.raises(RuntimeError, match="no"), telling(True, "explaining") as tell:
-        work(tell)
-        raise RuntimeError("no")
+
+    def broken() -> None:
+        with telling(True, "explaining") as tell:
+            work(tell)
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        broken()
+    assert "explaining" in terminal.getvalue()
     left = terminal.getvalue()
     time.sleep(0.3)
     assert terminal.getvalue() == left, "nothing refreshes it any more"

@@ -6,6 +6,7 @@ Such a bar comes after two seconds, so that short work stays silent, and goes wh
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import threading
 import time
@@ -123,9 +124,7 @@ def _display(words: str) -> AbstractContextManager[Tell] | None:
     """A bar where somebody watches: in a notebook, or on a terminal."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if hasattr(shell, "kernel"):
-        from IPython.display import display
-
-        return _in_notebook(words, display, time.monotonic())
+        return _in_notebook(words, importlib.import_module("IPython.display").display, time.monotonic())
     return _on_terminal(words) if sys.stderr is not None and sys.stderr.isatty() else None
 
 
