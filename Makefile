@@ -1,11 +1,12 @@
 # make demo: explain the bundled photographs.   make test: lint, types and tests.   make test-all: the long ones too.
+# make listed: bring the table of names that the command line reads up to date.
 # make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-all test-cpus test-transformers4 test-accelerator lint bench figures clean
+.PHONY: demo test test-all test-cpus test-transformers4 test-accelerator lint listed bench figures clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/patchlight demo
@@ -30,9 +31,12 @@ test-accelerator:
 	$(PYTHON) -m pytest -m accelerator
 
 lint: $(VENV)/.stamp-dev
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks tools
+	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/mypy
+
+listed: $(VENV)/.stamp-run
+	$(BIN)/python -m tools.listed
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m benchmarks

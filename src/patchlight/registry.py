@@ -229,6 +229,12 @@ def register_composition(name: str, combiner: Composition) -> None:
     _COMBINERS[name] = combiner
 
 
+def compositions() -> list[str]:
+    """The names of the compositions that may stand behind a method's name."""
+    registered()
+    return list(_COMBINERS)
+
+
 def registered() -> dict[str, Method]:
     """All methods by name, the bundled ones loaded."""
     import patchlight.methods  # noqa: F401

@@ -11,11 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from patchlight.cli.common import (
     SOME_FAILED,
@@ -28,10 +23,14 @@ from patchlight.cli.common import (
     read_settings,
     say,
 )
+from patchlight.cli.complete import complete_model, one_of
 from patchlight.errors import PatchlightError
 from patchlight.progress import alone, clock
 
 if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
     from patchlight.bench.local import Summary
     from patchlight.bench.recipe import Recipe
 
@@ -47,11 +46,17 @@ def run(
     quick: Annotated[bool, typer.Option("--quick", help="With the recipe's quick settings.")] = False,
     images: Annotated[int | None, typer.Option(min=1, help="How many images, spread over the data.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="NAME, or LABEL=NAME for the recipe's model it stands for; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="NAME, or LABEL=NAME for the recipe's model it stands for; repeatable.", autocompletion=complete_model
+        ),
     ] = None,
     weights: Annotated[list[str] | None, typer.Option(help="Weights of each --model, in order.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of the data, or KIND:FOLDER.")] = None,
-    target: Annotated[str | None, typer.Option(help="Class to explain: label or prediction.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Class to explain: label or prediction.", autocompletion=one_of("label", "prediction")),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of a method or metric of the recipe: label.key=value.")
     ] = None,
@@ -167,6 +172,9 @@ def _watching(recipe: Recipe, as_json: bool) -> Iterator[Callable[[dict[str, Any
     if as_json:
         yield _print_event
         return
+    from rich.console import Console
+    from rich.live import Live
+
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda event: None
@@ -219,6 +227,10 @@ class Board:
                     self.sums[key] = total + row["value"], count + 1
 
     def show(self) -> Group:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
         spent = time.monotonic() - self.begun
         fresh = self.done - self.before
         left = spent / fresh * (self.shards - self.done) if fresh else None
@@ -230,6 +242,8 @@ class Board:
         return Group(Text(line), bar, Text(self.now, style="dim"), *self._tables())
 
     def _tables(self) -> Iterator[Table]:
+        from rich.table import Table
+
         for model in self.recipe.models:
             if not any(key[0] == model for key in self.sums):
                 continue

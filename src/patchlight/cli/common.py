@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from patchlight.cli.complete import complete_model, complete_setting, one_of
 from patchlight.errors import AssumedPreprocess, PatchlightError, nearest
 from patchlight.progress import bar
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
     from patchlight.anatomy.base import Anatomy
@@ -27,13 +28,18 @@ SOME_FAILED = 3
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Model = Annotated[str, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.")]
+Model = Annotated[
+    str, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.", autocompletion=complete_model)
+]
 Weights = Annotated[Path | None, typer.Option(help="Weights of the model, a safetensors file.")]
 Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one a line, or a CSV.")]
 Stage = Annotated[int | None, typer.Option(help="Stage a hierarchical model (Swin, PVT, …) is read behind.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …", autocompletion=one_of("cpu", "cuda", "mps"))]
 Seed = Annotated[int, typer.Option(help="Seed of everything drawn at random.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", help="A setting: name.key=value, or key=value.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="A setting: name.key=value, or key=value.", autocompletion=complete_setting),
+]
 
 
 @contextlib.contextmanager
@@ -68,6 +74,8 @@ def say(words: str) -> None:
 
 def console() -> Console:
     """Tables on stdout; not squeezed where nobody watches."""
+    from rich.console import Console
+
     return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from patchlight.cli.common import (
     SOME_FAILED,
@@ -30,6 +29,7 @@ from patchlight.cli.common import (
     read_settings,
     say,
 )
+from patchlight.cli.complete import complete_kind, complete_methods, complete_metrics, complete_preset
 from patchlight.cli.measure import Done, Task, find_maps, measure, with_maps
 from patchlight.errors import PatchlightError
 
@@ -44,9 +44,16 @@ def evaluate(
         Path | None, typer.Argument(help="What `patchlight explain … --save` wrote.", metavar="[MAPS_DIR]")
     ] = None,
     images: Annotated[Path | None, typer.Option(help="The images: a folder, or one image.")] = None,
-    metric: Annotated[str, typer.Option(help="Names, separated by commas (`patchlight metrics`).")] = "ins-del",
+    metric: Annotated[
+        str,
+        typer.Option(help="Names, separated by commas (`patchlight metrics`).", autocompletion=complete_metrics),
+    ] = "ins-del",
     method: Annotated[
-        str | None, typer.Option(help="Methods to explain with first; with MAPS_DIR, those of its methods to measure.")
+        str | None,
+        typer.Option(
+            help="Methods to explain with first; with MAPS_DIR, those of its methods to measure.",
+            autocompletion=complete_methods,
+        ),
     ] = None,
     model: Model = "pocket",
     weights: Weights = None,
@@ -56,9 +63,16 @@ def evaluate(
         str | None, typer.Option(help="Class asked about, a name or index, or 'label'; else what the maps explain.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Kind of data set at --images, for its labels, boxes and masks.", metavar="KIND")
+        str | None,
+        typer.Option(
+            help="Kind of data set at --images, for its labels, boxes and masks.",
+            metavar="KIND",
+            autocompletion=complete_kind,
+        ),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Preset of every metric, such as tis.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Preset of every metric, such as tis.", autocompletion=complete_preset)
+    ] = None,
     settings: Settings = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="File for one line per image and metric.")] = None,
     seed: Seed = 0,
@@ -162,6 +176,8 @@ def _number(value: float) -> float | None:
 
 def _report(done: Done, as_json: bool) -> None:
     """A line per method and a column per metric, or everything as JSON."""
+    from rich.table import Table
+
     from patchlight.statistics import FEWEST
 
     task = done.task

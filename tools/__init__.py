@@ -1,0 +1,1 @@
+"""What makes the bundled files; not part of the package."""
