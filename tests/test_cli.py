@@ -16,7 +16,8 @@ from typer.testing import CliRunner, Result
 import patchlight as pl
 import tools.listed
 from patchlight import cli, listed
-from patchlight.registry import registered, resolve
+from patchlight.methods.base import METHODS, Ablates
+from patchlight.methods.requests import resolve
 from tests import families
 from tests.test_images import noise, png_header
 
@@ -127,7 +128,7 @@ def test_names_are_completed() -> None:
     assert {"explain", "evaluate", "methods", "bench"} <= set(completed("patchlight "))
     assert completed("patchlight explain a.jpg --meth") == ["--method"]
     assert completed("patchlight explain a.jpg --method roll") == ["rollout"]
-    assert completed("patchlight explain a.jpg --method white") == ["whitebox"]
+    assert completed("patchlight explain a.jpg --method insi") == ["inside"]
     assert completed("patchlight explain a.jpg --method genatt,ixg.pl") == ["genatt,ixg.plus"]
     assert completed("patchlight explain a.jpg --method inputxgradient.skipplus.l") == ["inputxgradient.skipplus.libra"]
     assert "decompx.skipplus" in completed("patchlight methods decompx.")
@@ -142,7 +143,7 @@ def test_names_are_completed() -> None:
     assert completed("patchlight bench run a.toml --target ") == ["label", "prediction"]
 
 
-def test_every_wrapper_that_is_offered_is_taken() -> None:
+def test_every_composition_and_rule_that_is_offered_is_taken() -> None:
     for row in listed.table()["methods"]:
         offered = completed(f"patchlight methods {row['name']}.")
         assert {resolve(name).name for name in offered} == set(offered)
@@ -395,12 +396,12 @@ def test_a_real_process(tmp_path: Path) -> None:
 def test_groups_of_methods_leave_out_what_a_model_cannot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vit = families.build("siglip")
     monkeypatch.setattr("patchlight.anatomy.load.load", lambda *_, **__: vit)
-    done = run("explain", "photos/a.jpg", "--method", "whitebox", "--json", "--out", "w.png")
+    done = run("explain", "photos/a.jpg", "--method", "inside", "--json", "--out", "w.png")
     asked = json.loads(done.stdout)["methods"]
     assert "genatt" in asked
     assert "transatt" not in asked, "siglip has no CLS token for LRP"
     assert "left out: 'transatt'" in done.stderr
-    assert not {n for n, e in registered().items() if e.ablates} & set(asked)
+    assert not {n for n, e in METHODS.items() if isinstance(e, Ablates)} & set(asked)
 
 
 def test_a_method_is_described_with_its_wrappers() -> None:

@@ -35,7 +35,7 @@ def complete_metric(incomplete: str) -> list[Offer]:
 
 def complete_methods(incomplete: str) -> list[Offer]:
     """Methods, separated by commas; or a group of them."""
-    groups = [("all", "every method"), ("whitebox", "every method that reads the model's inside")]
+    groups = [("all", "every method"), ("inside", "every method that reads the model's inside")]
     return _last(incomplete, lambda one: [*complete_method(one), *_beginning(one, groups)])
 
 

@@ -38,7 +38,7 @@ def methods(
             with progress(f"loading {model or 'the methods'}"):
                 rows = method_rows(None if model is None else load_model(model, pretrained=False))
         if name is not None:
-            rows = [_named(rows, name) or _wrapped(rows, name)]
+            rows = [_named(rows, name) or _composed(rows, name)]
         if as_json:
             print_json(rows)
         elif name is not None:
@@ -100,21 +100,15 @@ def models(
 
 def method_rows(vit: Anatomy | None = None) -> list[Row]:
     """Every method as the registry has it: what `list_methods` tells, its text, and what may follow its name."""
-    from patchlight.registry import list_methods, resolve
+    from patchlight.methods.base import METHODS
+    from patchlight.methods.requests import list_methods
 
     rows = []
     for info in list_methods(vit):
-        entry = resolve(info.name).method
+        method = METHODS[info.name]
         row = asdict(info) if vit is not None else {k: v for k, v in asdict(info).items() if k not in _OF_A_MODEL}
-        rows.append(
-            {
-                **row,
-                "score": entry.default_score,
-                "presets": list(entry.presets),
-                "text": inspect.getdoc(entry.function) or "",
-                **_followed(info.name),
-            }
-        )
+        told = {"score": method.score, "presets": list(method.presets), "text": inspect.getdoc(method.function) or ""}
+        rows.append({**row, **told, **_followed(info.name)})
     return rows
 
 
@@ -124,17 +118,17 @@ _OF_A_MODEL = ("supported", "reason")
 def _followed(name: str) -> dict[str, list[str]]:
     """The compositions and backward rules that may stand behind a name."""
     from patchlight.evidence.rules import RULES
-    from patchlight.registry import compositions, resolve
+    from patchlight.methods.base import COMPOSITIONS
+    from patchlight.methods.requests import resolve
 
     def fits(word: str) -> bool:
         try:
-            resolve(f"{name}.{word}")
+            return resolve(f"{name}.{word}").name != name
         except PatchlightError:
             return False
-        return True
 
     rules = [rule for rule in RULES if rule != "plain"]
-    return {"compositions": list(filter(fits, compositions())), "rules": list(filter(fits, rules))}
+    return {"compositions": list(filter(fits, COMPOSITIONS)), "rules": list(filter(fits, rules))}
 
 
 def metric_rows() -> list[Row]:
@@ -152,21 +146,22 @@ def _named(rows: Sequence[Row], name: str) -> Row | None:
     return next((row for row in rows if name == row["name"] or name in row["aliases"]), None)
 
 
-def _wrapped(rows: Sequence[Row], asked: str) -> Row:
+def _composed(rows: Sequence[Row], asked: str) -> Row:
     """The row of a name with a composition or a rule behind it, which have settings and texts of their own."""
     with progress("loading the methods"):
-        from patchlight.registry import parameters, resolve, type_name
+        from patchlight.methods.requests import resolve
+        from patchlight.registry import in_words
 
         request = resolve(asked)
-    entry = request.method
-    row = next(row for row in rows if row["name"] == entry.name)
-    kinds = parameters(entry, request.combine)
+    composition = request.composition
+    row = next(row for row in rows if row["name"] == request.method.name)
     text = row["text"]
-    if request.combine is not None and request.combine is not entry.combine:
-        text += f"\n\n.{request.combine.name}: {inspect.getdoc(request.combine.function)}"
+    if composition is not None and composition is not request.method.composition:
+        text += f"\n\n.{composition.name}: {inspect.getdoc(composition.function)}"
     if request.rule.name != "plain":
         text += f"\n\nBackward rule {request.rule.name}: {request.rule.paper}"
-    settings = {key: f"{type_name(kind)} = {request.settings[key]!r}" for key, (_, kind) in kinds.items()}
+    kinds = request.method.settings(composition)
+    settings = {key: f"{in_words(setting.kind)} = {request.settings[key]!r}" for key, setting in kinds.items()}
     return {**row, "name": request.name, "settings": settings, "text": text}
 
 
@@ -180,7 +175,7 @@ def _list_methods(rows: Sequence[Row], of_model: bool) -> None:
         works = ("yes" if row["supported"] else f"no: {row['reason']}",) if of_model else ()
         table.add_row(row["name"], *works, row["paper"], row["cost"], row["summary"])
     console().print(table)
-    say("`patchlight methods NAME` tells more; wrappers such as .plus, .rollout and .libra may follow a name")
+    say("`patchlight methods NAME` tells more; a composition (.plus, .rollout) and a rule (.libra) may follow a name")
 
 
 def _describe_method(row: Row) -> None:
