@@ -2,7 +2,7 @@
 
 from patchlight.viz.figures import figure, figure_bytes, figure_format, in_words, percent, short
 from patchlight.viz.heat import overlay, robust_scale
-from patchlight.viz.notebook import heat_html
+from patchlight.viz.notebook import heat_html, maps_html
 
 __all__ = [
     "figure",
@@ -10,6 +10,7 @@ __all__ = [
     "figure_format",
     "heat_html",
     "in_words",
+    "maps_html",
     "overlay",
     "percent",
     "robust_scale",

@@ -1,9 +1,11 @@
-"""What a notebook shows of an attribution."""
+"""What a notebook shows of results: pictures and small tables in HTML, which take their colours from the page."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 import numpy as np
@@ -11,20 +13,67 @@ from PIL import Image
 from torch import Tensor
 
 from patchlight.attribution import Attribution
-from patchlight.viz.heat import HEAT, SATURATED, SIGNED, colour_map, display_size, is_signed, robust_scale, upsample
+from patchlight.photos import as_picture
+from patchlight.viz.heat import (
+    HEAT,
+    SATURATED,
+    SIGNED,
+    blend,
+    colour_map,
+    display_size,
+    is_signed,
+    robust_scale,
+    upsample,
+)
 
-SHOWN = 8
+SHOWN, ROWS, COLUMNS = 8, 4, 10
+"""Maps that are shown of one attribution; rows and methods that are shown of several."""
+WIDTH, SHARP = 128, 224
+"""Pixels that a picture is wide on the page, and that one has which is shown with few others."""
+_LINE = "border-bottom:1px solid rgba(128,128,128,.35)"
+_CELL = f"text-align:left;vertical-align:top;padding:2px 10px 2px 0;{_LINE}"
+
+
+@dataclass(frozen=True)
+class Html:
+    """Markup that goes into a table as it is; everything else is escaped."""
+
+    text: str
+
+
+def table_html(
+    headings: Sequence[str], rows: Iterable[Sequence[str | Html]], caption: str = "", below: str = ""
+) -> str:
+    """A table; the page around it says what colours it has, and a long one scrolls."""
+    head = "".join(f'<th style="{_CELL}">{escape(word)}</th>' for word in headings)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{_CELL}">{_inside(cell)}</td>' for cell in row) + "</tr>" for row in rows
+    )
+    title = f'<div style="margin-bottom:4px"><b>{escape(caption)}</b></div>' if caption else ""
+    note = f'<div style="opacity:.7;font-size:90%">{escape(below)}</div>' if below else ""
+    return (
+        f'<div style="max-height:40em;overflow:auto">{title}<table style="border-collapse:collapse">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}</div>"
+    )
+
+
+def _inside(cell: str | Html) -> str:
+    return cell.text if isinstance(cell, Html) else escape(cell)
+
+
+def faint(words: str) -> str:
+    """Words in small, fainter letters, as HTML."""
+    return f'<span style="opacity:.7;font-size:90%">{escape(words)}</span>' if words else ""
 
 
 def heat_html(att: Attribution) -> str:
-    """The first maps as inline pictures, colours alone, with their classes, the method and the model."""
+    """The first maps over their photographs (colours alone where there are none), their classes, method and model."""
     signed = is_signed(att.scores)
     maps = att.scores.reshape(-1, *att.grid)
     cells = [
-        f'<figure style="display:inline-block;margin:2px"><img alt="{escape(label)}" '
-        f'src="data:image/png;base64,{_png(scores, att, signed)}">'
-        f"<figcaption>{escape(label)}</figcaption></figure>"
-        for scores, label in zip(maps[:SHOWN], att.named, strict=False)
+        f'<figure style="display:inline-block;margin:2px;width:{WIDTH}px;vertical-align:top">'
+        f"{_image(att, i, signed, SHARP)}<figcaption>{escape(label)}</figcaption></figure>"
+        for i, label in enumerate(att.named[:SHOWN])
     ]
     more = f"<p>and {len(maps) - SHOWN} more</p>" if len(maps) > SHOWN else ""
     ends = "blue against, red for" if signed else "dark lowest, bright highest"
@@ -32,10 +81,54 @@ def heat_html(att: Attribution) -> str:
     return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({about})<br>{''.join(cells)}{more}</div>"
 
 
-def _png(scores: Tensor, att: Attribution, signed: bool) -> str:
+def maps_html(maps: Mapping[str, Attribution]) -> str:
+    """A row per image and class and a column per method, of the first ones."""
+    alike = {tuple(att.target.shape) for att in maps.values() if isinstance(att, Attribution)}
+    if len(alike) != 1 or not all(isinstance(att, Attribution) for att in maps.values()):
+        return f"<pre>{escape(repr(dict(maps)))}</pre>"
+    shown = dict(list(maps.items())[:COLUMNS])
+    first = next(iter(shown.values()))
+    signed = {label: is_signed(att.scores) for label, att in shown.items()}
+    rows = []
+    for i, word in enumerate(first.named[:ROWS]):
+        photo = _photo(first, i, WIDTH)
+        picture = _img(photo, "jpeg", "photograph") if photo is not None else ""
+        cells = [Html(_image(att, i, signed[label], WIDTH)) for label, att in shown.items()]
+        rows.append([Html(f'<div style="width:{WIDTH}px">{picture}{escape(word)}</div>'), *cells])
+    left = [
+        f"{len(maps) - COLUMNS} more methods" if len(maps) > COLUMNS else "",
+        f"{len(first.named) - ROWS} more maps of each" if len(first.named) > ROWS else "",
+    ]
+    below = f"each map by its own 99th percentile; {', '.join(filter(None, left))}".rstrip("; ")
+    return table_html([first.model, *shown], rows, below=below)
+
+
+def _image(att: Attribution, i: int, signed: bool, side: int) -> str:
+    """Map number i over its photograph, or its colours alone."""
+    scores = att.scores.reshape(-1, *att.grid)[i]
+    photo = _photo(att, i, side)
+    words = att.named[i]
+    if photo is None:
+        return _img(_colours(scores, att, signed), "png", words)
+    return _img(blend(photo, scores, robust_scale(scores, signed), covers=att.covers), "jpeg", words)
+
+
+def _photo(att: Attribution, i: int, side: int) -> Image.Image | None:
+    """The photograph below map number i, where it was kept, at this length of its longer side."""
+    image = i // max(att.target.numel() // max(len(att), 1), 1)
+    return as_picture(att.photos[image], side) if image < len(att.photos) else None
+
+
+def _colours(scores: Tensor, att: Attribution, signed: bool) -> Image.Image:
     shown = upsample(scores, display_size(att.image_size, 112), covers=att.covers)
     values = robust_scale(scores, signed)(shown).double().numpy()
     colours = colour_map(SIGNED)(0.5 + SATURATED * values / 2) if signed else colour_map(HEAT)(values)
+    return Image.fromarray((255 * colours[..., :3]).round().astype(np.uint8))
+
+
+def _img(picture: Image.Image, kind: str, words: str) -> str:
+    """An inline picture, as wide as its place."""
     out = io.BytesIO()
-    Image.fromarray((255 * colours[..., :3]).round().astype(np.uint8)).save(out, "png", optimize=True)
-    return base64.b64encode(out.getvalue()).decode()
+    picture.save(out, kind, **({"optimize": True} if kind == "png" else {"quality": 88}))
+    data = base64.b64encode(out.getvalue()).decode()
+    return f'<img alt="{escape(words)}" style="width:{WIDTH}px;display:block" src="data:image/{kind};base64,{data}">'
