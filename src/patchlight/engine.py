@@ -97,9 +97,9 @@ def explain(
     if not chosen:
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
     of = {"weights": fingerprint(vit.model), "images": tuple(hashes), "photos": tuple(photos.kept)}
-    explained = _joined(chosen)
+    explained = joined_targets(chosen)
     results = Attributions(
-        (request.label, _attribution(vit, request, torch.cat(kept), explained, seed, of))
+        (request.label, attribution_of(vit, request, torch.cat(kept), explained, seed, of))
         for request, kept in zip(asked, chunks, strict=True)
     )
     return results[method] if isinstance(method, str) else results
@@ -252,15 +252,17 @@ def default_batch_size(vit: Anatomy) -> int:
     return max(1, min(32, int(1.5e9 / per_image)))
 
 
-def _joined(targets: list[Targets]) -> Targets:
+def joined_targets(targets: Sequence[Targets]) -> Targets:
+    """The targets of several batches, one after another."""
     against = [t.against for t in targets if t.against is not None]
     index = torch.cat([t.index for t in targets])
     return Targets(index, torch.cat(against) if against else None, targets[0].several)
 
 
-def _attribution(
+def attribution_of(
     vit: Anatomy, request: Request, scores: Tensor, targets: Targets, seed: int, of: dict[str, Any]
 ) -> Attribution:
+    """The result of a request: maps [B,T,h,w] with their provenance; `of` are weights, images and photos."""
     several = targets.several
     return Attribution(
         scores=scores if several else scores[:, 0],

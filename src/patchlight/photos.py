@@ -21,6 +21,7 @@ class Photos:
     """What the model sees of the first images; of pictures that it sees coarsely, a sharper view of the same cut."""
 
     preprocess: Preprocess
+    most: int = MOST
     read: int = 0
     sharp: dict[int, Tensor] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
@@ -29,7 +30,7 @@ class Photos:
         """Take note of the next image that is read: a picture, or a tensor (None)."""
         height, width = self.preprocess.size
         scale = SIDE / max(height, width)
-        if picture is not None and scale > 1 and self.read < MOST:
+        if picture is not None and scale > 1 and self.read < self.most:
             view = replace(self.preprocess, size=(round(height * scale), round(width * scale)))
             self.sharp[self.read] = torch.from_numpy(np.array(view.crop(picture))).permute(2, 0, 1)
         self.read += 1
@@ -37,9 +38,9 @@ class Photos:
     def see(self, batch: Tensor) -> None:
         """Keep small pictures of the next batch [b,C,H,W], as uint8 [3,h,w] on the CPU; none of other channels."""
         begin = len(self.kept)
-        if begin >= MOST or batch.shape[1] not in (1, 3):
+        if begin >= self.most or batch.shape[1] not in (1, 3):
             return
-        seen = self.preprocess.pixels(batch[: MOST - begin])
+        seen = self.preprocess.pixels(batch[: self.most - begin])
         scale = SIDE / max(seen.shape[-2:])
         if scale < 1:
             size = [round(side * scale) for side in seen.shape[-2:]]

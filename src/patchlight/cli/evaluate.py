@@ -36,7 +36,6 @@ from patchlight.errors import PatchlightError
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
     from patchlight.data import Data
-    from patchlight.metrics.base import Evaluation
 
 
 def evaluate(
@@ -186,31 +185,17 @@ def _report(done: Done, as_json: bool) -> None:
         print_json(about | {"results": list(_rows(done)), "errors": done.errors, "warnings": done.warnings})
         return
     measured = [(method, own) for method, own in done.found.items() if own]
-    headings = [f"{name} {_arrow(one.higher_is_better)}" for name, one in measured[0][1].items()]
+    headings = [f"{name} {one.arrow}" for name, one in measured[0][1].items()]
     counts = {len(done.names[method]) for method, _ in measured}
     title = f"{done.model}, {' to '.join(map(str, sorted({min(counts), max(counts)})))} image(s), mean [95 % interval]"
     table = Table("method", *headings, title=title, title_justify="left", title_style="bold")
     for method, own in measured:
-        table.add_row(method, *(_cell(one) for one in own.values()))
+        table.add_row(method, *(one.summary for one in own.values()))
     console().print(table)
     if min(one.count for _, own in measured for one in own.values()) < FEWEST:
         print(f"no interval where fewer than {FEWEST} images have a value: too few to say how sure a mean is")
     if done.errors:
         print(f"{len(done.errors)} failed; the means are over the others")
-
-
-def _arrow(higher: bool) -> str:
-    return "↑" if higher else "↓"
-
-
-def _cell(evaluation: Evaluation) -> str:
-    if evaluation.count == 0:
-        return "no value"
-    low, high = evaluation.interval()
-    interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
-    left_out = len(evaluation) - evaluation.count
-    undefined = f", {left_out} undefined" if left_out else ""
-    return f"{evaluation.mean:.4g}{interval}{undefined}"
 
 
 def _write_csv(done: Done, path: Path) -> None:

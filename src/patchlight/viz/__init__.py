@@ -2,12 +2,14 @@
 
 from patchlight.viz.figures import figure, figure_bytes, figure_format, in_words, percent, short
 from patchlight.viz.heat import overlay, robust_scale
-from patchlight.viz.notebook import heat_html, maps_html
+from patchlight.viz.notebook import evaluations_html, figure_html, heat_html, maps_html, table_html
 
 __all__ = [
+    "evaluations_html",
     "figure",
     "figure_bytes",
     "figure_format",
+    "figure_html",
     "heat_html",
     "in_words",
     "maps_html",
@@ -15,4 +17,5 @@ __all__ = [
     "percent",
     "robust_scale",
     "short",
+    "table_html",
 ]

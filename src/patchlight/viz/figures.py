@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from patchlight.anatomy.base import Anatomy
+    from patchlight.viz.shown import ShownFigure
 
 Prediction = tuple[str, float] | str
 
@@ -59,7 +60,7 @@ def figure(
     titles: Sequence[str] | None = None,
     vit: Anatomy | nn.Module | None = None,
     path: str | Path | None = None,
-) -> Figure:
+) -> ShownFigure:
     """One row per image, one column per method: the photographs, and each method's heat over them.
 
     More than ten columns are set in bands below each other.

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from patchlight.attribution import Attribution
 from patchlight.photos import as_picture
+from patchlight.statistics import SIGNS, Mark
+from patchlight.viz.figures import figure_bytes
 from patchlight.viz.heat import (
     HEAT,
     SATURATED,
@@ -25,6 +28,10 @@ from patchlight.viz.heat import (
     robust_scale,
     upsample,
 )
+
+if TYPE_CHECKING:
+    from patchlight.metrics.base import Evaluation
+    from patchlight.viz.shown import ShownFigure
 
 SHOWN, ROWS, COLUMNS = 8, 4, 10
 """Maps that are shown of one attribution; rows and methods that are shown of several."""
@@ -101,6 +108,41 @@ def maps_html(maps: Mapping[str, Attribution]) -> str:
     ]
     below = f"each map by its own 99th percentile; {', '.join(filter(None, left))}".rstrip("; ")
     return table_html([first.model, *shown], rows, below=below)
+
+
+def evaluations_html(
+    table: Mapping[str, Mapping[str, Evaluation]],
+    marks: Mapping[tuple[str, str], Mark] | None = None,
+    caption: str = "",
+    below: str = "",
+) -> str:
+    """Means with intervals: a row per method and a column per metric; of one metric or no methods, a row for each.
+
+    `marks` say by method and metric what is best, in bold, and what is tied with it.
+    """
+    if list(table) == [""]:
+        rows = [[name, _better(one), one.summary, f"{one.count} of {len(one)}"] for name, one in table[""].items()]
+        return table_html(["metric", "better", "mean [95 % interval]", "images"], rows, caption, below)
+    metrics = list(dict.fromkeys(name for own in table.values() for name in own))
+    arrows = {name: own[name].arrow for own in table.values() for name in own}
+
+    def cell(method: str, name: str) -> str | Html:
+        words = table[method][name].summary if name in table[method] else ""
+        mark = marks[method, name] if marks is not None else ""
+        return Html(f"<b>{escape(words)}</b> {SIGNS[mark]}") if mark == "best" else f"{words} {SIGNS[mark]}".strip()
+
+    body = [[method, *(cell(method, name) for name in metrics)] for method in table]
+    return table_html(["method", *(f"{name} {arrows[name]}" for name in metrics)], body, caption, below)
+
+
+def _better(one: Evaluation) -> str:
+    return "higher" if one.higher_is_better else "lower"
+
+
+def figure_html(fig: ShownFigure, words: str) -> str:
+    """A figure as an inline picture, no wider than the page."""
+    source = f"data:image/jpeg;base64,{base64.b64encode(figure_bytes(fig, 'figure.jpg')).decode()}"
+    return f'<img alt="{escape(words)}" style="width:{fig.page_size[0]}px;max-width:100%" src="{source}">'
 
 
 def _image(att: Attribution, i: int, signed: bool, side: int) -> str:

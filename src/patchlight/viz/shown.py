@@ -22,5 +22,11 @@ class ShownFigure(Figure):  # type: ignore[misc]
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
         """The picture, and how large a page should show it."""
+        width, height = self.page_size
+        return figure_bytes(self, "figure.png"), {"width": width, "height": height}
+
+    @property
+    def page_size(self) -> tuple[int, int]:
+        """Width and height on a page."""
         width, height = self.get_size_inches()
-        return figure_bytes(self, "figure.png"), {"width": round(width * CSS), "height": round(height * CSS)}
+        return round(width * CSS), round(height * CSS)
