@@ -37,8 +37,12 @@ SHOWN, ROWS, COLUMNS = 8, 4, 10
 """Maps that are shown of one attribution; rows and methods that are shown of several."""
 WIDTH, SHARP = 128, 224
 """Pixels that a picture is wide on the page, and that one has which is shown with few others."""
-_LINE = "border-bottom:1px solid rgba(128,128,128,.35)"
-_CELL = f"text-align:left;vertical-align:top;padding:2px 10px 2px 0;{_LINE}"
+_STYLE = (
+    ".patchlight{max-height:40em;overflow:auto}.patchlight table{border-collapse:collapse}"
+    ".patchlight th,.patchlight td{text-align:left!important;vertical-align:top;padding:2px 10px 2px 0;"
+    "border-bottom:1px solid rgba(128,128,128,.35)}.patchlight small{opacity:.7}"
+)
+"""No colour of its own: a table looks right on a light page and on a dark one. A long one scrolls."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +55,17 @@ class Html:
 def table_html(
     headings: Sequence[str], rows: Iterable[Sequence[str | Html]], caption: str = "", below: str = ""
 ) -> str:
-    """A table; the page around it says what colours it has, and a long one scrolls."""
-    head = "".join(f'<th style="{_CELL}">{escape(word)}</th>' for word in headings)
-    body = "".join(
-        "<tr>" + "".join(f'<td style="{_CELL}">{_inside(cell)}</td>' for cell in row) + "</tr>" for row in rows
-    )
-    title = f'<div style="margin-bottom:4px"><b>{escape(caption)}</b></div>' if caption else ""
-    note = f'<div style="opacity:.7;font-size:90%">{escape(below)}</div>' if below else ""
-    return (
-        f'<div style="max-height:40em;overflow:auto">{title}<table style="border-collapse:collapse">'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}</div>"
-    )
+    """A table with a line of words above and below it."""
+    head = "".join(f"<th>{escape(word)}</th>" for word in headings)
+    body = "".join("<tr>" + "".join(f"<td>{_inside(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    title = f"<div><b>{escape(caption)}</b></div>" if caption else ""
+    note = f"<div><small>{escape(below)}</small></div>" if below else ""
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<style>{_STYLE}</style><div class="patchlight">{title}{table}{note}</div>'
 
 
 def _inside(cell: str | Html) -> str:
     return cell.text if isinstance(cell, Html) else escape(cell)
-
-
-def faint(words: str) -> str:
-    """Words in small, fainter letters, as HTML."""
-    return f'<span style="opacity:.7;font-size:90%">{escape(words)}</span>' if words else ""
 
 
 def heat_html(att: Attribution) -> str:
