@@ -23,7 +23,7 @@ NUMERIC = (
     "tests/methods",
     "tests/metrics",
     "tests/anatomy",
-    "tests/test_ablation.py",
+    "tests/evidence",
     "tests/test_contract.py",
 )
 OLDEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}

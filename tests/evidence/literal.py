@@ -1,9 +1,9 @@
-"""The backward rules as their papers write them, number by number: what `test_rules.py` compares with.
+"""Slow versions of what the evidence is made of: the backward rules as their papers write them, and Lloyd's k-means.
 
-Each function takes one operation's inputs and the gradient g of its output, and returns the gradients of its inputs.
-The plain gradient and LibraGrad are written as derivatives, of the operation and of its form with const[.]. Ali et al.
-("conservative") and Achtibat et al. ("attnlrp") write how relevance passes; a gradient stands for it by R = x * g, so
-what leaves an input x is R / x. Rows and columns are short, and nothing here is shared between rules.
+The function of an operation takes a rule, the inputs and the gradient g of the output, and returns the gradients of
+the inputs. The plain gradient and LibraGrad are written as derivatives, of the operation and of its form with const[.].
+Ali et al. ("conservative") and Achtibat et al. ("attnlrp") write how relevance passes; a gradient stands for it by
+R = x * g, so what leaves an input x is R / x. Rows and columns are short, and nothing is shared between rules.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -169,3 +170,23 @@ def linear(rule: str, x: Tensor, weight: Tensor, bias: Tensor, g: Tensor) -> Gra
         rows = range(len(weight))
         return (filled((len(x),), lambda i: sum(weight[j, i] * x[i] / z[j] * R[j] for j in rows)) / x,)
     return (filled((len(x),), lambda i: sum(weight[j, i] * g[j] for j in range(len(weight)))),)
+
+
+def slow_lloyd(points: np.ndarray, initial: np.ndarray, iterations: int, empty: str) -> np.ndarray:
+    """Point by point, then cluster by cluster, in float64."""
+    centroids = points[initial].astype(np.float64)
+    for _ in range(iterations):
+        distance = np.array([((p - centroids) ** 2).sum(1) for p in points])
+        nearest = distance.argmin(1)
+        far = iter(np.argsort(-distance.min(1), kind="stable"))
+        moved = np.zeros_like(centroids)
+        for k in range(len(centroids)):
+            members = points[nearest == k]
+            if len(members):
+                moved[k] = members.mean(0)
+            elif empty == "reseed":
+                moved[k] = points[next(far)]
+        shift, centroids = ((moved - centroids) ** 2).sum(), moved
+        if shift <= 1e-4:
+            break
+    return centroids
