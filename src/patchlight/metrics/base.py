@@ -169,7 +169,7 @@ class Metric:
     `needs`: annotations it reads, of labels, boxes and masks ("boxes or masks": either). `again`: it explains anew, so
     it needs a method and not only maps. `combine`: the data set's number from the sums of `parts` over images; without
     it, the mean of the values. `words`: by preset, a paper's own words for the values of a setting. `quick`: settings
-    for a cheap run.
+    for a cheap run. `stochastic`: its values depend on the seed even where a map has no ties.
     """
 
     name: str
@@ -186,6 +186,7 @@ class Metric:
     quick: Mapping[str, Any] = field(default_factory=dict)
     combine: Callable[[Sums], Tensor] | None = None
     ablates: bool = False
+    stochastic: bool = False
 
     @cached_property
     def summary(self) -> str:
