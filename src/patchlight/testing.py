@@ -21,9 +21,10 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.attribution import Attribution
 from patchlight.engine import explain
 from patchlight.errors import DegenerateMap, PatchlightError, UndefinedMetric, Unsupported
+from patchlight.methods.base import METHODS
+from patchlight.methods.requests import Request, list_methods, refusal, resolve
 from patchlight.metrics.base import Evaluation, Explainer, MetricRequest, resolve_metric
 from patchlight.metrics.evaluation import evaluate
-from patchlight.registry import Request, list_methods, refusal, registered, resolve
 from patchlight.targets import Targets
 
 compared: Callable[[str, float, float], None] | None = None
@@ -64,7 +65,7 @@ def check_method(
 
 
 def _run(request: Request, vit: Anatomy, images: Tensor, given: Mapping[str, Any], **options: Any) -> Attribution:
-    result = explain(vit, images, request.asked, **options, **given)
+    result = explain(vit, images, request.label, **options, **given)
     assert isinstance(result, Attribution)
     return result
 
@@ -93,7 +94,7 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 
 def _check_refusal(request: Request, vit: Anatomy, images: Tensor) -> None:
-    told = _complaint(lambda: explain(vit, images, request.asked), Unsupported)
+    told = _complaint(lambda: explain(vit, images, request.label), Unsupported)
     assert request.method.name in told, f"the refusal does not name the method: {told}"
     assert (refusal(request, vit) or "") in told, f"the refusal gives no reason: {told}"
     row = next(m for m in list_methods(vit) if m.name == request.method.name)
@@ -127,7 +128,7 @@ def _check_batch(request: Request, vit: Anatomy, images: Tensor, given: Mapping[
     cut = _run(request, vit, images, given, batch_size=1).scores
     _close(request, whole.scores, cut, "one batch and batch_size=1")
     others = [name for name in ("rawatt", "ixg.libra", "random") if refusal(resolve(name), vit) is None]
-    together = explain(vit, images, {**{other: {} for other in others}, request.asked: given})[request.asked].scores
+    together = explain(vit, images, {**{other: {} for other in others}, request.label: given})[request.label].scores
     _close(request, whole.scores, together, "alone and among others")
 
 
@@ -192,7 +193,7 @@ def _check_provenance(request: Request, vit: Anatomy, first: Attribution) -> Non
     assert entry.paper, "no paper"
     assert entry.cost, "no cost"
     assert all(resolve(alias).method is entry for alias in entry.aliases), "an alias leads elsewhere"
-    assert "no_such_setting" in _complaint(lambda: resolve(request.asked, {"no_such_setting": 1}), PatchlightError)
+    assert "no_such_setting" in _complaint(lambda: resolve(request.label, {"no_such_setting": 1}), PatchlightError)
 
 
 def _complaint(action: Callable[[], object], kind: type[PatchlightError]) -> str:
@@ -236,7 +237,7 @@ def contract_names() -> list[str]:
     """Every registered method, and each wrapper once on a method it fits."""
     wrapped = ["genatt.libra", "ixg.plus", "ixg.skipplus.libra", "rawatt.plus", "genatt.rollout", "gradcam.skipplus"]
     wrapped += ["ixg.conservative", "genatt.attnlrp"]
-    return [*sorted(registered()), *wrapped]
+    return [*METHODS, *wrapped]
 
 
 def check_metric(
@@ -335,7 +336,7 @@ class _Trial:
 
     def run(self, maps: Tensor | Explainer, beside: Sequence[str] = (), **options: Any) -> tuple[Evaluation, list[str]]:
         """The metric's verdict (asked together with others, where they are named), and what it warned of."""
-        name = self.request.asked
+        name = self.request.label
         asked: dict[str, Mapping[str, Any]] = {**{other: {} for other in beside}, name: self.settings}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -401,7 +402,7 @@ def _check_metric_batch(trial: _Trial, whole: Evaluation) -> None:
     _agree(joined.values, whole.values, "single calls and a batch")
     _agree(torch.tensor([joined.mean]), torch.tensor([whole.mean]), "the mean of single calls and of a batch")
     _agree(trial.run(maps, batch_size=1)[0].values, whole.values, "batch_size=1 and one batch")
-    beside = [other for other in ("sparseness", "auc", "random-floor") if other != trial.request.asked]
+    beside = [other for other in ("sparseness", "auc", "random-floor") if other != trial.request.label]
     _agree(trial.run(maps, beside)[0].values, whole.values, "among others and alone")
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():

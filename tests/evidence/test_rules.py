@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from patchlight.evidence.record import Record
 from patchlight.evidence.rules import RULES
-from patchlight.evidence.taps import Activation, Evidence, Taps
+from patchlight.evidence.taps import Activation, Taps
 from tests.evidence import literal
 
 CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
@@ -25,7 +26,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def inside(rule: str, in_block: bool = True) -> Taps:
     """A tap that applies a rule and records nothing."""
-    return Taps(RULES[rule], frozenset(), Evidence(0, torch.zeros(1, 1, 1)), in_block)
+    return Taps(RULES[rule], frozenset(), Record(0, torch.zeros(1, 1, 1)), in_block)
 
 
 def gradients(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.metrics.base import Explainer, registered
+from patchlight.metrics.base import METRICS, Explainer
 from patchlight.targets import Targets
 from patchlight.testing import check_metric
 from tests.families import images, shared
@@ -71,8 +71,8 @@ def scene(family: str) -> Scene:
 
 def needed(scene: Scene, name: str) -> dict[str, Any]:
     """The annotations a metric asks for; where it takes boxes or masks, it gets boxes."""
-    names = {need.split(" or ")[0] for need in registered()[name].needs}
-    if registered()[name].ablates:
+    names = {need.split(" or ")[0] for need in METRICS[name].needs}
+    if METRICS[name].ablates:
         names.add("labels")
     return {key: getattr(scene, key) for key in names}
 
@@ -142,7 +142,7 @@ PREFERS: dict[str, Pair] = {
     "random-floor": another_and_the_same_noise,
 }
 """Of each metric, maps of which it must prefer the first; those that take parts of images away: see below."""
-ABLATING = sorted(name for name, entry in registered().items() if entry.ablates)
+ABLATING = sorted(name for name, entry in METRICS.items() if entry.ablates)
 
 
 def loose(values: Tensor, scene: Scene) -> Tensor:
@@ -186,7 +186,7 @@ CHANCE: dict[str, Callable[[Scene], Tensor]] = {
 """The value of maps drawn from U(0, 1), where it can be written down; of explainers, of one that draws so by seed."""
 
 
-@pytest.mark.parametrize("name", sorted(registered()))
+@pytest.mark.parametrize("name", sorted(METRICS))
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=pytest.mark.slow if i else ()) for i, f in enumerate(FAMILIES)]
 )
@@ -208,7 +208,7 @@ def test_contract(name: str, family: str) -> None:
 
 def variants() -> list[tuple[str, dict[str, Any]]]:
     """Metrics that take parts of images away: as they are, by every preset, and where settings turn the direction."""
-    found = [(name, given) for name in ABLATING for given in ({}, *({"preset": p} for p in registered()[name].presets))]
+    found = [(name, given) for name in ABLATING for given in ({}, *({"preset": p} for p in METRICS[name].presets))]
     for direction in ("positive", "negative"):
         found += [("perturbation", {"direction": direction, "quantity": q}) for q in ("probability", "kl", "nll")]
     found += [("perturbation", {"integrator": how, "unit": "patch"}) for how in ("unit", "width")]
@@ -227,7 +227,7 @@ def test_parts_in_the_order_of_their_worth(name: str, settings: dict[str, Any]) 
     labels = vit.logits(batch).argmax(1)
     weight = vit.model.weight.detach()
     worth = ((weight[labels] - weight[1 - labels]) * batch).sum(1)
-    fills = {key: "zero" for key in ("fill", "deletion_fill") if key in registered()[name].parameters}
+    fills = {key: "zero" for key in ("fill", "deletion_fill") if key in METRICS[name].settings}
     given = {**fills, **settings}
     found = check_metric(name, vit, batch, None, given, labels=labels.tolist(), better=worth, worse=-worth)
     assert (found is None) == (settings.get("preset") == "vit-shapley"), "only that drops every token"
