@@ -24,7 +24,6 @@ NUMERIC = (
     "tests/metrics",
     "tests/anatomy",
     "tests/evidence",
-    "tests/test_contract.py",
 )
 OLDEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
 SETTINGS: dict[str, dict[str, str]] = {
