@@ -162,17 +162,17 @@ class Anatomy(ABC):
         self._views: dict[Any, Self] = {}
         self._lock = threading.RLock()
         self._probing, self._products = False, products
-        self._twin = Twin(self.model, dtype, only)
-        self._twin.renew(self._open)
+        self.twin = Twin(self.model, dtype, only)
+        self.twin.renew(self._open)
 
     def _open(self, net: nn.Module) -> None:
         """Take a new twin into use, once it is watched."""
         there = object.__new__(type(self))
         there.__dict__.update(self.__dict__, net=net)
-        there._watch()
+        there.watch()
         self.net = net
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Have taps see the twin's norms, and `projecting` its patches."""
         if self._products:
             multiply_patches(self.net)
@@ -185,7 +185,7 @@ class Anatomy(ABC):
             projection.register_forward_hook(_projected)
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("net", "_twin", "_views", "_lock", "_probing", "_products")
+        made = ("net", "twin", "_views", "_lock", "_probing", "_products")
         return {key: value for key, value in self.__dict__.items() if key not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ class Anatomy(ABC):
         Everything that explains or measures does so by itself; whoever calls `embed`, `block` or `readout` does it
         with `batch` or `steady`.
         """
-        if self._twin.renew(self._open):
+        if self.twin.renew(self._open):
             self._suspect = True
         if self._suspect and self._checked:
             with self._lock:

@@ -144,8 +144,8 @@ class BeitAnatomy(TimmAnatomy):
         tokens = torch.cat((net.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
         return cast(Tensor, tokens if net.pos_embed is None else tokens + net.pos_embed)
 
-    def _watch(self) -> None:
-        super()._watch()
+    def watch(self) -> None:
+        super().watch()
         for block in self._net.blocks:
             block.attn.__class__ = _gathering(cast(Any, type(block.attn)))
 

@@ -31,7 +31,7 @@ class Suppress(Taps):
         super().__init__(RULES["plain"], frozenset({"A"}), Evidence(-1, factors), in_block=True)
         self.factors, self.shift = factors, shift
 
-    def _attend(self, scores: Tensor) -> Tensor:
+    def attend(self, scores: Tensor) -> Tensor:
         factors = self.factors[:, None, None, -scores.shape[-1] :].to(scores)
         lowest = scores.amin(-1, keepdim=True) if self.shift == "min" else 0
         return ((scores - lowest) * factors).softmax(-1)
