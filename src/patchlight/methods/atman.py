@@ -16,7 +16,7 @@ from patchlight.evidence.rules import RULES
 from patchlight.evidence.taps import Evidence, Taps
 from patchlight.methods.masking import owners
 from patchlight.registry import Ask, Settings, register_method
-from patchlight.targets import score_of
+from patchlight.targets import log_probabilities, score_of
 
 Shift = Literal["min", "none"]
 
@@ -68,13 +68,6 @@ def suppression(tokens: Tensor, prefix: int, factor: float, kappa: float, neighb
         similar = similar & torch.zeros_like(similar).scatter(-1, best, True)
     scaled = torch.where(similar, (1 - factor) * (1 - cosine) + factor, 1.0).masked_fill(itself, factor)
     return F.pad(scaled, (prefix, 0), value=1.0)
-
-
-def log_probabilities(logits: Tensor, sigmoid: bool) -> Tensor:
-    """log p of every class; a head with one output has two."""
-    if logits.shape[1] == 1:
-        return F.logsigmoid(torch.cat([-logits, logits], 1))
-    return F.logsigmoid(logits) if sigmoid else logits.log_softmax(1)
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
