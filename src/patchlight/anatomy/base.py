@@ -18,6 +18,7 @@ from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.evidence.taps import watch_norm
 from patchlight.images import Preprocess, to_batch
+from patchlight.targets import probabilities
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -323,6 +324,7 @@ class Anatomy(ABC):
         """Blocks start..stop-1 on `tokens`; `keep` [B,k] drops all other patches first, and keeps their positions."""
         if keep is not None:
             self.check_droppable()
+            self._check_keep(tokens, keep)
             tokens = self.gather(tokens, keep)
         for index in range(start, self.depth if stop is None else stop):
             tokens = self.block(index, tokens, keep)
@@ -332,8 +334,19 @@ class Anatomy(ABC):
         if self.can_drop is not None:
             raise Unsupported(f"{self.name} cannot drop tokens: {self.can_drop}")
 
-    def gather(self, tokens: Tensor, keep: Tensor) -> Tensor:
-        """The prefix tokens and the patches at `keep` [B,k], in that order."""
+    def gather(self, tokens: Tensor, keep: Tensor, owner: Tensor | None = None) -> Tensor:
+        """The prefix tokens and the patches at `keep` [V,k], in that order, of image owner[v] (None: one row each)."""
+        places = self.places(keep)
+        owner = torch.arange(len(keep), device=keep.device) if owner is None else owner
+        rows = (places + tokens.shape[1] * owner[:, None]).flatten()
+        return tokens.flatten(0, 1).index_select(0, rows).view(*places.shape, tokens.shape[2])
+
+    def places(self, keep: Tensor) -> Tensor:
+        """Where the prefix tokens and the patches at `keep` [V,k] stand among all tokens: [V,p+k]."""
+        prefix = torch.arange(self.prefix, device=keep.device).expand(len(keep), -1)
+        return torch.cat([prefix, keep + self.prefix], 1)
+
+    def _check_keep(self, tokens: Tensor, keep: Tensor) -> None:
         patches = self.grid[0] * self.grid[1]
         if keep.ndim != 2 or keep.shape[0] != tokens.shape[0] or keep.is_floating_point():
             raise PatchlightError(
@@ -342,8 +355,6 @@ class Anatomy(ABC):
             )
         if keep.numel() and not 0 <= int(keep.min()) <= int(keep.max()) < patches:
             raise PatchlightError(f"keep holds {int(keep.min())}..{int(keep.max())}; patches are 0 to {patches - 1}")
-        index = (keep + self.prefix)[..., None].expand(-1, -1, tokens.shape[2])
-        return torch.cat([tokens[:, : self.prefix], tokens.gather(1, index)], 1)
 
     def logits(self, images: Tensor) -> Tensor:
         """Logits [B,C] of preprocessed images, without gradients."""
@@ -361,9 +372,7 @@ class Anatomy(ABC):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Softmax, or the sigmoid of multi-label heads; a one-output head gives [1 - p, p]."""
-        if self.classes == 1:
-            return torch.cat([-logits, logits], 1).sigmoid()
-        return logits.sigmoid() if self.sigmoid else logits.softmax(1)
+        return probabilities(logits, self.sigmoid)
 
     def predict(self, images: Any, k: int = 5) -> list[list[tuple[str, float]]]:
         """For each image the k most probable classes, as (label, probability)."""

@@ -150,7 +150,7 @@ class BeitAnatomy(TimmAnatomy):
             block.attn.__class__ = _gathering(cast(Any, type(block.attn)))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        with _kept_tokens(positions, self.prefix):
+        with _kept_tokens(None if positions is None else self.places(positions)):
             shared = self._net.rel_pos_bias
             shared = None if shared is None else _gathered_bias(lambda: self._net.rel_pos_bias()[None])
             return cast(Tensor, self.blocks[index](tokens, shared_rel_pos_bias=shared))
@@ -171,10 +171,8 @@ _LOCAL = threading.local()
 
 
 @contextlib.contextmanager
-def _kept_tokens(positions: Tensor | None, prefix: int) -> Iterator[None]:
-    if positions is not None:
-        first = torch.arange(prefix, device=positions.device).expand(positions.shape[0], -1)
-        _LOCAL.kept = torch.cat([first, positions + prefix], 1)
+def _kept_tokens(places: Tensor | None) -> Iterator[None]:
+    _LOCAL.kept = places
     try:
         yield
     finally:
