@@ -50,9 +50,12 @@ def _defined(node: ast.AST) -> Iterator[str]:
         yield node.name
     elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         yield node.id
-    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-        if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-            yield node.attr
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+        yield node.attr
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
 def methods(text: str) -> dict[str, tuple[set[str], set[str]]]:

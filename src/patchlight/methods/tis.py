@@ -15,6 +15,7 @@ from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, Varian
 from patchlight.evidence.fills import fill_images
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
 from patchlight.evidence.passes import LayerJob
+from patchlight.methods.masking import owners
 from patchlight.registry import Ask, Settings, register_method
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
@@ -72,7 +73,7 @@ def sampled_scores(
     """
     batch, count, patches = centroids.shape
     order = ranked_patches(centroids)
-    owner = torch.arange(batch).repeat_interleave(count)
+    owner = owners(ask, count)
     filled = fill_images(fill, ask.images, ask.vit, ask.seed)
     lists: list[Variants] = []
     masks = []
