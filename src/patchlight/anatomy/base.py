@@ -70,6 +70,14 @@ class Affine:
     weight: Tensor
     bias: Tensor | None
 
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def to(self, like: Tensor) -> Affine:
+        """The same map where `like` is, in its type."""
+        bias = None if self.bias is None else self.bias.detach().to(like)
+        return Affine(self.weight.detach().to(like), bias)
+
 
 def affine(layer: Any) -> Affine | None:
     """The linear map of a layer, as it is and not as it is stored; None where it is none.
@@ -93,7 +101,7 @@ def affine(layer: Any) -> Affine | None:
     except Exception:  # somebody's layer may want anything else
         return None
     weight = (torch.stack(units) - bias).mT.contiguous()
-    error = (F.linear(given[-1], weight, bias) - seen).abs().max()
+    error = (Affine(weight, bias)(given[-1]) - seen).abs().max()
     close = float(error) <= 100 * torch.finfo(like.dtype).eps ** 0.9 * float(seen.abs().max() + 1)
     return Affine(weight, bias if bool(bias.any()) else None) if close else None
 
