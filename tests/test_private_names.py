@@ -98,8 +98,8 @@ def test_no_class_overrides_a_private_method_of_another_file() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "from patchlight.engine import _joined",
-        "from .engine import _joined",
+        "from patchlight.engine import _attribution",
+        "from .engine import _attribution",
         "def f(vit):\n    return vit._twin",
         "class A(B):\n    def f(self):\n        return self._of_b",
         "class A(B):\n    def _f(self, other):\n        other._g = 1\n        return super()._g()",

@@ -37,6 +37,13 @@ class Targets:
         """The targets of `length` images from `begin` on, where there are `of` images, or one row stands for all."""
         return self[begin : begin + length] if of is not None else self.repeat(length)
 
+    @staticmethod
+    def joined(parts: Sequence[Targets]) -> Targets:
+        """The targets of several batches of images as one."""
+        against = [part.against for part in parts if part.against is not None]
+        index = torch.cat([part.index for part in parts])
+        return Targets(index, torch.cat(against) if against else None, parts[0].several)
+
     @property
     def count(self) -> int:
         return self.index.shape[1]
