@@ -92,7 +92,7 @@ def explain(
             tell(begin, count)
     if not chosen:
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
-    explained, of = _joined(chosen), {"weights": fingerprint(vit.model), "images": tuple(hashes)}
+    explained, of = Targets.joined(chosen), {"weights": fingerprint(vit.model), "images": tuple(hashes)}
     results = {
         request.label: _attribution(vit, request, torch.cat(kept), explained, seed, of)
         for request, kept in zip(asked, chunks, strict=True)
@@ -246,12 +246,6 @@ def default_batch_size(vit: Anatomy) -> int:
     """As many images as keep attention and its gradient, all heads and blocks, in about 1.5 GB; 1 to 32."""
     per_image = 2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2
     return max(1, min(32, int(1.5e9 / per_image)))
-
-
-def _joined(targets: list[Targets]) -> Targets:
-    against = [t.against for t in targets if t.against is not None]
-    index = torch.cat([t.index for t in targets])
-    return Targets(index, torch.cat(against) if against else None, targets[0].several)
 
 
 def _attribution(

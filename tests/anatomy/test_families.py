@@ -33,6 +33,7 @@ def test_parts_give_the_model(family: str) -> None:
     torch.testing.assert_close(vit.logits(batch), logits, atol=1e-10, rtol=1e-10)
     tokens = vit.embed(batch)
     assert tokens.shape[1] == vit.tokens == vit.prefix + vit.grid[0] * vit.grid[1]
+    assert tokens.shape[2] == vit.width
     middle = min(2, vit.depth)
     halfway = vit.run(vit.run(tokens, 0, middle), middle)
     torch.testing.assert_close(vit.readout(halfway), logits, atol=1e-10, rtol=1e-10)

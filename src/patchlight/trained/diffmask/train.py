@@ -22,11 +22,12 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
 from patchlight.errors import PatchlightError, Unsupported, warn
 from patchlight.files import check_writable
+from patchlight.targets import kl_divergence
 from patchlight.trained.diffmask.batches import check_data, epoch_of, images_and_labels, length_of
 from patchlight.trained.diffmask.calibration import Finish, calibrate, finish
 from patchlight.trained.diffmask.checkpoint import append_metrics, cut_metrics, read_checkpoint, write_checkpoint
 from patchlight.trained.diffmask.gates import DiffMask, Gates, masked_logits, new_gates, observe, why_not
-from patchlight.trained.diffmask.objective import Lookahead, Multipliers, divergence, penalty
+from patchlight.trained.diffmask.objective import Lookahead, Multipliers, penalty
 from patchlight.trained.diffmask.settings import Callback, Progress, Settings, TrainingWarning, fixed
 
 SLOPE = 0.4 / math.log(10)
@@ -206,7 +207,7 @@ class _Run:
         patches, log_keep = model(seen.h0, torch.stack(seen.states[: k + 1]), uniform, price * (s.alpha * SLOPE))
         with self._cast():
             logits = masked_logits(vit, images, patches)
-        kl = divergence(seen.logits, logits, vit.sigmoid)
+        kl = kl_divergence(seen.logits, logits, vit.sigmoid)
         cost = penalty(log_keep, s.penalty, s.floor)
         weight = self.multipliers[k] * price.exp()
         loss = torch.addcmul(cost, weight, kl - s.margin)
