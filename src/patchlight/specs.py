@@ -14,8 +14,8 @@ from patchlight.errors import PatchlightError
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
     from patchlight.data import Data
+    from patchlight.methods.requests import Request
     from patchlight.metrics.base import MetricRequest
-    from patchlight.registry import Request
 
 Whole = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Many = Annotated[int, Field(strict=True, ge=1)]
@@ -95,8 +95,9 @@ class ModelSpec(Spec):
 
     def other(self, name: str | None = None, weights: str | None = None, labels: str | None = None) -> ModelSpec:
         """This model with other weights or class names; of a model of another name, nothing else is this one's."""
-        given = {key: value for key, value in (("weights", weights), ("labels", labels)) if value is not None}
-        return self.model_copy(update=given) if name in (None, self.name) else ModelSpec(name=name, **given)
+        if name is not None and name != self.name:
+            return ModelSpec(name=name, weights=weights, labels=labels)
+        return self.model_copy(update={"weights": weights or self.weights, "labels": labels or self.labels})
 
 
 class DataSpec(Spec):
@@ -123,9 +124,9 @@ class DataSpec(Spec):
 
     def open(self, **options: Any) -> Data:
         """The whole data set, with these options besides its own."""
-        from patchlight.data import open_data
+        from patchlight.data import KINDS, open_data
 
-        if not self.path and self.kind != "counting":
+        if not self.path and not KINDS.find(self.kind).made_up:
             raise PatchlightError(
                 f"the recipe needs '{self.kind}' data; say where with --data DIR (or --data KIND:DIR)"
             )
@@ -169,7 +170,7 @@ class MethodSpec(OpenSpec):
     @cached_property
     def request(self) -> Request:
         """The method with its settings, resolved once."""
-        from patchlight.registry import resolve
+        from patchlight.methods.requests import resolve
 
         return resolve(self.method, self.settings)
 
@@ -181,7 +182,7 @@ class MethodSpec(OpenSpec):
     def measured_by(self, metric: MetricSpec) -> MetricRequest:
         """The metric as it measures this method."""
         asked = metric.request
-        if self.upsampling is None or "upsampling" not in asked.metric.parameters:
+        if self.upsampling is None or "upsampling" not in asked.metric.settings:
             return asked
         return replace(asked, settings={**asked.settings, "upsampling": self.upsampling})
 

@@ -126,7 +126,7 @@ def _made(recipe: Recipe) -> dict[Pair, str]:
     for label, method in recipe.methods.items():
         asked = method.request
         depends = asked.method.depends(asked.settings) if asked.method.depends is not None else None
-        code = described([asked.method, asked.combine, asked.rule])
+        code = described([asked.method, asked.composition, asked.rule])
         methods[label] = digest_of([asked.name, described(asked.settings), described(asked.score), code, depends])
     found = {}
     for label, made in methods.items():

@@ -1,4 +1,4 @@
-"""The benchmark's recipes: a TOML file that says models x data x methods x metrics, and what a user puts in its place."""
+"""Recipes of the benchmark: models x data x methods x metrics, and what a user puts in their place."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Published(OpenSpec):
 class Quick(Spec):
     """Settings of a quick run, by the registered name of a method or metric; labels in `leave_out` are not run."""
 
-    leave_out: list[str] = []
+    leave_out: tuple[str, ...] = ()
     images: Many | None = None
-    methods: dict[str, dict[str, Any]] = {}
-    metrics: dict[str, dict[str, Any]] = {}
+    methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    metrics: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
 class Recipe(Spec):
@@ -48,7 +48,7 @@ class Recipe(Spec):
     data: DataSpec
     methods: Annotated[dict[str, MethodSpec], Field(min_length=1)]
     metrics: Annotated[dict[str, MetricSpec], Field(min_length=1)]
-    published: dict[str, Published] = {}
+    published: dict[str, Published] = Field(default_factory=dict)
     quick: Quick = Quick()
 
     def number(self, model: str, method: str, metric: str) -> float | None:
@@ -80,11 +80,13 @@ def parse(text: str, where: str = "recipe") -> Recipe:
 
 
 def _check_names(recipe: Recipe, told: Told) -> None:
-    """Refuse data, methods, metrics and settings that the registries do not know, and quick settings of none of them."""
+    """Refuse data, methods, metrics and settings that are not registered, and quick settings of none of them."""
     from patchlight.data import KINDS
 
-    if recipe.data.kind not in KINDS:
-        raise told(("data", "kind"), f"no data set is called '{recipe.data.kind}'; {nearest(recipe.data.kind, KINDS)}")
+    try:
+        KINDS.find(recipe.data.kind)
+    except PatchlightError as error:
+        raise told(("data", "kind"), error) from error
     labels = [*recipe.methods, *recipe.metrics]
     for label in recipe.quick.leave_out:
         if label not in labels:
@@ -187,7 +189,9 @@ def _set(specs: Mapping[str, T], settings: Mapping[str, Mapping[str, Any]]) -> d
 
 def _models(recipe: Recipe, models: Sequence[str], weights: Sequence[str]) -> dict[str, ModelSpec]:
     """The models a user gave in the place of the recipe's, else the recipe's own, with the user's weights."""
-    places = [_place(recipe, given) for given in models] or [(label, spec.name) for label, spec in recipe.models.items()]
+    places = [_place(recipe, given) for given in models] or [
+        (label, spec.name) for label, spec in recipe.models.items()
+    ]
     if len(weights) > len(places):
         raise PatchlightError(f"{len(weights)} weights were given for {len(places)} model(s)")
     found: dict[str, ModelSpec] = {}

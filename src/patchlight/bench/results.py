@@ -18,7 +18,6 @@ from patchlight.bench.rows import Facts, facts_of, known_columns
 from patchlight.metrics.base import Evaluation, MetricRequest
 
 
-
 @dataclass(frozen=True, eq=False)
 class Column(Evaluation):
     """One method under one metric on one model: an evaluation with seconds [B], and why an image failed.

@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true of a metric whatever the image: `x` [P] of its curves, direction, bounds, and the shapes of parts."""
+    """What is true of a metric for all images: `x` [P] of its curves, direction, bounds, and the shapes of parts."""
 
     x: Sequence[float] | None = None
     higher_is_better: bool = True
@@ -163,7 +163,8 @@ def map_bytes(maps: Maps) -> bytes:
     assert maps.preprocess is not None
     about = {"images": maps.images, "classes": maps.classes, "preprocess": asdict(maps.preprocess)}
     tensors = {name: scores.contiguous() for name, scores in maps.scores.items()}
-    return save(tensors, {key: json.dumps(value) for key, value in about.items()})
+    data: bytes = save(tensors, {key: json.dumps(value) for key, value in about.items()})
+    return data
 
 
 def maps_of(path: Path) -> Maps:

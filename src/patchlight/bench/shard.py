@@ -20,14 +20,15 @@ from patchlight.bench.rows import Before, Done, Facts, Maps, Row
 from patchlight.data import Batch, Data, labelled, load_batch
 from patchlight.engine import explain
 from patchlight.errors import PatchlightError, spelled
-from patchlight.metrics.base import Evaluation, on_grid
+from patchlight.methods.requests import Request, refusal
+from patchlight.metrics.base import Evaluation, MetricRequest, on_grid
 from patchlight.metrics.evaluation import evaluate
-from patchlight.registry import refusal
 from patchlight.specs import DataSpec
 from patchlight.statistics import constant
 from patchlight.targets import predicted
 
 T = TypeVar("T")
+Q = TypeVar("Q", Request, MetricRequest)
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Work:
     batch: Batch
     target: Tensor
     chunk: int
+
+    def asked(self, label: str, request: Q) -> Q:
+        """A request under this label, its variants scored `chunk` at once unless it says how many."""
+        own = {"chunk": self.chunk} if request.settings.get("chunk", 0) is None else {}
+        return replace(request, label=label, settings={**request.settings, **own})
 
 
 def run_shard(shard: Shard, how: How, before: Before | None = None, listen: Listener = lambda event: None) -> Done:
@@ -161,7 +167,7 @@ def _explained(work: Work, methods: Sequence[str], listen: Listener) -> dict[str
     alone = [[label] for label in able if label not in shared]
 
     def call(labels: Sequence[str]) -> dict[str, Attribution]:
-        asked = {label: work.asked_of(label) for label in labels}
+        asked = [work.asked(label, requests[label]) for label in labels]
         return explain(work.vit, work.batch.images, asked, work.target, seed=work.shard.seed, finite=False)
 
     for labels in filter(None, [shared, *alone]):
@@ -223,10 +229,10 @@ def _measured(
 
 def _evaluated(work: Work, method: str, metrics: Sequence[str], maps: Attribution) -> dict[str, Outcome[Evaluation]]:
     """By metric, its evaluation of a method's maps."""
-    batch = work.batch
+    batch, own = work.batch, work.shard.methods[method]
 
     def call(labels: Sequence[str]) -> dict[str, Evaluation]:
-        asked = {label: work.measuring(method, label) for label in labels}
+        asked = [work.asked(label, own.measured_by(work.shard.metrics[label])) for label in labels]
         given = {"labels": batch.labels, "boxes": batch.boxes, "masks": batch.masks}
         return evaluate(work.vit, batch.images, maps, asked, work.target, seed=work.shard.seed, fresh=True, **given)
 
