@@ -17,7 +17,7 @@ import torch
 
 from patchlight.bench.rows import Maps
 from patchlight.bench.statistics import Ranks, extremes
-from patchlight.bench.tables import LEGEND, Gathered, Shown, seconds_shown
+from patchlight.bench.tables import LEGEND, Gathered, seconds_shown
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
 
@@ -98,23 +98,9 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A method's line of a table."""
-
-    method: str
-    cells: list[Shown]
-    seconds: str
-
-
-@dataclass(frozen=True)
 class Section:
-    """What the report says of one model."""
+    """What the report shows of one model besides its table."""
 
-    label: str
-    name: str
-    images: str
-    rows: list[Line]
-    undefined: list[str]
     curves: list[Chart]
     times: Chart | None
     ranks: list[tuple[str, RankPlot]]
@@ -144,16 +130,17 @@ def as_html(run: Gathered) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    models = [_section(run, model, number) for number, model in enumerate(run.models)]
+    models = {model: _section(run, model, number) for number, model in enumerate(run.models)}
     return environment.get_template("report.html").render(
         run=run,
         recipe=run.recipe,
         manifest=run.manifest,
         models=models,
         legend=LEGEND,
+        seconds_shown=seconds_shown,
         colours={m: PALETTE[i % len(PALETTE)] for i, m in enumerate(run.recipe.methods)},
         plotly=_packed(get_plotlyjs()),
-        charts=_script({chart.id: asdict(chart) for model in models for chart in model.charts}),
+        charts=_script({chart.id: asdict(chart) for model in models.values() for chart in model.charts}),
     )
 
 
@@ -174,14 +161,6 @@ def _section(run: Gathered, model: str, number: int) -> Section:
     metrics = list(run.recipe.metrics)
     curves = [_curves(run, model, n, f"curve-{number}-{i}") for i, n in enumerate(metrics)]
     return Section(
-        label=model,
-        name=run.recipe.models[model].name,
-        images=run.counted(model),
-        rows=[
-            Line(m, [run.shown(model, m, n) for n in metrics], seconds_shown(run.seconds(model, m)))
-            for m in run.recipe.methods
-        ],
-        undefined=run.undefined(model),
         curves=[chart for chart in curves if chart is not None],
         times=_times(run, model, f"time-{number}"),
         ranks=[(n, _rank_plot(run.ranks[model, n])) for n in metrics if (model, n) in run.ranks],

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -40,15 +40,6 @@ from patchlight.files import check_writable, write_whole
 
 PART = re.compile(r"\..+-[a-z0-9_]{8}")
 """Names under which files are written before they are renamed."""
-
-
-class Kept(Protocol):
-    """A shard, of the plan or of the manifest."""
-
-    @property
-    def place(self) -> str: ...
-    @property
-    def key(self) -> str: ...
 
 
 class Files(NamedTuple):
@@ -140,7 +131,7 @@ class Store:
                 found[place, key] = found.get((place, key), Files())._replace(**{which: path})
         return found
 
-    def files_of(self, shards: Sequence[Kept]) -> list[Files]:
+    def files_of(self, shards: Sequence[Shard | PlannedShard]) -> list[Files]:
         """The files of these shards."""
         there = self.files()
         return [there.get((shard.place, shard.key), Files()) for shard in shards]
@@ -228,7 +219,7 @@ class Store:
         name = f"{shard.place}-{shard.key}-{_sum(data)}.{suffix}"
         write_whole(self.folder / folder / name, data, durable=True)
 
-    def read_maps(self, shard: Kept) -> Maps:
+    def read_maps(self, shard: Shard | PlannedShard) -> Maps:
         """The maps of a shard; none where they are missing or damaged."""
         return self.files_of([shard])[0].read_maps()
 
