@@ -125,6 +125,7 @@ def report(
     html: Annotated[Path | None, typer.Option(help="Write the whole report to this file.")] = None,
     latex: Annotated[bool, typer.Option("--latex", help="Print the tables as LaTeX.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the numbers as CSV, timing columns last.")] = False,
+    plugin: Plugin = None,
     debug: Debug = False,
 ) -> None:
     """The tables of a run: Markdown by default."""
