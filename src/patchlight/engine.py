@@ -33,7 +33,7 @@ def explain(
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
-    method: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    method: Sequence[str] | Mapping[str, Mapping[str, Any]] | Sequence[Request],
     target: Target = ...,
     **options: Any,
 ) -> dict[str, Attribution]: ...
@@ -41,7 +41,7 @@ def explain(
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
-    method: Asked = "genatt",
+    method: Asked | Sequence[Request] = "genatt",
     target: Target = None,
     *,
     score: Score | None = None,
@@ -68,7 +68,7 @@ def explain(
     vit.renew()
     seed = integer("seed", seed, 0)
     size = default_batch_size(vit) if batch_size is None else integer("batch_size", batch_size, 1)
-    asked = resolve_all(method, settings, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
+    asked = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
     for request in asked:
         check_supported(request, vit)
     count, batches = in_batches(images, size, vit.preprocess, vit.channels)

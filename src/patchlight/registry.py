@@ -165,15 +165,19 @@ Asked = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
 """A name, a list of names, or a dict of names (or free labels) and settings."""
 
 
-def resolve_all(asked: Asked, settings: Settings, noun: str, resolve: Callable[[str, Settings], R]) -> list[R]:
-    """What was asked, each resolved from its name and settings; `settings` belong to all."""
+def resolve_all(
+    asked: Asked | Sequence[R], settings: Settings, kind: type[R], noun: str, resolve: Callable[[str, Settings], R]
+) -> list[R]:
+    """What was asked, each resolved from its name and settings (`settings` belong to all), if it is not yet."""
+    if isinstance(asked, list | tuple) and asked and all(isinstance(one, kind) for one in asked):
+        return list(asked)
     wanted = "give a name, a list of names, or a dict of names and settings"
     if isinstance(asked, str):
         return [resolve(asked, settings)]
     if isinstance(asked, Mapping) and all(isinstance(own, Mapping) for own in asked.values()):
         labelled = {label: {**settings, **own} for label, own in asked.items()}
     elif isinstance(asked, Sequence) and all(isinstance(name, str) for name in asked):
-        labelled = {name: dict(settings) for name in asked}
+        labelled = {str(name): dict(settings) for name in asked}
     else:
         raise PatchlightError(f"{noun} {asked!r} is no {noun}; {wanted}")
     if not labelled:

@@ -31,6 +31,7 @@ TargetClass = Literal["given", "label", "predicted"]
 Explainer = Callable[[Anatomy, Tensor, Targets, int], Tensor]
 """From a model, images [B,C,H,W], their classes and a seed to maps [B,h,w]."""
 Sums = Mapping[str, Tensor]
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -338,17 +339,21 @@ class Evaluation:
 
     @property
     def mean(self) -> float:
+        if not self.count:
+            return float("nan")
         return float(self.resampled(torch.ones(1, len(self), dtype=torch.float64))[0])
 
     def resampled(self, weights: Tensor) -> Tensor:
-        """The data set's number [S] when image i counts weights[s,i] times."""
-        return resample(self.values, self.parts, self.combine, weights)
+        """The data set's number [S] when image i counts weights[s,i] times; images without a value do not count."""
+        weights = weights * self.values.isfinite()
+        if self.combine is None:
+            return (weights @ self.values.nan_to_num()) / weights.sum(1)
+        sums = {key: torch.tensordot(weights, part.double().nan_to_num(), 1) for key, part in self.parts.items()}
+        return self.combine(sums)
 
     def interval(self, confidence: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """A bootstrap interval of `mean` over images; NaN where fewer than six have a value, too few for one."""
-        if self.count < FEWEST:
-            return float("nan"), float("nan")
-        return percentiles(bootstrapped({"": self.resampled}, len(self), samples, seed)[""], confidence)
+        return intervals({"": self}, confidence, samples, seed)[""]
 
     @staticmethod
     def joined(parts: Sequence[Evaluation]) -> Evaluation:
@@ -368,15 +373,15 @@ class Evaluation:
         return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){left_out}; {better} is better>"
 
 
-def resample(
-    values: Tensor, parts: Mapping[str, Tensor], combine: Callable[[Sums], Tensor] | None, weights: Tensor
-) -> Tensor:
-    """The data set's number [S] under weights [S,B] of the images; images without a value do not count."""
-    weights = weights * values.isfinite()
-    if combine is None:
-        return (weights @ values.nan_to_num()) / weights.sum(1)
-    sums = {key: torch.tensordot(weights, part.double().nan_to_num(), 1) for key, part in parts.items()}
-    return combine(sums)
+def intervals(
+    evaluations: Mapping[K, Evaluation], confidence: float = 0.95, samples: int = 1000, seed: int = 0
+) -> dict[K, tuple[float, float]]:
+    """The interval of each of these evaluations of the same images, from the same resamples."""
+    enough = {key: one.resampled for key, one in evaluations.items() if one.count >= FEWEST}
+    images = max(map(len, evaluations.values()), default=0)
+    spread = bootstrapped(enough, images, samples, seed) if enough else {}
+    nothing = (float("nan"), float("nan"))
+    return {key: percentiles(spread[key], confidence) if key in spread else nothing for key in evaluations}
 
 
 def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
