@@ -20,8 +20,9 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
-from patchlight.evidence.ablation import Ablation, Count, Precision, Variants
+from patchlight.evidence.ablation import Ablation, Count, Variants
 from patchlight.evidence.passes import BACKWARD, EVIDENCE, PIXELS, LayerJob, Pass, run_pass
+from patchlight.evidence.precision import Precision
 from patchlight.evidence.rules import RULES, Rule
 from patchlight.evidence.taps import Evidence
 from patchlight.targets import Score, Targets
