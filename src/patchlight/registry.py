@@ -63,7 +63,7 @@ class LayerMaps:
         """A block's map [B,N]; of a matrix, the row the classifier reads."""
         value = self.values[layer]
         if not isinstance(value, Tensor):
-            raise PatchlightError("these layer maps only sum over tails of the model; use mode='tail'")
+            raise PatchlightError("these layer maps only sum over tails of the model; use terms='tail'")
         return value if value.ndim == 2 else times(self.start_row(readout), value)
 
 

@@ -137,14 +137,14 @@ def gradsam(b: Evidence, rows: Literal["cls", "mean"] = "cls") -> Tensor:
     needs={"A", "G"},
     combine=LAST,
     matrix=True,
-    composed={"rectify": False},
-    presets={"chefer": {"rectify": True}, "skipplus": {"rectify": False}},
+    composed={"relu": False},
+    presets={"chefer": {"relu": True}, "skipplus": {"relu": False}},
     constant=(
         "every head's mean gradient is negative there, so the ReLU leaves nothing; preset='skipplus' keeps the signed "
         "map"
     ),
 )
-def attcam(b: Evidence, rectify: bool = True) -> Tensor:
+def attcam(b: Evidence, relu: bool = True) -> Tensor:
     """AttCAM: each head of the last block weighted by its mean gradient, the CLS row of ReLU(mean_h w_h A_h).
 
     w[h,i] = mean of G[h,i,j] over the patches j, for each to-token i; [B,H,N,N] to [B,N,N]. The default is Chefer's
@@ -153,7 +153,7 @@ def attcam(b: Evidence, rectify: bool = True) -> Tensor:
     """
     weights = b.G[..., b.prefix :].mean(-1, keepdim=True) / b.G.shape[1]
     matrix = head_sum(b.A, weights)
-    return matrix.relu_() if rectify else matrix
+    return matrix.relu_() if relu else matrix
 
 
 @register_method(
