@@ -100,12 +100,12 @@ def main() -> None:
         )
 
     pure, whole = f"{kept} False", f"{size} False"
-    method("tis", masks, pure, n_masks=masks)
-    limit, clusters_found = _threshold(vit, images[:1])
-    print(f"vit-cx: {clusters_found} clusters at threshold {limit:.3f}", flush=True)
-    method("vit-cx", 2 * clusters_found + 1, whole, threshold=limit)
-    method("rise", 4000, whole, n=4000)
-    method("kernel-shap", 2000, pure, n=2000)
+    method("tis", masks, pure, samples=masks)
+    limit, clusters_found = _distance(vit, images[:1])
+    print(f"vit-cx: {clusters_found} clusters at distance {limit:.3f}", flush=True)
+    method("vit-cx", 2 * clusters_found + 1, whole, distance=limit)
+    method("rise", 4000, whole, samples=4000)
+    method("kernel-shap", 2000, pure, samples=2000)
     method("occlusion", size, whole)
     add("k-means of tis alone, per image", lambda: seconds(lambda: _kmeans(vit, images, masks), 2) / len(images))
     for precision in ("tf32", "bf16"):
@@ -113,7 +113,7 @@ def main() -> None:
             f"tis, {precision}: rank correlation with full precision",
             lambda p=precision: _agreement(vit, images[:1], p),
         )
-    method("tis", masks, f"{kept} True", n_masks=masks, compile=True)
+    method("tis", masks, f"{kept} True", samples=masks, compile=True)
     print(machine())
     title = f"Perturbation methods, {options.model}, {options.images} images at a time"
     record("gpu", title, ["what", "seconds", "note"], rows, "python -m benchmarks.gpu")
@@ -126,8 +126,8 @@ def _kmeans(vit: pl.Anatomy, images: torch.Tensor, masks: int) -> torch.Tensor:
     return kmeans(points, draw_initial(points.shape[1], masks, 0))
 
 
-def _threshold(vit: pl.Anatomy, images: torch.Tensor, wanted: int = 63) -> tuple[float, int]:
-    """The threshold at which vit-cx finds about the published number of clusters, and that number."""
+def _distance(vit: pl.Anatomy, images: torch.Tensor, wanted: int = 63) -> tuple[float, int]:
+    """The distance at which vit-cx finds about the published number of clusters, and that number."""
     ask = Ask(vit, images, Targets(torch.zeros(1, 1, dtype=torch.long)), "logit", 0, PLAIN)
     size = (images.shape[-2], images.shape[-1])
     distances = cosine_distances(scaled(feature_maps(ask)[0].double(), size)[0], size)
@@ -137,7 +137,7 @@ def _threshold(vit: pl.Anatomy, images: torch.Tensor, wanted: int = 63) -> tuple
 
 
 def _agreement(vit: pl.Anatomy, images: torch.Tensor, precision: str) -> float:
-    full, half = (pl.explain(vit, images, "tis", target=0, n_masks=256, precision=p) for p in ("full", precision))
+    full, half = (pl.explain(vit, images, "tis", target=0, samples=256, precision=p) for p in ("full", precision))
     return spearman(full.scores, half.scores)
 
 

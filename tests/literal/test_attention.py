@@ -201,7 +201,7 @@ def test_attcam_says_why_it_is_empty() -> None:
     A = torch.rand(1, 3, 5, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
     b = Evidence(0, torch.zeros(1, 5, 4), A=A, G=-A, prefix=1)
     assert not attcam(b).any()
-    assert (attcam(b, rectify=False) < 0).all()
+    assert (attcam(b, relu=False) < 0).all()
     assert "preset='skipplus'" in resolve("attcam").method.constant
 
 

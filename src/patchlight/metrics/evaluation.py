@@ -274,8 +274,8 @@ def _finite(maps: Tensor, first: int) -> tuple[Tensor, dict[int, str]]:
 def _check_needs(request: MetricRequest, method: MapFunction | None, given: Mapping[str, Any]) -> None:
     if request.metric.explains and method is None:
         raise PatchlightError(
-            f"'{request.metric.name}' explains images itself, so it needs a method: give an Attribution, a method's name or a "
-            f"callable instead of maps"
+            f"'{request.metric.name}' explains images itself, so it needs a method: give an Attribution, a method's "
+            f"name or a callable instead of maps"
         )
     needs = sorted(request.metric.needs)
     missing = [need for need in needs if all(given.get(one) is None for one in need.split(" or "))]
