@@ -18,6 +18,7 @@ from patchlight.cli.common import (
     Device,
     Labels,
     Model,
+    Plugin,
     Seed,
     Settings,
     Stage,
@@ -36,7 +37,7 @@ from patchlight.errors import PatchlightError
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
     from patchlight.data import Data
-    from patchlight.metrics import Evaluation
+    from patchlight.metrics.base import Evaluation
 
 
 def evaluate(
@@ -60,6 +61,7 @@ def evaluate(
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Preset of every metric, such as tis.")] = None,
     settings: Settings = None,
+    plugin: Plugin = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="File for one line per image and metric.")] = None,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -114,8 +116,8 @@ def _check_csv(path: Path | None, force: bool) -> None:
 
 def _check_names(metrics: Mapping[str, Mapping[str, Any]], methods: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse an unknown metric, method or setting before anything is loaded."""
+    from patchlight.methods.requests import resolve
     from patchlight.metrics.base import resolve_metric
-    from patchlight.registry import resolve
 
     for name, own in metrics.items():
         resolve_metric(name, own)

@@ -19,12 +19,22 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import Cancelled, PatchlightError
 from patchlight.evidence.precision import Precision, chosen, tf32
+from patchlight.registry import Setting
 from patchlight.resize import to_pixels
 from patchlight.targets import Score, Targets, score_of
 
 Unit = Literal["token", "patch", "pixel"]
 """What is removed or shown: patch tokens, which are really removed, or patches or pixels, painted with a fill."""
 Count = Annotated[int, Field(ge=1)]
+ABLATION = {
+    setting.name: setting
+    for setting in (
+        Setting("chunk", Count | None, None),
+        Setting("precision", Precision, "auto"),
+        Setting("compile", bool, False),
+    )
+}
+"""The settings of everything that scores variants."""
 
 
 class Variants(Protocol):

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from patchlight.evidence.ablation import Count, PixelMasks
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.masking import at_level, owners
-from patchlight.registry import Ask, Level, register_method
 
 Sampler = Literal["sobol", "lhs"]
 _AT_ONCE = 2**24
@@ -53,7 +53,6 @@ def hsic_of(masks: Tensor, outputs: Tensor, floor: float) -> Tensor:
     "hsic",
     paper="Novello et al., NeurIPS 2022",
     ablates=True,
-    default_score="probability",
     levels=("pixel", "token"),
     stochastic=True,
     unsigned=True,

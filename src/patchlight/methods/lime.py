@@ -12,8 +12,8 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.masking import MadeMasks, bernoulli, owners, removes_tokens, score_kept
-from patchlight.registry import Ask, Level, register_method
 from patchlight.resize import to_cells, to_pixels
 
 
@@ -72,7 +72,6 @@ def kernel(z: Tensor, counts: Tensor, width: float) -> Tensor:
     "lime",
     paper="Ribeiro et al., KDD 2016",
     ablates=True,
-    default_score="probability",
     levels=("token", "pixel"),
     stochastic=True,
     cost="samples forwards (2000)",

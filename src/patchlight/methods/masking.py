@@ -12,7 +12,8 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import TokenSubsets, Unit
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.registry import Ask, Level, Settings
+from patchlight.methods.base import Ask, Level
+from patchlight.registry import Settings
 from patchlight.resize import to_cells, to_pixels
 
 

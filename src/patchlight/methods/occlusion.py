@@ -7,6 +7,7 @@ from torch import Tensor
 
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.masking import (
     at_level,
     removes_tokens,
@@ -16,7 +17,6 @@ from patchlight.methods.masking import (
     window_masks,
     window_sum,
 )
-from patchlight.registry import Ask, Level, register_method
 
 Extent = Count | tuple[Count, Count]
 
@@ -32,7 +32,6 @@ def _pair(extent: Extent | None, default: tuple[int, int]) -> tuple[int, int]:
     paper="Zeiler & Fergus, ECCV 2014",
     aliases=("sliding-window",),
     ablates=True,
-    default_score="probability",
     levels=("pixel", "token"),
     cost="1 forward per window + 1 (197 at 14 x 14 patches)",
     presets={

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.masking import at_level, bernoulli, removes_tokens, score_masks, score_patches
-from patchlight.registry import Ask, Level, register_method
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
 
@@ -85,7 +85,6 @@ def draw_grids(n: int, cells: int, keep: float, size: tuple[int, int], generator
     "rise",
     paper="Petsiuk et al., BMVC 2018",
     ablates=True,
-    default_score="probability",
     levels=("pixel", "token"),
     stochastic=True,
     cost="samples forwards (4000)",

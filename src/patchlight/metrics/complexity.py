@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Level
 from patchlight.metrics.base import Measure, Measured, Upsampling, register_metric
-from patchlight.registry import Level
 from patchlight.targets import score_of
 
 Small = Annotated[float, Field(ge=0)]
