@@ -157,7 +157,7 @@ def test_smoothgrad(level: str, relative: bool, base: str, reduce: str) -> None:
 
 def test_smoothgrad_presets_are_the_sources() -> None:
     found = {p: resolve("smoothgrad", {"preset": p}).settings for p in ("idiap", "tis", "skipplus", "bt")}
-    assert [(s["n"], s["sigma"], s["relative"]) for s in found.values()] == [
+    assert [(s["samples"], s["sigma"], s["relative"]) for s in found.values()] == [
         (100, 0.15, True),
         (50, 1.0, False),
         (50, 1.0, False),
