@@ -179,7 +179,8 @@ def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
     own = request.method.composition
     if own is None or "start" not in own.settings:
         return None
-    settings = {key: value for key, value in accepted(own.function, request.settings).items() if key != "start"}
+    given = accepted(own.function, request.settings)
+    settings = {key: value for key, value in given.items() if key not in ("start", "mode")}  # a tail is no sum of tails
     return lambda maps, start: own.function(maps, start=start, **settings)
 
 
