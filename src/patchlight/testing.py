@@ -23,7 +23,7 @@ from patchlight.engine import explain
 from patchlight.errors import DegenerateMap, PatchlightError, UndefinedMetric, Unsupported
 from patchlight.methods.base import METHODS
 from patchlight.methods.requests import Request, list_methods, refusal, resolve
-from patchlight.metrics.base import Evaluation, Explainer, MetricRequest, resolve_metric
+from patchlight.metrics.base import Evaluation, MapFunction, MetricRequest, resolve_metric
 from patchlight.metrics.evaluation import evaluate
 from patchlight.resize import to_pixels
 from patchlight.targets import Targets
@@ -251,8 +251,8 @@ def check_metric(
     labels: Sequence[int | None] | None = None,
     boxes: Sequence[Any] | None = None,
     masks: Tensor | None = None,
-    better: Tensor | Explainer | None = None,
-    worse: Tensor | Explainer | None = None,
+    better: Tensor | MapFunction | None = None,
+    worse: Tensor | MapFunction | None = None,
     chance: Tensor | None = None,
 ) -> Evaluation | None:
     """Assert the contract of metric `name` on a model with B >= 2 images and the annotations it needs.
@@ -318,9 +318,9 @@ class _Trial:
     notes: Mapping[str, Any]
 
     @property
-    def maps(self) -> Tensor | Explainer:
+    def maps(self) -> Tensor | MapFunction:
         """Smooth random maps without ties; for a metric that explains anew, an explainer that reads the model."""
-        return _tokens_size if self.request.metric.again else self.smooth()
+        return _tokens_size if self.request.metric.explains else self.smooth()
 
     def smooth(self) -> Tensor:
         coarse = self.drawn(size=self.vit.grid)
@@ -340,13 +340,13 @@ class _Trial:
         }
         return replace(self, images=self.images[list(rows)], notes=notes)
 
-    def run(self, maps: Tensor | Explainer, **options: Any) -> tuple[Evaluation, list[str]]:
+    def run(self, maps: Tensor | MapFunction, **options: Any) -> tuple[Evaluation, list[str]]:
         """The metric's verdict, and what it warned of."""
         found, told = self.together(maps, {self.request.label: self.settings}, **options)
         return found[self.request.label], told
 
     def together(
-        self, maps: Tensor | Explainer, asked: Mapping[str, Mapping[str, Any]], **options: Any
+        self, maps: Tensor | MapFunction, asked: Mapping[str, Mapping[str, Any]], **options: Any
     ) -> tuple[dict[str, Evaluation], list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -421,7 +421,7 @@ def _check_metric_batch(trial: _Trial, whole: Evaluation) -> None:
 
 def _check_odd_maps(trial: _Trial, first: Evaluation) -> None:
     """Maps of patches, constant ones and broken ones; those of the other images keep their values."""
-    if trial.request.metric.again:
+    if trial.request.metric.explains:
         maps = trial.maps
         assert callable(maps)
         for fill, word in ((1.0, "constant"), (float("nan"), "NaN")):
@@ -447,7 +447,7 @@ def _check_odd(trial: _Trial, found: Evaluation, told: Sequence[str], word: str,
 def _check_annotations(trial: _Trial, first: Evaluation) -> None:
     """Without an annotation there is a refusal, and an image that misses its own does not touch the others."""
     entry = trial.request.metric
-    if entry.again:
+    if entry.explains:
         told = _complaint(lambda: trial.run(trial.drawn()), PatchlightError)
         assert entry.name in told, f"the refusal does not name the metric: {told}"
         assert "method" in told, f"the refusal does not say what is needed: {told}"
@@ -471,7 +471,7 @@ def _first_missing(note: Any) -> Any:
     return [None if isinstance(note[0], int) else [], *note[1:]]
 
 
-def _check_direction(trial: _Trial, better: Tensor | Explainer, worse: Tensor | Explainer) -> None:
+def _check_direction(trial: _Trial, better: Tensor | MapFunction, worse: Tensor | MapFunction) -> None:
     good, bad = (trial.run(maps)[0] for maps in (better, worse))
     ahead = good.mean > bad.mean if good.higher_is_better else good.mean < bad.mean
     way = "higher" if good.higher_is_better else "lower"
@@ -480,7 +480,7 @@ def _check_direction(trial: _Trial, better: Tensor | Explainer, worse: Tensor | 
 
 def _check_chance(trial: _Trial, chance: Tensor) -> None:
     """Random maps have their closed form, to five standard errors of their mean and 0.01."""
-    if trial.request.metric.again:
+    if trial.request.metric.explains:
 
         def drawn(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
             one = torch.rand(vit.grid, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

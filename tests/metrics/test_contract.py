@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.metrics.base import METRICS, Explainer
+from patchlight.metrics.base import METRICS, MapFunction
 from patchlight.targets import Targets
 from patchlight.testing import check_metric
 from tests.families import images, shared
@@ -104,7 +104,7 @@ def whole_and_double(scene: Scene) -> tuple[Tensor, Tensor]:
     return maps, 2 * maps
 
 
-def still_and_nervous(scene: Scene) -> tuple[Explainer, Explainer]:
+def still_and_nervous(scene: Scene) -> tuple[MapFunction, MapFunction]:
     def still(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
         return torch.arange(vit.grid[0] * vit.grid[1]).float().view(1, *vit.grid).expand(len(given), -1, -1)
 
@@ -114,7 +114,7 @@ def still_and_nervous(scene: Scene) -> tuple[Explainer, Explainer]:
     return still, nervous
 
 
-def model_and_image(scene: Scene) -> tuple[Explainer, Explainer]:
+def model_and_image(scene: Scene) -> tuple[MapFunction, MapFunction]:
     def model(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
         with torch.no_grad():
             return vit.patches(vit.run(vit.embed(given)).sum(-1))
