@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attributions
-from patchlight.engine import attribution_of, default_batch_size, joined_targets
+from patchlight.engine import attribution_of, default_batch_size
 from patchlight.errors import integer
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.frames import frame
 from patchlight.methods.requests import Request, resolve
-from patchlight.metrics.base import Evaluation, resolve_metric
+from patchlight.metrics.base import Evaluation, MetricRequest, resolve_metric
 from patchlight.metrics.evaluation import Annotations, measure
-from patchlight.metrics.marks import marks, places
+from patchlight.metrics.ranking import compared, placed
 from patchlight.photos import MOST, Photos
 from patchlight.progress import Progress
 from patchlight.registry import Asked, resolve_all
@@ -62,8 +62,8 @@ def compare(
     >>> pl.compare(vit, loader, ["genatt", "rollout", "random"], ["insertion", "deletion"])      # doctest: +SKIP
     """
     vit = wrap(vit)
-    asked = resolve_all(methods, {}, "method", lambda label, own: resolve(label, own, score))
-    wanted = resolve_all(metrics, {}, "metric", resolve_metric)
+    asked = resolve_all(methods, {}, Request, "method", lambda label, own: resolve(label, own, score))
+    wanted = resolve_all(metrics, {}, MetricRequest, "metric", resolve_metric)
     first = _First(vit, Photos(vit.preprocess, min(integer("shown", shown, 0), MOST)))
     found = measure(
         vit,
@@ -108,7 +108,7 @@ class _First:
             "images": tuple(self.hashes),
             "photos": tuple(self.photos.kept),
         }
-        targets = joined_targets(self.targets)
+        targets = Targets.joined(self.targets)
         return Attributions(
             (r.label, attribution_of(self.vit, r, torch.cat(self.scores[r.label])[:, None], targets, seed, of))
             for r in requests
@@ -141,16 +141,16 @@ class Comparison:
 
         Nothing is marked where Friedman's test does not tell the methods apart, or fewer than six images have values.
         """
-        return {(method, name): mark for name in self.metrics for method, mark in marks(self.column(name)).items()}
+        return {(method, name): mark for name in self.metrics for method, mark in compared(self.column(name)).items()}
 
     @cached_property
     def ranks(self) -> dict[tuple[str, str], float]:
         """By method and metric: the mean rank, 1 the best, over images on which all have a value; none below six."""
         found: dict[tuple[str, str], float] = {}
         for name in self.metrics:
-            known, placed = places(self.column(name))
-            if placed is not None:
-                found |= {(method, name): float(mean) for method, mean in zip(known, placed.mean(0), strict=True)}
+            known, places = placed(self.column(name))
+            if places is not None:
+                found |= {(method, name): float(mean) for method, mean in zip(known, places.mean(0), strict=True)}
         return found
 
     def to_frame(self) -> DataFrame:
@@ -212,7 +212,7 @@ class Comparison:
         few = [name for name in self.metrics if min(cell.count for cell in self.column(name).values()) < FEWEST]
         alike = [name for name in self.metrics if name not in marked and name not in few and len(self.methods) > 1]
         parts = [
-            "* best, = tied with it (paired bootstrap, 5 %)" if marked else "",
+            "* best, † statistically tied with it (paired bootstrap, 5 %)" if marked else "",
             f"methods are not told apart (Friedman, 5 %) by {', '.join(alike)}" if alike else "",
             f"fewer than {FEWEST} images have a value, too few for intervals, of {', '.join(few)}" if few else "",
         ]

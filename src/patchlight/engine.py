@@ -14,7 +14,7 @@ from patchlight.attribution import Attribution, Attributions, versions
 from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass, run_pass
-from patchlight.evidence.rules import RULES, Rule
+from patchlight.evidence.rules import PLAIN, Rule
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
 from patchlight.methods.base import Ablates, Ask, LayerMap, LayerMaps
@@ -34,7 +34,7 @@ def explain(
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
-    method: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    method: Sequence[str] | Mapping[str, Mapping[str, Any]] | Sequence[Request],
     target: Target = ...,
     **options: Any,
 ) -> Attributions: ...
@@ -42,7 +42,7 @@ def explain(
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
-    method: Asked = "genatt",
+    method: Asked | Sequence[Request] = "genatt",
     target: Target = None,
     *,
     score: Score | None = None,
@@ -70,7 +70,7 @@ def explain(
     vit.renew()
     seed = integer("seed", seed, 0)
     size = default_batch_size(vit) if batch_size is None else integer("batch_size", batch_size, 1)
-    asked = resolve_all(method, settings, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
+    asked = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
     for request in asked:
         check_supported(request, vit)
     photos = Photos(vit.preprocess)
@@ -97,7 +97,7 @@ def explain(
     if not chosen:
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
     of = {"weights": fingerprint(vit.model), "images": tuple(hashes), "photos": tuple(photos.kept)}
-    explained = joined_targets(chosen)
+    explained = Targets.joined(chosen)
     results = Attributions(
         (request.label, attribution_of(vit, request, torch.cat(kept), explained, seed, of))
         for request, kept in zip(asked, chunks, strict=True)
@@ -149,7 +149,7 @@ def _rule_and_score(requests: Sequence[Request]) -> tuple[Rule, Score]:
     for request in requests:
         if request.backward:
             return request.rule, request.score
-    return RULES["plain"], "logit"
+    return PLAIN, "logit"
 
 
 def job(request: Request, vit: Anatomy) -> LayerJob:
@@ -184,7 +184,8 @@ def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
     own = request.method.composition
     if own is None or "start" not in own.settings:
         return None
-    settings = {key: value for key, value in accepted(own.function, request.settings).items() if key != "start"}
+    given = accepted(own.function, request.settings)
+    settings = {key: value for key, value in given.items() if key not in ("start", "mode")}  # a tail is no sum of tails
     return lambda maps, start: own.function(maps, start=start, **settings)
 
 
@@ -206,8 +207,8 @@ def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: 
 
 
 def _asked(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-    ablates = {key: request.settings[key] for key in ABLATION if key in request.settings}
-    given = Ask(vit, images, targets, request.score, seed, request.rule, _blocks(request, vit), ablates)
+    ablation = {key: request.settings[key] for key in ABLATION if key in request.settings}
+    given = Ask(vit, images, targets, request.score, seed, request.rule, _blocks(request, vit), ablation)
     function = request.method.function
     result: Tensor | Pass = function(given, **accepted(function, request.settings))
     return finish(request, vit, result) if isinstance(result, Pass) else result
@@ -250,13 +251,6 @@ def default_batch_size(vit: Anatomy) -> int:
     """As many images as keep attention and its gradient, all heads and blocks, in about 1.5 GB; 1 to 32."""
     per_image = 2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2
     return max(1, min(32, int(1.5e9 / per_image)))
-
-
-def joined_targets(targets: Sequence[Targets]) -> Targets:
-    """The targets of several batches, one after another."""
-    against = [t.against for t in targets if t.against is not None]
-    index = torch.cat([t.index for t in targets])
-    return Targets(index, torch.cat(against) if against else None, targets[0].several)
 
 
 def attribution_of(

@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from patchlight.plugins import GROUP
+
 TABLE = Path(__file__).with_name("listed.json")
 _HERE = Path(__file__).parent
 _SOURCES = ("methods/*.py", "metrics/*.py", "evidence/*.py", "data/*.py", "registry.py", "anatomy/load.py")
@@ -27,8 +29,9 @@ def table() -> dict[str, Any]:
 
 
 def rows(what: str) -> list[dict[str, Any]] | None:
-    """The methods or the metrics; None where the table is older than what it was made of."""
-    known: list[dict[str, Any]] | None = table()[what] if table()["sources"] == sums() else None
+    """The methods or the metrics; None where the table is older than what it was made of, or plugins are installed."""
+    believed = table()["sources"] == sums() and not metadata.entry_points(group=GROUP)
+    known: list[dict[str, Any]] | None = table()[what] if believed else None
     return known
 
 

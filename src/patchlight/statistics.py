@@ -12,7 +12,7 @@ from torch.nn import functional as F
 K = TypeVar("K")
 Mark = Literal["best", "tied", ""]
 """How a method stands to the best."""
-SIGNS: dict[Mark, str] = {"best": "*", "tied": "=", "": ""}
+SIGNS: dict[Mark, str] = {"best": "*", "tied": "†", "": ""}
 FEWEST = 6
 """Images from which on an interval or a difference can be claimed at 95 %.
 

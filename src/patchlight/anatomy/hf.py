@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, linear, stacked
+from patchlight.anatomy.families import register_family
 from patchlight.anatomy.hub import cached
 from patchlight.errors import AssumedPreprocess, PatchlightError, warn
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -174,6 +175,7 @@ class HuggingFaceAnatomy(Anatomy):
         return Ends(projection, prefix, stem.position_embeddings, self._backbone.layernorm, model.classifier)
 
 
+@register_family("transformers", package="transformers")
 def read_hf(model: nn.Module, **about: Any) -> Anatomy | None:
     """The anatomy of a transformers image classifier, or None."""
     return HuggingFaceAnatomy(model, **about) if type(model).__name__ in _SHAPES else None
@@ -382,7 +384,7 @@ def _trials(read: Preprocess, channels: int) -> list[Image.Image]:
     noise, side = np.random.default_rng(0), max(read.size) | 1
     half = (side // 2 + 4) | 1
     upright = [(half, half + more) for more in range(16, 48, 2)]
-    telling = [s for s in upright if len({replace(read, corner=c)._plan(*s) for c in _CORNERS}) > 1]
+    telling = [s for s in upright if len({replace(read, corner=c).framing(*s) for c in _CORNERS}) > 1]
     shapes = [upright[0], *telling[:3], (half + 20, half), (side + 8, 2 * side + 31)]
     arrays = [noise.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height in shapes]
     return [Image.fromarray(a if channels == 3 else a[..., 0]) for a in arrays]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, affine, linear, stacked
+from patchlight.anatomy.families import register_family
 from patchlight.errors import PatchlightError
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
@@ -144,13 +145,13 @@ class BeitAnatomy(TimmAnatomy):
         tokens = torch.cat((net.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
         return cast(Tensor, tokens if net.pos_embed is None else tokens + net.pos_embed)
 
-    def _watch(self) -> None:
-        super()._watch()
+    def watch(self) -> None:
+        super().watch()
         for block in self._net.blocks:
             block.attn.__class__ = _gathering(cast(Any, type(block.attn)))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        with _kept_tokens(positions, self.prefix):
+        with _kept_tokens(None if positions is None else self.places(positions)):
             shared = self._net.rel_pos_bias
             shared = None if shared is None else _gathered_bias(lambda: self._net.rel_pos_bias()[None])
             return cast(Tensor, self.blocks[index](tokens, shared_rel_pos_bias=shared))
@@ -171,10 +172,8 @@ _LOCAL = threading.local()
 
 
 @contextlib.contextmanager
-def _kept_tokens(positions: Tensor | None, prefix: int) -> Iterator[None]:
-    if positions is not None:
-        first = torch.arange(prefix, device=positions.device).expand(positions.shape[0], -1)
-        _LOCAL.kept = torch.cat([first, positions + prefix], 1)
+def _kept_tokens(places: Tensor | None) -> Iterator[None]:
+    _LOCAL.kept = places
     try:
         yield
     finally:
@@ -217,6 +216,7 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
     }
 
 
+@register_family("timm", package="timm")
 def read_timm(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
     """The anatomy of a timm model, or None where it is neither a plain nor a known hierarchical transformer."""
     from timm.models.beit import Beit

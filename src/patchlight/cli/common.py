@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 WIDE = 160
 SOME_FAILED = 3
 
+
+def _load(files: list[str] | None) -> list[str] | None:
+    from patchlight.plugins import load_plugin
+
+    with answering(as_json=False, debug=False):
+        for file in files or ():
+            load_plugin(file)
+    return files
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Model = Annotated[
@@ -36,6 +46,10 @@ Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one
 Stage = Annotated[int | None, typer.Option(help="Stage a hierarchical model (Swin, PVT, …) is read behind.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …", autocompletion=one_of("cpu", "cuda", "mps"))]
 Seed = Annotated[int, typer.Option(help="Seed of everything drawn at random.")]
+Plugin = Annotated[
+    list[str] | None,
+    typer.Option(help="A Python file that registers methods, metrics, …; repeatable.", is_eager=True, callback=_load),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="A setting: name.key=value, or key=value.", autocompletion=complete_setting),
@@ -97,6 +111,15 @@ def progress(first: str) -> contextlib.AbstractContextManager[Progress]:
     return bar(first)
 
 
+@contextlib.contextmanager
+def telling_warnings() -> Iterator[None]:
+    """Warnings are lines on stderr."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", AssumedPreprocess)
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+        yield
+
+
 def load_model(
     name: str,
     weights: Path | None = None,
@@ -108,9 +131,7 @@ def load_model(
     from patchlight.anatomy.load import load
 
     staged: dict[str, Any] = {} if stage is None else {"stage": stage}
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", AssumedPreprocess)
-        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+    with telling_warnings():
         return load(name, weights=weights, labels=labels, device=device, **staged, **options)
 
 

@@ -17,6 +17,7 @@ from patchlight.cli.common import (
     Device,
     Labels,
     Model,
+    Plugin,
     Seed,
     Settings,
     Stage,
@@ -73,6 +74,7 @@ def evaluate(
         str | None, typer.Option(help="Preset of every metric, such as tis.", autocompletion=complete_preset)
     ] = None,
     settings: Settings = None,
+    plugin: Plugin = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="File for one line per image and metric.")] = None,
     seed: Seed = 0,
     device: Device = "cpu",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchlight import listed
-from patchlight.cli.common import AsJson, Debug, answering, console, load_model, print_json, progress, say
+from patchlight.cli.common import AsJson, Debug, Plugin, answering, console, load_model, print_json, progress, say
 from patchlight.cli.complete import complete_method, complete_metric, complete_model
 from patchlight.errors import PatchlightError, nearest
 
@@ -28,12 +28,13 @@ def methods(
     model: Annotated[
         str | None, typer.Option(help="Say which methods work on this model.", autocompletion=complete_model)
     ] = None,
+    plugin: Plugin = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """List the methods, or the settings of one."""
     with answering(as_json, debug):
-        rows = listed.rows("methods") if model is None else None
+        rows = listed.rows("methods") if model is None and not plugin else None
         if rows is None:
             with progress(f"loading {model or 'the methods'}"):
                 rows = method_rows(None if model is None else load_model(model, pretrained=False))
@@ -51,12 +52,13 @@ def metrics(
     name: Annotated[
         str | None, typer.Argument(help="One metric, to see its settings.", autocompletion=complete_metric)
     ] = None,
+    plugin: Plugin = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """List the metrics, or the settings of one."""
     with answering(as_json, debug):
-        rows = listed.rows("metrics")
+        rows = None if plugin else listed.rows("metrics")
         if rows is None:
             with progress("loading the metrics"):
                 rows = metric_rows()

@@ -23,12 +23,12 @@ from patchlight.methods.requests import Request, check_supported, resolve
 from patchlight.metrics.base import (
     Evaluation,
     Evaluations,
-    Explainer,
+    MapFunction,
     Measure,
     Measured,
     MetricRequest,
     checked_maps,
-    explained_by,
+    made_by,
     resolve_metric,
 )
 from patchlight.progress import Progress, telling
@@ -55,7 +55,7 @@ def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,
     maps: Any,
-    metric: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    metric: Sequence[str] | Mapping[str, Mapping[str, Any]] | Sequence[MetricRequest],
     target: Target = ...,
     **options: Any,
 ) -> Evaluations: ...
@@ -64,7 +64,7 @@ def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,
     maps: Any,
-    metric: Asked = "ins-del",
+    metric: Asked | Sequence[MetricRequest] = "ins-del",
     target: Target = None,
     *,
     labels: Any = None,
@@ -73,37 +73,39 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 16,
     progress: Progress | bool = True,
-    fresh: bool = False,
+    current: bool = False,
     **settings: Any,
 ) -> Evaluation | Evaluations:
     """Measure maps of images: an Attribution, an array [B,h,w], a method's name, or a callable that explains.
 
     A dict of these, such as `explain` gives for several methods, gives a dict by its labels. `images` and `progress`
     are as in `explain`: a generator or DataLoader is read as it comes, and explained with the methods that are given by
-    name (or as a dict of their settings), all in one pass. A callable takes (vit, images [B,C,H,W], targets, seed), as
-    an `Explainer` does, and gives maps [B,h,w].
+    name (or as a dict with their settings), all in one pass. A callable takes (vit, images [B,C,H,W], targets, seed)
+    and gives maps [B,h,w].
 
     `metric`: a name, a list, or a dict of names and settings (a setting `metric` makes the name a free label); the
     latter two give a dict. `target`: the class asked about; by default the one an Attribution explains, else the
     prediction. `labels` are the true classes (default: the target; None where one is not known); True takes those that
     come with a loader's images, as (images, labels), which must be classes of this model. `boxes` are one [n,4] per
-    image and `masks` [B,H,W] on the canvas the model sees (`patchlight.data` makes them). `fresh` says that an
-    Attribution is what its method makes of these very images, classes and seed, so that a metric which explains anew
-    need not begin with it. Further keywords are the metric's settings.
+    image and `masks` [B,H,W] on the canvas the model sees (`patchlight.data` makes them). `current` says that an
+    Attribution is what its method makes of these very images, classes and seed, so that a metric which explains images
+    itself need not begin with it. Further keywords are the metric's settings.
 
     >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean      # doctest: +SKIP
     """
-    requests = resolve_all(metric, settings, "metric", lambda label, own: resolve_metric(label, own, _OPTIONS))
+    requests = resolve_all(
+        metric, settings, MetricRequest, "metric", lambda label, own: resolve_metric(label, own, _OPTIONS)
+    )
     several = isinstance(maps, Mapping)
     given = Annotations(labels, boxes, masks)
     found = measure(
-        wrap(vit), images, maps if several else {"": maps}, requests, target, given, seed, batch_size, progress, fresh
+        wrap(vit), images, maps if several else {"": maps}, requests, target, given, seed, batch_size, progress, current
     )
     each = {label: own[metric] if isinstance(metric, str) else own for label, own in found.items()}
     return Evaluations(each, "method") if several else each[""]
 
 
-_OPTIONS = ("target", "labels", "boxes", "masks", "seed", "batch_size", "progress", "fresh")
+_OPTIONS = ("target", "labels", "boxes", "masks", "seed", "batch_size", "progress", "current")
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Source:
 
     scores: Tensor | None = None
     request: Request | None = None
-    again: Explainer | None = None
+    method: MapFunction | None = None
     targets: Targets | None = None
     images: tuple[str, ...] = ()
 
@@ -143,7 +145,7 @@ def measure(
     seed: int,
     batch_size: int,
     progress: Progress | bool,
-    fresh: bool = False,
+    current: bool = False,
     note: Note | None = None,
     watch: Watch | None = None,
 ) -> dict[str, Evaluations]:
@@ -162,7 +164,7 @@ def measure(
     for source in sources.values():
         _check_one_class(asked or source.targets)
         for request in requests:
-            _check_needs(request, source.again, annotations)
+            _check_needs(request, source.method, annotations)
     annotated = _annotated(annotations, count, vit, read)
     found: dict[tuple[str, str], list[Measured]] = {(label, r.label): [] for label in sources for r in requests}
     undefined: dict[str, dict[int, str]] = {label: {} for label in sources}
@@ -189,15 +191,15 @@ def measure(
                     truth if truth is not None else None if target is None else chosen[label].index[:, 0],
                     frames,
                     canvas,
-                    source.again,
+                    source.method,
                     seed,
                     kept=kept,
-                    fresh=fresh or source.scores is None,
+                    current=current or source.scores is None,
                 )
                 for m, request in enumerate(requests):
-                    how = {key: request.settings[key] for key in ABLATION} if request.metric.ablates else {}
-                    own_settings = {k: v for k, v in request.settings.items() if k not in how}
-                    measured = request.metric.function(replace(given, how=how), **own_settings)
+                    ablation = {key: request.settings[key] for key in ABLATION} if request.metric.ablates else {}
+                    own_settings = {k: v for k, v in request.settings.items() if k not in ablation}
+                    measured = request.metric.function(replace(given, ablation_settings=ablation), **own_settings)
                     found[label, request.label].append(_only_labelled(request, given, measured))
                     tell(begin + len(batch) * (n + (m + 1) / len(requests)) / len(sources), count)
             begin = part.stop
@@ -242,7 +244,7 @@ def _explained(
         elif label in made:
             maps[label] = checked_maps(made[label].detach(), len(batch), vit).to(vit.device)
         else:
-            maps[label] = explained_by(source.again, vit, batch, chosen[label], seed)
+            maps[label] = made_by(source.method, vit, batch, chosen[label], seed)
     return chosen, maps
 
 
@@ -298,23 +300,23 @@ def _check_count(seen: int, count: int | None, more: bool = False) -> None:
 
 
 def _source(maps: Any, count: int | None, vit: Anatomy) -> Source:
-    """Maps as they were given, or a way to make them; with a way to explain anew, where there is one."""
+    """Maps as they were given, or what makes them; of an Attribution, both where its method is known."""
     if isinstance(maps, str):
         maps = resolve(maps)
     elif isinstance(maps, Mapping) and "method" in maps:
         maps = resolve(str(maps["method"]), maps)
     if isinstance(maps, Request):
         check_supported(maps, vit)
-        return Source(request=maps, again=_explains(maps))
+        return Source(request=maps, method=_maps_by(maps))
     if isinstance(maps, Attribution):
         if maps.scores.ndim != 3:
             raise PatchlightError("this attribution explains several classes an image; measure them one at a time")
         check_model(maps, vit)
         own = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
         scores = checked_maps(maps.scores, len(maps) if count is None else count, vit)
-        return Source(scores, again=_explainer_of(maps), targets=own, images=maps.images)
+        return Source(scores, method=_maker_of(maps), targets=own, images=maps.images)
     if callable(maps):
-        return Source(again=maps)
+        return Source(method=maps)
     try:
         tensor = maps if isinstance(maps, Tensor) else torch.as_tensor(np.asarray(maps))
     except (TypeError, ValueError) as error:
@@ -359,16 +361,16 @@ def _check_one_class(targets: Targets | None) -> None:
         raise PatchlightError(f"maps of {targets.count} classes an image were given; a metric measures one at a time")
 
 
-def explainer(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> Explainer:
-    """A registered method as an Explainer."""
-    return _explains(resolve(name, settings, score))
+def map_function(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> MapFunction:
+    """A registered method as a function that makes maps."""
+    return _maps_by(resolve(name, settings, score))
 
 
-def _explains(request: Request) -> Explainer:
+def _maps_by(request: Request) -> MapFunction:
     return lambda vit, images, targets, seed: _computed(vit, images, [request], targets, seed)[0]
 
 
-def _explainer_of(maps: Attribution) -> Explainer | None:
+def _maker_of(maps: Attribution) -> MapFunction | None:
     """How an attribution was made; None where its method is not registered here or its score was a callable."""
     try:
         entry = resolve(maps.method)
@@ -380,7 +382,7 @@ def _explainer_of(maps: Attribution) -> Explainer | None:
     if "level" in entry.settings:
         settings["level"] = maps.level
     score = maps.score if maps.score in ("logit", "probability") else None
-    return None if score is None else explainer(maps.method, settings, score)  # type: ignore[arg-type]
+    return None if score is None else map_function(maps.method, settings, score)  # type: ignore[arg-type]
 
 
 def _finite(maps: Tensor, first: int, label: str) -> tuple[Tensor, dict[int, str]]:
@@ -398,11 +400,11 @@ def _finite(maps: Tensor, first: int, label: str) -> tuple[Tensor, dict[int, str
     return torch.where(broken[:, None, None], 0, maps), bad
 
 
-def _check_needs(request: MetricRequest, again: Explainer | None, given: Annotations) -> None:
-    if request.metric.again and again is None:
+def _check_needs(request: MetricRequest, method: MapFunction | None, given: Annotations) -> None:
+    if request.metric.explains and method is None:
         raise PatchlightError(
-            f"'{request.metric.name}' explains anew, so it needs a method: give an Attribution, a method's name or a "
-            f"callable instead of maps"
+            f"'{request.metric.name}' explains images itself, so it needs a method: give an Attribution, a method's "
+            f"name or a callable instead of maps"
         )
     needs = sorted(request.metric.needs)
     missing = [need for need in needs if all(getattr(given, one) is None for one in need.split(" or "))]
