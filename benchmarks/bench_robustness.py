@@ -1,4 +1,4 @@
-"""Max-sensitivity beside captum's, with the same explainer, the same draws and the same values."""
+"""Max-sensitivity beside captum's, with the same method, the same draws and the same values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 import patchlight as pl
 from benchmarks.common import device, medians, record
 from patchlight.anatomy.base import Anatomy
-from patchlight.metrics.base import Explainer
-from patchlight.metrics.evaluation import explainer
+from patchlight.metrics.base import MapFunction
+from patchlight.metrics.evaluation import map_function
 from patchlight.metrics.robustness import draws
 from patchlight.targets import Targets
 
@@ -22,9 +22,9 @@ IMAGES, DRAWS, RADIUS = 4, 10, 0.02
 Explanation = Callable[[Tensor | tuple[Tensor, ...]], tuple[Tensor]]
 
 
-def ours(vit: Anatomy, images: Tensor, method: Explainer) -> Tensor:
+def ours(vit: Anatomy, images: Tensor, method: MapFunction) -> Tensor:
     """All draws of all images, batched."""
-    return pl.evaluate(vit, images, method, "max-sensitivity", target=0, n=DRAWS, radius=RADIUS).values
+    return pl.evaluate(vit, images, method, "max-sensitivity", target=0, samples=DRAWS, radius=RADIUS).values
 
 
 def one_by_one(images: Tensor, explain: Explanation) -> Tensor:
@@ -46,7 +46,7 @@ def _uniform(images: Tensor, radius: float) -> Tensor:
     return images + torch.empty(images.shape).uniform_(-radius, radius).to(images)
 
 
-def as_captum_asks(vit: Anatomy, method: Explainer) -> Explanation:
+def as_captum_asks(vit: Anatomy, method: MapFunction) -> Explanation:
     def explain(given: Tensor | tuple[Tensor, ...]) -> tuple[Tensor]:
         images = given[0] if isinstance(given, tuple) else given
         return (method(vit, images, Targets(torch.zeros(len(images), 1, dtype=torch.long)), 0),)
@@ -71,7 +71,7 @@ def main() -> None:
     torch.nn.init.trunc_normal_(plain.head.weight, std=0.05)
     vit = pl.wrap(plain, name="vit_tiny")
     images = torch.randn(IMAGES, 3, 224, 224, device=device())
-    genatt, ixg = explainer("genatt"), explainer("ixg", {"level": "pixel"})
+    genatt, ixg = map_function("genatt"), map_function("ixg", {"level": "pixel"})
     rows = []
     for name, method, theirs in (
         ("genatt in both", genatt, as_captum_asks(vit, genatt)),
@@ -91,7 +91,7 @@ def main() -> None:
         base = seconds["patchlight"]
         rows += [[name, who, f"{s * 1e3:.0f} ms", f"{s / base:.2f}", f"{apart:.0e}"] for who, s in seconds.items()]
     title = f"Max-sensitivity, vit_tiny, {IMAGES} images, {DRAWS} draws each"
-    record("robustness", title, ["explainer", "who", "median", "over patchlight", "values differ by"], rows)
+    record("robustness", title, ["method", "who", "median", "over patchlight", "values differ by"], rows)
 
 
 if __name__ == "__main__":

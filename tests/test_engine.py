@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -12,9 +15,10 @@ from PIL import Image
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.engine import _warn_if_degenerate
+from patchlight.engine import _warn_if_degenerate, compute
 from patchlight.methods.base import METHODS, LayerMap
 from patchlight.methods.requests import resolve
+from patchlight.registry import Setting
 from tests.families import build, images, shared
 
 
@@ -179,32 +183,6 @@ def test_progress_is_told() -> None:
     assert seen == [(2, 3), (3, 3)]
 
 
-def test_trace_hands_over_the_evidence() -> None:
-    vit = shared("vit", torch.float64)
-    batch = images(vit)
-    with pl.trace(vit, batch, target=2) as t:
-        row = torch.zeros(3, vit.tokens, dtype=torch.float64)
-        row[:, 0] = 1
-        for A, G in zip(reversed(t.attention), reversed(t.attention_gradients), strict=True):
-            row = row + (row[:, None] @ (A * G).relu().mean(1))[:, 0]
-        assert len(t.tokens) == vit.depth + 1
-        torch.testing.assert_close(vit.readout(t.tokens[-1]), t.logits)
-        directional = (t.tokens[0] * t.gradients[0]).sum(-1)
-    expected = pl.explain(vit, batch, ["genatt", "ixg"], target=2)
-    torch.testing.assert_close(vit.patches(row).float(), expected["genatt"].scores)
-    torch.testing.assert_close(vit.patches(directional).float(), expected["ixg"].scores)
-    assert not t.attention, "the evidence outlives the with"
-    with pytest.raises(pl.PatchlightError, match="no backward rule"), pl.trace(vit, batch, rule="libre"):
-        pass
-    with (
-        pytest.raises(pl.PatchlightError, match="one class an image; 2 were given"),
-        pl.trace(vit, batch, [[0, 1]] * 3),
-    ):
-        pass
-    with pytest.raises(pl.Unsupported, match="no transformer blocks"), pl.trace(shared("swin"), batch):
-        pass
-
-
 def test_memory_does_not_grow() -> None:
     vit = shared("vit")
     batch = images(vit)
@@ -224,3 +202,25 @@ def test_every_need_that_asks_for_a_backward_is_class_specific() -> None:
     for name, entry in METHODS.items():
         if isinstance(entry, LayerMap):
             assert resolve(name).backward == entry.class_specific, name
+
+
+def choices(setting: Setting) -> list[Any]:
+    """The values a setting of few words can have."""
+    kinds = get_args(setting.kind) if get_origin(setting.kind) in (Union, UnionType) else (setting.kind,)
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    return [*words, *((True, False) if bool in kinds else ())]
+
+
+LAYER_MAPS = [name for name, method in METHODS.items() if isinstance(method, LayerMap) and name != "diffmask"]
+
+
+@pytest.mark.parametrize("name", LAYER_MAPS)
+def test_layer_maps_declare_what_they_read_whatever_the_settings(name: str) -> None:
+    vit = shared("vit")
+    method = METHODS[name]
+    varied: list[dict[str, Any]] = [{}, *({"preset": preset} for preset in method.presets)]
+    varied += [{key: value} for key, one in method.settings(method.composition).items() for value in choices(one)]
+    for settings in varied:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compute(vit, images(vit, 1), [resolve(name, settings)], None, 0)

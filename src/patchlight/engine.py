@@ -92,7 +92,7 @@ def explain(
             tell(begin, count)
     if not chosen:
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
-    explained, of = _joined(chosen), {"weights": fingerprint(vit.model), "images": tuple(hashes)}
+    explained, of = Targets.joined(chosen), {"weights": fingerprint(vit.model), "images": tuple(hashes)}
     results = {
         request.label: _attribution(vit, request, torch.cat(kept), explained, seed, of)
         for request, kept in zip(asked, chunks, strict=True)
@@ -179,7 +179,8 @@ def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
     own = request.method.composition
     if own is None or "start" not in own.settings:
         return None
-    settings = {key: value for key, value in accepted(own.function, request.settings).items() if key != "start"}
+    given = accepted(own.function, request.settings)
+    settings = {key: value for key, value in given.items() if key not in ("start", "mode")}  # a tail is no sum of tails
     return lambda maps, start: own.function(maps, start=start, **settings)
 
 
@@ -201,8 +202,8 @@ def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: 
 
 
 def _asked(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-    ablates = {key: request.settings[key] for key in ABLATION if key in request.settings}
-    given = Ask(vit, images, targets, request.score, seed, request.rule, _blocks(request, vit), ablates)
+    ablation = {key: request.settings[key] for key in ABLATION if key in request.settings}
+    given = Ask(vit, images, targets, request.score, seed, request.rule, _blocks(request, vit), ablation)
     function = request.method.function
     result: Tensor | Pass = function(given, **accepted(function, request.settings))
     return finish(request, vit, result) if isinstance(result, Pass) else result
@@ -245,12 +246,6 @@ def default_batch_size(vit: Anatomy) -> int:
     """As many images as keep attention and its gradient, all heads and blocks, in about 1.5 GB; 1 to 32."""
     per_image = 2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2
     return max(1, min(32, int(1.5e9 / per_image)))
-
-
-def _joined(targets: list[Targets]) -> Targets:
-    against = [t.against for t in targets if t.against is not None]
-    index = torch.cat([t.index for t in targets])
-    return Targets(index, torch.cat(against) if against else None, targets[0].several)
 
 
 def _attribution(

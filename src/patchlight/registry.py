@@ -54,13 +54,15 @@ class Registry(Mapping[str, N], Generic[N]):
 
     def remove(self, name: str) -> None:
         """Take one out again, with its aliases."""
-        for alias in self.find(name).aliases:
+        entry = self.find(name)
+        for alias in entry.aliases:
             del self._aliases[alias]
-        del self._entries[name]
+        del self._entries[entry.name]
 
     def find(self, name: str) -> N:
         """The one of that name or alias; else an error that says which names are near."""
-        entry = self.get(self._aliases.get(name, name))
+        self._load()
+        entry = self._entries.get(self._aliases.get(name, name))
         if entry is None:
             raise PatchlightError(f"no {self.noun} is called '{name}'; {nearest(name, [*self, *self._aliases])}")
         return entry

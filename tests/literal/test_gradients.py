@@ -11,12 +11,10 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.evidence.passes import LayerJob, run_pass
-from patchlight.evidence.rules import RULES
-from patchlight.methods.gradients import fullgrad
 from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.close import within
+from tests.completeness import totals
 from tests.families import images, shared
 from tests.literal.plain import Toy, Written, grid, maps, states
 
@@ -116,7 +114,7 @@ def test_plain_ixg_at_the_last_block_warns() -> None:
 
 
 def literal_smoothgrad(
-    vit: Anatomy, batch: Tensor, n: int, sigma: float, relative: bool, base: str, level: str, seed: int
+    vit: Anatomy, batch: Tensor, samples: int, sigma: float, relative: bool, base: str, level: str, seed: int
 ) -> Tensor:
     """One image and one sample at a time; every image meets the same noise."""
     out = []
@@ -125,13 +123,13 @@ def literal_smoothgrad(
         x = image if level == "pixel" else vit.embed(image).detach()
         generator = torch.Generator().manual_seed(seed)
         total = torch.zeros_like(x)
-        for _ in range(n):
+        for _ in range(samples):
             noise = torch.randn(x.shape[1:], generator=generator).double()
             noisy = (x + sigma * ((x.max() - x.min()) if relative else 1.0) * noise).detach().requires_grad_()
             logits = vit.model(noisy) if level == "pixel" else vit.readout(vit.run(noisy))
             (g,) = torch.autograd.grad(logits[0, c], noisy)
             total = total + {"signed": g, "abs": g.abs(), "ixg": noisy.detach() * g}[base]
-        out.append(total / n)
+        out.append(total / samples)
     mean = torch.cat(out)
     return mean.movedim(1, -1) if level == "pixel" else mean
 
@@ -148,7 +146,7 @@ def literal_smoothgrad(
 )
 def test_smoothgrad(level: str, relative: bool, base: str, reduce: str) -> None:
     vit, batch = model("vit-wide")
-    settings: dict[str, Any] = {"n": 3, "sigma": 0.2, "relative": relative, "base": base, "level": level}
+    settings: dict[str, Any] = {"samples": 3, "sigma": 0.2, "relative": relative, "base": base, "level": level}
     mean = literal_smoothgrad(vit, batch, seed=11, **settings)
     expected = literal_reduce(mean, reduce)
     expected = expected if level == "pixel" else grid(vit, expected)
@@ -157,7 +155,7 @@ def test_smoothgrad(level: str, relative: bool, base: str, reduce: str) -> None:
 
 def test_smoothgrad_presets_are_the_sources() -> None:
     found = {p: resolve("smoothgrad", {"preset": p}).settings for p in ("idiap", "tis", "skipplus", "bt")}
-    assert [(s["n"], s["sigma"], s["relative"]) for s in found.values()] == [
+    assert [(s["samples"], s["sigma"], s["relative"]) for s in found.values()] == [
         (100, 0.15, True),
         (50, 1.0, False),
         (50, 1.0, False),
@@ -174,17 +172,17 @@ def test_smoothgrad_presets_are_the_sources() -> None:
 def test_smoothgrad_without_noise_is_the_gradient() -> None:
     vit, batch = model("vit")
     for level in ("pixel", "token"):
-        smooth = maps(vit, batch, "smoothgrad", TARGET, n=3, sigma=0, level=level)
+        smooth = maps(vit, batch, "smoothgrad", TARGET, samples=3, sigma=0, level=level)
         torch.testing.assert_close(smooth, maps(vit, batch, "grad", TARGET, reduce="l1", level=level), **CLOSE)
     with pytest.warns(pl.DegenerateMap, match="rounding noise"):
-        maps(vit, batch, "smoothgrad", TARGET, n=1, reduce="sum", level="token")
+        maps(vit, batch, "smoothgrad", TARGET, samples=1, reduce="sum", level="token")
 
 
 def test_many_variants_a_pass_change_nothing() -> None:
     """20 samples of one image run as 16 and 4 rows, of two images as 8 passes: the same map."""
     vit, batch = model("vit")
-    together = maps(vit, batch, "smoothgrad", TARGET, n=20)
-    alone = torch.cat([maps(vit, batch[b : b + 1], "smoothgrad", TARGET[b : b + 1], n=20) for b in (0, 1)])
+    together = maps(vit, batch, "smoothgrad", TARGET, samples=20)
+    alone = torch.cat([maps(vit, batch[b : b + 1], "smoothgrad", TARGET[b : b + 1], samples=20) for b in (0, 1)])
     torch.testing.assert_close(together, alone, **CLOSE)
 
 
@@ -196,7 +194,7 @@ def test_linear_model() -> None:
     x = batch.movedim(1, -1)
     for level in ("token", "pixel"):
         torch.testing.assert_close(maps(vit, batch, "grad", target, level=level), w.norm(dim=-1), **CLOSE)
-        smooth = maps(vit, batch, "smoothgrad", target, n=2, sigma=3.0, level=level)
+        smooth = maps(vit, batch, "smoothgrad", target, samples=2, sigma=3.0, level=level)
         torch.testing.assert_close(smooth, w.abs().sum(-1), **CLOSE)
         for rule in ("gausslegendre", "right"):
             exact = maps(vit, batch, "ig", target, steps=1, quadrature=rule, level=level)
@@ -270,10 +268,10 @@ def test_averaging_along_the_path() -> None:
         ixg, skip = ixg + cats[0] / 5, skip + cats[2] / 5
     settings: dict[str, Any] = {"preset": "libragrad", "steps": 5}
     torch.testing.assert_close(maps(vit, batch, "ig.libra", TARGET, **settings), grid(vit, ixg), **CLOSE)
-    found = maps(vit, batch, "ig", TARGET, **settings | {"of": "decompx.skipplus"})
+    found = maps(vit, batch, "ig", TARGET, **settings | {"integrand": "decompx.skipplus"})
     torch.testing.assert_close(found, grid(vit, skip), **CLOSE)
     with pytest.raises(pl.PatchlightError, match="white-box"):
-        maps(vit, batch, "ig", TARGET, of="smoothgrad")
+        maps(vit, batch, "ig", TARGET, integrand="smoothgrad")
 
 
 @pytest.mark.parametrize("rule", ["plain", "libra"])
@@ -305,8 +303,8 @@ def test_fullgrad(family: str, rule: str) -> None:
 
 def test_fullgrad_plus_in_layer_mode_is_refused() -> None:
     vit, batch = model("vit")
-    with pytest.raises(pl.PatchlightError, match="mode='tail'"):
-        maps(vit, batch, "fullgrad.plus", TARGET, mode="layer")
+    with pytest.raises(pl.PatchlightError, match="terms='tail'"):
+        maps(vit, batch, "fullgrad.plus", TARGET, terms="layer")
 
 
 FAMILIES = ["vit", "deit-distilled", "deit3", "beit", "eva", "eva02", "dinov3", "clip", "siglip", "reg4-gap", "hf-vit"]
@@ -317,17 +315,10 @@ def test_libra_is_complete_from_every_start(family: str) -> None:
     """CAT_l + biases of blocks >= l + end terms = y_c, over all tokens, for every l; plain gradients are not."""
     vit, batch = model(family)
     targets = Targets(torch.tensor(TARGET)[:, None])
-    job = LayerJob(fullgrad, frozenset({"x", "g", "bias"}), tuple(range(vit.depth)))
     errors = {}
     for rule in ("libra", "plain"):
-        seen = run_pass(vit, batch, targets, "logit", RULES[rule], [job])
-        pairs, end = seen.layers(), seen.end()
-        behind = sum(t.reshape(2, -1).sum(1) for t in (end.bias, end.scalar_bias) if t is not None)
-        totals = [
-            pairs[start][0].sum(1) + sum(pairs[k][1].sum(1) for k in range(start, vit.depth)) + behind
-            for start in range(vit.depth)
-        ]
-        errors[rule] = max(float((t - seen.scores[:, 0]).abs().max()) for t in totals)
+        sums, score = totals(vit, batch, rule, targets)
+        errors[rule] = float((sums - score).abs().max())
     within(errors["libra"], 1e-12)
     assert errors["plain"] > 1e-3, errors
 

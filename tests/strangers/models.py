@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.evidence.passes import LayerJob, run_pass
-from patchlight.evidence.rules import RULES
+from patchlight.evidence.passes import run_pass
 from patchlight.methods.base import METHODS
 from patchlight.methods.requests import refusal, resolve
 from patchlight.testing import spearman
+from tests.completeness import totals
 from tests.families import CLASSES, build, images, randomise, shared
 from tests.strangers.table import refuses, row
 
@@ -209,7 +209,7 @@ def half_precision_models(folder: Path) -> None:
             target = [1, 2]
             found = quietly(vit, batch, name, target=target)
             assert found.isfinite().all(), f"{name} in {dtype}"
-            if resolve(name).method.ablates:
+            if "precision" in resolve(name).settings:
                 continue  # scored by the model as it is, in its own precision
             expected = quietly(wide, batch.float(), name, target=target)
             ranks = [spearman(a, b) for a, b in zip(found, expected, strict=True)]
@@ -277,14 +277,9 @@ def hybrids_and_vitamin_through_wrap(folder: Path) -> None:
 
 
 def _libra_rest(vit: Anatomy) -> float:
-    """How much of the logit libra's terms miss, from block 0 on."""
-    layers = tuple(range(vit.depth))
-    job = LayerJob(lambda b: ((b.x * b.g).sum((1, 2)), b.bias.sum(1)), frozenset({"x", "g", "bias"}), layers)
-    seen = run_pass(vit, images(vit, 2), rule=RULES["libra"], jobs=[job])
-    values, end = seen.layers(), seen.end()
-    total = values[0][0] + sum(values[k][1] for k in layers)
-    total = total + (0 if end.bias is None else end.bias.sum(1)) + (0 if end.scalar_bias is None else end.scalar_bias)
-    return float((total - seen.scores[:, 0]).abs().max())
+    """How much of the logit libra's terms miss."""
+    sums, score = totals(vit, images(vit, 2))
+    return float((sums - score).abs().max())
 
 
 class Squared(nn.Module):
@@ -371,7 +366,7 @@ def _changes(model: Any) -> list[Callable[[], object]]:
 
 @row
 def weights_changed_in_any_way_are_seen(folder: Path) -> None:
-    choices: list[tuple[str, dict[str, Any]]] = [("ixg", {}), ("occlusion", {"precision": "bf16", "level": "token"})]
+    choices: list[tuple[str, dict[str, Any]]] = [("ixg", {}), ("occlusion", {"precision": "bf16", "unit": "token"})]
     for name, settings in choices:
         model = tiny()
         vit = pl.wrap(model)
@@ -603,7 +598,7 @@ def a_model_that_is_let_go(folder: Path) -> None:
     try:
         for name in ("vit_tiny_patch16_224", "beit_base_patch16_224"):
             model = by_name(name)
-            quietly(model, torch.zeros(1, 3, 64, 64), "occlusion", level="token", precision="bf16")
+            quietly(model, torch.zeros(1, 3, 64, 64), "occlusion", unit="token", precision="bf16")
             gone = weakref.ref(model)
             del model
             assert gone() is None, f"{name} is still there"

@@ -234,7 +234,7 @@ def _evaluated(work: Work, method: str, metrics: Sequence[str], maps: Attributio
     def call(labels: Sequence[str]) -> dict[str, Evaluation]:
         asked = [work.asked(label, own.measured_by(work.shard.metrics[label])) for label in labels]
         given = {"labels": batch.labels, "boxes": batch.boxes, "masks": batch.masks}
-        return evaluate(work.vit, batch.images, maps, asked, work.target, seed=work.shard.seed, fresh=True, **given)
+        return evaluate(work.vit, batch.images, maps, asked, work.target, seed=work.shard.seed, current=True, **given)
 
     return _together(call, metrics, len(batch.names))
 

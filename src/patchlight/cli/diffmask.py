@@ -45,11 +45,11 @@ def train(
     model: Annotated[str | None, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.")] = None,
     weights: Weights = None,
     labels: Labels = None,
-    start: Annotated[Path | None, typer.Option(help="An explainer whose gates training begins with.")] = None,
+    initial: Annotated[Path | None, typer.Option(help="An explainer whose gates training begins with.")] = None,
     preset: Annotated[str | None, typer.Option(help="default, paper or code.")] = None,
     settings: Settings = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew where a run lies in the folder.")] = False,
+    resume: Annotated[bool, typer.Option(help="Whether a run that lies in the folder goes on.")] = True,
     device: Device = "cpu",
     as_json: AsJson = False,
     debug: Debug = False,
@@ -57,7 +57,7 @@ def train(
     """Train DiffMask for a model: gates that keep the few patches its output depends on."""
     with answering(as_json, debug):
         with progress("loading the model") as bar:
-            asked = _recipe(recipe, data, held_out, model, weights, labels, start, preset)
+            asked = _recipe(recipe, data, held_out, model, weights, labels, initial, preset)
             chosen = asked.training(**read_settings(["train"], settings or [])["train"])
             from patchlight.trained.diffmask import load
             from patchlight.trained.diffmask import train as train_gates
@@ -68,11 +68,11 @@ def train(
 
             with telling_warnings():
                 vit = asked.model.load(device)
-                first = None if asked.start is None else load(asked.start)
+                first = None if asked.initial is None else load(asked.initial)
                 assert asked.data is not None
                 loader = read(asked.data)
                 held = None if asked.held_out is None else read(asked.held_out)
-                explainer = train_gates(vit, loader, chosen, _watch(bar), out, first, not fresh, held)
+                explainer = train_gates(vit, loader, chosen, _watch(bar), out, first, resume, held)
         result = explainer.about["result"]
         if as_json:
             print_json({"explainer": str(out), "model": vit.name, **result})
@@ -125,7 +125,7 @@ def _recipe(
     model: str | None,
     weights: Path | None,
     labels: Path | None,
-    start: Path | None,
+    initial: Path | None,
     preset: str | None,
 ) -> TrainingRecipe:
     """The recipe's file, if any, with what was given beside it."""
@@ -142,7 +142,7 @@ def _recipe(
         "model": recipe.model.other(model, _text(weights), _text(labels)),
         "data": images,
         "held_out": held,
-        "start": _text(start) or recipe.start,
+        "initial": _text(initial) or recipe.initial,
         "preset": preset or recipe.preset,
     }
     return recipe.model_copy(update=changes)

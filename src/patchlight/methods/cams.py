@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from patchlight.engine import finish, job
 from patchlight.errors import PatchlightError
 from patchlight.evidence.passes import LayerJob
 from patchlight.evidence.record import Evidence
-from patchlight.methods.base import Ask, Composition, LayerMaps, register_method
+from patchlight.methods.base import Ask, Composition, LayerMaps, Needs, register_method
 from patchlight.methods.compositions import block_index
 from patchlight.methods.gradients import input_times_gradient, token_ixg
 from patchlight.methods.requests import resolve
@@ -28,8 +28,10 @@ from patchlight.registry import Settings
 
 Prefix = Literal["exclude", "include"]
 _PLACE = re.compile(r"(?:blocks\[(-?\d+)\])?\.?(norm1|input)?")
-_NORM1 = "blocks[-1].norm1"
-_COMPOSED: Mapping[str, Any] = {"layer": "input", "prefix": "include"}
+NORM1 = "blocks[-1].norm1"
+_AT_INPUT: Mapping[str, Any] = {"layer": "input"}
+_COMPOSED: Mapping[str, Any] = {**_AT_INPUT, "prefix": "include"}
+_PLACES: Mapping[str, Mapping[str, Any]] = {"jacobgil": {}, "skipplus": {"layer": "blocks[-1].input"}}
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "jacobgil": {},
     "skipplus": {"layer": "blocks[-1].input", "prefix": "include"},
@@ -59,11 +61,23 @@ def _index(layer: int | str, depth: int) -> int:
     return block_index(place(layer)[0], depth) if depth else 0
 
 
-def _at_layer(maps: LayerMaps, layer: int | str = _NORM1) -> Tensor:
+def _at_layer(maps: LayerMaps, layer: int | str = NORM1) -> Tensor:
     return maps.vector(_index(layer, maps.vit.depth))
 
 
 AT_LAYER = Composition(_at_layer, lambda depth, s: (_index(s["layer"], depth),))
+
+
+class _Shared(TypedDict):
+    needs: Needs
+    combine: Composition
+    features: bool
+    composed: Settings
+    presets: Mapping[str, Settings]
+
+
+_CAM = _Shared(needs=cam_needs, combine=AT_LAYER, features=True, composed=_COMPOSED, presets=_PRESETS)
+_WITHOUT_MEANS = _Shared(needs=cam_needs, combine=AT_LAYER, features=True, composed=_AT_INPUT, presets=_PLACES)
 
 
 def activations(b: Evidence, layer: int | str) -> tuple[Tensor, Tensor]:
@@ -81,12 +95,12 @@ def product(b: Evidence, layer: int | str) -> Tensor:
     return b.once("ngn", lambda: b.n * b.gn) if _at_norm(b, layer) else input_times_gradient(b)
 
 
-def feature_maps(ask: Ask, layer: int | str | None = None) -> tuple[Tensor, Tensor]:
+def feature_maps(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, Tensor]:
     """The channels at a place on the patch grid [B,D,h,w], and the images' scores [B,T]: 1 forward.
 
     By default the output of the last block's first norm; of a hierarchical model, the stage it is opened behind.
     """
-    vit, layer = ask.vit, _NORM1 if layer is None else layer
+    vit = ask.vit
     index, norm = _index(layer, vit.depth), place(layer)[1] == "norm1" and not vit.hierarchical
     seen = ask.run([LayerJob(lambda b: b.n if norm else b.x, frozenset({"n" if norm else "x"}), (index,))])
     tokens: Tensor = seen.at(index)
@@ -142,7 +156,7 @@ def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
     composed=_COMPOSED,
     presets={**_PRESETS, "diffmask": {"eigen": True}},
 )
-def gradcam(b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", eigen: bool = False) -> Tensor:
+def gradcam(b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eigen: bool = False) -> Tensor:
     """Grad-CAM on tokens: w_k = mean_i g_ik, map_i = sum_k w_k a_ik. Signed, no ReLU.
 
     `layer` is the output of the last block's first norm by default, where `prefix="exclude"` leaves CLS out of the
@@ -166,15 +180,15 @@ def gradcam(b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", 
 )
 def gradcam_pp(
     b: Evidence,
-    layer: int | str = _NORM1,
+    layer: int | str = NORM1,
     prefix: Prefix = "exclude",
-    relu: bool = True,
+    sign: Literal["relu", "signed"] = "relu",
     eps: float = 1e-6,
     eigen: bool = False,
 ) -> Tensor:
     """Grad-CAM++: alpha_ik = g^2 / (2 g^2 + (sum_j a_jk) g^3 + eps), w_k = sum_i alpha_ik ReLU(g_ik).
 
-    map_i = sum_k w_k a_ik. `relu=False` weighs with the signed gradient. alpha is 0 where g is, and has a
+    map_i = sum_k w_k a_ik. `sign="signed"` weighs with the gradient as it is. alpha is 0 where g is, and has a
     pole at g = -2 / sum_j a_jk: a channel near it amplifies rounding (to 1 % of the map in float32).
     """
     a, g = activations(b, layer)
@@ -182,21 +196,17 @@ def gradcam_pp(
     square = d * d
     alpha = square / (2 * square + c.sum(1, keepdim=True) * square * d + eps)
     alpha = torch.where(d == 0, 0, alpha)
-    return apply_weights(a, (alpha * (d.relu() if relu else d)).sum(1), b, eigen)
+    return apply_weights(a, (alpha * (d.relu() if sign == "relu" else d)).sum(1), b, eigen)
 
 
 @register_method(
     "xgradcam",
     paper="Fu et al., BMVC 2020, on tokens",
     exact=False,
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    **_CAM,
 )
 def xgradcam(
-    b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
+    b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
 ) -> Tensor:
     """XGradCAM: w_k = sum_i g_ik a_ik / (sum_j a_jk + eps), map_i = sum_k w_k a_ik. Signed.
 
@@ -211,14 +221,10 @@ def xgradcam(
     "xgradcam+",
     paper="SkipPLUS, CVPR-W 2024",
     aliases=("xgradcam-abs",),
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    **_CAM,
 )
 def xgradcam_abs(
-    b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
+    b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
 ) -> Tensor:
     """XGradCAM+: w_k = sum_i g_ik |a_ik| / (sum_j |a_jk| + eps), map_i = sum_k w_k a_ik. Signed."""
     a, g = activations(b, layer)
@@ -230,14 +236,10 @@ def xgradcam_abs(
 @register_method(
     "hirescam",
     paper="Draelos & Carin, 2020, on tokens",
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    **_WITHOUT_MEANS,
     advice=degenerate_hirescam,
 )
-def hirescam(b: Evidence, layer: int | str = _NORM1, eigen: bool = False) -> Tensor:
+def hirescam(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tensor:
     """HiResCAM: map_i = sum_k g_ik a_ik, which at a block's input is IxG. Signed. `eigen=True` is EigenGradCAM."""
     if eigen:
         return principal(product(b, layer), b)
@@ -248,13 +250,9 @@ def hirescam(b: Evidence, layer: int | str = _NORM1, eigen: bool = False) -> Ten
     "gradcam-elementwise",
     paper="the grad-cam library, on tokens",
     aliases=("gradcamelementwise",),
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    **_WITHOUT_MEANS,
 )
-def gradcam_elementwise(b: Evidence, layer: int | str = _NORM1, eigen: bool = False) -> Tensor:
+def gradcam_elementwise(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tensor:
     """Element-wise Grad-CAM: map_i = sum_k ReLU(g_ik a_ik). Not negative, unless `eigen`."""
     weighted = product(b, layer).relu()
     return principal(weighted, b) if eigen else weighted.sum(-1)
@@ -263,15 +261,11 @@ def gradcam_elementwise(b: Evidence, layer: int | str = _NORM1, eigen: bool = Fa
 @register_method(
     "layercam",
     paper="Jiang et al., TIP 2021, on tokens",
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    **_WITHOUT_MEANS,
 )
 def layercam(
     b: Evidence,
-    layer: int | str = _NORM1,
+    layer: int | str = NORM1,
     eigen: bool = False,
     layer_norm: Literal["none", "max", "tanh"] = "none",
 ) -> Tensor:
@@ -296,11 +290,11 @@ def layercam(
     needs=_forward_needs,
     combine=AT_LAYER,
     features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    composed=_AT_INPUT,
+    presets=_PLACES,
     cost="1 forward",
 )
-def eigencam(b: Evidence, layer: int | str = _NORM1) -> Tensor:
+def eigencam(b: Evidence, layer: int | str = NORM1) -> Tensor:
     """EigenCAM: the patches' activations on their first principal axis. Class-agnostic; the sign is a convention."""
     return principal(b.n if _at_norm(b, layer) else b.x, b)
 
@@ -310,15 +304,15 @@ def eigencam(b: Evidence, layer: int | str = _NORM1) -> Tensor:
     paper="the grad-cam library's aug_smooth",
     features=True,
     cost="6 forwards + 6 backwards",
-    presets={"diffmask": {"eigen": True, "scaled": True}},
+    presets={"diffmask": {"eigen": True, "stretch": True}},
 )
 def gradcam_aug(
-    ask: Ask, layer: int | str = _NORM1, prefix: Prefix = "exclude", eigen: bool = False, scaled: bool = False
+    ask: Ask, layer: int | str = NORM1, prefix: Prefix = "exclude", eigen: bool = False, stretch: bool = False
 ) -> Tensor:
     """Grad-CAM averaged over six augmentations: the image and its mirror image, each times 0.9, 1 and 1.1.
 
-    `scaled` first takes each map's positive part and stretches it to [0, 1], as the grad-cam library does. Preset
-    `diffmask`: scaled, with eigen smoothing, VISION DIFFMASK's baseline.
+    `stretch` first takes each map's positive part and stretches it to [0, 1], as the grad-cam library does. Preset
+    `diffmask`: stretched, with eigen smoothing, VISION DIFFMASK's baseline.
     """
     request = resolve("gradcam", {"layer": layer, "prefix": prefix, "eigen": eigen})
     maps = []
@@ -327,7 +321,7 @@ def gradcam_aug(
             images = factor * (ask.images.flip(-1) if mirrored else ask.images)
             seen = ask.run([job(request, ask.vit)], images)
             cam = finish(request, ask.vit, seen)
-            if scaled:
+            if stretch:
                 cam = cam.relu()
                 cam = cam - cam.amin((1, 2), keepdim=True)
                 cam = cam / (cam.amax((1, 2), keepdim=True) + 1e-7)

@@ -8,14 +8,13 @@ by patents in some places; see to it that your use is allowed where you are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy, Ends, Parts, affine, linear
+from patchlight.anatomy.base import Affine, Anatomy, Ends, Parts, affine, linear
 from patchlight.evidence.passes import Pass
 from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.compositions import ADDITIVE, LAST
@@ -23,7 +22,6 @@ from patchlight.registry import Settings
 from patchlight.targets import score_of
 
 Rules = Literal["ours", "orig"]
-Precision = Literal["float64", "float32"]
 STABILISER = 1e-9
 
 
@@ -81,17 +79,6 @@ def pixel_rule(images: Tensor, weight: Tensor, R: Tensor, stride: Any) -> Tensor
     return torch.stack([x * F.conv_transpose2d(share, w, stride=stride) for x, w in terms]).sum(0)
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A linear map in the pass's precision."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
 class Inside(NamedTuple):
     """What a block computes, from the tokens x that enter it to y."""
 
@@ -113,13 +100,19 @@ class Inside(NamedTuple):
 
 
 class Block:
-    """A pre-norm block with its weights in the pass's precision; the model's own are never touched."""
+    """A pre-norm block by its parts, with their weights in the pass's type; the model's own are never touched.
+
+    It is written out, and not run as the model has it under taps whose backward is relevance: the rules are those of
+    whole maps (an adapter's several products are one), of products before they are scaled, and of skips, which the
+    functions a block calls do not tell apart; what a tap does not know would pass a gradient on in silence, where
+    `Parts` refuses; and the weights of one block at a time, not of the model, are held in float64.
+    """
 
     def __init__(self, parts: Parts, heads: int, like: Tensor) -> None:
         assert parts.qkv is not None
         self.parts, self.heads = parts, heads
-        self.qkv = Linear(*(None if t is None else t.detach().to(like) for t in parts.qkv()))  # type: ignore[arg-type]
-        self.out, self.fc1, self.fc2 = (_linear(p, like) for p in (parts.out, parts.fc1, parts.fc2))
+        self.qkv = Affine(*parts.qkv()).to(like)
+        self.out, self.fc1, self.fc2 = (linear(p).to(like) for p in (parts.out, parts.fc1, parts.fc2))
         self.scale1, self.scale2 = (1.0 if s is None else s.detach().to(like) for s in (parts.scale1, parts.scale2))
 
     def __call__(self, x: Tensor) -> Inside:
@@ -161,12 +154,12 @@ class Step(NamedTuple):
 class Relevance:
     """A float64 forward over `ask.images`; `steps` then walks from the last block down, in memory of one block."""
 
-    def __init__(self, ask: Ask, rules: Rules, precision: Precision = "float64") -> None:
+    def __init__(self, ask: Ask, rules: Rules) -> None:
         vit, ends = ask.vit, ask.vit.ends()
         assert ends is not None
         self.ask, self.vit, self.ends, self.rules = ask, vit, ends, rules
-        device = torch.device("cpu") if vit.device.type == "mps" and precision == "float64" else vit.device
-        self.like = torch.empty(0, device=device, dtype=getattr(torch, precision))
+        device = torch.device("cpu") if vit.device.type == "mps" else vit.device
+        self.like = torch.empty(0, device=device, dtype=torch.float64)
         self.images = ask.images.detach().to(self.like)
         with torch.no_grad():
             self.embedded, self.positions = _embedded(ends, self.images)
@@ -182,7 +175,7 @@ class Relevance:
 
         Relevance starts as 1 at the target's logit, a - b for a pair and -y for label 0 of a one-output head.
         """
-        head = _linear(self.ends.head, self.like)
+        head = linear(self.ends.head).to(self.like)
         x = self.tokens[-1].detach().requires_grad_()
         with torch.enable_grad():
             n = _norm(self.ends.norm, x)[:, 0]
@@ -222,11 +215,6 @@ class Relevance:
             return pixel_rule(self.images, weight, grid, self.ends.projection.stride)
 
 
-def _linear(part: nn.Module | None, like: Tensor) -> Linear:
-    found = linear(part)
-    return Linear(found.weight.detach().to(like), None if found.bias is None else found.bias.detach().to(like))
-
-
 def _norm(norm: nn.Module | None, x: Tensor) -> Tensor:
     assert isinstance(norm, nn.LayerNorm)
     weight, bias = (None if t is None else t.detach().to(x) for t in (norm.weight, norm.bias))
@@ -257,9 +245,9 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     return None
 
 
-def _attention_maps(ask: Ask, rules: Rules, precision: Precision, gradient: bool) -> Pass:
+def _attention_maps(ask: Ask, rules: Rules, gradient: bool) -> Pass:
     """mean_h ReLU(R_A), times G inside with `gradient`, of the blocks asked for."""
-    seen = Relevance(ask, rules, precision)
+    seen = Relevance(ask, rules)
     logits, scores, R, g = seen.start()
     maps: dict[int, Any] = {}
     for step in seen.steps(R, g if gradient else None, min(ask.layers)):
@@ -277,7 +265,7 @@ def _attention_maps(ask: Ask, rules: Rules, precision: Precision, gradient: bool
     refuses=_refuses,
     cost="2 forwards + relevance pass of about 4 forwards, float64",
 )
-def lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64", level: Level = "pixel") -> Tensor:
+def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
     """Layer-wise relevance propagation to the pixels, summed over colours. Signed.
 
     Relevance 1 at the target's logit goes down by the alpha = 1 rule at linear maps, a / (a + b) at skips, half to each
@@ -285,7 +273,7 @@ def lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64", level
     (default) are the paper's LRP baseline, which conserves nothing and reaches 1e9 and more; `rules="ours"` are those
     of TransAtt, whose sum stays 1. `level="token"` is the relevance of x_0, summed over channels.
     """
-    seen = Relevance(ask, rules, precision)
+    seen = Relevance(ask, rules)
     _, _, R, _ = seen.start()
     for step in seen.steps(R, None, 0):
         R = step.R
@@ -304,12 +292,12 @@ def lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64", level
     refuses=_refuses,
     cost="1 forward + relevance pass of the blocks read, float64",
 )
-def partial_lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64") -> Pass:
+def partial_lrp(ask: Ask, rules: Rules = "orig") -> Pass:
     """Relevance of one block's attention, the last by default: the CLS row of mean_h ReLU(R_A).
 
     No gradient; the class enters through the one-hot start. `rules` as in `lrp`.
     """
-    return _attention_maps(ask, rules, precision, gradient=False)
+    return _attention_maps(ask, rules, gradient=False)
 
 
 @register_method(
@@ -324,7 +312,7 @@ def partial_lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64
     presets={"scripts": {"start": 1}},
     cost="2 forwards + 1 backward + relevance pass of about 4 forwards, float64",
 )
-def transatt(ask: Ask, rules: Rules = "ours", gradient: bool = True, precision: Precision = "float64") -> Pass:
+def transatt(ask: Ask, rules: Rules = "ours", gradient: bool = True) -> Pass:
     """Transformer attribution: the CLS row of prod_l (I + mean_h ReLU(G_l * R_A,l)), from block `start`.
 
     Nothing is normalised. R_A,l is the relevance of the attention [B,H,N,N] under the conserving rules, G_l the
@@ -332,4 +320,4 @@ def transatt(ask: Ask, rules: Rules = "ours", gradient: bool = True, precision: 
     evaluation scripts do.
     `gradient=False` leaves G out, the authors' rollout of relevance.
     """
-    return _attention_maps(ask, rules, precision, gradient)
+    return _attention_maps(ask, rules, gradient)

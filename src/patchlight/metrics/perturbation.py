@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.errors import PatchlightError
-from patchlight.evidence.ablation import Count
-from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, register_metric
-from patchlight.metrics.deletion import AnyFill, Integrator, Share, area, count_cells, probability, removed_logits
-from patchlight.targets import Targets
+from patchlight.evidence.ablation import Count, Unit
+from patchlight.evidence.fills import Fill
+from patchlight.metrics.base import Measure, Measured, TargetClass, Upsampling, register_metric
+from patchlight.metrics.deletion import Integrator, Share, area, count_cells, probability, removed_logits
+from patchlight.targets import Targets, kl_divergence, log_probabilities
 
 Direction = Literal["positive", "negative"]
 Quantity = Literal["accuracy", "probability", "kl", "nll"]
@@ -40,31 +40,12 @@ def levels(cells: int, points: int, low: float, high: float) -> tuple[Tensor, Te
     return x, (x * cells + 1e-6).long()
 
 
-def _log_probabilities(logits: Tensor, ask: Measure) -> tuple[Tensor, Tensor | None]:
-    """log p [...,C] and, where each class is a yes or no of its own, log(1 - p)."""
-    if logits.shape[-1] == 1:
-        return F.logsigmoid(torch.cat([-logits, logits], -1)), None
-    if ask.vit.sigmoid:
-        return F.logsigmoid(logits), F.logsigmoid(-logits)
-    return logits.log_softmax(-1), None
-
-
 def log_probability(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
     """log p(class) [B,P] of logits [B,P,C], at least log 1e-12."""
     if targets.against is not None:
         raise PatchlightError("a pair of classes has no logarithm of its probability; give target= one class per image")
     index = targets.index.to(logits.device)[:, None].expand(-1, logits.shape[1], 1)
-    log_p = _log_probabilities(logits, ask)[0]
-    return log_p.gather(-1, index)[..., 0].clamp_min(_LOG_FLOOR)
-
-
-def kl_divergence(clean: Tensor, logits: Tensor, ask: Measure) -> Tensor:
-    """KL(p_clean || p_k) [B,P] from logits [B,1,C] and [B,P,C]; summed over classes that are each a yes or no."""
-    (log_p, log_not_p), (log_q, log_not_q) = _log_probabilities(clean, ask), _log_probabilities(logits, ask)
-    total = (log_p.exp() * (log_p - log_q)).sum(-1)
-    if log_not_p is not None and log_not_q is not None:
-        total = total + (log_not_p.exp() * (log_not_p - log_not_q)).sum(-1)
-    return total.clamp_min(0)
+    return log_probabilities(logits, ask.vit.sigmoid).gather(-1, index)[..., 0].clamp_min(_LOG_FLOOR)
 
 
 def accuracy(logits: Tensor, targets: Targets) -> Tensor:
@@ -79,7 +60,7 @@ def _quantity(ask: Measure, quantity: Quantity, logits: Tensor, targets: Targets
     if quantity == "probability":
         return probability(logits, targets, ask)
     if quantity == "kl":
-        return kl_divergence(ask.logits()[:, None], logits, ask)
+        return kl_divergence(ask.logits()[:, None], logits, ask.vit.sigmoid).clamp_min(0)
     return -log_probability(logits, targets, ask)
 
 
@@ -123,7 +104,7 @@ def _perturbation_limits(settings: Mapping[str, Any]) -> tuple[float, float]:
             "noise": (-1.0, 1.0),
             "noise_seed": 123,
             "integrator": "unit",
-            "target_class": "predicted",
+            "target_class": "prediction",
             "upsampling": "bilinear",
         },
     },
@@ -137,7 +118,7 @@ def perturbation(
     low: Share = 0.1,
     high: Share = 0.9,
     unit: Unit = "pixel",
-    fill: AnyFill = "black",
+    fill: Fill = "black",
     integrator: Integrator = "mean",
     target_class: TargetClass = "label",
     upsampling: Upsampling = "bilinear",
@@ -175,8 +156,8 @@ def auc(
     ask: Measure,
     points: Points = 21,
     unit: Unit = "pixel",
-    fill: AnyFill = "black",
-    target_class: TargetClass = "predicted",
+    fill: Fill = "black",
+    target_class: TargetClass = "prediction",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
     """Area under accuracy while the top k % of the pixels are removed, k = 0, 5, ..., 100; lower is better.
@@ -203,8 +184,8 @@ def aopc(
     ask: Measure,
     points: Points = 21,
     unit: Unit = "pixel",
-    fill: AnyFill = "black",
-    target_class: TargetClass = "predicted",
+    fill: Fill = "black",
+    target_class: TargetClass = "prediction",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
     """Mean fall of p(class) over the levels of removal, 1/|K| sum_k [p(y|x) - p(y|x_k)]; higher is better.
@@ -230,8 +211,8 @@ def lodds(
     ask: Measure,
     points: Points = 21,
     unit: Unit = "pixel",
-    fill: AnyFill = "black",
-    target_class: TargetClass = "predicted",
+    fill: Fill = "black",
+    target_class: TargetClass = "prediction",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
     """Mean log-odds over the levels of removal, -1/|K| sum_k log(p(y|x) / p(y|x_k)); lower is better.
@@ -245,7 +226,7 @@ def lodds(
 
 
 def _levels_of_removal(
-    ask: Measure, points: int, unit: Unit, fill: AnyFill, upsampling: Upsampling
+    ask: Measure, points: int, unit: Unit, fill: Fill, upsampling: Upsampling
 ) -> tuple[Tensor, Tensor]:
     x, changed = levels(count_cells(ask, unit), points, 0.0, 1.0)
     return x, removed_logits(ask, changed, False, fill, unit, upsampling)

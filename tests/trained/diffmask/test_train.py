@@ -21,11 +21,12 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.errors import PatchlightError, Unsupported
+from patchlight.evidence.precision import tf32
+from patchlight.targets import kl_divergence
 from patchlight.trained.diffmask import DiffMask, Progress, Settings, TrainingWarning
 from patchlight.trained.diffmask.calibration import calibrate, finish
 from patchlight.trained.diffmask.gates import aggregate, masked_logits, new_gates, observe
-from patchlight.trained.diffmask.objective import divergence
-from patchlight.trained.diffmask.train import _Run, _tf32, lowered
+from patchlight.trained.diffmask.train import _Run, lowered
 from tests.families import shared
 from tests.trained.diffmask.toys import batches, pictures, toy
 
@@ -56,8 +57,8 @@ def test_every_setting_of_the_paper_and_its_code_trains() -> None:
     vit = toy()
     for preset, changes in (
         ("paper", {}),
-        ("code", {"layers": "weighted"}),
-        ("default", {"layers": "all", "penalty": "keep"}),
+        ("code", {"gates": "weighted"}),
+        ("default", {"gates": "all", "penalty": "keep"}),
     ):
         settings = Settings.preset(preset, **{**QUICK, "steps": 4, "baseline": "zero", **changes})
         dm = pl.diffmask.train(vit, batches(), settings)
@@ -85,7 +86,8 @@ def test_at_the_end_beta_is_raised_until_the_mask_itself_keeps_the_output() -> N
 
         def divergence_at(shift: float) -> Tensor:
             z = (aggregate(u + shift) > 0.5).float()[..., None]
-            return divergence(seen.logits, masked_logits(vit, pictures(24), torch.lerp(gates.baseline, seen.h0, z)))
+            masked = masked_logits(vit, pictures(24), torch.lerp(gates.baseline, seen.h0, z))
+            return kl_divergence(seen.logits, masked, vit.sigmoid)
 
         def bound(shift: float) -> float:
             kl = divergence_at(shift)
@@ -194,7 +196,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: P
 
     vit = toy()
     for preset in ("default", "paper"):
-        settings = Settings.preset(preset, **{**QUICK, "warmup": 4, "layers": "weighted"})
+        settings = Settings.preset(preset, **{**QUICK, "warmup": 4, "gates": "weighted"})
         whole = pl.diffmask.train(vit, batches(), settings, out=tmp_path / preset / "whole")
 
         def stop(now: Progress) -> None:
@@ -265,9 +267,9 @@ def test_bad_settings_and_models_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         Settings.preset("papr")
     with pytest.raises(Unsupported, match="no plain grid"):
         pl.diffmask.train(shared("swin"), [], Settings())
-    start = DiffMask.of(new_gates(toy(depth=3)), toy(depth=3))
+    initial = DiffMask.of(new_gates(toy(depth=3)), toy(depth=3))
     with pytest.raises(PatchlightError, match="toy needs 4 of width 16"):
-        pl.diffmask.train(toy(), batches(), Settings(**QUICK), start=start)
+        pl.diffmask.train(toy(), batches(), Settings(**QUICK), initial=initial)
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(PatchlightError, match=r"pip install patchlight\[train\]"):
         pl.diffmask.train(toy(), batches(), Settings(**QUICK))
@@ -306,7 +308,7 @@ def test_images_at_another_price_are_not_reported(prices: float, mean: float, mo
     def numbered(clean: Tensor, masked: Tensor, sigmoid: bool) -> Tensor:
         return 0 * masked.sum(1) + torch.arange(len(masked))
 
-    monkeypatch.setattr(sys.modules["patchlight.trained.diffmask.train"], "divergence", numbered)
+    monkeypatch.setattr(sys.modules["patchlight.trained.diffmask.train"], "kl_divergence", numbered)
     run = _Run(toy(), batches(), Settings(prices=prices, **QUICK), None, None, None)
     run._one(run.gates, pictures(4))
     assert float(run.window[0][0]) == pytest.approx(mean)
@@ -315,7 +317,7 @@ def test_images_at_another_price_are_not_reported(prices: float, mean: float, mo
 def test_tf32_is_allowed_inside_alone() -> None:
     products: Any = torch.backends.cuda.matmul
     before = products.fp32_precision
-    with _tf32():
+    with tf32():
         assert products.fp32_precision == "tf32"
     assert products.fp32_precision == before
     told: list[Any] = []
@@ -339,7 +341,7 @@ def test_gates_can_begin_from_others() -> None:
     vit = toy()
     first = pl.diffmask.train(vit, batches(), Settings(**QUICK))
     second = pl.diffmask.train(
-        vit, batches(), Settings(**{**QUICK, "steps": 1, "gate_rate": 1e-12, "baseline_rate": 1e-12}), start=first
+        vit, batches(), Settings(**{**QUICK, "steps": 1, "gate_rate": 1e-12, "baseline_rate": 1e-12}), initial=first
     )
     assert all(torch.allclose(weights(first)[k], v, atol=1e-6) for k, v in weights(second).items())
 
@@ -370,7 +372,8 @@ def test_two_processes_end_with_the_same_gates(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO)
     root = Path(__file__).resolve().parents[3]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    path = os.pathsep.join([str(root / "src"), str(root)])
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     subprocess.run([*launch, str(tmp_path / "two.py"), str(tmp_path)], cwd=root, env=env, check=True, timeout=300)
     ranks = []
     for rank in (0, 1):

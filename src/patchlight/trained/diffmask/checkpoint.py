@@ -45,9 +45,9 @@ _COLUMNS = [f.name for f in fields(Progress)]
 
 def append_metrics(path: Path, now: Progress) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
+    new = not path.exists()
     with path.open("a", encoding="utf-8") as file:
-        if fresh:
+        if new:
             file.write(",".join(_COLUMNS) + "\n")
         file.write(",".join(f"{getattr(now, c):.6g}" for c in _COLUMNS) + "\n")
 

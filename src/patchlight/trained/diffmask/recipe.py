@@ -26,7 +26,7 @@ class TrainingRecipe(Spec):
     held_out: DataSpec | None = None
     """Images the model was not trained on, for the last calibration; in the folder of `data` if none is named."""
     preset: str = "default"
-    start: str | None = None
+    initial: str | None = None
     """An explainer whose gates training begins with."""
     settings: dict[str, Any] = Field(default_factory=dict)
 

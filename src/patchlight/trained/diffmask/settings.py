@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from patchlight.errors import PatchlightError, nearest
+from patchlight.evidence.precision import Precision
 from patchlight.trained.diffmask.objective import Penalty, Update
 
 Positive = Annotated[float, Field(gt=0)]
@@ -41,8 +42,8 @@ class Settings(BaseModel):
     floor: Annotated[float, Field(ge=0, lt=1)] = 1e-3
     """0, as in the released code, ordered the patches of a 224-pixel ViT better, but at times some that do not matter
     stay open for good. Of no use with `keep`."""
-    layers: Literal["half", "prefix", "weighted", "all"] = "half"
-    """The gates a batch uses: `prefix` 0 .. k for a random k, `weighted` the same with layers that are done drawn less,
+    gates: Literal["half", "prefix", "weighted", "all"] = "half"
+    """The gates a batch uses: `prefix` 0 .. k for a random k, `weighted` the same with gates that are done drawn less,
     `all` all of them, as an explanation does; `half` is all of them for half of the batches, else a prefix."""
     lambda_update: Update = "ascent"
     lambda_start: Positive = 5.0
@@ -60,8 +61,8 @@ class Settings(BaseModel):
     finish: Annotated[int, Field(ge=0)] = 8
     """Batches on which beta is set at the end: raised, where need be, until the patches above 0.5 alone keep the mean
     divergence, and two standard errors more, within the margin. 0 leaves beta as trained."""
-    precision: Literal["full", "bf16"] = "full"
-    """Of the frozen model's forwards and backward; the gates stay in float32 (with `bf16`, TF32 products on CUDA)."""
+    precision: Precision = "full"
+    """Of the frozen model's forwards and backward; gates stay in float32, with TF32 products on CUDA unless full."""
     log_every: Count = 20
     checkpoint_minutes: Positive = 5.0
     checkpoint_steps: Count | None = None
@@ -92,7 +93,7 @@ _PAPER: dict[str, Any] = {
     "floor": 0.0,
     "prices": 1.0,
     "finish": 0,
-    "layers": "prefix",
+    "gates": "prefix",
     "lambda_start": 20.0,
     "lambda_low": 0.0,
     "gate_rate": 2e-5,

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
 from patchlight.errors import PatchlightError, Unsupported, warn
+from patchlight.evidence.precision import chosen, tf32
 from patchlight.files import check_writable
+from patchlight.targets import kl_divergence
 from patchlight.trained.diffmask.batches import check_data, epoch_of, images_and_labels, length_of
 from patchlight.trained.diffmask.calibration import Finish, calibrate, finish
 from patchlight.trained.diffmask.checkpoint import append_metrics, cut_metrics, read_checkpoint, write_checkpoint
 from patchlight.trained.diffmask.gates import DiffMask, Gates, masked_logits, new_gates, observe, why_not
-from patchlight.trained.diffmask.objective import Lookahead, Multipliers, divergence, penalty
+from patchlight.trained.diffmask.objective import Lookahead, Multipliers, penalty
 from patchlight.trained.diffmask.settings import Callback, Progress, Settings, TrainingWarning, fixed
 
 SLOPE = 0.4 / math.log(10)
@@ -43,7 +45,7 @@ def train(
     settings: Settings | None = None,
     callback: Callback | None = None,
     out: str | Path | None = None,
-    start: DiffMask | None = None,
+    initial: DiffMask | None = None,
     resume: bool = True,
     held_out: Iterable[Any] | None = None,
 ) -> DiffMask:
@@ -53,10 +55,11 @@ def train(
     loss = penalty + lambda_k (KL - m). A step is two forwards and one backward of the model. With `out`, checkpoints
     and `metrics.csv` go there, and a run that was killed goes on from its last checkpoint to the same weights. At the
     end beta is set so that KL <= m holds for the mask itself, on `finish` batches of `held_out`, images the model was
-    not trained on (without it, of the training images, on which a model is surer and the divergence smaller). `start`
+    not trained on (without it, of the training images, on which a model is surer and the divergence smaller). `initial`
     are gates to begin with. Under `accelerate launch` every process takes its share of the batches.
     """
     vit, settings = wrap(vit), settings or Settings()
+    settings = settings.model_copy(update={"precision": chosen(settings.precision, vit.device, vit.dtype)})
     reason = why_not(vit)
     if reason is not None:
         raise Unsupported(f"DiffMask cannot be trained here: {reason}")
@@ -64,11 +67,12 @@ def train(
     if held_out is not None:
         check_data(vit, held_out, "calibrate on")
     frozen = lowered(vit, settings)
-    run = _Run(frozen, loader, settings, Path(out) if out is not None else None, start, callback)
+    run = _Run(frozen, loader, settings, Path(out) if out is not None else None, initial, callback)
     if run.out is not None:
         check_writable(run.out)
         run.resume(resume)
-    rounded = _tf32() if settings.precision == "bf16" and vit.device.type == "cuda" else contextlib.nullcontext()
+    # The gradient of the gates' weights, a narrow product, is slow in full float32.
+    rounded = tf32() if settings.precision != "full" and vit.device.type == "cuda" else contextlib.nullcontext()
     with frozen.steady(), torch.inference_mode(False), torch.enable_grad(), rounded:
         run.go()
         run.finish(loader if held_out is None else held_out)
@@ -87,7 +91,7 @@ class _Run:
         loader: Iterable[Any],
         settings: Settings,
         out: Path | None,
-        start: DiffMask | None,
+        initial: DiffMask | None,
         callback: Callback | None,
     ) -> None:
         self.vit, self.settings, self.out, self.callback = vit, settings, out, callback
@@ -97,7 +101,7 @@ class _Run:
             vit.model.to(self.accelerator.device)
             loader = self.accelerator.prepare(loader)
         self.loader, self.device = loader, vit.device
-        self.gates = self._first_gates(start)
+        self.gates = self._first_gates(initial)
         self.multipliers = Multipliers(
             self.gates.count,
             settings.lambda_start,
@@ -121,14 +125,14 @@ class _Run:
         self.step, self.saved, self.epoch_length = 0, 0, 0
         self.steps = settings.steps or math.ceil(settings.epochs * length_of(loader))
         self.done = torch.zeros(3, self.gates.count)
-        """By layer: running agreement and kept share, and how often it was drawn; `weighted` draws read them."""
+        """By gate: running agreement and kept share, and how often it was drawn; `weighted` draws read them."""
         self.window: list[Tensor] = []
         self.last: Progress | None = None
         self.finished: Finish | None = None
         self.began = time.monotonic()
         self.warned: set[str] = set()
 
-    def _first_gates(self, start: DiffMask | None) -> Gates:
+    def _first_gates(self, initial: DiffMask | None) -> Gates:
         s, vit = self.settings, self.vit
         options = {
             "alpha": s.alpha,
@@ -136,13 +140,13 @@ class _Run:
             "learn_baseline": s.baseline == "learned",
         }
         gates = new_gates(vit, s.seed, **options)
-        if start is not None:
-            if (start.gates.count, start.gates.width) != (gates.count, gates.width):
+        if initial is not None:
+            if (initial.gates.count, initial.gates.width) != (gates.count, gates.width):
                 raise PatchlightError(
-                    f"the gates to start from are {start.gates.count} of width {start.gates.width}; "
+                    f"the initial gates are {initial.gates.count} of width {initial.gates.width}; "
                     f"{vit.name} needs {gates.count} of width {gates.width}"
                 )
-            gates.load_state_dict(start.gates.state_dict())
+            gates.load_state_dict(initial.gates.state_dict())
         elif s.calibrate is not None:
             images, _ = images_and_labels(next(epoch_of(self.loader, s.seed, 0)))
             with vit.steady(), self._cast():
@@ -206,7 +210,7 @@ class _Run:
         patches, log_keep = model(seen.h0, torch.stack(seen.states[: k + 1]), uniform, price * (s.alpha * SLOPE))
         with self._cast():
             logits = masked_logits(vit, images, patches)
-        kl = divergence(seen.logits, logits, vit.sigmoid)
+        kl = kl_divergence(seen.logits, logits, vit.sigmoid)
         cost = penalty(log_keep, s.penalty, s.floor)
         weight = self.multipliers[k] * price.exp()
         loss = torch.addcmul(cost, weight, kl - s.margin)
@@ -222,7 +226,7 @@ class _Run:
                 told = self.accelerator.reduce(told, "mean")
             self.multipliers.step(k, told[0], s.margin)
         self.window.append(told)
-        if s.layers == "weighted":
+        if s.gates == "weighted":
             self._remember(k, told)
         self.step += 1
 
@@ -234,7 +238,7 @@ class _Run:
 
     def _draw(self, rng: np.random.Generator) -> int:
         shares = self._shares()
-        if self.settings.layers == "weighted":
+        if self.settings.gates == "weighted":
             agreement, kept, drawn = self.done.numpy()
             shares[(agreement > 0.75) & (kept < 0.1) & (drawn > 100)] *= 0.1
         return int(rng.choice(len(shares), p=shares / shares.sum()))
@@ -242,8 +246,8 @@ class _Run:
     def _shares(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """How often each k is the last gate of a batch."""
         shares = np.full(self.gates.count, 1 / self.gates.count)
-        if self.settings.layers in ("half", "all"):
-            shares *= 0.5 if self.settings.layers == "half" else 0.0
+        if self.settings.gates in ("half", "all"):
+            shares *= 0.5 if self.settings.gates == "half" else 0.0
             shares[-1] += 1 - shares.sum()
         return shares
 
@@ -324,7 +328,7 @@ class _Run:
                 "gates": dict(self.gates.state_dict()),
                 "optimiser": self.optimiser.state(),
                 "multipliers": self.multipliers.state(),
-                "layers": {"done": self.done},
+                "draws": {"done": self.done},
                 "window": {"told": torch.stack(self.window) if self.window else torch.empty(0, 4)},
             }
             about = {"step": self.step, "settings": fixed(self.settings), "epoch": self.epoch_length}
@@ -351,7 +355,7 @@ class _Run:
             self.gates.load_state_dict(parts["gates"])
             self.optimiser.restore(parts["optimiser"])
             self.multipliers.restore(parts["multipliers"])
-            self.done = parts["layers"]["done"]
+            self.done = parts["draws"]["done"]
         except (KeyError, RuntimeError) as error:
             raise PatchlightError(f"the checkpoint in '{self.out}' was made for another model") from error
         self.window = list(parts["window"]["told"].to(self.device))
@@ -369,23 +373,6 @@ def lowered(vit: Anatomy, settings: Settings) -> Anatomy:
     if settings.precision != "bf16" or not vit.castable:
         return vit
     return vit.view(torch.bfloat16, only=(nn.Linear, nn.Conv2d))
-
-
-@contextlib.contextmanager
-def _tf32() -> Iterator[None]:
-    """Inside, float32 products on CUDA may round to TF32; afterwards all is as it was.
-
-    The gradient of the gates' weights, a narrow product, is slow otherwise. Torch has one such flag for a process, so
-    while gates are trained in bf16 other threads' float32 products on CUDA may round too.
-    """
-    products: Any = torch.backends.cuda.matmul
-    name, fast = ("fp32_precision", "tf32") if hasattr(products, "fp32_precision") else ("allow_tf32", True)
-    before = getattr(products, name)
-    setattr(products, name, fast)
-    try:
-        yield
-    finally:
-        setattr(products, name, before)
 
 
 def _accelerator(vit: Anatomy) -> Any:
