@@ -1,4 +1,4 @@
-"""The batches DiffMask is trained on: what a loader may give, in which order, and what is refused before any work."""
+"""The batches of a training: what a loader may give, in which order, and what is refused before any work."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def check_data(vit: Anatomy, loader: Iterable[Any], use: str = "train on", look:
         raise PatchlightError(f"the data has a label {highest}, but {vit.name} has {known} classes (0 to {known - 1})")
     if len(found) == 1 and use == "train on":
         raise PatchlightError(
-            f"the first {count} images are all of class {highest}; DiffMask needs several classes, in mixed order"
+            f"the first {count} images are all of class {highest}; training needs several classes, in mixed order"
         )
