@@ -10,7 +10,7 @@ from torch import Tensor
 import patchlight as pl
 from benchmarks.common import device, medians, record
 from patchlight.engine import compute
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.literal.lrp import Literal
 

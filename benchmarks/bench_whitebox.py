@@ -14,15 +14,15 @@ import torch
 import patchlight as pl
 from benchmarks.bench_engine import unfused_gradients
 from benchmarks.common import device, medians, record
-from patchlight.registry import registered
+from patchlight.methods.base import METHODS, LayerMap
 from tests.literal.test_decompx import Forward
 
 
 def one_pass_names() -> list[str]:
     """Every method that is read off one forward and one backward under the plain rule, with no decomposition after."""
     more = ("globenc", "alti", "attin", "eigencam", "diffmask")
-    entries = registered().items()
-    return [n for n, e in entries if e.whitebox and not e.own_pass and e.rule == "plain" and n not in more]
+    entries = METHODS.items()
+    return [n for n, e in entries if isinstance(e, LayerMap) and e.rule == "plain" and n not in more]
 
 
 def half_network(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.registry import refusal, resolve
+from patchlight.methods.requests import refusal, resolve
 from patchlight.testing import contract_names, spearman
 from patchlight.trained.diffmask.gates import DiffMask, new_gates
 from tests.families import STRUCTURAL, build, images

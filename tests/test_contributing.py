@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import patchlight as pl
-from patchlight.registry import unregister
+from patchlight.methods.base import METHODS
 from patchlight.testing import check_method, contract_names
 from tests.families import images, shared
 
@@ -27,7 +27,7 @@ def added() -> Iterator[str]:
     assert len([line for line in code[1].splitlines() if line.strip()]) <= 15
     exec(compile(code[1].replace("from __future__", "#"), "CONTRIBUTING.md", "exec"), {"__name__": "example"})
     yield NAME
-    unregister(NAME)
+    METHODS.remove(NAME)
 
 
 def test_a_method_added_in_one_place_appears_everywhere(added: str) -> None:

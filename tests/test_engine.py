@@ -13,7 +13,8 @@ from PIL import Image
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import _warn_if_degenerate
-from patchlight.registry import registered, resolve
+from patchlight.methods.base import METHODS, LayerMap
+from patchlight.methods.requests import resolve
 from tests.families import build, images, shared
 
 
@@ -37,8 +38,8 @@ class Counter:
 
 
 def one_pass_names() -> list[str]:
-    entries = registered().items()
-    return [n for n, m in entries if m.whitebox and m.rule == "plain" and not m.own_pass and n != "diffmask"]
+    entries = METHODS.items()
+    return [n for n, m in entries if isinstance(m, LayerMap) and m.rule == "plain" and n != "diffmask"]
 
 
 def test_many_methods_take_one_forward_and_one_backward_per_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def test_wrong_images_are_explained(given: object, message: str) -> None:
     [
         ("genat", {}, "no method is called 'genat'; did you mean 'genatt'"),
         ("chefr2", {}, "did you mean 'chefer2'"),
-        ("genatt.libre", {}, "no wrapper is called 'libre'.*did you mean 'libra'"),
+        ("genatt.libre", {}, "no composition or rule is called 'libre'.*did you mean 'libra'"),
         ("genatt.libra.attnlrp", {}, "two backward rules"),
         ("ixg.plus.skipplus", {}, "two compositions"),
         ("ixg.rollout", {}, "multiplies token-to-token matrices"),
@@ -220,6 +221,6 @@ def test_memory_does_not_grow() -> None:
 
 
 def test_every_need_that_asks_for_a_backward_is_class_specific() -> None:
-    for name, entry in registered().items():
-        if entry.whitebox and not entry.own_pass:
-            assert resolve(name).needs_backward() == entry.class_specific, name
+    for name, entry in METHODS.items():
+        if isinstance(entry, LayerMap):
+            assert resolve(name).backward == entry.class_specific, name

@@ -11,24 +11,42 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ADDITIVE": "patchlight.methods.compositions",
     "Anatomy": "patchlight.anatomy.base",
+    "Ask": "patchlight.methods.base",
     "AssumedPreprocess": "patchlight.errors",
     "Attribution": "patchlight.attribution",
+    "Composition": "patchlight.methods.base",
     "DegenerateMap": "patchlight.errors",
     "Evaluation": "patchlight.metrics.base",
+    "Evidence": "patchlight.evidence.record",
+    "FIRST": "patchlight.methods.compositions",
+    "LAST": "patchlight.methods.compositions",
+    "LayerMaps": "patchlight.methods.base",
+    "Measure": "patchlight.metrics.base",
+    "Measured": "patchlight.metrics.base",
+    "PLUS": "patchlight.methods.compositions",
     "PatchlightError": "patchlight.errors",
     "Preprocess": "patchlight.images",
+    "ROLLOUT": "patchlight.methods.compositions",
+    "Rule": "patchlight.evidence.rules",
+    "SKIPPLUS": "patchlight.methods.compositions",
+    "SUM": "patchlight.methods.compositions",
     "UndefinedMetric": "patchlight.errors",
     "Unsupported": "patchlight.errors",
     "evaluate": "patchlight.metrics.evaluation",
     "explain": "patchlight.engine",
     "figure": "patchlight.viz",
-    "list_methods": "patchlight.registry",
+    "list_methods": "patchlight.methods.requests",
     "list_metrics": "patchlight.metrics.base",
     "list_models": "patchlight.anatomy.load",
     "load": "patchlight.anatomy.load",
-    "register_method": "patchlight.registry",
+    "open_data": "patchlight.data",
+    "register_composition": "patchlight.methods.base",
+    "register_data": "patchlight.data",
+    "register_method": "patchlight.methods.base",
     "register_metric": "patchlight.metrics.base",
+    "register_rule": "patchlight.evidence.rules",
     "trace": "patchlight.evidence.passes",
     "wrap": "patchlight.anatomy.load",
 }
@@ -42,6 +60,8 @@ if TYPE_CHECKING:
     from patchlight.anatomy.load import load as load
     from patchlight.anatomy.load import wrap as wrap
     from patchlight.attribution import Attribution as Attribution
+    from patchlight.data import open_data as open_data
+    from patchlight.data import register_data as register_data
     from patchlight.engine import explain as explain
     from patchlight.errors import AssumedPreprocess as AssumedPreprocess
     from patchlight.errors import DegenerateMap as DegenerateMap
@@ -49,13 +69,29 @@ if TYPE_CHECKING:
     from patchlight.errors import UndefinedMetric as UndefinedMetric
     from patchlight.errors import Unsupported as Unsupported
     from patchlight.evidence.passes import trace as trace
+    from patchlight.evidence.record import Evidence as Evidence
+    from patchlight.evidence.rules import Rule as Rule
+    from patchlight.evidence.rules import register_rule as register_rule
     from patchlight.images import Preprocess as Preprocess
+    from patchlight.methods.base import Ask as Ask
+    from patchlight.methods.base import Composition as Composition
+    from patchlight.methods.base import LayerMaps as LayerMaps
+    from patchlight.methods.base import register_composition as register_composition
+    from patchlight.methods.base import register_method as register_method
+    from patchlight.methods.compositions import ADDITIVE as ADDITIVE
+    from patchlight.methods.compositions import FIRST as FIRST
+    from patchlight.methods.compositions import LAST as LAST
+    from patchlight.methods.compositions import PLUS as PLUS
+    from patchlight.methods.compositions import ROLLOUT as ROLLOUT
+    from patchlight.methods.compositions import SKIPPLUS as SKIPPLUS
+    from patchlight.methods.compositions import SUM as SUM
+    from patchlight.methods.requests import list_methods as list_methods
     from patchlight.metrics.base import Evaluation as Evaluation
+    from patchlight.metrics.base import Measure as Measure
+    from patchlight.metrics.base import Measured as Measured
     from patchlight.metrics.base import list_metrics as list_metrics
     from patchlight.metrics.base import register_metric as register_metric
     from patchlight.metrics.evaluation import evaluate as evaluate
-    from patchlight.registry import list_methods as list_methods
-    from patchlight.registry import register_method as register_method
     from patchlight.trained import diffmask as diffmask
     from patchlight.viz import figure as figure
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -12,12 +12,15 @@ from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attribution, versions
 from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
-from patchlight.evidence.passes import Pass, run_pass
-from patchlight.evidence.rules import RULES
+from patchlight.evidence.ablation import ABLATION
+from patchlight.evidence.passes import PIXELS, LayerJob, Pass, run_pass
+from patchlight.evidence.rules import RULES, Rule
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
+from patchlight.methods.base import Ablates, Ask, LayerMap, LayerMaps
+from patchlight.methods.requests import Request, check_supported, resolve
 from patchlight.progress import Progress, telling
-from patchlight.registry import Request, check_supported, resolve
+from patchlight.registry import Asked, accepted, resolve_all
 from patchlight.statistics import constant
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 
@@ -38,7 +41,7 @@ def explain(
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
-    method: str | Sequence[str] | Mapping[str, Mapping[str, Any]] = "genatt",
+    method: Asked = "genatt",
     target: Target = None,
     *,
     score: Score | None = None,
@@ -52,12 +55,12 @@ def explain(
 
     `images`: a preprocessed [B,C,H,W] tensor, PIL image(s) or path(s); or a generator or DataLoader of these, which is
     read as it comes (of a tuple such as (images, labels), the first part). `method`: a name, a list of names, or a dict
-    of names and their settings; the latter two give a dict by the names asked, from one forward and one backward per
-    backward rule. `target`: None (the prediction), a class index or label name, a list of one per image, several per
-    image (a list of lists or [B,T]), or a tuple (a, b) for a against b, whatever the number of images. `score`:
-    "logit", "probability" or a callable of the logits. `progress`: True for a bar on stderr, or a callable of the
-    images done and their number (None where that is not known). A map that is not finite is refused, unless
-    `finite` is False. Further keywords are the method's settings.
+    of names and their settings (a setting `method` makes the name a free label); the latter two give a dict by the
+    names asked, from one forward and one backward per backward rule. `target`: None (the prediction), a class index or
+    label name, a list of one per image, several per image (a list of lists or [B,T]), or a tuple (a, b) for a against
+    b, whatever the number of images. `score`: "logit", "probability" or a callable of the logits. `progress`: True for
+    a bar on stderr, or a callable of the images done and their number (None where that is not known). A map that is not
+    finite is refused, unless `finite` is False. Further keywords are the method's settings.
 
     >>> att = pl.explain(vit, "cat.jpg", method="genatt", target="tabby")      # doctest: +SKIP
     """
@@ -65,12 +68,12 @@ def explain(
     vit.renew()
     seed = integer("seed", seed, 0)
     size = default_batch_size(vit) if batch_size is None else integer("batch_size", batch_size, 1)
-    requests = _requests(method, settings, score)
-    for request in requests:
+    asked = resolve_all(method, settings, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
+    for request in asked:
         check_supported(request, vit)
     count, batches = in_batches(images, size, vit.preprocess, vit.channels)
     targets = resolve_targets(target, count, vit.classes, vit.labels)
-    chunks: list[list[Tensor]] = [[] for _ in requests]
+    chunks: list[list[Tensor]] = [[] for _ in asked]
     chosen: list[Targets] = []
     hashes: list[str] = []
     begin = 0
@@ -78,10 +81,10 @@ def explain(
         for images_of_batch in batches:
             batch = vit.place(images_of_batch)
             wanted = None if targets is None else targets.part(begin, len(batch), count)
-            used, maps = compute(vit, batch, requests, wanted, seed, begin)
+            used, maps = compute(vit, batch, asked, wanted, seed, begin)
             chosen.append(used)
             hashes.extend(of_images(batch))
-            for request, kept, scores in zip(requests, chunks, maps, strict=True):
+            for request, kept, scores in zip(asked, chunks, maps, strict=True):
                 kept.append(scores.detach().float().cpu())
                 if finite:
                     _check_finite(request, vit, batch, used, kept[-1], begin)
@@ -91,8 +94,8 @@ def explain(
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
     explained, of = _joined(chosen), {"weights": fingerprint(vit.model), "images": tuple(hashes)}
     results = {
-        request.asked: _attribution(vit, request, torch.cat(kept), explained, seed, of)
-        for request, kept in zip(requests, chunks, strict=True)
+        request.label: _attribution(vit, request, torch.cat(kept), explained, seed, of)
+        for request, kept in zip(asked, chunks, strict=True)
     }
     return results[method] if isinstance(method, str) else results
 
@@ -108,7 +111,7 @@ def compute(
     maps: dict[int, Tensor] = {}
     for group in _groups(requests):
         rule, score = _rule_and_score([requests[i] for i in group])
-        seen = run_pass(vit, batch, targets, score, rule, [requests[i].job(vit) for i in group])
+        seen = run_pass(vit, batch, targets, score, rule, [job(requests[i], vit) for i in group])
         targets = seen.targets if targets is None else targets
         for j, i in enumerate(group):
             maps[i] = _finish(requests[i], vit, seen, j)
@@ -116,7 +119,7 @@ def compute(
         targets = predicted(vit.logits(batch))
     for i, request in enumerate(requests):
         if i not in maps:
-            maps[i] = _asked(request, vit, batch, targets, seed)
+            maps[i] = ask(request, vit, batch, targets, seed)
         _warn_if_degenerate(request, vit, maps[i], first)
     return targets, [maps[i] for i in range(len(requests))]
 
@@ -125,9 +128,9 @@ def _groups(requests: Sequence[Request]) -> list[list[int]]:
     groups: dict[Any, list[int]] = {}
     forward_only: list[int] = []
     for i, request in enumerate(requests):
-        if not request.method.whitebox or request.method.own_pass:
+        if not request.in_pass:
             continue
-        if request.needs_backward():
+        if request.backward:
             groups.setdefault((request.rule.name, request.score), []).append(i)
         else:
             forward_only.append(i)
@@ -137,29 +140,72 @@ def _groups(requests: Sequence[Request]) -> list[list[int]]:
     return [[*first, *forward_only], *rest]
 
 
-def _rule_and_score(requests: Sequence[Request]) -> tuple[Any, Score]:
+def _rule_and_score(requests: Sequence[Request]) -> tuple[Rule, Score]:
     for request in requests:
-        if request.needs_backward():
+        if request.backward:
             return request.rule, request.score
     return RULES["plain"], "logit"
 
 
+def job(request: Request, vit: Anatomy) -> LayerJob:
+    """What a pass has to compute for a layer map."""
+    function, own = request.method.function, accepted(request.method.function, request.settings)
+    layers = (PIXELS,) if request.level == "pixel" else _blocks(request, vit)
+    return LayerJob(lambda e: function(e, **own), request.needs, layers, request.method.name)
+
+
+def _blocks(request: Request, vit: Anatomy) -> tuple[int, ...]:
+    return request.composition.blocks(vit, request.settings) if request.composition is not None else ()
+
+
+def finish(request: Request, vit: Anatomy, seen: Pass, of: int = 0, target: int = 0) -> Tensor:
+    """The map [B,h,w] of the explained class of number `target`, from the layer maps of job `of`."""
+    values = seen.layers(of, target)
+    if request.level == "pixel":
+        image: Tensor = values[PIXELS]
+        return image
+    assert request.composition is not None
+    combine = request.composition.function
+    maps = LayerMaps(values, vit, vit.pool_row(seen.logits, seen.pool), seen.end(target), _tail(request))
+    result = combine(maps, **accepted(combine, request.settings))
+    adds_end = isinstance(request.method, LayerMap) and request.method.adds_end
+    if adds_end and request.settings.get("include_bias", True) and maps.end.bias is not None:
+        result = result + maps.end.bias
+    return vit.patches(result)
+
+
+def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
+    """The method's own map restricted to the blocks from one on."""
+    own = request.method.composition
+    if own is None or "start" not in own.settings:
+        return None
+    settings = {key: value for key, value in accepted(own.function, request.settings).items() if key != "start"}
+    return lambda maps, start: own.function(maps, start=start, **settings)
+
+
 def _finish(request: Request, vit: Anatomy, seen: Pass, j: int) -> Tensor:
-    if not request.needs_backward():
-        one = request.finish(seen.values[0][j], vit, seen, 0)
-        return one[:, None].expand(-1, seen.targets.count, -1, -1)
-    return torch.stack([request.finish(seen.values[t][j], vit, seen, t) for t in range(seen.targets.count)], 1)
+    if not request.backward:
+        return finish(request, vit, seen, j)[:, None].expand(-1, seen.targets.count, -1, -1)
+    return torch.stack([finish(request, vit, seen, j, t) for t in range(seen.targets.count)], 1)
 
 
-def _asked(request: Request, vit: Anatomy, batch: Tensor, targets: Targets, seed: int) -> Tensor:
-    def one(t: int) -> Tensor:
-        return request.ask(vit, batch, targets.column(t), seed)
-
-    if request.method.ablates:
-        return request.ask(vit, batch, targets, seed)
+def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+    """The maps [B,T,h,w] of a method that takes an Ask."""
+    if isinstance(request.method, Ablates):
+        return _asked(request, vit, images, targets, seed)
+    vit = vit.wide()
+    images = images.to(vit.dtype)
     if not request.method.class_specific:
-        return one(0)[:, None].expand(-1, targets.count, -1, -1)
-    return torch.stack([one(t) for t in range(targets.count)], 1)
+        return _asked(request, vit, images, targets.column(0), seed)[:, None].expand(-1, targets.count, -1, -1)
+    return torch.stack([_asked(request, vit, images, targets.column(t), seed) for t in range(targets.count)], 1)
+
+
+def _asked(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+    ablates = {key: request.settings[key] for key in ABLATION if key in request.settings}
+    given = Ask(vit, images, targets, request.score, seed, request.rule, _blocks(request, vit), ablates)
+    function = request.method.function
+    result: Tensor | Pass = function(given, **accepted(function, request.settings))
+    return finish(request, vit, result) if isinstance(result, Pass) else result
 
 
 def _warn_if_degenerate(request: Request, vit: Anatomy, maps: Tensor, first: int) -> None:
@@ -193,23 +239,6 @@ def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Target
 
 
 _OPTIONS = ("target", "score", "seed", "batch_size", "progress", "finite")
-
-
-def _requests(
-    method: str | Sequence[str] | Mapping[str, Mapping[str, Any]], settings: dict[str, Any], score: Score | None
-) -> list[Request]:
-    if isinstance(method, str):
-        return [resolve(method, settings, score, _OPTIONS)]
-    named = isinstance(method, Mapping) and all(isinstance(own, Mapping) for own in method.values())
-    if not named and not (isinstance(method, Sequence) and all(isinstance(name, str) for name in method)):
-        raise PatchlightError(
-            f"method {method!r} is no method; give a name, a list of names, or a dict of names and settings"
-        )
-    if not method:
-        raise PatchlightError("no method was named; give a name, a list of names, or a dict of names and settings")
-    if isinstance(method, Mapping):
-        return [resolve(name, {**settings, **own}, score, _OPTIONS) for name, own in method.items()]
-    return [resolve(name, settings, score, _OPTIONS) for name in dict.fromkeys(method)]
 
 
 def default_batch_size(vit: Anatomy) -> int:

@@ -16,7 +16,8 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.attribution import Attribution
 from patchlight.engine import explain
 from patchlight.errors import DegenerateMap, PatchlightError, Unsupported
-from patchlight.registry import Request, list_methods, refusal, registered, resolve
+from patchlight.methods.base import METHODS
+from patchlight.methods.requests import Request, list_methods, refusal, resolve
 
 compared: Callable[[str, float, float], None] | None = None
 """Called with (what, error, limit) by each comparison of `check_method` that holds, where set."""
@@ -56,7 +57,7 @@ def check_method(
 
 
 def _run(request: Request, vit: Anatomy, images: Tensor, given: Mapping[str, Any], **options: Any) -> Attribution:
-    result = explain(vit, images, request.asked, **options, **given)
+    result = explain(vit, images, request.label, **options, **given)
     assert isinstance(result, Attribution)
     return result
 
@@ -85,7 +86,7 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 
 def _check_refusal(request: Request, vit: Anatomy, images: Tensor) -> None:
-    told = _complaint(lambda: explain(vit, images, request.asked), Unsupported)
+    told = _complaint(lambda: explain(vit, images, request.label), Unsupported)
     assert request.method.name in told, f"the refusal does not name the method: {told}"
     assert (refusal(request, vit) or "") in told, f"the refusal gives no reason: {told}"
     row = next(m for m in list_methods(vit) if m.name == request.method.name)
@@ -119,7 +120,7 @@ def _check_batch(request: Request, vit: Anatomy, images: Tensor, given: Mapping[
     cut = _run(request, vit, images, given, batch_size=1).scores
     _close(request, whole.scores, cut, "one batch and batch_size=1")
     others = [name for name in ("rawatt", "ixg.libra", "random") if refusal(resolve(name), vit) is None]
-    together = explain(vit, images, {**{other: {} for other in others}, request.asked: given})[request.asked].scores
+    together = explain(vit, images, {**{other: {} for other in others}, request.label: given})[request.label].scores
     _close(request, whole.scores, together, "alone and among others")
 
 
@@ -184,7 +185,7 @@ def _check_provenance(request: Request, vit: Anatomy, first: Attribution) -> Non
     assert entry.paper, "no paper"
     assert entry.cost, "no cost"
     assert all(resolve(alias).method is entry for alias in entry.aliases), "an alias leads elsewhere"
-    assert "no_such_setting" in _complaint(lambda: resolve(request.asked, {"no_such_setting": 1}), PatchlightError)
+    assert "no_such_setting" in _complaint(lambda: resolve(request.label, {"no_such_setting": 1}), PatchlightError)
 
 
 def _complaint(action: Callable[[], object], kind: type[PatchlightError]) -> str:
@@ -228,4 +229,4 @@ def contract_names() -> list[str]:
     """Every registered method, and each wrapper once on a method it fits."""
     wrapped = ["genatt.libra", "ixg.plus", "ixg.skipplus.libra", "rawatt.plus", "genatt.rollout", "gradcam.skipplus"]
     wrapped += ["ixg.conservative", "genatt.attnlrp"]
-    return [*sorted(registered()), *wrapped]
+    return [*METHODS, *wrapped]

@@ -100,7 +100,7 @@ def test_libra_is_complete_from_every_start(family: str) -> None:
     layers = tuple(range(vit.depth))
     job = LayerJob(lambda b: ((b.x * b.g).sum(-1), b.bias), frozenset({"x", "g", "bias"}), layers)
     seen = run_pass(vit, images(vit), rule=RULES["libra"], jobs=[job])
-    values, end = seen.values[0][0], seen.end[0]
+    values, end = seen.layers(), seen.end()
     rest = 0 if end.bias is None else end.bias.sum(1)
     rest = rest + (0 if end.scalar_bias is None else end.scalar_bias)
     for start in layers:
@@ -113,7 +113,7 @@ def test_plain_gradients_are_not_complete() -> None:
     vit = shared("vit", torch.float64)
     job = LayerJob(lambda b: (b.x * b.g).sum((1, 2)), frozenset({"x", "g"}), (0,))
     seen = run_pass(vit, images(vit), jobs=[job])
-    assert (seen.values[0][0][0] - seen.scores[:, 0]).abs().max() > 0.05
+    assert (seen.at(0) - seen.scores[:, 0]).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("family", PLAIN)
@@ -123,10 +123,10 @@ def test_attention_rows_sum_to_one_and_have_gradients(family: str) -> None:
     batch = images(vit, 1)
     job = LayerJob(lambda b: (b.A, b.G), frozenset({"A", "G"}), tuple(range(vit.depth)))
     seen = run_pass(vit, batch, jobs=[job])
-    for attention, gradient in seen.values[0][0].values():
+    for attention, gradient in seen.layers().values():
         assert attention.shape == (1, vit.heads, vit.tokens, vit.tokens) == gradient.shape
         torch.testing.assert_close(attention.sum(-1), torch.ones_like(attention.sum(-1)), atol=1e-6, rtol=0)
-    assert any(g.abs().max() > 1e-6 for _, g in seen.values[0][0].values())
+    assert any(g.abs().max() > 1e-6 for _, g in seen.layers().values())
 
 
 def test_capabilities_are_read() -> None:
@@ -156,6 +156,6 @@ def test_a_batch_does_not_mix_in_a_pass() -> None:
     vit = build("vit", torch.float64)
     batch = images(vit)
     job = LayerJob(lambda b: b.g, frozenset({"g"}), (0,))
-    whole = run_pass(vit, batch, jobs=[job]).values[0][0][0]
-    alone = run_pass(vit, batch[1:2], jobs=[job]).values[0][0][0]
+    whole = run_pass(vit, batch, jobs=[job]).at(0)
+    alone = run_pass(vit, batch[1:2], jobs=[job]).at(0)
     torch.testing.assert_close(whole[1:2], alone, atol=1e-12, rtol=1e-12)

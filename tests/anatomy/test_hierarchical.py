@@ -15,7 +15,7 @@ from patchlight.anatomy.load import list_models
 from patchlight.engine import compute
 from patchlight.errors import Unsupported
 from patchlight.evidence.ablation import Ablation, TokenSubsets
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.families import CLASSES, FAMILIES, HIERARCHICAL, images, randomise, shared
 

@@ -14,7 +14,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import list_models
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.rules import RULES
-from patchlight.registry import refusal, resolve
+from patchlight.methods.requests import refusal, resolve
 from tests.anatomy.test_families import MaskKeys
 from tests.families import CLASSES, images, randomise
 
@@ -87,7 +87,7 @@ def _libra_is_complete(vit: Anatomy, batch: torch.Tensor) -> None:
     layers = tuple(range(vit.depth))
     job = LayerJob(lambda b: ((b.x * b.g).sum((1, 2)), b.bias.sum(1)), frozenset({"x", "g", "bias"}), layers)
     seen = run_pass(vit, batch, rule=RULES["libra"], jobs=[job])
-    values, end = seen.values[0][0], seen.end[0]
+    values, end = seen.layers(), seen.end()
     rest = 0 if end.bias is None else end.bias.sum(1)
     rest = rest + (0 if end.scalar_bias is None else end.scalar_bias)
     total = values[0][0] + sum(values[k][1] for k in layers) + rest

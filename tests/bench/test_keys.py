@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from patchlight.bench.local import run
 from patchlight.bench.recipe import parse
-from patchlight.registry import registered, unregister
+from patchlight.methods.base import METHODS
 from patchlight.zoo import pocket
 from tests.bench.small import pictures
 
@@ -38,9 +38,9 @@ from functools import partial
 
 import torch
 
-from patchlight.metrics import Measured, register_metric
-from patchlight.metrics.base import _METRICS
-from patchlight.registry import Ask, register_method
+from patchlight.metrics.base import Measured, register_metric
+from patchlight.metrics.base import METRICS
+from patchlight.methods.base import Ask, register_method
 
 SCALE = 1.0
 TABLE = {{"a": [1, 2]}}
@@ -67,14 +67,15 @@ def made(factor):
 inner = made(2.0)
 
 
-@register_method("users-own", paper="none", class_specific=False)
+@register_method("users-own", paper="none", agnostic=True)
 def own(ask: Ask, power: float = 1.0) -> torch.Tensor:
     ramp = torch.arange(ask.vit.grid[0] * ask.vit.grid[1]).view(1, *ask.vit.grid).float()
     maps = inner(Helper().shift(helper(ramp)) * SCALE) + Helper.offset * len(TABLE["a"])
     return maps.expand(len(ask.images), -1, -1) if 1 in {{1, 2}} and "x" in {{"x", "y", "z"}} else maps
 
 
-_METRICS.pop("users-metric", None)
+if "users-metric" in METRICS:
+    METRICS.remove("users-metric")
 
 
 @register_metric("users-metric", paper="none", higher_is_better=True)
@@ -110,8 +111,8 @@ def world(folder: Path) -> Iterator[World]:
         yield made
     finally:
         made.patch.undo()
-        if "users-own" in registered():
-            unregister("users-own")
+        if "users-own" in METHODS:
+            METHODS.remove("users-own")
 
 
 def nudged(path: Path, name: str = "", by: float = 1e-3) -> None:
@@ -124,8 +125,8 @@ def nudged(path: Path, name: str = "", by: float = 1e-3) -> None:
 
 def own_code(text: str) -> None:
     """Register a user's own method and metric, as a notebook's cell would."""
-    if "users-own" in registered():
-        unregister("users-own")
+    if "users-own" in METHODS:
+        METHODS.remove("users-own")
     module = ModuleType("users_own")
     exec(compile(text, "<cell>", "exec"), module.__dict__)
 

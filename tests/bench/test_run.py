@@ -30,7 +30,7 @@ from patchlight.bench.store import TIMING, Store
 from patchlight.cli import app
 from patchlight.data import Data, Sample
 from patchlight.errors import PatchlightError
-from patchlight.registry import Ask, register_method, unregister
+from patchlight.methods.base import METHODS, Ask, register_method
 from tests.bench.small import pictures, recipe, replaced, text
 
 FORKING = multiprocessing.get_context("forkserver")
@@ -207,25 +207,23 @@ def test_white_box_methods_share_one_call(images: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def broken_methods() -> Iterator[None]:
-    @register_method("test-nan", paper="none", class_specific=False)
+    @register_method("test-nan", paper="none", agnostic=True)
     def nan(ask: Ask) -> Tensor:
         maps = torch.rand(len(ask.images), *ask.vit.grid)
         maps[0, 0, 0] = torch.nan
         return maps
 
-    @register_method("test-raises", paper="none", class_specific=False)
+    @register_method("test-raises", paper="none", agnostic=True)
     def raises(ask: Ask) -> Tensor:
         raise RuntimeError("it broke")
 
-    @register_method(
-        "test-refuses", paper="none", class_specific=False, refuses=lambda settings, vit: "no reason at all"
-    )
+    @register_method("test-refuses", paper="none", agnostic=True, refuses=lambda settings, vit: "no reason at all")
     def refuses(ask: Ask) -> Tensor:
         raise AssertionError
 
     yield
     for name in ("test-nan", "test-raises", "test-refuses"):
-        unregister(name)
+        METHODS.remove(name)
 
 
 @pytest.mark.usefixtures("broken_methods")
@@ -275,7 +273,7 @@ def flaky(tmp_path: Path) -> Iterator[Path]:
     """A method that fails until this file is there."""
     works = tmp_path / "works"
 
-    @register_method("test-flaky", paper="none", class_specific=False)
+    @register_method("test-flaky", paper="none", agnostic=True)
     def flaky(ask: Ask) -> Tensor:
         if not works.exists():
             raise RuntimeError("it broke")
@@ -284,7 +282,7 @@ def flaky(tmp_path: Path) -> Iterator[Path]:
         )
 
     yield works
-    unregister("test-flaky")
+    METHODS.remove("test-flaky")
 
 
 def test_failures_are_kept_until_a_retry_and_do_not_come_back(tmp_path: Path, flaky: Path) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
 from patchlight.images import Preprocess
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 
 

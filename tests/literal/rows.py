@@ -9,7 +9,7 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 
 TARGETS = [3, 1, 5]

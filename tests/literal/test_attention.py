@@ -13,10 +13,10 @@ import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import DegenerateMap, PatchlightError
 from patchlight.evidence.passes import LayerJob, Trace, run_pass
-from patchlight.evidence.taps import Evidence
+from patchlight.evidence.record import Evidence
 from patchlight.methods.attention import attcam, attixg, genatt
 from patchlight.methods.gradients import ixg
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from tests.families import PLAIN, images, shared
 from tests.literal.rows import TARGETS, maps, patches, read_rows
 
@@ -183,7 +183,7 @@ def test_rollout_rows_are_distributions(family: str) -> None:
 def test_attcat_with_uniform_attention_is_cat_over_n() -> None:
     generator = torch.Generator().manual_seed(0)
     x, g = (torch.randn(2, 5, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-    b = Evidence(0, x, A=torch.full((2, 3, 5, 5), 0.2, dtype=torch.float64), g=g, depth=2)
+    b = Evidence.of(x, A=torch.full((2, 3, 5, 5), 0.2, dtype=torch.float64), g=g, depth=2)
     torch.testing.assert_close(attixg(b, pair="input"), ixg(b) / 5, **CLOSE)
 
 
@@ -192,14 +192,14 @@ def test_layer_maps_do_not_depend_on_the_order_of_heads() -> None:
     A, G = (torch.randn(2, 4, 5, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     x, A, order = torch.zeros(2, 5, 4), A.softmax(-1), torch.tensor([2, 0, 3, 1])
     for layer_map in (genatt, attcam):
-        one = layer_map(Evidence(0, x, A=A, G=G, prefix=1))
-        other = layer_map(Evidence(0, x, A=A[:, order], G=G[:, order], prefix=1))
+        one = layer_map(Evidence.of(x, A=A, G=G, prefix=1))
+        other = layer_map(Evidence.of(x, A=A[:, order], G=G[:, order], prefix=1))
         torch.testing.assert_close(one, other, **CLOSE)
 
 
 def test_attcam_says_why_it_is_empty() -> None:
     A = torch.rand(1, 3, 5, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    b = Evidence(0, torch.zeros(1, 5, 4), A=A, G=-A, prefix=1)
+    b = Evidence.of(torch.zeros(1, 5, 4), A=A, G=-A, prefix=1)
     assert not attcam(b).any()
     assert (attcam(b, rectify=False) < 0).all()
     assert "preset='skipplus'" in resolve("attcam").method.constant
@@ -217,7 +217,7 @@ def test_value_weights(family: str) -> None:
     """What attention sees as values is W_V times the normed tokens, plus a bias that is the same for every token."""
     vit = shared(family, torch.float64)
     job = LayerJob(lambda b: (b.v, b.n, b.parts.value), frozenset({"A", "v", "n"}), (0, vit.depth - 1))
-    for v, n, weight in run_pass(vit, images(vit), jobs=[job]).values[0][0].values():
+    for v, n, weight in run_pass(vit, images(vit), jobs=[job]).layers().values():
         mapped = torch.nn.functional.linear(n, weight()).unflatten(-1, (vit.heads, -1)).transpose(1, 2)
         bias = v - mapped
         torch.testing.assert_close(bias, bias[:1, :, :1].expand_as(bias), **CLOSE)

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.engine import job
 from patchlight.evidence.passes import run_pass
-from patchlight.evidence.taps import Evidence
+from patchlight.evidence.record import Evidence
 from patchlight.methods import decomposition
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from tests.close import close
 from tests.families import build, images, shared
 from tests.literal.plain import maps
@@ -80,7 +81,7 @@ def sources(vit: Anatomy, batch: Tensor) -> list[list[Sources]]:
 
 def matrices(vit: Anatomy, batch: Tensor, name: str, **settings: Any) -> list[Tensor]:
     request = resolve(name, settings)
-    values = run_pass(vit, batch, jobs=[request.job(vit)]).values[0][0]
+    values = run_pass(vit, batch, jobs=[job(request, vit)]).layers()
     return [values[layer] for layer in sorted(values)]
 
 
@@ -165,7 +166,7 @@ def evidence(A: Tensor, x: Tensor, u: Tensor, out: float) -> Evidence:
     linear = torch.nn.Linear(width, width, bias=False, dtype=torch.float64)
     linear.weight.data = out * torch.eye(width, dtype=torch.float64)
     parts = pl.anatomy.base.Parts(norm1=torch.nn.LayerNorm(width), out=linear)
-    return Evidence(0, x, y=u, A=A, v=x[:, None], u=u, open_parts=lambda: parts)
+    return Evidence.of(x, y=u, A=A, v=x[:, None], u=u, parts=parts)
 
 
 def test_alti_closed_forms() -> None:

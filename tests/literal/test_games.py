@@ -21,9 +21,10 @@ from patchlight.evidence.ablation import Ablation
 from patchlight.evidence.rules import RULES
 from patchlight.methods import shapley
 from patchlight.methods.atman import Suppress, Suppressed, suppression
+from patchlight.methods.base import Ask
 from patchlight.methods.hsic import draw_masks, hsic_of
+from patchlight.methods.requests import resolve
 from patchlight.methods.shapley import constrained_values, draw_coalitions, score_coalitions
-from patchlight.registry import Ask, resolve
 from patchlight.targets import Targets
 from tests.close import near, within
 from tests.families import CLASSES, build, images, randomise, shared

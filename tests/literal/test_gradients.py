@@ -14,7 +14,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.rules import RULES
 from patchlight.methods.gradients import fullgrad
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.close import within
 from tests.families import images, shared
@@ -321,7 +321,7 @@ def test_libra_is_complete_from_every_start(family: str) -> None:
     errors = {}
     for rule in ("libra", "plain"):
         seen = run_pass(vit, batch, targets, "logit", RULES[rule], [job])
-        pairs, end = seen.values[0][0], seen.end[0]
+        pairs, end = seen.layers(), seen.end()
         behind = sum(t.reshape(2, -1).sum(1) for t in (end.bias, end.scalar_bias) if t is not None)
         totals = [
             pairs[start][0].sum(1) + sum(pairs[k][1].sum(1) for k in range(start, vit.depth)) + behind

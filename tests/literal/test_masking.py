@@ -19,7 +19,7 @@ from patchlight.engine import compute
 from patchlight.evidence.fills import fill_images
 from patchlight.images import Preprocess
 from patchlight.methods import lime, masking, rise
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from patchlight.testing import check_method
 from tests.close import within

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from patchlight.errors import PatchlightError
 from patchlight.evidence.rules import RULES
+from patchlight.methods.base import METHODS, Ask
 from patchlight.methods.relevance import Relevance, add_rule, linear_rule, product_rule
-from patchlight.registry import Ask, registered, resolve
+from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.close import close, near, within
 from tests.families import images, shared
@@ -160,4 +161,4 @@ def test_rule_wrappers_are_refused() -> None:
     for name in ("lrp", "partial-lrp", "transatt"):
         with pytest.raises(PatchlightError, match="relevance rules of its own"):
             resolve(f"{name}.libra")
-    assert registered()["transatt"].aliases == ("chefer1", "cgw1")
+    assert METHODS["transatt"].aliases == ("chefer1", "cgw1")

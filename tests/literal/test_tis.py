@@ -16,8 +16,9 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
 from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.evidence.rules import RULES
+from patchlight.methods.base import Ask
+from patchlight.methods.requests import resolve
 from patchlight.methods.tis import activation_points, as_masks, mean_score, ranked_patches, sampled_scores
-from patchlight.registry import Ask, resolve
 from patchlight.targets import Score, Targets
 from tests.families import build, images, shared
 from tests.literal.toys import linear

@@ -12,8 +12,8 @@ import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.evidence.passes import Trace
+from patchlight.methods.requests import refusal, resolve
 from patchlight.methods.tokentm import necc, transformation_weight
-from patchlight.registry import refusal, resolve
 from tests.families import build, images, shared
 from tests.literal.rows import TARGETS, maps, read_rows
 

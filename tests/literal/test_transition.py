@@ -13,7 +13,7 @@ import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.passes import LayerJob, run_pass
-from patchlight.evidence.taps import Evidence
+from patchlight.evidence.record import Evidence
 from patchlight.methods.transition import head_importance, value_ratio
 from tests.families import images, shared
 from tests.literal.rows import TARGETS, maps, read_rows
@@ -124,21 +124,21 @@ def test_head_importance() -> None:
     generator = torch.Generator().manual_seed(0)
     A, G = (torch.randn(2, 3, 5, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     x = torch.zeros(2, 5, 4)
-    both = head_importance(Evidence(0, x, A=A, G=G))
+    both = head_importance(Evidence.of(x, A=A, G=G))
     torch.testing.assert_close(both.sum(1), torch.ones(2, dtype=torch.float64), **CLOSE)
-    torch.testing.assert_close(both[1:], head_importance(Evidence(0, x, A=A[1:], G=1e3 * G[1:])), **CLOSE)
-    assert (head_importance(Evidence(0, x, A=A[:, :1], G=G[:, :1])) == 1).all()
-    assert (head_importance(Evidence(0, x, A=A, G=0 * G)) == 1 / 3).all()
+    torch.testing.assert_close(both[1:], head_importance(Evidence.of(x, A=A[1:], G=1e3 * G[1:])), **CLOSE)
+    assert (head_importance(Evidence.of(x, A=A[:, :1], G=G[:, :1])) == 1).all()
+    assert (head_importance(Evidence.of(x, A=A, G=0 * G)) == 1 / 3).all()
 
 
 def test_value_ratio_ignores_a_common_scale() -> None:
     vit = shared("vit", torch.float64)
     job = LayerJob(
-        lambda b: (value_ratio(b), value_ratio(Evidence(0, 7 * b.x, v=7 * b.v, open_parts=lambda: b.parts))),
+        lambda b: (value_ratio(b), value_ratio(Evidence.of(7 * b.x, v=7 * b.v, parts=b.parts))),
         frozenset("Av"),
         (0,),
     )
-    plain, scaled = run_pass(vit, images(vit), jobs=[job]).values[0][0][0]
+    plain, scaled = run_pass(vit, images(vit), jobs=[job]).at(0)
     torch.testing.assert_close(plain, scaled, **CLOSE)
     assert (plain > 0).all()
 

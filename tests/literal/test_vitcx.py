@@ -14,6 +14,8 @@ import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
 from patchlight.evidence.rules import RULES
+from patchlight.methods.base import Ask
+from patchlight.methods.requests import refusal, resolve
 from patchlight.methods.vitcx import (
     _merged,
     _numbered,
@@ -28,7 +30,6 @@ from patchlight.methods.vitcx import (
     scaled,
     upsampled,
 )
-from patchlight.registry import Ask, resolve
 from patchlight.targets import Score, Targets
 from tests.families import build, images, shared
 from tests.literal.toys import Linear, linear
@@ -303,7 +304,7 @@ def test_random_masks_of_the_second_variant() -> None:
 
 def test_settings_are_checked() -> None:
     swin = shared("swin")
-    assert "no blocks" in str(pl.registry.refusal(resolve("vit-cx", {"layer": "blocks[-1].norm1"}), swin))
+    assert "no blocks" in str(refusal(resolve("vit-cx", {"layer": "blocks[-1].norm1"}), swin))
     for wrong in ({"threshold": 0.0}, {"sigma": -1.0}, {"variant": 6}, {"n_noise": 0}):
         with pytest.raises(pl.PatchlightError, match="is not valid"):
             resolve("vit-cx", wrong)

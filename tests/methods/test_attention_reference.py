@@ -10,7 +10,7 @@ import torch
 
 from patchlight.engine import compute
 from patchlight.errors import DegenerateMap
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.close import close
 from tests.reference import deit_tiny, inputs, reference

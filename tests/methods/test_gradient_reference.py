@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from patchlight.engine import compute
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.close import close, close_on_average, ranked
 from tests.methods.test_peers import library_cam

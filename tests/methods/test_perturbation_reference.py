@@ -12,6 +12,8 @@ from torch import Tensor
 from patchlight.engine import compute
 from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.evidence.rules import RULES
+from patchlight.methods.base import Ask
+from patchlight.methods.requests import resolve
 from patchlight.methods.tis import activation_points, as_masks, mean_score, ranked_patches, sampled_scores
 from patchlight.methods.vitcx import (
     causal_scores,
@@ -23,7 +25,6 @@ from patchlight.methods.vitcx import (
     scaled,
     upsampled,
 )
-from patchlight.registry import Ask, resolve
 from patchlight.targets import Targets
 from patchlight.testing import spearman
 from tests.close import close, close_on_average, near, ranked

@@ -15,7 +15,7 @@ from patchlight.engine import compute
 from patchlight.errors import DegenerateMap
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.methods import decomposition
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.close import close, ranked, within
 from tests.literal.lrp import Literal
@@ -97,7 +97,7 @@ def layer_rows(name: str) -> tuple[Tensor, Tensor, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateMap)
         job = LayerJob(seen, frozenset({"x", "y", "A", "v", "u"}), tuple(range(vit.depth)))
-        values = run_pass(vit, inputs().double(), jobs=[job]).values[0][0]
+        values = run_pass(vit, inputs().double(), jobs=[job]).layers()
     rows = [values[layer] for layer in range(vit.depth)]
     return tuple(torch.stack(part, 1) for part in zip(*rows, strict=True))  # type: ignore[return-value]
 

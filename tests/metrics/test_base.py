@@ -16,9 +16,16 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.errors import UndefinedMetric
-from patchlight.metrics import Evaluation, Measure, Measured, register_metric
-from patchlight.metrics.base import _ALIASES, _METRICS, MetricInfo, ranked, registered, resolve_metric
-from patchlight.registry import checked
+from patchlight.metrics.base import (
+    METRICS,
+    Evaluation,
+    Measure,
+    Measured,
+    MetricInfo,
+    ranked,
+    register_metric,
+    resolve_metric,
+)
 from patchlight.targets import Targets
 from tests.families import images, shared
 
@@ -52,8 +59,7 @@ def first_pixel() -> Iterator[str]:
 
     yield "first-pixel"
     for name in ("first-pixel", "ratio"):
-        del _METRICS[name]
-    del _ALIASES["fp"]
+        METRICS.remove(name)
 
 
 @pytest.mark.parametrize(
@@ -229,14 +235,14 @@ def test_ranks_are_a_falling_order(values: list[int], seed: int) -> None:
     assert torch.equal(both[1], ranks[0])
 
 
-@pytest.mark.parametrize("name", sorted(registered()))
+@pytest.mark.parametrize("name", list(METRICS))
 def test_every_metric_is_documented_and_its_presets_are_valid(name: str) -> None:
-    entry = registered()[name]
+    entry = METRICS[name]
     assert entry.summary.endswith((".", ":")), "the first line of the docstring is one sentence"
     for preset, values in {**entry.presets, "quick": entry.quick}.items():
         for key, value in values.items():
-            assert key in entry.parameters, f"{preset} sets {key}"
-            checked(name, key, value, entry.parameters[key][1])
+            assert key in entry.settings, f"{preset} sets {key}"
+            entry.settings[key].checked(value, name)
         if preset != "quick":
             request = resolve_metric(name, {"preset": preset})
             assert request.settings.items() >= dict(values).items()
@@ -247,7 +253,7 @@ def test_every_metric_is_documented_and_its_presets_are_valid(name: str) -> None
         assert preset in entry.presets
         for key, meanings in words.items():
             for meaning in meanings.values():
-                checked(name, key, meaning, entry.parameters[key][1])
+                entry.settings[key].checked(meaning, name)
 
 
 def test_one_image_without_a_label_leaves_the_others_theirs() -> None:

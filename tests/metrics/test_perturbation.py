@@ -15,7 +15,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.evidence.fills import fill_images
-from patchlight.metrics.base import Measure, registered, resolve_metric
+from patchlight.metrics.base import METRICS, Measure, resolve_metric
 from patchlight.metrics.perturbation import kl_divergence, levels
 from patchlight.targets import Targets
 from tests.families import build, images, shared
@@ -212,7 +212,7 @@ def test_two_labels_and_independent_labels_have_their_own_kl(family: str) -> Non
 def test_a_binary_head_is_measured() -> None:
     vit = shared("vit-binary")
     names = ["perturbation", "auc", "aopc", "lodds", "deletion", "token-deletion"]
-    found = pl.evaluate(vit, images(vit, 2), torch.rand(2, *vit.grid), {n: registered()[n].quick for n in names})
+    found = pl.evaluate(vit, images(vit, 2), torch.rand(2, *vit.grid), {n: METRICS[n].quick for n in names})
     assert all(one.count == 2 for one in found.values())
     assert found["auc"].curve is not None
     assert found["auc"].curve[:, 0].tolist() == [1, 1]
@@ -222,7 +222,7 @@ def test_a_binary_head_is_measured() -> None:
 def test_values_lie_within_their_bounds_and_batches_equal_single_calls(name: str) -> None:
     vit = shared("vit")
     batch, maps = images(vit, 3), without_ties(vit, 3).float()
-    quick = registered()[name].quick
+    quick = METRICS[name].quick
     together = pl.evaluate(vit, batch, maps, name, [0, 1, 2], **quick)
     low, high = together.bounds
     assert (together.values >= low).all()
@@ -259,8 +259,8 @@ def test_an_accelerator_gives_the_same_values() -> None:
     cpu = build("vit", torch.float64)
     cuda = pl.wrap(copy.deepcopy(cpu.model).cuda(), name="vit")
     batch, maps = images(cpu, 2), without_ties(cpu)
-    names = [name for name, entry in registered().items() if entry.ablates and not entry.again and not entry.needs]
-    asked = {name: dict(registered()[name].quick) for name in names}
+    names = [name for name, entry in METRICS.items() if entry.ablates and not entry.again and not entry.needs]
+    asked = {name: dict(METRICS[name].quick) for name in names}
     here, there = (pl.evaluate(vit, batch, maps, asked, TARGETS, precision="full") for vit in (cpu, cuda))
     for name in names:
         torch.testing.assert_close(here[name].values, there[name].values, atol=1e-8, rtol=0)

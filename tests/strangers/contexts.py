@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import patchlight as pl
-from patchlight.registry import resolve
+from patchlight.methods.requests import resolve
 from tests.families import images
 from tests.strangers.models import close, quietly, tiny, working
 from tests.strangers.table import row

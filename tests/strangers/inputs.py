@@ -16,7 +16,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 import patchlight as pl
-from patchlight.registry import registered
+from patchlight.methods.base import METHODS
 from tests.families import CLASSES, build, images, randomise, shared
 from tests.strangers.table import refuses, row
 
@@ -114,7 +114,7 @@ def targets_of_numpy_that_are_no_classes(folder: Path) -> None:
 @row
 def one_number_an_image_has_no_several_classes(folder: Path) -> None:
     vit = shared("vit")
-    for name, entry in registered().items():
+    for name, entry in METHODS.items():
         if entry.class_specific and name != "diffmask":
             refuses(
                 lambda name=name, entry=entry: pl.explain(

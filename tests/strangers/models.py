@@ -22,7 +22,8 @@ import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.rules import RULES
-from patchlight.registry import refusal, registered, resolve
+from patchlight.methods.base import METHODS
+from patchlight.methods.requests import refusal, resolve
 from patchlight.testing import spearman
 from tests.families import CLASSES, build, images, randomise, shared
 from tests.strangers.table import refuses, row
@@ -55,7 +56,7 @@ def quietly(vit: Any, batch: Tensor, name: str, **options: Any) -> Tensor:
 
 def working(vit: Anatomy) -> list[str]:
     """The methods that a model supports; one that needs a trained explainer is none."""
-    return [name for name in sorted(registered()) if refusal(resolve(name, quick(name)), vit) is None]
+    return [name for name in sorted(METHODS) if refusal(resolve(name, quick(name)), vit) is None]
 
 
 def close(a: Tensor, b: Tensor, limit: float = 1e-4) -> None:
@@ -280,7 +281,7 @@ def _libra_rest(vit: Anatomy) -> float:
     layers = tuple(range(vit.depth))
     job = LayerJob(lambda b: ((b.x * b.g).sum((1, 2)), b.bias.sum(1)), frozenset({"x", "g", "bias"}), layers)
     seen = run_pass(vit, images(vit, 2), rule=RULES["libra"], jobs=[job])
-    values, end = seen.values[0][0], seen.end[0]
+    values, end = seen.layers(), seen.end()
     total = values[0][0] + sum(values[k][1] for k in layers)
     total = total + (0 if end.bias is None else end.bias.sum(1)) + (0 if end.scalar_bias is None else end.scalar_bias)
     return float((total - seen.scores[:, 0]).abs().max())

@@ -146,7 +146,7 @@ def two_images_have_no_best_method(folder: Path) -> None:
 @row
 def statistics_of_no_images_do_not_raise(folder: Path) -> None:
     from patchlight.bench.statistics import critical_difference, friedman
-    from patchlight.metrics import Evaluation
+    from patchlight.metrics.base import Evaluation
     from patchlight.statistics import bootstrap_weights
 
     assert friedman(torch.ones(0, 3)) == (0.0, 1.0)
@@ -164,7 +164,7 @@ def twenty_thousand_values_are_shown_and_resampled_in_little_memory(folder: Path
         return
     script = """
 import torch
-from patchlight.metrics import Evaluation
+from patchlight.metrics.base import Evaluation
 values = torch.rand(20_000, dtype=torch.float64)
 found = Evaluation("deletion", values, False, (0.0, 1.0))
 def peak():

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from patchlight.errors import PatchlightError, Unsupported
+from patchlight.evidence.record import Record
 from patchlight.evidence.rules import RULES
-from patchlight.evidence.taps import Evidence, Taps
+from patchlight.evidence.taps import Taps
 
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
@@ -103,15 +104,16 @@ def _attention(vit: Anatomy, tokens: Tensor) -> str | None:
     """Why the attention of the first block cannot be read; None when it can."""
     if vit.depth == 0:
         return None
-    evidence = Evidence(0, tokens)
+    record = Record(0, tokens)
     try:
-        with Taps(RULES["plain"], frozenset({"A", "v"}), evidence, in_block=True):
+        with Taps(RULES["plain"], frozenset({"A", "v"}), record, in_block=True):
             vit.block(0, tokens)
     except Unsupported as error:
         return str(error)
-    if evidence.A is None:
+    seen = record.seen.get("A")
+    if seen is None:
         return "its blocks take no softmax over tokens that could be seen"
-    if evidence.A.shape[-2:] != (vit.tokens, vit.tokens):
-        return f"its attention is {list(evidence.A.shape)}, not between all {vit.tokens} tokens"
-    vit.heads = evidence.A.shape[1]
+    if seen.shape[-2:] != (vit.tokens, vit.tokens):
+        return f"its attention is {list(seen.shape)}, not between all {vit.tokens} tokens"
+    vit.heads = seen.shape[1]
     return None

@@ -32,9 +32,10 @@ from patchlight.data import Batch, Data, labelled, load_batch
 from patchlight.engine import explain
 from patchlight.errors import PatchlightError, spelled
 from patchlight.evidence.ablation import free_chunk
+from patchlight.methods.base import Ablates
+from patchlight.methods.requests import refusal, resolve
 from patchlight.metrics.base import Evaluation, on_grid, resolve_metric
 from patchlight.metrics.evaluation import evaluate
-from patchlight.registry import refusal, resolve
 from patchlight.statistics import constant
 from patchlight.targets import predicted
 
@@ -257,9 +258,9 @@ def _explained(
         if reason is not None:
             made[label] = f"'{request.name}' does not work on {vit.name}: {reason}", 0.0
             continue
-        how = {"chunk": chunk} if request.method.ablates else {}
+        how = {"chunk": chunk} if isinstance(request.method, Ablates) else {}
         settings[label] = {**how, **method.settings}
-        shares = request.method.whitebox and not request.method.own_pass
+        shares = request.in_pass
         free = [r for r in rounds if "" in r and method.method not in r] if shares else []
         if free:
             free[0][method.method] = label

@@ -21,8 +21,8 @@ from patchlight.bench.code import described
 from patchlight.bench.recipe import Method, Metric, Model, Recipe, Source
 from patchlight.errors import PatchlightError
 from patchlight.fingerprints import fingerprint
+from patchlight.methods.requests import resolve
 from patchlight.metrics.base import MetricRequest, resolve_metric
-from patchlight.registry import resolve
 
 if TYPE_CHECKING:
     from patchlight.data import Data, Sample
@@ -156,7 +156,7 @@ def _made(recipe: Recipe) -> dict[str, str]:
     for label, method in recipe.methods.items():
         asked = resolve(method.method, method.settings)
         depends = asked.method.depends(asked.settings) if asked.method.depends is not None else None
-        found[f"method {label}"] = digest_of([described([asked.method, asked.combine, asked.rule]), depends])
+        found[f"method {label}"] = digest_of([described([asked.method, asked.composition, asked.rule]), depends])
     for label, metric in recipe.metrics.items():
         found[f"metric {label}"] = digest_of(described(resolve_metric(metric.metric, metric.settings).metric))
     return found

@@ -81,7 +81,7 @@ class Method(_Named):
         """The settings of a metric when it measures this method."""
         from patchlight.metrics.base import resolve_metric
 
-        known = resolve_metric(metric.metric).metric.parameters
+        known = resolve_metric(metric.metric).metric.settings
         own = {"upsampling": self.upsampling} if self.upsampling and "upsampling" in known else {}
         return {**metric.settings, **own}
 
@@ -207,8 +207,8 @@ def _in_words(error: Any, keys: tuple[str, ...]) -> str:
 def _check(recipe: Recipe, lines: Line, where: str) -> None:
     """Refuse names and settings the registries do not know, and published numbers of nothing measured."""
     from patchlight.data import KINDS
+    from patchlight.methods.requests import resolve
     from patchlight.metrics.base import resolve_metric
-    from patchlight.registry import resolve
 
     def told(keys: tuple[str, ...], sentence: object) -> PatchlightError:
         return PatchlightError(f"{where}, line {line_of(keys, lines)}: {sentence}")
@@ -258,8 +258,8 @@ def _check(recipe: Recipe, lines: Line, where: str) -> None:
 
 def quickened(recipe: Recipe) -> Recipe:
     """The recipe with its [quick] settings in force."""
+    from patchlight.methods.requests import resolve
     from patchlight.metrics.base import resolve_metric
-    from patchlight.registry import resolve
 
     methods = {
         label: Method(method=m.method, upsampling=m.upsampling, **m.settings | quick)
@@ -333,8 +333,8 @@ def override(
 
 def _set(recipe: Recipe, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The recipe's methods and metrics with further settings, checked."""
+    from patchlight.methods.requests import resolve
     from patchlight.metrics.base import resolve_metric
-    from patchlight.registry import resolve
 
     changed: dict[str, Any] = {"methods": dict(recipe.methods), "metrics": dict(recipe.metrics)}
     for label, own in settings.items():

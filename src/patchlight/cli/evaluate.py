@@ -36,7 +36,7 @@ from patchlight.errors import PatchlightError
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
     from patchlight.data import Data
-    from patchlight.metrics import Evaluation
+    from patchlight.metrics.base import Evaluation
 
 
 def evaluate(
@@ -114,8 +114,8 @@ def _check_csv(path: Path | None, force: bool) -> None:
 
 def _check_names(metrics: Mapping[str, Mapping[str, Any]], methods: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse an unknown metric, method or setting before anything is loaded."""
+    from patchlight.methods.requests import resolve
     from patchlight.metrics.base import resolve_metric
-    from patchlight.registry import resolve
 
     for name, own in metrics.items():
         resolve_metric(name, own)

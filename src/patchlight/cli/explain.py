@@ -74,7 +74,7 @@ def demo(
 def explain(
     paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH...")],
     method: Annotated[
-        str, typer.Option(help="Names, separated by commas (`patchlight methods`); or whitebox, or all.")
+        str, typer.Option(help="Names, separated by commas (`patchlight methods`); or inside, or all.")
     ] = "genatt",
     model: Model = "pocket",
     weights: Weights = None,
@@ -180,7 +180,7 @@ class _Read:
 
 def _add_explainer(wanted: dict[str, dict[str, Any]], explainer: Path) -> None:
     """Hand a trained explainer to the methods that take one."""
-    from patchlight.registry import resolve
+    from patchlight.methods.requests import resolve
 
     takers = [name for name in wanted if "explainer" in resolve(name).settings]
     if not takers:
@@ -190,20 +190,20 @@ def _add_explainer(wanted: dict[str, dict[str, Any]], explainer: Path) -> None:
 
 
 def _check_settings(wanted: dict[str, dict[str, Any]], score: str | None) -> None:
-    from patchlight.registry import resolve
+    from patchlight.methods.requests import resolve
 
     for name, own in wanted.items():
         resolve(name, own, score)  # type: ignore[arg-type]
 
 
 def _expanded(names: Sequence[str]) -> list[str]:
-    """`all` is every method, `whitebox` every one that reads the model's inside; other names stand for themselves."""
-    if not {"all", "whitebox"} & {name.strip() for name in names}:
+    """`all` is every method, `inside` every one that reads the model's inside; other names stand for themselves."""
+    if not {"all", "inside"} & {name.strip() for name in names}:
         return list(names)
-    from patchlight.registry import registered
+    from patchlight.methods.base import METHODS, Ablates
 
-    entries = registered()
-    groups = {"all": list(entries), "whitebox": [n for n, e in entries.items() if not e.ablates and n != "random"]}
+    inside = [name for name, method in METHODS.items() if not isinstance(method, Ablates) and name != "random"]
+    groups = {"all": list(METHODS), "inside": inside}
     return list(dict.fromkeys(one for name in names for one in groups.get(name.strip(), [name.strip()])))
 
 
@@ -320,7 +320,7 @@ def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
 
 def _target(task: Task, vit: Anatomy) -> Any:
     """The target as `explain` takes it; with it, everything that depends on the model is checked."""
-    from patchlight.registry import check_supported, refusal, resolve
+    from patchlight.methods.requests import check_supported, refusal, resolve
 
     for name, own in list(task.methods.items()):
         request = resolve(name, own, task.score)  # type: ignore[arg-type]

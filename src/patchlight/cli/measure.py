@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
     from patchlight.attribution import Attribution
     from patchlight.data import Batch, Data
-    from patchlight.metrics import Evaluation
+    from patchlight.metrics.base import Evaluation
 
 BATCH = 64
 Saved = Mapping[str, Mapping[str, Path]]
@@ -98,7 +98,7 @@ def with_maps(data: Data, saved: Mapping[str, Any], methods: Sequence[str], fold
 def measure(task: Task, vit: Anatomy, data: Data, advance: Callable[[int], None]) -> Done:
     """Batch by batch: one batch of images and maps is all that is held at a time."""
     from patchlight.data import batches, labelled
-    from patchlight.metrics import Evaluation
+    from patchlight.metrics.base import Evaluation
 
     done = Done(vit.name, task, {name: [] for name in task.methods})
     parts: dict[str, dict[str, list[Evaluation]]] = {m: {k: [] for k in task.metrics} for m in task.methods}
@@ -193,7 +193,7 @@ def _target(task: Task, vit: Anatomy, batch: Batch) -> Any:
 
 
 def _measure(task: Task, vit: Anatomy, batch: Batch, rows: list[int], maps: Attribution) -> dict[str, Evaluation]:
-    from patchlight.metrics import evaluate
+    from patchlight.metrics.evaluation import evaluate
 
     target = _target(task, vit, batch)
     if target is batch.labels and target is not None:

@@ -25,8 +25,8 @@ def methods(
     """List the methods, or the settings of one."""
     with answering(as_json, debug):
         with progress(f"loading {model or 'the methods'}"):
-            from patchlight.registry import list_methods as table
-            from patchlight.registry import resolve
+            from patchlight.methods.requests import list_methods as table
+            from patchlight.methods.requests import resolve
 
             vit = load_model(model, pretrained=False) if model is not None else None
             rows = table(vit)
@@ -51,7 +51,7 @@ def metrics(
     """List the metrics, or the settings of one."""
     with answering(as_json, debug):
         with progress("loading the metrics"):
-            from patchlight.metrics import list_metrics as table
+            from patchlight.metrics.base import list_metrics as table
             from patchlight.metrics.base import resolve_metric
 
             rows = table()
@@ -95,25 +95,26 @@ def _list_methods(rows: Sequence[Any], of_model: bool) -> None:
         works = ("yes" if row.supported else f"no: {row.reason}",) if of_model else ()
         table.add_row(row.name, *works, row.paper, row.cost, row.summary)
     console().print(table)
-    say("`patchlight methods NAME` tells more; wrappers such as .plus, .rollout and .libra may follow a name")
+    say("`patchlight methods NAME` tells more; a composition (.plus, .rollout) and a rule (.libra) may follow a name")
 
 
 def _describe_method(row: Any, request: Any) -> None:
-    from patchlight.registry import parameters, type_name
+    from patchlight.registry import in_words
 
     entry = request.method
     print(f"{request.name}  ({row.paper}; {row.cost})")
     if row.aliases:
         print(f"also called {', '.join(row.aliases)}")
     print(inspect.getdoc(entry.function) or "")
-    if request.combine is not entry.combine:
-        print(f"\n.{request.combine.name}: {inspect.getdoc(request.combine.function)}")
+    composition = request.composition
+    if composition is not entry.composition:
+        print(f"\n.{composition.name}: {inspect.getdoc(composition.function)}")
     if request.rule.name != "plain":
         print(f"\nBackward rule {request.rule.name}: {request.rule.paper}")
     print("\nSettings:")
-    for key, (_, kind) in parameters(entry, request.combine).items():
-        print(f"  {key}: {type_name(kind)} = {request.settings[key]!r}")
-    print(f"  score: 'logit' | 'probability' | a callable of the logits = {entry.default_score!r}")
+    for key, setting in entry.settings(composition).items():
+        print(f"  {key}: {in_words(setting.kind)} = {request.settings[key]!r}")
+    print(f"  score: 'logit' | 'probability' | a callable of the logits = {entry.score!r}")
     if entry.presets:
         print(f"  preset: {', '.join(entry.presets)}")
 

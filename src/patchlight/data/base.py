@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -17,6 +17,7 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.images import SUFFIXES, Preprocess, to_batch
+from patchlight.registry import Entry, Registry
 
 T = TypeVar("T")
 SLACK = 1.0
@@ -294,3 +295,26 @@ def look_up(name: str, table: Mapping[str, T], path: Path) -> T:
 def _bare(name: str) -> str:
     stem, dot, suffix = name.rpartition(".")
     return stem if f"{dot}{suffix}".lower() in SUFFIXES else name
+
+
+@dataclass(frozen=True)
+class Kind(Entry):
+    """A kind of data set: a function of a path and options to Data; one that is `made_up` needs no path."""
+
+    made_up: bool = False
+
+
+KINDS: Registry[Kind] = Registry(
+    "data set", [f"patchlight.data.{room}" for room in ("cifar", "folders", "imagenet", "segmentation")]
+)
+Opener = TypeVar("Opener", bound=Callable[..., Any])
+
+
+def register_data(name: str, *, made_up: bool = False) -> Callable[[Opener], Opener]:
+    """Register a kind of data set: a function of a path, whose keyword arguments, typed, are its options."""
+
+    def register(function: Opener) -> Opener:
+        KINDS.add(Kind(name, function, made_up=made_up))
+        return function
+
+    return register

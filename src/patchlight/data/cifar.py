@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from patchlight.data.base import Data, Sample, existing_folder, read_text
+from patchlight.data.base import Data, Sample, existing_folder, read_text, register_data
 from patchlight.errors import PatchlightError
 from patchlight.zoo.cifar10 import CLASSES, TEST_BATCH, TRAIN_BATCHES, UInt8Array, load_cifar10, read_records
 
 
+@register_data("cifar10")
 def open_cifar10(path: str | Path, split: str = "test") -> Data:
     """CIFAR-10 in a layout that `patchlight.zoo.cifar10` reads; of the binary version only the split's files."""
     root = existing_folder(path, "CIFAR-10")
@@ -30,6 +31,7 @@ def open_cifar10(path: str | Path, split: str = "test") -> Data:
     return _data("cifar10", split, [part], CLASSES)
 
 
+@register_data("cifar100")
 def open_cifar100(path: str | Path, split: str = "test") -> Data:
     """CIFAR-100's binary version: `train.bin`, `test.bin` (coarse and fine label, 3072 pixel bytes) and class names.
 
@@ -47,6 +49,7 @@ def open_cifar100(path: str | Path, split: str = "test") -> Data:
     return _data("cifar100", split, [_records(place / file, label_bytes=2)], names)
 
 
+@register_data("counting", made_up=True)
 def open_counting(
     path: str | Path | None = None,
     split: str = "test",

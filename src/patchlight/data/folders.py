@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from patchlight.data.base import Data, Sample, existing_folder, look_up, read_pairs, read_text
+from patchlight.data.base import Data, Sample, existing_folder, look_up, read_pairs, read_text, register_data
 from patchlight.errors import PatchlightError, nearest, spelled
 from patchlight.images import list_images, open_image
 
 
+@register_data("folder")
 def open_folder(path: str | Path, labels: str | Path | None = None, classes: Sequence[str] | None = None) -> Data:
     """Every image below a folder, sorted; the name of a sample is its path inside the folder.
 
@@ -36,6 +37,7 @@ def open_folder(path: str | Path, labels: str | Path | None = None, classes: Seq
     return Data(title, names, partial(_read, paths, numbers), classes)
 
 
+@register_data("mura")
 def open_mura(path: str | Path, split: str = "valid", part: str | None = None) -> Data:
     """MURA-v1.1: class 1 where the study's folder ends in `_positive` (abnormal), 0 where in `_negative`.
 

@@ -27,6 +27,7 @@ from patchlight.data.base import (
     read_pairs,
     read_table,
     read_text,
+    register_data,
 )
 from patchlight.errors import PatchlightError, spelled
 from patchlight.images import list_images, open_image
@@ -46,6 +47,7 @@ class Note:
     size: tuple[float, float] | None = None
 
 
+@register_data("imagenet")
 def open_imagenet(path: str | Path, labels: str | Path | None = None, boxes: str | Path | None = None) -> Data:
     """ImageNet's validation images below `path`: folders named by synset, or one flat folder with a label file.
 

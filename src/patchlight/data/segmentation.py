@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from patchlight.data.base import Data, Sample, existing_folder, first_existing, largest_region, read_text
+from patchlight.data.base import Data, Sample, existing_folder, first_existing, largest_region, read_text, register_data
 from patchlight.data.imagenet import class_names, synset_indices
 from patchlight.errors import PatchlightError, spelled
 from patchlight.images import list_images, open_image, open_mask
@@ -20,6 +20,7 @@ IGNORED = 1000
 NO_CLASS = -2
 
 
+@register_data("imagenet-s")
 def open_imagenet_s(path: str | Path, split: str = "validation", categories: str | Path | None = None) -> Data:
     """ImageNet-S: images in `validation/SYNSET/`, masks in `validation-segmentation/SYNSET/` as PNG.
 
@@ -38,6 +39,7 @@ def open_imagenet_s(path: str | Path, split: str = "validation", categories: str
     return Data(f"imagenet-s-{split}", list(paths), partial(_read_regions, paths, drawn, table), class_names())
 
 
+@register_data("imagenet-segmentation")
 def open_imagenet_segmentation(path: str | Path) -> Data:
     """ImageNet-Segmentation (Guillaumin et al.): `gtsegs_ijcv.mat`, 4,276 images with one object each.
 
@@ -57,6 +59,7 @@ def open_imagenet_segmentation(path: str | Path) -> Data:
     return Data("imagenet-segmentation", names, partial(_read_mat, file), class_names())
 
 
+@register_data("pets")
 def open_pets(path: str | Path, split: str = "all") -> Data:
     """Oxford-IIIT Pet: `images/` and `trimaps/` (or `annotations/trimaps/`): 1 animal, 2 background, 3 border.
 

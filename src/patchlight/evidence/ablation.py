@@ -18,12 +18,22 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import Cancelled, PatchlightError
+from patchlight.registry import Setting
 from patchlight.resize import to_pixels
 from patchlight.targets import Score, Targets, score_of
 
 Precision = Literal["auto", "full", "autocast", "bf16"]
 """`autocast` multiplies in bfloat16; `bf16` runs blocks and head in it; `auto` is bf16 on CUDA and full elsewhere."""
 Count = Annotated[int, Field(ge=1)]
+ABLATION = {
+    setting.name: setting
+    for setting in (
+        Setting("chunk", Count | None, None),
+        Setting("precision", Precision, "auto"),
+        Setting("compile", bool, False),
+    )
+}
+"""The settings of everything that scores variants."""
 
 
 class Variants(Protocol):

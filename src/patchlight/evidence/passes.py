@@ -7,7 +7,7 @@ nothing larger than the maps is kept. `trace` hands the raw evidence to people w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,46 +16,59 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError, Unsupported, nearest
+from patchlight.errors import PatchlightError, Unsupported
+from patchlight.evidence.record import BACKWARD, TAPPED, End, Evidence, Record
 from patchlight.evidence.rules import RULES, Rule
-from patchlight.evidence.taps import Evidence, Taps
+from patchlight.evidence.taps import Taps
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 
 PIXELS = -1
 """The layer index of the image itself: its evidence has x = image and g = gradient, as [B,H,W,C]."""
 
-BACKWARD = frozenset({"g", "gy", "gn", "G", "bias"})
-TAPPED = frozenset({"A", "G", "v", "n", "gn", "u", "bias"})
-EVIDENCE = frozenset({"x", "y", "A", "v", "n", "u", "p"}) | BACKWARD
-
 
 @dataclass(frozen=True)
 class LayerJob:
-    """A function of the evidence of one block, wanted at some blocks (or at PIXELS)."""
+    """A function of the evidence of one block, of which it reads `needs`, wanted at some blocks (or at PIXELS)."""
 
     function: Callable[[Evidence], Any]
     needs: frozenset[str]
     layers: tuple[int, ...]
+    name: str = "this layer map"
+
+    def of(self, record: Record) -> Any:
+        return self.function(Evidence(record, self.needs, self.name))
 
     @property
     def backward(self) -> bool:
         return bool(self.needs & BACKWARD)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pass:
-    """What a pass gives: logits [B,C], the explained scores [B,T], and `values[t][j]`, job j's values by layer.
+    """What a pass gives: logits [B,C], the explained scores [B,T], and what its jobs computed.
 
-    `end[t]` holds the bias terms behind the last block (the final norm's per token, the head's as a scalar); `pool`
-    the attention of an attention-pooling head.
+    `found` has, for each class and job, the values by layer, and `ends` the bias terms behind the last block for each
+    class; `layers`, `at` and `end` read them. `pool` is the attention of an attention-pooling head.
     """
 
     logits: Tensor
     targets: Targets
     scores: Tensor
-    values: list[list[dict[int, Any]]]
-    end: list[Evidence]
+    found: Sequence[Sequence[Mapping[int, Any]]]
+    ends: Sequence[End] = (End(),)
     pool: Tensor | None = None
+
+    def layers(self, job: int = 0, target: int = 0) -> Mapping[int, Any]:
+        """What the job gave for the explained class of that number, by layer."""
+        return self.found[target][job]
+
+    def at(self, layer: int, job: int = 0, target: int = 0) -> Any:
+        """What the job gave at one layer."""
+        return self.found[target][job][layer]
+
+    def end(self, target: int = 0) -> End:
+        """The bias terms behind the last block."""
+        return self.ends[target]
 
 
 def run_pass(
@@ -79,12 +92,12 @@ def run_pass(
         targets = predicted(logits) if targets is None else targets.repeat(1)
         with torch.set_grad_enabled(runner.backward):
             scores = score_of(logits, targets, score, vit.sigmoid)
-        values, ends = [], []
+        found, ends = [], []
         for t in range(targets.count):
             done, end = runner.explain(scores[:, t], last=t == targets.count - 1)
-            values.append(done)
+            found.append(done)
             ends.append(end)
-    return Pass(logits.detach(), targets, scores.detach(), values, ends, runner.end.A)
+    return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"))
 
 
 def _usable(given: Tensor, vit: Anatomy) -> Tensor:
@@ -100,20 +113,20 @@ class _Runner:
         self.backward = any(job.backward for job in jobs)
         self.first = min((min(job.layers) for job in jobs if job.backward), default=vit.depth)
         self.wants = {k: [j for j, job in enumerate(jobs) if k in job.layers] for k in range(PIXELS, max(vit.depth, 1))}
-        self.evidence: dict[int, Evidence] = {}
+        self.records: dict[int, Record] = {}
         self.values: list[dict[int, Any]] = [{} for _ in jobs]
         self.finished: set[int] = set()
         self.closing = False
         self.leaf = torch.empty(0)
-        self.end = Evidence(vit.depth, torch.empty(0))
-        self.projected: Tensor = None  # type: ignore[assignment]
+        self.end = Record(vit.depth, torch.empty(0))
+        self.projected: Tensor | None = None
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
         vit = self.vit
         pixels = self.backward and self.first == PIXELS
         x = self.leaf = images.detach().requires_grad_(pixels)
-        self.evidence[PIXELS] = Evidence(PIXELS, x.detach().movedim(1, -1))
-        with torch.set_grad_enabled(pixels), self._tapped(pixels, self.evidence[PIXELS], frozenset(), in_block=False):
+        self.records[PIXELS] = Record(PIXELS, x.detach().movedim(1, -1))
+        with torch.set_grad_enabled(pixels), self._tapped(pixels, self.records[PIXELS], frozenset(), in_block=False):
             x = self._embed(x) if tokens is None else tokens
         for layer in range(vit.depth):
             graph = self.backward and layer >= self.first
@@ -122,28 +135,24 @@ class _Runner:
             elif graph:
                 x.register_hook(self._hook(layer))
             needs = frozenset[str]().union(*(self.jobs[j].needs for j in self.wants[layer]))
-            evidence = self.evidence[layer] = Evidence(
-                layer,
-                x.detach(),
-                prefix=vit.prefix,
-                depth=vit.depth,
-                open_parts=partial(vit.parts, layer),
-                p=self.projected,
-            )
-            with torch.set_grad_enabled(graph), self._tapped(graph, evidence, needs & TAPPED):
+            record = Record(layer, x.detach(), vit.prefix, vit.depth, partial(vit.parts, layer))
+            self.records[layer] = record
+            if self.projected is not None:
+                record.seen["p"] = self.projected
+            with torch.set_grad_enabled(graph), self._tapped(graph, record, needs & TAPPED):
                 x = vit.block(layer, x)
-            evidence.y = x.detach()
+            record.seen["y"] = x.detach()
             with torch.no_grad():
                 for j in self.wants[layer]:
                     if not self.jobs[j].backward:
-                        self.values[j][layer] = self.jobs[j].function(evidence)
+                        self.values[j][layer] = self.jobs[j].of(record)
             if not graph:
-                del self.evidence[layer]
+                del self.records[layer]
         if vit.depth == 0 and self.wants[0]:
             x = self._feature_map(x)
         needs = frozenset({"bias"} if any("bias" in job.needs for job in self.jobs) else ())
         needs |= {"A"} if vit.pooling == "map" else frozenset()
-        self.end.x = x.detach()
+        self.end = Record(vit.depth, x.detach())
         if self.backward:
             x.register_hook(self._hook(vit.depth))
         with torch.set_grad_enabled(self.backward), self._tapped(self.backward, self.end, needs, in_block=False):
@@ -153,10 +162,10 @@ class _Runner:
         """A hierarchical model's tokens stand for the input of a block, which it has none of."""
         if self.backward and self.first == 0:
             x = self.leaf = x.detach().requires_grad_()
-        evidence = self.evidence[0] = Evidence(0, x.detach(), prefix=self.vit.prefix)
+        record = self.records[0] = Record(0, x.detach(), self.vit.prefix)
         for j in self.wants[0]:
             if not self.jobs[j].backward:
-                self.values[j][0] = self.jobs[j].function(evidence)
+                self.values[j][0] = self.jobs[j].of(record)
         return x
 
     def _embed(self, images: Tensor) -> Tensor:
@@ -170,10 +179,10 @@ class _Runner:
             return self.vit.embed(images)
 
     def _tapped(
-        self, graph: bool, evidence: Evidence, needs: frozenset[str], in_block: bool = True
+        self, graph: bool, record: Record, needs: frozenset[str], in_block: bool = True
     ) -> contextlib.AbstractContextManager[Any]:
         ruled = graph and self.rule.name != "plain"
-        return Taps(self.rule, needs, evidence, in_block) if needs or ruled else contextlib.nullcontext()
+        return Taps(self.rule, needs, record, in_block) if needs or ruled else contextlib.nullcontext()
 
     def _hook(self, layer: int) -> Callable[[Tensor], None]:
         def arrived(gradient: Tensor) -> None:
@@ -183,26 +192,26 @@ class _Runner:
 
     def _gradient(self, layer: int, gradient: Tensor) -> None:
         """The gradient of the tokens entering `layer`: the evidence of that layer is complete, so its jobs run."""
-        if layer - 1 in self.evidence:
-            self.evidence[layer - 1].gy = gradient
-        if layer not in self.evidence or layer in self.finished:
+        if layer - 1 in self.records:
+            self.records[layer - 1].seen["gy"] = gradient
+        if layer not in self.records or layer in self.finished:
             return
         self.finished.add(layer)
-        evidence = self.evidence[layer]
-        evidence.g = gradient
-        _fill_missing(evidence)
+        record = self.records[layer]
+        record.seen["g"] = gradient
+        record.complete()
         with torch.no_grad():
             for j in self.wants[layer]:
                 if self.jobs[j].backward:
-                    self.values[j][layer] = self.jobs[j].function(evidence)
-        evidence.forget()
+                    self.values[j][layer] = self.jobs[j].of(record)
+        record.forget()
         if self.closing:
-            del self.evidence[layer]
+            del self.records[layer]
 
-    def explain(self, scores: Tensor, last: bool) -> tuple[list[dict[int, Any]], Evidence]:
+    def explain(self, scores: Tensor, last: bool) -> tuple[list[dict[int, Any]], End]:
         """The backward of one class: its values by job and layer, and the bias terms behind the last block."""
         if not self.backward:
-            return self.values, self.end
+            return self.values, self.end.end()
         if not scores.requires_grad:
             raise Unsupported(
                 f"no gradient flows back through {self.vit.name}: a layer of it (quantised, or under no_grad) has "
@@ -224,24 +233,12 @@ class _Runner:
         if self.first == PIXELS:
             gradient = gradient.movedim(1, -1)
         for layer in range(self.vit.depth, self.first, -1):
-            if layer not in self.finished and layer in self.evidence:
-                self._gradient(layer, torch.zeros_like(self.evidence[layer].x))
+            if layer not in self.finished and layer in self.records:
+                self._gradient(layer, torch.zeros_like(self.records[layer].x))
         self._gradient(self.first, gradient)
-        end = Evidence(self.end.index, self.end.x, bias=self.end.bias, scalar_bias=self.end.scalar_bias)
+        end = self.end.end()
         self.end.forget()
         return self.values, end
-
-
-def _fill_missing(evidence: Evidence) -> None:
-    """Gradients that never came are zero: the score does not depend on that tensor."""
-    if evidence.gy is None:
-        evidence.gy = torch.zeros_like(evidence.x)
-    if evidence.gn is None and evidence.n is not None:
-        evidence.gn = torch.zeros_like(evidence.n)
-    if evidence.G is None and evidence.A is not None:
-        evidence.G = torch.zeros_like(evidence.A)
-    if evidence.bias is None:
-        evidence.bias = evidence.x.new_zeros(evidence.x.shape[:2])
 
 
 @dataclass
@@ -274,8 +271,7 @@ def trace(
     >>> with pl.trace(vit, images, target=281) as t:            # doctest: +SKIP
     ...     row = (t.attention[-1] * t.attention_gradients[-1]).relu().mean(1)[:, 0]
     """
-    if rule not in RULES:
-        raise PatchlightError(f"no backward rule is called '{rule}'; {nearest(rule, RULES)}")
+    backward = RULES.find(rule)
     from patchlight.anatomy.load import wrap
 
     vit = wrap(vit)
@@ -290,8 +286,8 @@ def trace(
     if targets is not None and targets.several:
         raise PatchlightError(f"a trace is of one class an image; {targets.count} were given for each")
     job = LayerJob(lambda e: (e.x, e.y, e.g, e.A, e.G), frozenset("xygAG"), tuple(range(vit.depth)))
-    seen = run_pass(vit, batch, targets, score, RULES[rule], [job])
-    layers = [seen.values[0][0][layer] for layer in range(vit.depth)]
+    seen = run_pass(vit, batch, targets, score, backward, [job])
+    layers = [seen.at(layer) for layer in range(vit.depth)]
     result = Trace(vit, seen.logits, seen.targets.index, seen.scores)
     result.tokens = [x for x, *_ in layers] + [layers[-1][1]]
     result.gradients = [g for _, _, g, _, _ in layers]

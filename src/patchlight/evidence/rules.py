@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchlight.registry import Registry
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -30,17 +32,23 @@ class Rule:
     norm: Literal["plain", "frozen"] = "plain"
     activation: Literal["plain", "ratio"] = "plain"
     gate: Literal["plain", "half"] = "plain"
+    aliases: tuple[str, ...] = ()
 
 
-RULES = {
-    rule.name: rule
-    for rule in (
-        Rule("plain", "the gradient"),
-        Rule("libra", "LibraGrad, CVPR 2025", "frozen", "frozen", "ratio", "half"),
-        Rule("conservative", "Ali et al., ICML 2022", "frozen", "frozen"),
-        Rule("attnlrp", "Achtibat et al., ICML 2024 (no gamma rule)", "uniform", "frozen", "ratio", "half"),
-    )
-}
+RULES: Registry[Rule] = Registry("backward rule")
+for _rule in (
+    Rule("plain", "the gradient"),
+    Rule("libra", "LibraGrad, CVPR 2025", "frozen", "frozen", "ratio", "half"),
+    Rule("conservative", "Ali et al., ICML 2022", "frozen", "frozen"),
+    Rule("attnlrp", "Achtibat et al., ICML 2024 (no gamma rule)", "uniform", "frozen", "ratio", "half"),
+):
+    RULES.add(_rule)
+
+
+def register_rule(rule: Rule) -> Rule:
+    """Register a backward rule: its name may then stand behind that of a method."""
+    return RULES.add(rule)
+
 
 Observer = Callable[[Tensor, Tensor], None]
 

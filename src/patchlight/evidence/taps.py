@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,72 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from patchlight.errors import Unsupported
 from patchlight.evidence import rules
+from patchlight.evidence.record import Record
 from patchlight.evidence.rules import Rule
-
-
-@dataclass
-class Evidence:
-    """What one pass saw of one block: the arguments of every layer map.
-
-    x, y: tokens entering and leaving [B,N,D]; g, gy: their gradients. A: attention [B,H,N,N] (to, from); G: its
-    gradient; v: values [B,H,N,d]. n, gn: output of the first norm and its gradient. u: tokens after attention and
-    its skip. bias: sum over the block's biases b of <b, ds/dz> per token [B,N]. p: the projected patches [B,P,D],
-    before positions; every block has the same.
-    """
-
-    index: int
-    x: Tensor
-    y: Tensor = field(default=None)  # type: ignore[assignment]
-    A: Tensor = field(default=None)  # type: ignore[assignment]
-    v: Tensor = field(default=None)  # type: ignore[assignment]
-    n: Tensor = field(default=None)  # type: ignore[assignment]
-    u: Tensor = field(default=None)  # type: ignore[assignment]
-    g: Tensor = field(default=None)  # type: ignore[assignment]
-    gy: Tensor = field(default=None)  # type: ignore[assignment]
-    gn: Tensor = field(default=None)  # type: ignore[assignment]
-    G: Tensor = field(default=None)  # type: ignore[assignment]
-    bias: Tensor = field(default=None)  # type: ignore[assignment]
-    scalar_bias: Tensor = field(default=None)  # type: ignore[assignment]
-    p: Tensor = field(default=None)  # type: ignore[assignment]
-    prefix: int = 0
-    depth: int = 0
-    open_parts: Callable[[], Any] = lambda: None
-    _shared: dict[str, Tensor] = field(default_factory=dict)
-
-    @cached_property
-    def parts(self) -> Any:
-        """The block's norms and linear maps (`Anatomy.parts`), opened when first asked for."""
-        return self.open_parts()
-
-    def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """A quantity that several layer maps use, computed once per block and class."""
-        if name not in self._shared:
-            self._shared[name] = compute()
-        return self._shared[name]
-
-    @property
-    def AG(self) -> Tensor:
-        """A * G [B,H,N,N]."""
-        return self.once("AG", lambda: self.A * self.G)
-
-    @property
-    def heads_mean(self) -> Tensor:
-        """mean_h A [B,N,N]."""
-        return self.once("heads_mean", lambda: self.A.mean(1))
-
-    def add_bias(self, value: Tensor) -> None:
-        """Add a bias map: per token [B,N] where it has the tokens' length, else its sum, to a per-image scalar."""
-        if value.ndim == 2 and value.shape[1] == self.x.shape[1]:
-            self.bias = value if self.bias is None else self.bias + value
-        else:
-            total = value.reshape(value.shape[0], -1).sum(1)
-            self.scalar_bias = total if self.scalar_bias is None else self.scalar_bias + total
-
-    def forget(self) -> None:
-        """Drop what belongs to one backward, so that the next class starts clean."""
-        self.g = self.gy = self.gn = self.G = self.bias = self.scalar_bias = None  # type: ignore[assignment]
-        self._shared = {}
-
 
 _LOCAL = threading.local()
 
@@ -122,11 +56,11 @@ class Activation(nn.Module):
 
 
 class Taps(TorchFunctionMode):
-    """Apply `rule` to a stretch of a model, and record into `evidence` what `needs` names (A, G, v, n, gn, u, bias)."""
+    """Apply `rule` to a stretch of a model, and write into `record` what `needs` names (A, G, v, n, gn, u, bias)."""
 
-    def __init__(self, rule: Rule, needs: frozenset[str], evidence: Evidence, in_block: bool) -> None:
+    def __init__(self, rule: Rule, needs: frozenset[str], record: Record, in_block: bool) -> None:
         super().__init__()
-        self.rule, self.needs, self.evidence, self.in_block = rule, needs, evidence, in_block
+        self.rule, self.needs, self.record, self.in_block = rule, needs, record, in_block
         self._outer: list[Taps | None] = []
         self._attention: Tensor | None = None
 
@@ -152,13 +86,13 @@ class Taps(TorchFunctionMode):
     def _observer(self) -> rules.Observer | None:
         if "G" not in self.needs:
             return None
-        evidence = self.evidence
+        record = self.record
         undo = 2.0 if self.rule.attention == "uniform" else 1.0
 
         def seen(attention: Tensor, gradient: Tensor) -> None:
             """G is the whole gradient of the attention matrix; a uniform rule halves only what flows on."""
-            evidence.A = attention.detach().to(evidence.x.dtype)
-            evidence.G = (gradient if undo == 1.0 else gradient * undo).to(evidence.x.dtype)
+            record.seen["A"] = attention.detach().to(record.x.dtype)
+            record.seen["G"] = (gradient if undo == 1.0 else gradient * undo).to(record.x.dtype)
 
         return seen
 
@@ -169,7 +103,7 @@ class Taps(TorchFunctionMode):
         attention = rules.softmax(scores, self.rule, self._observer())
         self._attention = attention if watched else None
         if "A" in self.needs:
-            self.evidence.A = attention.detach().to(self.evidence.x.dtype)
+            self.record.seen["A"] = attention.detach().to(self.record.x.dtype)
         return attention
 
     def softmax(self, func: Callable[..., Any], scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -202,7 +136,7 @@ class Taps(TorchFunctionMode):
         if enable_gqa:  # several heads of queries share one of keys and values
             key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
         if "v" in self.needs:
-            self.evidence.v = value.detach()
+            self.record.seen["v"] = value.detach()
         factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         scores = self._product(query * factor, key.transpose(-2, -1))
         if attn_mask is not None:
@@ -249,7 +183,7 @@ class Taps(TorchFunctionMode):
             if a.data_ptr() != self._attention.data_ptr() and a.dtype == self._attention.dtype:
                 raise Unsupported("a block changes its attention between the softmax and the values")
             if "v" in self.needs:
-                self.evidence.v = b.detach()
+                self.record.seen["v"] = b.detach()
         if self.rule.attention == "uniform" and a.requires_grad and b.requires_grad:
             a, b = rules.halved(a), rules.halved(b)
         return func(a, b, *args, **kwargs)  # type: ignore[no-any-return]
@@ -270,15 +204,15 @@ class Taps(TorchFunctionMode):
         """The first norm of a block gives n and its gradient, the second is given u."""
         if what == "u":
             if "u" in self.needs:
-                self.evidence.u = given.detach()
+                self.record.seen["u"] = given.detach()
             return
         if "n" in self.needs:
-            self.evidence.n = out.detach()
+            self.record.seen["n"] = out.detach()
         if "gn" in self.needs and out.requires_grad:
             out.register_hook(self._see_gn)
 
     def _see_gn(self, gradient: Tensor) -> None:
-        self.evidence.gn = gradient
+        self.record.seen["gn"] = gradient
 
     def rms_norm(
         self,
@@ -308,8 +242,8 @@ class Taps(TorchFunctionMode):
 
     def _biased(self, out: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None and "bias" in self.needs and out.requires_grad:
-            evidence, constant = self.evidence, bias.detach()
-            out.register_hook(lambda g: None if g is None else evidence.add_bias(g @ constant))
+            record, constant = self.record, bias.detach()
+            out.register_hook(lambda g: None if g is None else record.add_bias(g @ constant))
         return out
 
     def add(self, func: Callable[..., Any], a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import Count
+from patchlight.evidence.record import Record
 from patchlight.evidence.rules import RULES
-from patchlight.evidence.taps import Evidence, Taps
+from patchlight.evidence.taps import Taps
+from patchlight.methods.base import Ask, register_method
 from patchlight.methods.masking import owners
-from patchlight.registry import Ask, Settings, register_method
+from patchlight.registry import Settings
 from patchlight.targets import score_of
 
 Shift = Literal["min", "none"]
@@ -28,7 +30,7 @@ class Suppress(Taps):
     """
 
     def __init__(self, factors: Tensor, shift: Shift) -> None:
-        super().__init__(RULES["plain"], frozenset({"A"}), Evidence(-1, factors), in_block=True)
+        super().__init__(RULES["plain"], frozenset({"A"}), Record(-1, factors), in_block=True)
         self.factors, self.shift = factors, shift
 
     def _attend(self, scores: Tensor) -> Tensor:
@@ -86,7 +88,6 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     paper="Deiseroth et al., NeurIPS 2023",
     ablates=True,
     exact=False,
-    default_score="probability",
     cost="N + 1 forwards (N patches)",
     presets={
         "code": {"kappa": 0.6},

@@ -8,10 +8,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.evidence.taps import Evidence
-from patchlight.methods.compose import ADDITIVE, FIRST, LAST, ROLLOUT, SUM
+from patchlight.evidence.record import Evidence
+from patchlight.methods.base import register_method
+from patchlight.methods.compositions import ADDITIVE, FIRST, LAST, ROLLOUT, SUM
 from patchlight.methods.gradients import token_ixg
-from patchlight.registry import Settings, register_method
+from patchlight.registry import Settings
 
 _FUSION = {"max": torch.amax, "min": torch.amin}
 
@@ -46,7 +47,6 @@ def read_from(b: Evidence) -> Tensor:
     needs={"A"},
     combine=LAST,
     matrix=True,
-    class_specific=False,
     nonnegative=True,
     cost="1 forward",
 )
@@ -62,7 +62,6 @@ def rawatt(b: Evidence) -> Tensor:
     needs={"A"},
     combine=ROLLOUT,
     matrix=True,
-    class_specific=False,
     nonnegative=True,
     composable="it is a product over all blocks already",
     cost="1 forward",
@@ -177,7 +176,6 @@ def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> 
     aliases=("attn-from",),
     needs={"A"},
     combine=LAST,
-    class_specific=False,
     nonnegative=True,
     cost="1 forward",
 )
@@ -187,17 +185,13 @@ def attnfrom(b: Evidence) -> Tensor:
 
 
 def _paired(settings: Settings) -> frozenset[str]:
-    return frozenset({"A", "y", "gy"} if settings["pair"] == "output" else {"A", "x", "g"})
+    return frozenset({"A", "x", "y", "gy"} if settings["pair"] == "output" else {"A", "x", "g"})
 
 
-_ATTIXG: dict[str, object] = {
-    "paper": "Qiang et al., NeurIPS 2022",
-    "needs": _paired,
-    "constant": "the last block's output is left out (and has no gradient on patches under CLS pooling); start earlier",
-}
+_NO_GRADIENT = "the last block's output is left out (and has no gradient on patches under CLS pooling); start earlier"
 
 
-@register_method("attixg", combine=FIRST, **_ATTIXG)
+@register_method("attixg", paper="Qiang et al., NeurIPS 2022", needs=_paired, combine=FIRST, constant=_NO_GRADIENT)
 def attixg(b: Evidence, pair: Literal["output", "input"] = "output", last: bool = False) -> Tensor:
     """Input times gradient weighted by how much a token is read: AttnFrom_l * sum_d x_{l+1} g_{l+1} [B,N]. Signed.
 
@@ -214,14 +208,15 @@ def attixg(b: Evidence, pair: Literal["output", "input"] = "output", last: bool 
 
 @register_method(
     "attcat",
+    paper="Qiang et al., NeurIPS 2022",
+    needs=_paired,
     combine=SUM,
+    constant=_NO_GRADIENT,
     composable="it is the sum over the blocks already; 'attixg.plus' and 'attixg.skipplus' are its layer maps summed",
-    **_ATTIXG,
 )
 def attcat(b: Evidence, pair: Literal["output", "input"] = "output", last: bool = False) -> Tensor:
     """AttCAT: sum_l AttnFrom_l * IxG_l, which is `attixg.plus`; its settings are those of `attixg`. Signed."""
-    scores: Tensor = attixg(b, pair, last)
-    return scores
+    return attixg(b, pair, last)
 
 
 @register_method(

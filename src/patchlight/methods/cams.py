@@ -16,12 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.engine import finish, job
 from patchlight.errors import PatchlightError
 from patchlight.evidence.passes import LayerJob
-from patchlight.evidence.taps import Evidence
-from patchlight.methods.compose import block_index
+from patchlight.evidence.record import Evidence
+from patchlight.methods.base import Ask, Composition, LayerMaps, register_method
+from patchlight.methods.compositions import block_index
 from patchlight.methods.gradients import input_times_gradient, token_ixg
-from patchlight.registry import Ask, Composition, LayerMaps, Settings, register_method, resolve
+from patchlight.methods.requests import resolve
+from patchlight.registry import Settings
 
 Prefix = Literal["exclude", "include"]
 _PLACE = re.compile(r"(?:blocks\[(-?\d+)\])?\.?(norm1|input)?")
@@ -44,7 +47,7 @@ def place(layer: int | str) -> tuple[int, Literal["norm1", "input"]]:
 
 
 def cam_needs(settings: Settings) -> frozenset[str]:
-    return frozenset({"n", "gn"} if place(settings["layer"])[1] == "norm1" else {"x", "g"})
+    return frozenset({"x", "g", "n", "gn"} if place(settings["layer"])[1] == "norm1" else {"x", "g"})
 
 
 def _forward_needs(settings: Settings) -> frozenset[str]:
@@ -70,7 +73,7 @@ def activations(b: Evidence, layer: int | str) -> tuple[Tensor, Tensor]:
 
 def _at_norm(b: Evidence, layer: int | str) -> bool:
     """Whether a block's first norm is meant; a hierarchical model's feature map has none."""
-    return place(layer)[1] == "norm1" and b.n is not None
+    return place(layer)[1] == "norm1" and b.depth > 0
 
 
 def product(b: Evidence, layer: int | str) -> Tensor:
@@ -86,7 +89,7 @@ def feature_maps(ask: Ask, layer: int | str | None = None) -> tuple[Tensor, Tens
     vit, layer = ask.vit, _NORM1 if layer is None else layer
     index, norm = _index(layer, vit.depth), place(layer)[1] == "norm1" and not vit.hierarchical
     seen = ask.run([LayerJob(lambda b: b.n if norm else b.x, frozenset({"n" if norm else "x"}), (index,))])
-    tokens: Tensor = seen.values[0][0][index]
+    tokens: Tensor = seen.at(index)
     return tokens[:, vit.prefix :].mT.contiguous().unflatten(-1, vit.grid), seen.scores
 
 
@@ -295,7 +298,6 @@ def layercam(
     features=True,
     composed=_COMPOSED,
     presets=_PRESETS,
-    class_specific=False,
     cost="1 forward",
 )
 def eigencam(b: Evidence, layer: int | str = _NORM1) -> Tensor:
@@ -323,8 +325,8 @@ def gradcam_aug(
     for mirrored in (False, True):
         for factor in (0.9, 1.0, 1.1):
             images = factor * (ask.images.flip(-1) if mirrored else ask.images)
-            seen = ask.run([request.job(ask.vit)], images)
-            cam = request.finish(seen.values[0][0], ask.vit, seen, 0)
+            seen = ask.run([job(request, ask.vit)], images)
+            cam = finish(request, ask.vit, seen)
             if scaled:
                 cam = cam.relu()
                 cam = cam - cam.amin((1, 2), keepdim=True)

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy, linear
 from patchlight.errors import DegenerateMap, warn
-from patchlight.evidence.taps import Evidence
-from patchlight.methods.compose import LAST, ROLLOUT, Readout
-from patchlight.registry import Composition, LayerMaps, Settings, register_method
+from patchlight.evidence.record import Evidence
+from patchlight.methods.base import Composition, LayerMaps, register_method
+from patchlight.methods.compositions import LAST, ROLLOUT, Readout
+from patchlight.registry import Settings
 
 FFN = Literal["skip", "norm2"]
 _CHUNK = 32_000_000
@@ -125,7 +126,6 @@ def _needs(settings: Settings) -> frozenset[str]:
 _ABOUT: dict[str, Any] = {
     "needs": _needs,
     "matrix": True,
-    "class_specific": False,
     "nonnegative": True,
     "refuses": _refuses,
     "cost": "1 forward",

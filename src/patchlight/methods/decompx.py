@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from patchlight.evidence.taps import Evidence
-from patchlight.methods.compose import FIRST
+from patchlight.evidence.record import Evidence
+from patchlight.methods.base import register_method
+from patchlight.methods.compositions import FIRST
 from patchlight.methods.gradients import token_ixg
-from patchlight.registry import register_method
 
 
 @register_method(

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
-from patchlight.evidence.taps import Evidence
+from patchlight.evidence.record import Evidence
 from patchlight.fingerprints import fingerprint
-from patchlight.registry import Composition, LayerMaps, Settings, register_method
+from patchlight.methods.base import Composition, LayerMaps, register_method
+from patchlight.registry import Settings
 from patchlight.trained.diffmask.gates import DiffMask, Map, aggregate, load, why_not
 from patchlight.zoo.pocket import HERE
 
@@ -90,7 +91,6 @@ def _product(
     aliases=("vision-diffmask",),
     needs={"x", "y", "p"},
     combine=Composition(_product, lambda depth, settings: range(depth)),
-    class_specific=False,
     nonnegative=True,
     composable="its gates already make one map of all blocks",
     refuses=_refuses,

@@ -13,11 +13,14 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.engine import finish, job
 from patchlight.errors import PatchlightError
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass
-from patchlight.evidence.taps import Evidence
-from patchlight.methods.compose import FIRST, PLUS, block_index
-from patchlight.registry import Ask, Composition, LayerMaps, Level, Settings, register_method, resolve
+from patchlight.evidence.record import Evidence
+from patchlight.methods.base import Ask, Composition, LayerMaps, Level, register_method
+from patchlight.methods.compositions import FIRST, PLUS, block_index
+from patchlight.methods.requests import resolve
+from patchlight.registry import Settings
 
 Reduce = Literal["l2", "l1", "l4", "linf", "sum", "relu-sum", "neg-relu-sum", "top25", "top50", "top75"]
 Quadrature = Literal["gausslegendre", "right", "linspace"]
@@ -124,7 +127,7 @@ def _weighted_sum(
     level: Level,
     variants: Iterable[Tensor],
     weights: Sequence[float],
-    job: LayerJob,
+    reads: LayerJob,
     read: Callable[[Pass], Tensor],
 ) -> Tensor:
     """sum_k w_k read(a pass over variant k of all images), several variants a pass."""
@@ -133,7 +136,7 @@ def _weighted_sum(
     each = max(1, _ROWS // images)
     for begin in range(0, len(weights), each):
         some = torch.cat(list(islice(waiting, each)))
-        seen = ask.run([job], some) if level == "pixel" else ask.run([job], tokens=some)
+        seen = ask.run([reads], some) if level == "pixel" else ask.run([reads], tokens=some)
         values = read(seen).unflatten(0, (-1, images))
         factors = torch.tensor(weights[begin : begin + each], device=values.device, dtype=values.dtype)
         part = torch.tensordot(factors, values, 1)
@@ -191,8 +194,8 @@ def smoothgrad(
 
     bases: dict[str, Callable[[Evidence], Tensor]] = {"signed": lambda e: e.g, "abs": lambda e: e.g.abs()}
     layer = PIXELS if level == "pixel" else 0
-    job = LayerJob(bases.get(base, input_times_gradient), frozenset({"x", "g"}), (layer,))
-    mean = _weighted_sum(ask, level, noisy(), [1 / n] * n, job, lambda seen: seen.values[0][0][layer])
+    reads = LayerJob(bases.get(base, input_times_gradient), frozenset({"x", "g"}), (layer,))
+    mean = _weighted_sum(ask, level, noisy(), [1 / n] * n, reads, lambda seen: seen.at(layer))
     return _gradient_map(ask, level, mean, reduce)
 
 
@@ -244,24 +247,21 @@ def ig(
     if of:
         return _averaged_maps(ask, of, level, path, weights)
     layer = PIXELS if level == "pixel" else 0
-    job = LayerJob(lambda e: e.g, frozenset({"g"}), (layer,))
-    mean = _weighted_sum(ask, level, path, weights, job, lambda seen: seen.values[0][0][layer])
+    reads = LayerJob(lambda e: e.g, frozenset({"g"}), (layer,))
+    mean = _weighted_sum(ask, level, path, weights, reads, lambda seen: seen.at(layer))
     span = x - baseline
     return _gradient_map(ask, level, mean * (span.movedim(1, -1) if level == "pixel" else span), "sum")
 
 
 def _averaged_maps(ask: Ask, of: str, level: Level, path: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
     request = resolve(of)
-    if not request.method.whitebox or request.level != "token" or level != "token":
+    if not request.in_pass or request.level != "token" or level != "token":
         raise PatchlightError(
             f"of='{of}' cannot be averaged along a path; give a token-level white-box method, as 'ixg'"
         )
     if request.rule.name != "plain":
         ask = replace(ask, rule=request.rule)
-    job = request.job(ask.vit)
-    return _weighted_sum(
-        ask, level, path, weights, job, lambda seen: request.finish(seen.values[0][0], ask.vit, seen, 0)
-    )
+    return _weighted_sum(ask, level, path, weights, job(request, ask.vit), lambda seen: finish(request, ask.vit, seen))
 
 
 def _with_later_biases(maps: LayerMaps, start: int = 0) -> Tensor:

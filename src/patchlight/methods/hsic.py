@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from patchlight.evidence.ablation import Count, PixelMasks
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.masking import owners
-from patchlight.registry import Ask, Level, register_method
 from patchlight.resize import to_cells
 
 Sampler = Literal["sobol", "lhs"]
@@ -54,7 +54,6 @@ def hsic_of(masks: Tensor, outputs: Tensor, floor: float) -> Tensor:
     "hsic",
     paper="Novello et al., NeurIPS 2022",
     ablates=True,
-    default_score="probability",
     levels=("pixel", "token"),
     stochastic=True,
     unsigned=True,

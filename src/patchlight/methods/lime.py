@@ -11,8 +11,9 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.masking import MadeMasks, bernoulli, drops_as_fill, owners, score_kept
-from patchlight.registry import Ask, Level, Settings, register_method
+from patchlight.registry import Settings
 from patchlight.resize import to_cells, to_pixels
 
 Segments = Literal["patches", "superpixels"]
@@ -79,7 +80,6 @@ def refuses(settings: Settings, vit: Anatomy) -> str | None:
     "lime",
     paper="Ribeiro et al., KDD 2016",
     ablates=True,
-    default_score="probability",
     levels=("token", "pixel"),
     stochastic=True,
     cost="samples forwards (2000)",

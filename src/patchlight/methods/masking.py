@@ -11,7 +11,8 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import TokenSubsets
-from patchlight.registry import Ask, Settings
+from patchlight.methods.base import Ask
+from patchlight.registry import Settings
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from patchlight.evidence.ablation import Count
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.masking import drops_at_token_level, score_kept, score_masks, window_masks, window_sum, windows
-from patchlight.registry import Ask, Level, register_method
 
 Extent = Count | tuple[Count, Count]
 
@@ -24,7 +24,6 @@ def _pair(extent: Extent | None, default: tuple[int, int]) -> tuple[int, int]:
     paper="Zeiler & Fergus, ECCV 2014",
     aliases=("sliding-window",),
     ablates=True,
-    default_score="probability",
     levels=("pixel", "token"),
     cost="1 forward per window + 1 (197 at 14 x 14 patches)",
     presets={"captum": {"score": "logit"}, "leave-one-out": {"level": "token"}, "vit-shapley": {"level": "token"}},

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from patchlight.evidence.ablation import Count
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Ask, register_method
 from patchlight.methods.masking import drops_as_fill, score_kept, score_masks, window_masks, window_sum, windows
-from patchlight.registry import Ask, register_method
 from patchlight.resize import to_pixels
 
 
@@ -18,7 +18,6 @@ from patchlight.resize import to_pixels
     "pami",
     paper="Shi et al., 2023",
     ablates=True,
-    default_score="probability",
     cost="1 forward per window (121 at 14 x 14 patches)",
     quick={"window": 2},
     constant="a window as large as the grid says the same of every patch; use a smaller one",

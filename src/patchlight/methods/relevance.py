@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy, Ends, Parts, affine, linear
 from patchlight.evidence.passes import Pass
-from patchlight.evidence.taps import Evidence
-from patchlight.methods.compose import ADDITIVE, LAST
-from patchlight.registry import Ask, Level, Settings, register_method
+from patchlight.methods.base import Ask, Level, register_method
+from patchlight.methods.compositions import ADDITIVE, LAST
+from patchlight.registry import Settings
 from patchlight.targets import score_of
 
 Rules = Literal["ours", "orig"]
@@ -265,7 +265,7 @@ def _attention_maps(ask: Ask, rules: Rules, precision: Precision, gradient: bool
     for step in seen.steps(R, g if gradient else None, min(ask.layers)):
         weighed = step.RA if step.G is None else step.RA * step.G
         maps[step.layer] = weighed.clamp_(min=0).mean(1).to(ask.images)
-    return Pass(logits.to(ask.images), ask.targets, scores.to(ask.images), [[maps]], [Evidence(ask.vit.depth, R)])
+    return Pass(logits.to(ask.images), ask.targets, scores.to(ask.images), [[maps]])
 
 
 @register_method(
@@ -273,7 +273,7 @@ def _attention_maps(ask: Ask, rules: Rules, precision: Precision, gradient: bool
     paper="Bach et al., 2015, on ViTs as in Chefer et al., CVPR 2021",
     aliases=("full-lrp",),
     levels=("pixel", "token"),
-    own_pass=True,
+    ruled=False,
     refuses=_refuses,
     cost="2 forwards + relevance pass of about 4 forwards, float64",
 )
@@ -300,7 +300,7 @@ def lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64", level
     combine=LAST,
     matrix=True,
     nonnegative=True,
-    own_pass=True,
+    ruled=False,
     refuses=_refuses,
     cost="1 forward + relevance pass of the blocks read, float64",
 )
@@ -319,7 +319,7 @@ def partial_lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64
     combine=ADDITIVE,
     matrix=True,
     nonnegative=True,
-    own_pass=True,
+    ruled=False,
     refuses=_refuses,
     presets={"scripts": {"start": 1}},
     cost="2 forwards + 1 backward + relevance pass of about 4 forwards, float64",

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from patchlight.evidence.ablation import Count
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.masking import bernoulli, drops_at_token_level, score_kept, score_masks
-from patchlight.registry import Ask, Level, register_method
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 
@@ -85,7 +85,6 @@ def draw_grids(n: int, cells: int, p: float, size: tuple[int, int], generator: t
     "rise",
     paper="Petsiuk et al., BMVC 2018",
     ablates=True,
-    default_score="probability",
     levels=("pixel", "token"),
     stochastic=True,
     cost="n forwards (4000)",

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Ask, register_method
 from patchlight.methods.cams import feature_maps, place
 from patchlight.methods.masking import MadeMasks, owners
-from patchlight.registry import Ask, Settings, register_method
+from patchlight.registry import Settings
 from patchlight.resize import to_pixels
 
 
@@ -26,7 +27,7 @@ def refuses(settings: Settings, vit: Anatomy) -> str | None:
     paper="Wang et al., CVPR-W 2020, on tokens",
     aliases=("scorecam",),
     ablates=True,
-    default_score="logit",
+    score="logit",
     cost="1 forward per channel + 1 (769 at width 768)",
     refuses=refuses,
     constant="ReLU leaves nothing of a negative map; use relu=False",

@@ -13,10 +13,12 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import PixelMasks, TokenSubsets
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.evidence.record import Record
 from patchlight.evidence.rules import RULES
-from patchlight.evidence.taps import Evidence, Taps
+from patchlight.evidence.taps import Taps
+from patchlight.methods.base import Ask, register_method
 from patchlight.methods.masking import owners
-from patchlight.registry import Ask, Settings, register_method
+from patchlight.registry import Settings
 
 Mode = Literal["auto", "tokens", "pixels"]
 
@@ -25,7 +27,7 @@ class Unseen(Taps):
     """Attention that sees the keys `seen` [B,N] alone, fused where the model's is."""
 
     def __init__(self, seen: Tensor) -> None:
-        super().__init__(RULES["plain"], frozenset(), Evidence(-1, seen), in_block=True)
+        super().__init__(RULES["plain"], frozenset(), Record(-1, seen), in_block=True)
         self.seen = seen[:, None, None]
 
     def __torch_function__(
@@ -148,7 +150,6 @@ def _advice(settings: Settings, vit: Anatomy) -> str | None:
     paper="Lundberg & Lee, NeurIPS 2017",
     aliases=("kernelshap",),
     ablates=True,
-    default_score="probability",
     stochastic=True,
     cost="n + 2 forwards (n = 2000), of half the tokens on average",
     quick={"n": 200},

@@ -15,7 +15,8 @@ from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, Varian
 from patchlight.evidence.fills import fill_images
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
 from patchlight.evidence.passes import LayerJob
-from patchlight.registry import Ask, Settings, register_method
+from patchlight.methods.base import Ask, register_method
+from patchlight.registry import Settings
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
 Ratios = Annotated[list[Ratio], Field(min_length=1)]
@@ -28,7 +29,7 @@ def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
     """
     vit = ask.vit
     job = LayerJob(lambda b: b.y[:, b.prefix :].float().mT, frozenset({"y"}), tuple(range(vit.depth)))
-    values = ask.run([job]).values[0][0]
+    values = ask.run([job]).layers()
     points = torch.cat([values[layer] for layer in range(vit.depth)], 1)
     if standardise:
         points = points - points.mean(-1, keepdim=True)
@@ -101,7 +102,6 @@ def _no_dropping(settings: Settings, vit: Anatomy) -> str | None:
     paper="Englebert et al., ICCV-W 2023",
     aliases=("transformer-input-sampling",),
     ablates=True,
-    default_score="probability",
     stochastic=True,
     exact=False,
     cost="1 + n_masks (1024) forwards of half the tokens, and a k-means",

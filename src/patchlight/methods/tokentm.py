@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy, linear
-from patchlight.evidence.taps import Evidence
+from patchlight.evidence.record import Evidence
 from patchlight.methods.attention import head_sum, positive
-from patchlight.methods.compose import Readout
-from patchlight.registry import Composition, LayerMaps, Settings, register_method, times
+from patchlight.methods.base import Composition, LayerMaps, register_method, times
+from patchlight.methods.compositions import Readout
+from patchlight.registry import Settings
 
 _GUARD = 1e-8
 Update = tuple[Tensor, Tensor | None, Tensor]

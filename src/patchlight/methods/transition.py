@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from patchlight.anatomy.base import linear
 from patchlight.evidence.passes import LayerJob, Pass
-from patchlight.evidence.taps import Evidence
+from patchlight.evidence.record import Evidence
 from patchlight.methods.attention import head_sum
-from patchlight.methods.compose import Readout, block_index
+from patchlight.methods.base import Ask, LayerMaps, register_method
+from patchlight.methods.compositions import Readout, block_index
 from patchlight.methods.tokentm import no_linear_values
-from patchlight.registry import Ask, LayerMaps, register_method
 
 _ROWS_AT_ONCE = 32
 Steps = Annotated[int, Field(ge=1)]
@@ -29,7 +29,7 @@ def _first_block(start: int | None, usual: int, depth: int) -> int:
 def _read_rows(ask: Ask, seen: Pass, readout: Readout) -> tuple[Tensor, Tensor]:
     """The to-tokens the classifier reads: their indices [n], and how much each counts [B,n]."""
     pool = ask.vit.pool_row(seen.logits, seen.pool)
-    weights = LayerMaps({}, ask.vit, pool, seen.end[0]).start_row(readout)
+    weights = LayerMaps({}, ask.vit, pool, seen.end()).start_row(readout)
     rows = (weights != 0).any(0).nonzero().flatten()
     return rows, weights[:, rows]
 
@@ -50,7 +50,7 @@ def feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool = True) -> 
     total: Any = 0.0
     for some in alphas.split(max(1, _ROWS_AT_ONCE // batch)):
         scaled = (some[:, None, None, None, None] * ask.images).flatten(0, 1)
-        gradient = ask.run([job], scaled).values[0][0][last]
+        gradient = ask.run([job], scaled).at(last)
         total = total + gradient.unflatten(0, (len(some), batch)).sum(0)
     mean: Tensor = total / len(alphas)
     return mean.relu().mean(1)
@@ -60,7 +60,7 @@ def _layer_pass(ask: Ask, function: Callable[[Evidence], Tensor], needs: set[str
     return ask.run([LayerJob(function, frozenset(needs), tuple(range(first, ask.vit.depth)))])
 
 
-def _perception(matrices: dict[int, Tensor], rows: Tensor) -> Tensor:
+def _perception(matrices: Mapping[int, Tensor], rows: Tensor) -> Tensor:
     """The `rows` [B,n,N] of prod_l (I + M_l), last block leftmost."""
     some = next(iter(matrices.values()))
     state = torch.eye(some.shape[-1], device=some.device, dtype=some.dtype)[rows].expand(len(some), -1, -1)
@@ -104,7 +104,7 @@ def tam(
     first = depth - 1 if first_state else _first_block(start, 4, depth)
     seen = _layer_pass(ask, lambda b: b.heads_mean, {"A"}, first)
     rows, weights = _read_rows(ask, seen, readout)
-    matrices: dict[int, Tensor] = dict(seen.values[0][0])
+    matrices: dict[int, Tensor] = dict(seen.layers())
     state = matrices.pop(depth - 1)[:, rows]
     for layer in sorted(matrices, reverse=True):
         state = state + state @ matrices[layer]
@@ -151,7 +151,7 @@ def bt_h(
     first = _first_block(start, 3, ask.vit.depth)
     seen = _layer_pass(ask, lambda b: head_sum(b.A, head_importance(b)[:, :, None, None]), {"A", "G"}, first)
     rows, weights = _read_rows(ask, seen, readout)
-    perception = _perception(seen.values[0][0], rows)
+    perception = _perception(seen.layers(), rows)
     return _read(ask, weights, perception * feedback(ask, rows, steps, with_integral))
 
 
@@ -182,5 +182,5 @@ def bt_t(
     first = _first_block(start, 6, ask.vit.depth)
     seen = _layer_pass(ask, lambda b: b.heads_mean * value_ratio(b)[:, None], {"A", "v", "x"}, first)
     rows, weights = _read_rows(ask, seen, readout)
-    perception = _perception(seen.values[0][0], rows)
+    perception = _perception(seen.layers(), rows)
     return _read(ask, weights, perception.abs() * feedback(ask, rows, steps, with_integral))

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import Count, Rendered
+from patchlight.methods.base import Ask, register_method
 from patchlight.methods.cams import feature_maps, place
 from patchlight.methods.rise import draw_grids
-from patchlight.registry import Ask, Settings, register_method
+from patchlight.registry import Settings
 from patchlight.resize import fitted, to_pixels
 
 Variant = Literal["full", 1, 2, 3, 4, 5]
@@ -214,7 +215,6 @@ def _covered(total: Tensor, coverage: Tensor) -> Tensor:
     paper="Xie et al., IJCAI 2023",
     aliases=("vitcx",),
     ablates=True,
-    default_score="probability",
     stochastic=True,
     exact=False,
     levels=("pixel",),

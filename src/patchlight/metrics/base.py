@@ -7,19 +7,18 @@ averages and their bootstrap intervals have one form.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError, UndefinedMetric, nearest, warn
-from patchlight.evidence.ablation import Ablation
-from patchlight.registry import HOW, checked, type_name
+from patchlight.errors import PatchlightError, UndefinedMetric, warn
+from patchlight.evidence.ablation import ABLATION, Ablation
+from patchlight.registry import Entry, Registry, Setting, Settings, in_words, settings_of, settled
 from patchlight.resize import to_cells, to_pixels
 from patchlight.statistics import FEWEST, bootstrapped, percentiles
 from patchlight.targets import Targets, predicted
@@ -163,44 +162,32 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Metric:
+class Metric(Entry):
     """A registered metric.
 
     `needs`: annotations it reads, of labels, boxes and masks ("boxes or masks": either). `again`: it explains anew, so
     it needs a method and not only maps. `combine`: the data set's number from the sums of `parts` over images; without
-    it, the mean of the values. `words`: by preset, a paper's own words for the values of a setting. `quick`: settings
-    for a cheap run.
+    it, the mean of the values. `words`: by preset, a paper's own words for the values of a setting. `ablates`: it
+    scores variants of the images.
     """
 
-    name: str
-    function: Callable[..., Measured]
-    paper: str
-    higher_is_better: bool | Callable[[Mapping[str, Any]], bool]
-    bounds: tuple[float, float] | Callable[[Mapping[str, Any]], tuple[float, float]] = (0.0, 1.0)
-    aliases: tuple[str, ...] = ()
-    needs: frozenset[str] = frozenset()
+    higher_is_better: bool | Callable[[Settings], bool] = True
+    bounds: tuple[float, float] | Callable[[Settings], tuple[float, float]] = (0.0, 1.0)
+    needs: AbstractSet[str] = frozenset()
     again: bool = False
     cost: str = "no forward"
-    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     words: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
-    quick: Mapping[str, Any] = field(default_factory=dict)
     combine: Callable[[Sums], Tensor] | None = None
     ablates: bool = False
 
-    @cached_property
-    def summary(self) -> str:
-        return (inspect.getdoc(self.function) or "").split("\n")[0]
+    @property
+    def settings(self) -> dict[str, Setting]:
+        return {**settings_of(self.function), **(ABLATION if self.ablates else {})}
 
-    @cached_property
-    def parameters(self) -> dict[str, tuple[inspect.Parameter, Any]]:
-        hints = get_type_hints(self.function, include_extras=True)
-        own = list(inspect.signature(self.function).parameters.items())[1:]
-        return {key: (p, hints.get(key, Any)) for key, p in own} | (HOW if self.ablates else {})
-
-    def limits(self, settings: Mapping[str, Any]) -> tuple[float, float]:
+    def limits(self, settings: Settings) -> tuple[float, float]:
         return self.bounds(settings) if callable(self.bounds) else self.bounds
 
-    def rises(self, settings: Mapping[str, Any]) -> bool:
+    def rises(self, settings: Settings) -> bool:
         """Whether higher is better under these settings."""
         return self.higher_is_better(settings) if callable(self.higher_is_better) else self.higher_is_better
 
@@ -221,40 +208,51 @@ class MetricInfo:
     presets: tuple[str, ...]
 
 
-_METRICS: dict[str, Metric] = {}
-_ALIASES: dict[str, str] = {}
+METRICS: Registry[Metric] = Registry(
+    "metric",
+    [
+        f"patchlight.metrics.{room}"
+        for room in ("complexity", "deletion", "localisation", "perturbation", "robustness", "sanity")
+    ],
+)
 
 
-def register_metric(name: str, **about: Any) -> Callable[[Callable[..., Measured]], Callable[..., Measured]]:
+class AboutMetric(TypedDict, total=False):
+    """Keywords of `register_metric`."""
+
+    paper: Required[str]
+    higher_is_better: Required[bool | Callable[[Settings], bool]]
+    bounds: tuple[float, float] | Callable[[Settings], tuple[float, float]]
+    aliases: tuple[str, ...]
+    presets: Mapping[str, Settings]
+    quick: Settings
+    needs: AbstractSet[str]
+    again: bool
+    cost: str
+    words: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    combine: Callable[[Sums], Tensor]
+    ablates: bool
+
+
+F = TypeVar("F", bound=Callable[..., "Measured"])
+
+
+def register_metric(name: str, **about: Unpack[AboutMetric]) -> Callable[[F], F]:
     """Register a metric: a function of a Measure whose keyword arguments, typed and with defaults, are its settings."""
 
-    def register(function: Callable[..., Measured]) -> Callable[..., Measured]:
-        needs = frozenset(about.pop("needs", ()))
-        entry = Metric(name, function, needs=needs, **about)
-        for key in (name, *entry.aliases):
-            if key in _METRICS or key in _ALIASES:
-                raise PatchlightError(f"a metric called '{key}' is registered already")
-        _METRICS[name] = entry
-        _ALIASES.update(dict.fromkeys(entry.aliases, name))
+    def register(function: F) -> F:
+        METRICS.add(Metric(name, function, **about))
         return function
 
     return register
 
 
-def registered() -> dict[str, Metric]:
-    """All metrics by name, the bundled ones loaded."""
-    from patchlight.metrics import load_bundled
-
-    load_bundled()
-    return _METRICS
-
-
 def list_metrics() -> list[MetricInfo]:
     """All metrics: name, paper, direction, bounds, annotations needed, cost and settings."""
     rows = []
-    for name, entry in sorted(registered().items()):
-        defaults = {k: p.default for k, (p, _) in entry.parameters.items()}
-        settings = {k: f"{type_name(t)} = {p.default!r}" for k, (p, t) in entry.parameters.items()}
+    for name, entry in METRICS.items():
+        defaults = {key: setting.default for key, setting in entry.settings.items()}
+        settings = {key: str(setting) for key, setting in entry.settings.items()}
         rows.append(
             MetricInfo(
                 name,
@@ -274,54 +272,40 @@ def list_metrics() -> list[MetricInfo]:
 
 @dataclass(frozen=True)
 class MetricRequest:
-    """A metric as asked: entry and settings resolved."""
+    """A metric as asked: entry and settings resolved; `label` is what the result is called."""
 
-    asked: str
+    label: str
     metric: Metric
     settings: dict[str, Any]
 
 
-def resolve_metric(asked: str, settings: Mapping[str, Any] | None = None, options: Sequence[str] = ()) -> MetricRequest:
+def resolve_metric(label: str, settings: Settings | None = None, options: Sequence[str] = ()) -> MetricRequest:
     """Read a metric's name and settings, or say what is wrong with them.
 
+    A setting `metric` names the metric, and `label` is then free: one metric can be asked with several fills.
     `options` are the caller's own keywords, of which a wrong setting may be a misspelling.
-    A setting `metric` names the metric, and `asked` is then a free label: one metric can be asked with several fills.
     """
     given = dict(settings or {})
-    name = str(given.pop("metric", asked))
-    known = registered()
-    entry = known.get(_ALIASES.get(name, name))
-    if entry is None:
-        raise PatchlightError(f"no metric is called '{name}'; {nearest(name, [*known, *_ALIASES])}")
-    values = {key: p.default for key, (p, _) in entry.parameters.items()}
+    entry = METRICS.find(str(given.pop("metric", label)))
     preset = given.pop("preset", None)
-    if preset is not None:
-        if preset not in entry.presets:
-            hint = nearest(str(preset), entry.presets) if entry.presets else "it has none"
-            raise PatchlightError(f"'{entry.name}' has no preset '{preset}'; {hint}")
-        values |= entry.presets[preset]
-    words = entry.words.get(str(preset), {})
-    for key, value in given.items():
-        if key not in entry.parameters:
-            hint = nearest(key, [*entry.parameters, "preset", *options])
-            raise PatchlightError(f"'{entry.name}' has no setting '{key}'; {hint}")
-        said = words.get(key, {}).get(value, value) if isinstance(value, str) else value
-        _check_word(entry, key, said)
-        values[key] = checked(entry.name, key, said, entry.parameters[key][1])
-    return MetricRequest(asked, entry, values)
+    start = entry.preset(preset)
+    said = {key: _said(entry, preset, key, value) for key, value in given.items()}
+    return MetricRequest(label, entry, settled(entry.name, entry.settings, start, said, ["preset", *options]))
 
 
-def _check_word(entry: Metric, key: str, value: Any) -> None:
-    """Refuse a paper's own word outside its preset, and say what each paper means by it."""
-    if not isinstance(value, str) or f"'{value}'" in type_name(entry.parameters[key][1]):
-        return
-    meant = {preset: words[key][value] for preset, words in entry.words.items() if value in words.get(key, {})}
-    if meant:
-        choices = " or ".join(f"{said!r} (preset '{preset}')" for preset, said in meant.items())
+def _said(entry: Metric, preset: Any, key: str, value: Any) -> Any:
+    """What a value means: a paper's own word is one of its preset, and is refused outside it."""
+    if not isinstance(value, str) or key not in entry.settings:
+        return value
+    value = entry.words.get(str(preset), {}).get(key, {}).get(value, value)
+    meant = {other: words[key][value] for other, words in entry.words.items() if value in words.get(key, {})}
+    if meant and f"'{value}'" not in in_words(entry.settings[key].kind):
+        choices = " or ".join(f"{said!r} (preset '{other}')" for other, said in meant.items())
         raise PatchlightError(
             f"setting {key}={value!r} of '{entry.name}' is a word of its presets {', '.join(meant)}; without one give "
             f"{choices}"
         )
+    return value
 
 
 @dataclass(frozen=True, eq=False)

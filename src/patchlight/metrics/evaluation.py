@@ -16,8 +16,10 @@ from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attribution
 from patchlight.engine import compute
 from patchlight.errors import PatchlightError, UndefinedMetric, integer, warn
+from patchlight.evidence.ablation import ABLATION
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
+from patchlight.methods.requests import resolve
 from patchlight.metrics.base import (
     Evaluation,
     Explainer,
@@ -29,8 +31,7 @@ from patchlight.metrics.base import (
     resolve_metric,
 )
 from patchlight.progress import Progress, telling
-from patchlight.registry import HOW, resolve
-from patchlight.registry import parameters as method_parameters
+from patchlight.registry import Asked, resolve_all
 from patchlight.statistics import constant
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets
 
@@ -53,7 +54,7 @@ def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,
     maps: Any,
-    metric: str | Sequence[str] | Mapping[str, Mapping[str, Any]] = "ins-del",
+    metric: Asked = "ins-del",
     target: Target = None,
     *,
     labels: Any = None,
@@ -82,7 +83,7 @@ def evaluate(
     vit = wrap(vit)
     vit.renew()
     seed, batch_size = integer("seed", seed, 0), integer("batch_size", batch_size, 1)
-    requests = _requests(metric, settings)
+    requests = resolve_all(metric, settings, "metric", lambda label, own: resolve_metric(label, own, _OPTIONS))
     count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels)
     count = _length(maps) if count is None else count
     scores, again, explained = _maps(maps, count, vit, seed)
@@ -124,7 +125,7 @@ def evaluate(
                 fresh=fresh or scores is None,
             )
             for results, request in zip(found, requests, strict=True):
-                how = {key: request.settings[key] for key in HOW} if request.metric.ablates else {}
+                how = {key: request.settings[key] for key in ABLATION} if request.metric.ablates else {}
                 own_settings = {k: v for k, v in request.settings.items() if k not in how}
                 measured = request.metric.function(replace(given, how=how), **own_settings)
                 results.append(_only_labelled(request, given, measured))
@@ -132,30 +133,13 @@ def evaluate(
             tell(begin, count)
     _check_count(begin, count)
     together = {
-        request.asked: _evaluation(request, results, undefined)
+        request.label: _evaluation(request, results, undefined)
         for request, results in zip(requests, found, strict=True)
     }
     return together[metric] if isinstance(metric, str) else together
 
 
 _OPTIONS = ("target", "labels", "boxes", "masks", "seed", "batch_size", "progress", "fresh")
-
-
-def _requests(
-    metric: str | Sequence[str] | Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
-) -> list[MetricRequest]:
-    if isinstance(metric, str):
-        return [resolve_metric(metric, settings, _OPTIONS)]
-    named = isinstance(metric, Mapping) and all(isinstance(own, Mapping) for own in metric.values())
-    if not named and not (isinstance(metric, Sequence) and all(isinstance(name, str) for name in metric)):
-        raise PatchlightError(
-            f"metric {metric!r} is no metric; give a name, a list of names, or a dict of names and settings"
-        )
-    if not metric:
-        raise PatchlightError("no metric was named; give a name, a list of names, or a dict of names and settings")
-    if isinstance(metric, Mapping):
-        return [resolve_metric(name, {**settings, **own}, _OPTIONS) for name, own in metric.items()]
-    return [resolve_metric(name, settings, _OPTIONS) for name in dict.fromkeys(metric)]
 
 
 def _length(maps: Any) -> int | None:
@@ -248,9 +232,9 @@ def _explainer_of(maps: Attribution) -> Explainer | None:
     except PatchlightError:
         return None
     settings = dict(maps.settings)
-    if maps.level == "pixel" and entry.method.whitebox:
+    if maps.level == "pixel" and entry.in_pass:
         settings.pop("start", None)  # blocks, of which a map of the image itself has none
-    if "level" in method_parameters(entry.method, entry.combine):
+    if "level" in entry.settings:
         settings["level"] = maps.level
     score = maps.score if maps.score in ("logit", "probability") else None
     return None if score is None else explainer(maps.method, settings, score)  # type: ignore[arg-type]
@@ -355,7 +339,7 @@ def _evaluation(request: MetricRequest, found: Sequence[Measured], undefined: Ma
     missing = [i for i, reason in enumerate(reasons) if reason]
     if missing:
         warn(
-            f"{request.asked}: no value for {len(missing)} of {len(values)} images, which do not count "
+            f"{request.label}: no value for {len(missing)} of {len(values)} images, which do not count "
             f"(image {missing[0]}: {reasons[missing[0]]})",
             UndefinedMetric,
         )

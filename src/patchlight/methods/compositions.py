@@ -1,4 +1,4 @@
-"""Combiners: how the maps of the blocks become one map. `.plus`, `.skipplus` and `.rollout` are combiners by name."""
+"""Compositions: how the maps of the blocks become one. `.plus`, `.skipplus` and `.rollout` can follow a name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from patchlight.errors import PatchlightError
-from patchlight.registry import Composition, LayerMaps, Settings, register_composition, times
+from patchlight.methods.base import Composition, LayerMaps, register_composition, times
+from patchlight.registry import Settings
 
 Readout = Literal["pooling", "cls", "patches"]
 
@@ -77,7 +78,7 @@ def _rollout(
     return row
 
 
-ROLLOUT = Composition(_rollout, _from_start, "rollout", matrices_only=True)
+ROLLOUT = register_composition("rollout", span=_from_start, matrices_only=True)(_rollout)
 
 
 def _plus(
@@ -97,7 +98,7 @@ def _plus(
     return torch.stack([base(maps, layer) for layer in layers]).sum(0)
 
 
-PLUS = Composition(_plus, _from_start, "plus")
+PLUS = register_composition("plus", span=_from_start)(_plus)
 
 
 def _sum(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tensor:
@@ -126,7 +127,8 @@ def _skipplus(
     return _plus(maps, half(maps.vit.depth, start, rounding), mode, readout)
 
 
-SKIPPLUS = Composition(_skipplus, lambda depth, s: range(half(depth, s["start"], s["rounding"]), depth), "skipplus")
+def _upper_half(depth: int, settings: Settings) -> range:
+    return range(half(depth, settings["start"], settings["rounding"]), depth)
 
-for combiner in (PLUS, SKIPPLUS, ROLLOUT):
-    register_composition(combiner.name, combiner)
+
+SKIPPLUS = register_composition("skipplus", span=_upper_half)(_skipplus)

@@ -1,0 +1,389 @@
+"""What a method is. There are three kinds, and a decorator that registers them all.
+
+A *layer map* is a function of the `Evidence` of one block; it runs inside the pass, and a `Composition` makes one map
+of the blocks' maps. `.plus`, `.skipplus`, `.rollout` behind a name exchange the composition, `.libra`, … the rule.
+A method with *passes of its own* is a function of an `Ask`: the model, the images and one class for each.
+A method that *ablates* scores variants of the images; its function takes an `Ask` with all classes at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, get_type_hints, overload
+
+import torch
+from torch import Tensor
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError, Unsupported, nearest
+from patchlight.evidence.ablation import ABLATION, Ablation, Variants
+from patchlight.evidence.passes import LayerJob, Pass, run_pass
+from patchlight.evidence.record import BACKWARD, PARTS, End, Evidence
+from patchlight.evidence.rules import Rule
+from patchlight.registry import Entry, Registry, Setting, Settings, settings_of
+from patchlight.targets import Score, Targets
+
+Level = Literal["token", "pixel"]
+"""The resolution of a map: one value for each patch token, or for each pixel."""
+Needs = AbstractSet[str] | Callable[[Settings], AbstractSet[str]]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """The layer maps of one class, as compositions read them.
+
+    `values` by block: vectors [B,N] or matrices [B,N,N] (to, from); `pool` [B,N] is how the classifier reads the last
+    tokens; `end` has the bias terms behind the last block.
+    """
+
+    values: Mapping[int, Any]
+    vit: Anatomy
+    pool: Tensor
+    end: End = field(default_factory=End)
+    base: Callable[[LayerMaps, int], Tensor] | None = None
+    """The method's own map restricted to the blocks from one on, where it has such a start."""
+
+    def start_row(self, readout: str = "pooling") -> Tensor:
+        """The row vector a product of matrices begins with: the classifier's own, or the CLS or mean patch row."""
+        if readout == "pooling":
+            return self.pool
+        row = self.pool.new_zeros(self.pool.shape)
+        if readout == "cls":
+            if self.vit.prefix == 0:
+                raise Unsupported(f"{self.vit.name} has no CLS token; readout 'pooling' and 'patches' work")
+            row[:, 0] = 1
+        else:
+            row[:, self.vit.prefix :] = 1 / (row.shape[1] - self.vit.prefix)
+        return row
+
+    def vector(self, layer: int, readout: str = "pooling") -> Tensor:
+        """A block's map [B,N]; of a matrix, the row the classifier reads."""
+        value = self.values[layer]
+        if not isinstance(value, Tensor):
+            raise PatchlightError("these layer maps only sum over tails of the model; use mode='tail'")
+        return value if value.ndim == 2 else times(self.start_row(readout), value)
+
+
+def times(row: Tensor, matrix: Tensor) -> Tensor:
+    """row [B,N] times matrix [B,N,N]."""
+    return (row[:, None] @ matrix)[:, 0]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """How layer maps become one: a function of LayerMaps, and the blocks it reads (`span` of depth and settings)."""
+
+    function: Callable[..., Tensor]
+    span: Callable[[int, Settings], Iterable[int]]
+    name: str = ""
+    matrices_only: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        return settings_of(self.function)
+
+    def blocks(self, vit: Anatomy, settings: Settings) -> tuple[int, ...]:
+        return tuple(self.span(vit.depth, settings))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a method that is no layer map is given: the model, the images, their classes, and a seed.
+
+    `layers` are the blocks whose maps are wanted of a method with a composition; `ablates` are the settings of
+    `ablation`: chunk, precision, compile.
+    """
+
+    vit: Anatomy
+    images: Tensor
+    targets: Targets
+    score: Score
+    seed: int
+    rule: Rule
+    layers: tuple[int, ...] = ()
+    ablates: Settings = field(default_factory=dict)
+
+    @property
+    def ablation(self) -> Ablation:
+        """What scores variants of these images."""
+        return Ablation(self.vit, self.images, **self.ablates)
+
+    def score_variants(self, variants: Variants | Sequence[Variants]) -> Tensor:
+        """The score of every variant for every class asked [V,T]."""
+        return self.ablation.scores(variants, self.targets, self.score)
+
+    def generator(self) -> torch.Generator:
+        """A CPU generator for small draws, seeded by the seed alone: one per image, so that a batch equals a loop."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def run(self, jobs: Iterable[LayerJob], images: Tensor | None = None, tokens: Tensor | None = None) -> Pass:
+        """A pass over other images, or over tokens that enter block 0, with the same classes and score.
+
+        Either may hold k variants of each image: k batches of B, one after another.
+        """
+        images = self.images if images is None else images
+        targets = self.targets.repeat(len(images if tokens is None else tokens) // len(self.images))
+        return run_pass(self.vit, images, targets, self.score, self.rule, list(jobs), tokens)
+
+
+@dataclass(frozen=True)
+class Method(Entry):
+    """What all kinds of method have.
+
+    `levels`: resolutions its map can have, the default first. `score`: what it explains by default. `exact`: a batch
+    equals single calls to rounding (else only in rank, since rounding flips a choice or is amplified). `unsigned`: the
+    score's sign does not matter to it. `advice`: why a map is degenerate, known beforehand; `constant`: why it may turn
+    out constant, and what to use instead. `refuses`: why a model cannot be explained with these settings. `depends`:
+    what its maps depend on besides code, settings and model, such as the weights of an explainer, as text.
+    """
+
+    cost: str = "1 forward + 1 backward"
+    levels: tuple[Level, ...] = ("token",)
+    score: Literal["logit", "probability"] = "logit"
+    exact: bool = True
+    stochastic: bool = False
+    nonnegative: bool = False
+    unsigned: bool = False
+    advice: Callable[[Settings, Anatomy], str | None] | None = None
+    constant: str = ""
+    refuses: Callable[[Settings, Anatomy], str | None] | None = None
+    depends: Callable[[Settings], Any] | None = None
+
+    @property
+    def class_specific(self) -> bool:
+        """Whether another class has another map."""
+        return True
+
+    @property
+    def composition(self) -> Composition | None:
+        """How its layer maps become one, where it has some."""
+        return None
+
+    def needed(self, settings: Settings) -> frozenset[str]:
+        """The parts of the evidence that it reads."""
+        return frozenset()
+
+    def settings(self, composition: Composition | None) -> dict[str, Setting]:
+        """Its settings under a composition."""
+        own = {**settings_of(self.function), **(composition.settings if composition is not None else {})}
+        if len(self.levels) > 1:
+            own["level"] = Setting("level", Level, self.levels[0])
+        return own
+
+
+@dataclass(frozen=True)
+class ReadsBlocks(Method):
+    """What layer maps and methods with passes of their own share.
+
+    `needs`: the parts of the evidence it reads. `combine`: how its layer maps become one; `matrix`: they are matrices.
+    `composable`: why no other composition may follow its name, where none may; `composed`: defaults that change under
+    one. `features`: it reads the activations of one place, which of a hierarchical model is its feature map.
+    """
+
+    needs: Needs = frozenset()
+    combine: Composition | None = None
+    matrix: bool = False
+    composable: str | None = None
+    composed: Settings = field(default_factory=dict)
+    features: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = set() if callable(self.needs) else set(self.needs) - PARTS
+        if unknown:
+            raise PatchlightError(f"method '{self.name}' needs {sorted(unknown)}; evidence is {sorted(PARTS)}")
+
+    @property
+    def composition(self) -> Composition | None:
+        return self.combine
+
+    def needed(self, settings: Settings) -> frozenset[str]:
+        return frozenset(self.needs(settings) if callable(self.needs) else self.needs)
+
+
+@dataclass(frozen=True)
+class LayerMap(ReadsBlocks):
+    """A method inside the pass: a function of the Evidence of one block, and its composition.
+
+    `rule`: the backward rule that is part of it. `adds_end`: the bias terms behind the last block belong to the map.
+    """
+
+    rule: str = "plain"
+    adds_end: bool = False
+
+    @property
+    def class_specific(self) -> bool:
+        """Whether it reads a gradient, with its default settings."""
+        defaults = {key: setting.default for key, setting in self.settings(self.combine).items()}
+        return bool(self.needed(defaults) & BACKWARD)
+
+
+@dataclass(frozen=True)
+class OwnPasses(ReadsBlocks):
+    """A method that runs passes of its own: a function of an Ask with one class per image, to maps [B,h,w].
+
+    With `combine` it returns a Pass with the maps of the blocks `ask.layers`. `ruled`: backward rules apply to its
+    passes; else it has its own. `agnostic`: it looks at no class.
+    """
+
+    ruled: bool = True
+    agnostic: bool = False
+
+    @property
+    def class_specific(self) -> bool:
+        return not self.agnostic
+
+
+@dataclass(frozen=True)
+class Ablates(Method):
+    """A method that scores variants of the images: a function of an Ask with all classes at once, to [B,T,h,w]."""
+
+    cost: str = "many forwards"
+    score: Literal["logit", "probability"] = "probability"
+
+    def settings(self, composition: Composition | None) -> dict[str, Setting]:
+        return {**super().settings(composition), **ABLATION}
+
+
+METHODS: Registry[Method] = Registry(
+    "method",
+    [
+        f"patchlight.methods.{room}"
+        for room in [
+            "atman",
+            "attention",
+            "cams",
+            "decomposition",
+            "decompx",
+            "diffmask",
+            "gradients",
+            "hsic",
+            "lime",
+            "occlusion",
+            "pami",
+            "random",
+            "relevance",
+            "rise",
+            "scorecam",
+            "shapley",
+            "tis",
+            "tokentm",
+            "transition",
+            "vitcx",
+        ]
+    ],
+)
+COMPOSITIONS: Registry[Composition] = Registry("composition", ["patchlight.methods.compositions"])
+
+
+class _About(TypedDict, total=False):
+    """Keywords of `register_method` for every kind."""
+
+    paper: Required[str]
+    aliases: tuple[str, ...]
+    presets: Mapping[str, Settings]
+    quick: Settings
+    cost: str
+    levels: tuple[Level, ...]
+    score: Literal["logit", "probability"]
+    exact: bool
+    stochastic: bool
+    nonnegative: bool
+    unsigned: bool
+    advice: Callable[[Settings, Anatomy], str | None]
+    constant: str
+    refuses: Callable[[Settings, Anatomy], str | None]
+    depends: Callable[[Settings], Any]
+
+
+class AboutBlocks(_About, total=False):
+    """Keywords for a method that reads blocks."""
+
+    matrix: bool
+    composable: str
+    composed: Settings
+    features: bool
+
+
+class AboutLayerMap(AboutBlocks, total=False):
+    """Keywords for a layer map."""
+
+    needs: Required[Needs]
+    combine: Required[Composition]
+    rule: str
+    adds_end: bool
+
+
+class AboutOwnPasses(AboutBlocks, total=False):
+    """Keywords for a method with passes of its own."""
+
+    needs: Needs
+    combine: Composition
+    ruled: bool
+    agnostic: bool
+
+
+class AboutAblates(_About, total=False):
+    """Keywords for a method that scores variants."""
+
+    ablates: Required[Literal[True]]
+
+
+@overload
+def register_method(name: str, **about: Unpack[AboutLayerMap]) -> Callable[[F], F]: ...
+@overload
+def register_method(name: str, **about: Unpack[AboutOwnPasses]) -> Callable[[F], F]: ...
+@overload
+def register_method(name: str, **about: Unpack[AboutAblates]) -> Callable[[F], F]: ...
+def register_method(name: str, **about: Any) -> Callable[[F], F]:
+    """Register a method; its keyword arguments with their types and defaults are its settings.
+
+    Its kind follows from its first argument: a function of `Evidence` is a layer map, and takes `needs` (the parts it
+    reads) and `combine`; a function of an `Ask` has passes of its own, or scores variants where `ablates=True`.
+    """
+
+    def register(function: F) -> F:
+        METHODS.add(_made(name, function, about))
+        return function
+
+    return register
+
+
+def _made(name: str, function: Callable[..., Any], about: dict[str, Any]) -> Method:
+    hints = get_type_hints(function)
+    first = next((hints.get(one) for one in inspect.signature(function).parameters), None)
+    if first not in (Evidence, Ask):
+        raise PatchlightError(
+            f"the first argument of method '{name}' says what it is given; annotate it Evidence or Ask"
+        )
+    ablates = about.get("ablates", False)
+    kind = LayerMap if first is Evidence else Ablates if ablates else OwnPasses
+    known = [f.name for f in fields(kind)] + (["ablates"] if first is Ask else [])
+    wrong = next((key for key in about if key not in known), None)
+    if wrong is not None:
+        raise PatchlightError(f"method '{name}' is a {kind.__name__} and has no '{wrong}'; {nearest(wrong, known)}")
+    made = kind(name, function, **{key: value for key, value in about.items() if key != "ablates"})
+    if isinstance(made, LayerMap) and made.combine is None:
+        raise PatchlightError(
+            f"method '{name}' is a layer map; say how the blocks' maps become one with combine=, as LAST"
+        )
+    return made
+
+
+def register_composition(
+    name: str, *, span: Callable[[int, Settings], Iterable[int]], matrices_only: bool = False
+) -> Callable[[Callable[..., Tensor]], Composition]:
+    """Register a function of LayerMaps as a composition that may stand behind a method's name.
+
+    `span` gives the blocks it reads, from the model's depth and the settings; with `matrices_only` it takes methods
+    whose layer maps are matrices.
+    """
+
+    def register(function: Callable[..., Tensor]) -> Composition:
+        return COMPOSITIONS.add(Composition(function, span, name, matrices_only))
+
+    return register

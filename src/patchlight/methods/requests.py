@@ -1,0 +1,224 @@
+"""From `name[.composition][.rule]` and settings to a request, and whether a model can meet it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError, Unsupported, nearest
+from patchlight.evidence.record import BACKWARD
+from patchlight.evidence.rules import RULES, Rule
+from patchlight.methods.base import (
+    COMPOSITIONS,
+    METHODS,
+    Ablates,
+    Composition,
+    LayerMap,
+    Level,
+    Method,
+    OwnPasses,
+    ReadsBlocks,
+)
+from patchlight.registry import Settings, settled
+from patchlight.targets import Score
+
+
+@dataclass(frozen=True)
+class Request:
+    """A method as asked: name, composition, rule and settings resolved; `label` is what the result is called."""
+
+    label: str
+    name: str
+    method: Method
+    composition: Composition | None
+    rule: Rule
+    settings: dict[str, Any]
+    score: Score
+
+    @property
+    def level(self) -> Level:
+        return cast(Level, self.settings.get("level", self.method.levels[0]))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.method.needed(self.settings)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether it is computed inside the shared pass."""
+        return isinstance(self.method, LayerMap)
+
+    @property
+    def backward(self) -> bool:
+        """Whether it reads a gradient there."""
+        return bool(self.needs & BACKWARD)
+
+
+def resolve(
+    label: str, settings: Settings | None = None, score: Score | None = None, options: Sequence[str] = ()
+) -> Request:
+    """Read a method's name and settings, or say what is wrong with them.
+
+    A setting `method` names the method, and `label` is then free: one method can be asked with several settings.
+    `options` are the caller's own keywords, of which a wrong setting may be a misspelling.
+    """
+    given = dict(settings or {})
+    asked = str(given.pop("method", label))
+    base, *words = asked.split(".")
+    method = METHODS.find(base)
+    composed, ruled = _behind(asked, words)
+    rule = _rule(method, ruled)
+    composition = method.composition if composed is None else _composed(method, composed)
+    name = ".".join([method.name, *(word for word in (composed, ruled) if word is not None)])
+    start = method.composed if isinstance(method, ReadsBlocks) and composed is not None else {}
+    known = method.settings(composition)
+    start = {**start, **method.preset(given.pop("preset", None))}
+    own_score = given.pop("score", None) or start.get("score")
+    start = {key: value for key, value in start.items() if key in known}
+    if isinstance(method, LayerMap) and {**start, **given}.get("level") == "pixel":
+        _check_pixels(name, composed, given)
+    values = settled(name, known, start, given, ["preset", "score", *options])
+    score = own_score or score or method.score
+    if not callable(score) and score not in ("logit", "probability"):
+        raise PatchlightError(f"score {score!r} is not known; give 'logit', 'probability' or a callable of the logits")
+    return Request(label, name, method, composition, rule, values, score)
+
+
+def _behind(asked: str, words: Sequence[str]) -> tuple[str | None, str | None]:
+    """The composition and the rule that stand behind a name."""
+    composed: str | None = None
+    ruled: str | None = None
+    for word in words:
+        if word in RULES and word != "plain":
+            if ruled is not None:
+                raise PatchlightError(f"'{asked}' has two backward rules, '{ruled}' and '{word}'; give one")
+            ruled = word
+        elif word in COMPOSITIONS:
+            if composed is not None:
+                raise PatchlightError(f"'{asked}' has two compositions, '{composed}' and '{word}'; give one")
+            composed = word
+        else:
+            valid = [*COMPOSITIONS, *(rule for rule in RULES if rule != "plain")]
+            raise PatchlightError(f"no composition or rule is called '{word}' (in '{asked}'); {nearest(word, valid)}")
+    return composed, ruled
+
+
+def _rule(method: Method, ruled: str | None) -> Rule:
+    own = method.rule if isinstance(method, LayerMap) else "plain"
+    if ruled is None:
+        return RULES[own]
+    if isinstance(method, OwnPasses) and not method.ruled:
+        raise PatchlightError(f"'{method.name}' has relevance rules of its own; '{ruled}' cannot replace them")
+    if not method.class_specific:
+        raise PatchlightError(f"'{method.name}' uses no gradient, so the backward rule '{ruled}' changes nothing")
+    if own not in ("plain", ruled):
+        raise PatchlightError(f"'{method.name}' has its own backward rule ({own}); '{ruled}' cannot replace it")
+    return RULES[ruled]
+
+
+def _composed(method: Method, word: str) -> Composition:
+    composition = COMPOSITIONS[word]
+    if isinstance(method, ReadsBlocks) and method.composable is not None:
+        raise PatchlightError(f"'{method.name}' cannot be followed by '.{word}': {method.composable}")
+    if not isinstance(method, ReadsBlocks) or method.combine is None:
+        raise PatchlightError(f"'{method.name}' has no layer maps, so '.{word}' does not apply to it")
+    if composition.matrices_only and not method.matrix:
+        raise PatchlightError(f"'.{word}' multiplies token-to-token matrices; '{method.name}' has one value per token")
+    return composition
+
+
+def _check_pixels(name: str, composed: str | None, given: Settings) -> None:
+    """A layer map at level="pixel" is that of the image itself, so nothing about blocks can be asked."""
+    if composed is not None:
+        raise PatchlightError(f"'{name}' sums over blocks, and level='pixel' has none; leave out level or the sum")
+    if "start" in given:
+        raise PatchlightError(
+            f"'{name}' explains the image itself at level='pixel', so start={given['start']} means nothing"
+        )
+
+
+def refusal(request: Request, vit: Anatomy) -> str | None:
+    """Why this model cannot be explained with this method; None when it can."""
+    method, needs = request.method, request.needs
+    if vit.depth == 0 and isinstance(method, ReadsBlocks) and method.features:
+        return _no_feature_map(request, method, vit)
+    if vit.depth == 0 and _reads_blocks(request):
+        instead = "; level='pixel' works" if "pixel" in method.levels and request.in_pass else ""
+        return f"it reads single transformer blocks, and {vit.name} is opened as a feature map with none{instead}"
+    differentiates = needs & BACKWARD or (method.class_specific and not isinstance(method, Ablates))
+    if differentiates and vit.gradient is not None:
+        return f"no gradient flows through {vit.name}: {vit.gradient}"
+    if needs & {"A", "G", "v"} and vit.attention is not None:
+        return f"the attention of {vit.name} cannot be read: {vit.attention}"
+    if needs & {"n", "gn"} and vit.parts(0).norm1 is None:
+        return f"{vit.name} has no first norm in its blocks"
+    if "u" in needs and vit.parts(0).norm2 is None:
+        return f"{vit.name} has no second norm in its blocks, where the tokens after attention are read"
+    return method.refuses(request.settings, vit) if method.refuses is not None else None
+
+
+def _no_feature_map(request: Request, method: ReadsBlocks, vit: Anatomy) -> str | None:
+    """Why a hierarchical model's one feature map does not serve a request that reads one."""
+    if request.composition is not method.combine:
+        return f"it sums over blocks, and {vit.name} is opened as a feature map with none; '{method.name}' works"
+    if request.rule.name != "plain":
+        return f"backward rules are for plain blocks, which {vit.name} has not; '{method.name}' works"
+    if request.settings["layer"] != method.settings(method.combine)["layer"].default:
+        return f"{vit.name} has no blocks to name as a layer; load it with another stage, and leave layer out"
+    return None
+
+
+def _reads_blocks(request: Request) -> bool:
+    """Whether a method looks inside the model; one that scores variants says so itself, in `refuses`."""
+    method = request.method
+    inside = request.in_pass or (isinstance(method, OwnPasses) and not method.agnostic)
+    return inside and (request.level == "token" or (isinstance(method, OwnPasses) and not method.ruled))
+
+
+def check_supported(request: Request, vit: Anatomy) -> None:
+    """Raise Unsupported, naming methods that do work, where a model lacks what a method needs."""
+    reason = refusal(request, vit)
+    if reason is not None:
+        others = [m.name for m in list_methods(vit) if m.supported]
+        raise Unsupported(f"'{request.name}' does not work here: {reason}; these do: {', '.join(others)}")
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """A line of the method table; `supported` and `reason` are about one model, where one was given."""
+
+    name: str
+    aliases: tuple[str, ...]
+    paper: str
+    cost: str
+    summary: str
+    settings: dict[str, str]
+    supported: bool | None = None
+    reason: str = ""
+
+
+def list_methods(vit: Anatomy | nn.Module | None = None) -> list[MethodInfo]:
+    """All methods; with a model, which of them work on it and why the others do not.
+
+    >>> "genatt" in [m.name for m in list_methods()]
+    True
+    """
+    if vit is not None:
+        from patchlight.anatomy.load import wrap
+
+        vit = wrap(vit)
+    rows = []
+    for name, method in METHODS.items():
+        reason = refusal(resolve(name), vit) if vit is not None else None
+        settings = {key: str(setting) for key, setting in method.settings(method.composition).items()}
+        supported = None if vit is None else reason is None
+        rows.append(
+            MethodInfo(
+                name, method.aliases, method.paper, method.cost, method.summary, settings, supported, reason or ""
+            )
+        )
+    return rows
