@@ -1,6 +1,6 @@
 """Train the bundled model ``pocket``: a small plain Vision Transformer for CIFAR-10, from scratch.
 
-    python -m patchlight.zoo.train_pocket --data CIFAR_DIR --out DIR
+    python -m tools.train_pocket --data CIFAR_DIR --out DIR
 
 The script has two stages and uses CIFAR-10's 50,000 training images alone.
 
@@ -39,7 +39,9 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from patchlight.zoo.cifar10 import CLASSES, MEAN, STD, load_cifar10
+from patchlight.data.cifar import CIFAR10, read_cifar10
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 ARCHITECTURE: dict[str, Any] = {
     "img_size": 32,
@@ -58,9 +60,6 @@ ARCHITECTURE: dict[str, Any] = {
 
 def log(*words: object) -> None:
     print(*words, flush=True)
-
-
-# ---------------------------------------------------------------------------------------------------- augmentation
 
 
 def uniform(n: int, low: float, high: float, device: torch.device) -> Tensor:
@@ -154,9 +153,6 @@ def mix(x: Tensor, target: Tensor, mixup: float, cutmix: float) -> tuple[Tensor,
     return torch.lerp(x, other, blend), torch.lerp(target, other_target, weight[:, None])
 
 
-# ---------------------------------------------------------------------------------------------------------- teacher
-
-
 class ConvUnit(nn.Sequential):
     def __init__(self, inside: int, outside: int, pool: bool = False) -> None:
         layers: list[nn.Module] = [nn.Conv2d(inside, outside, 3, padding=1, bias=False)]
@@ -185,14 +181,11 @@ class Teacher(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(ConvUnit(3, 64), Stage(64, 128), Stage(128, 256), Stage(256, 512))
-        self.head = nn.Linear(512, len(CLASSES))
+        self.head = nn.Linear(512, len(CIFAR10))
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.body(x).amax(dim=(2, 3))) * 0.25
         return logits
-
-
-# ---------------------------------------------------------------------------------------------------------- student
 
 
 def build_student(drop_path: float) -> VisionTransformer:
@@ -279,14 +272,11 @@ class Muon:
         torch._foreach_add_(self.params, updates, alpha=-lr)
 
 
-# --------------------------------------------------------------------------------------------------------- training
-
-
 def batches(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     order = torch.randperm(len(images), device=images.device)
     for start in range(0, len(order) - size + 1, size):
         index = order[start : start + size]
-        yield images[index], F.one_hot(labels[index], len(CLASSES)).float()
+        yield images[index], F.one_hot(labels[index], len(CIFAR10)).float()
 
 
 def normalise(images: Tensor) -> Tensor:
@@ -413,9 +403,6 @@ def train_student(
     return average
 
 
-# ----------------------------------------------------------------------------------------------------------- output
-
-
 def save_weights(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in model.state_dict().items()}
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
@@ -439,7 +426,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the bundled CIFAR-10 model 'pocket' from scratch.")
-    parser.add_argument("--data", required=True, help="folder with CIFAR-10 (see patchlight.zoo.cifar10)")
+    parser.add_argument("--data", required=True, help="folder with CIFAR-10 (see patchlight.data.cifar)")
     parser.add_argument("--out", required=True, help="folder for the results")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -464,15 +451,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_tensors(folder: str, limit: int | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    raw = load_cifar10(folder)
+    def tensors(split: str) -> tuple[Tensor, Tensor]:
+        pixels, labels = (torch.tensor(array[:limit], device=device) for array in read_cifar10(folder, split))
+        return pixels.permute(0, 3, 1, 2).contiguous(), labels.long()
 
-    def pictures(array: Any) -> Tensor:
-        return torch.tensor(array[:limit], device=device).permute(0, 3, 1, 2).contiguous()
-
-    def numbers(array: Any) -> Tensor:
-        return torch.tensor(array[:limit], device=device).long()
-
-    return pictures(raw.x_train), numbers(raw.y_train), pictures(raw.x_test), numbers(raw.y_test)
+    return *tensors("train"), *tensors("test")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -524,14 +507,14 @@ def main(argv: list[str] | None = None) -> int:
     tensors = safetensors.torch.load_file(weights, device=str(device))
     stored.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     right = accuracy(stored, data[2], data[3], mixed_precision=False)
-    by_class = {name: round(right[data[3] == i].float().mean().item(), 4) for i, name in enumerate(CLASSES)}
+    by_class = {name: round(right[data[3] == i].float().mean().item(), 4) for i, name in enumerate(CIFAR10)}
     description = {
         "name": "pocket",
         "library": "timm.models.vision_transformer.VisionTransformer",
         "architecture": ARCHITECTURE,
         "parameters": sum(p.numel() for p in stored.parameters()),
         "dtype": "float16",
-        "classes": list(CLASSES),
+        "classes": list(CIFAR10),
         "mean": list(MEAN),
         "std": list(STD),
         "preprocess": "RGB, shorter side resized to 32 with antialiasing (bicubic), centre crop 32x32, scaled to 0..1, "
