@@ -206,19 +206,24 @@ def build_student(drop_path: float) -> VisionTransformer:
         rows = line[:, None, :].expand(side, side, -1)
         columns = line[None, :, :].expand(side, side, -1)
         position = torch.cat([rows, columns], dim=2).reshape(side * side, width)
+        assert model.pos_embed is not None
         model.pos_embed[0, 1:] = 0.3 * position
-        for block in model.blocks:
-            qkv, proj = block.attn.qkv, block.attn.proj
+        for qkv, proj in zip(weights(model, "attn.qkv"), weights(model, "attn.proj"), strict=True):
             for head in range(heads):
                 at = slice(head * size, (head + 1) * size)
                 u, s, vh = torch.linalg.svd(0.7 * torch.randn(width, width) / math.sqrt(width) + 0.7 * torch.eye(width))
                 root = s[:size].sqrt()[:, None]
-                qkv.weight[:width][at] = root * u[:, :size].T
-                qkv.weight[width : 2 * width][at] = root * vh[:size]
+                qkv[:width][at] = root * u[:, :size].T
+                qkv[width : 2 * width][at] = root * vh[:size]
             u, s, vh = torch.linalg.svd(0.4 * torch.randn(width, width) / math.sqrt(width) - 0.4 * torch.eye(width))
-            qkv.weight[2 * width :] = s.sqrt()[:, None] * vh
-            proj.weight.copy_(u * s.sqrt())
+            qkv[2 * width :] = s.sqrt()[:, None] * vh
+            proj.copy_(u * s.sqrt())
     return model
+
+
+def weights(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """The weight of the layer of this name in every block, in order."""
+    return [p for full, p in model.named_parameters() if full.endswith(f".{name}.weight")]
 
 
 def orthogonalise(stack: Tensor) -> Tensor:
@@ -242,12 +247,10 @@ class Muon:
     def __init__(self, model: VisionTransformer, weight_decay: float, transform: Callable[[Tensor], Tensor]) -> None:
         self.weight_decay = weight_decay
         self.transform = transform
-        blocks = list(model.blocks)
-        self.qkv = [block.attn.qkv.weight for block in blocks]
-        self.proj = [block.attn.proj.weight for block in blocks]
-        self.up = [block.mlp.fc1.weight for block in blocks]
-        self.down = [block.mlp.fc2.weight for block in blocks]
-        self.params: list[Tensor] = [*self.qkv, *self.proj, *self.up, *self.down]
+        self.blocks = len(model.blocks)
+        self.params: list[Tensor] = [
+            p for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2") for p in weights(model, name)
+        ]
         self.momentum = [torch.zeros_like(p) for p in self.params]
 
     @torch.no_grad()
@@ -255,8 +258,7 @@ class Muon:
         grads = [p.grad for p in self.params if p.grad is not None]
         torch._foreach_lerp_(self.momentum, grads, 0.05)
         looked_ahead = torch._foreach_lerp(grads, self.momentum, 0.95)
-        n = len(self.qkv)
-        width = self.proj[0].shape[0]
+        n, width = self.blocks, self.params[0].shape[1]
         thirds = torch.stack(looked_ahead[:n]).view(3 * n, width, width)
         square = torch.cat([thirds, torch.stack(looked_ahead[n : 2 * n])])
         wide = torch.cat([torch.stack(looked_ahead[2 * n : 3 * n]).mT, torch.stack(looked_ahead[3 * n :])])
@@ -361,7 +363,7 @@ def train_student(
         betas=(0.9, 0.99),
         fused=device.type == "cuda",
     )
-    floats = [list(average.parameters()), list(student.parameters())]
+    floats: list[list[Tensor]] = [list(average.parameters()), list(student.parameters())]
     per_epoch = len(images) // args.batch
     steps, warm = args.epochs * per_epoch, min(args.warmup, args.epochs / 5) * per_epoch
     heat = args.temperature

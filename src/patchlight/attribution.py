@@ -123,7 +123,7 @@ class Attribution:
         changed["images"] = self.images[images]
         if self.against is not None:
             changed |= {"against": self.against[images], "against_labels": self.against_labels[images]}
-        return Attribution(**{f.name: getattr(self, f.name) for f in fields(self)} | changed)  # type: ignore[arg-type]
+        return Attribution(**{f.name: getattr(self, f.name) for f in fields(self)} | changed)
 
     def upsample(
         self, size: int | tuple[int, int] | None = None, mode: Literal["nearest", "bilinear", "bicubic"] = "bilinear"

@@ -188,6 +188,6 @@ def _tensorboard(out: Path, row: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise PatchlightError("tensorboard is not installed; pip install patchlight[train]") from error
-    with SummaryWriter(str(out)) as writer:  # type: ignore[no-untyped-call]
+    with SummaryWriter(str(out)) as writer:
         for name in (key for key in row if key not in ("step", "steps", "seconds")):
-            writer.add_scalar(name, row[name], row["step"])  # type: ignore[no-untyped-call]
+            writer.add_scalar(name, row[name], row["step"])
