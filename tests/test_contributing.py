@@ -1,45 +1,206 @@
-"""The method of CONTRIBUTING.md, added as written there, is a method like any other."""
+"""Every example of CONTRIBUTING.md, loaded as the file of somebody else, is a thing like any other."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 import patchlight as pl
-from patchlight.methods.base import METHODS
+from patchlight.anatomy.families import FAMILIES
+from patchlight.cli import app
+from patchlight.data.base import KINDS
+from patchlight.evidence.rules import RULES
+from patchlight.methods.base import COMPOSITIONS, METHODS
+from patchlight.metrics.base import METRICS
 from patchlight.testing import check_method, contract_names
 from tests.families import images, shared
 
-NAME = "positive-gradient"
+TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+EXAMPLES = dict(re.findall(r"```python ([\w-]+)\n(.*?)```", TEXT, re.DOTALL))
+REGISTRIES: tuple[Any, ...] = (METHODS, METRICS, RULES, COMPOSITIONS, KINDS, FAMILIES)
 
 
 @pytest.fixture
-def added() -> Iterator[str]:
-    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert code is not None
-    assert len([line for line in code[1].splitlines() if line.strip()]) <= 15
-    exec(compile(code[1].replace("from __future__", "#"), "CONTRIBUTING.md", "exec"), {"__name__": "example"})
-    yield NAME
-    METHODS.remove(NAME)
+def plugin(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """The example of that name in a file, loaded; what it registered is taken out again."""
+    before = [set(registry) for registry in REGISTRIES]
+    file = tmp_path / "mine.py"
+    file.write_text(EXAMPLES[request.param], encoding="utf-8")
+    pl.load_plugin(file)
+    pl.load_plugin(file)  # once is enough
+    yield file
+    for registry, known in zip(REGISTRIES, before, strict=True):
+        for name in set(registry) - known:
+            registry.remove(name)
 
 
-def test_a_method_added_in_one_place_appears_everywhere(added: str) -> None:
-    assert added in [m.name for m in pl.list_methods()]
-    assert added in contract_names()
-    listing = CliRunner().invoke(__import__("patchlight.cli", fromlist=["app"]).app, ["methods", "--json"])
-    assert added in [m["name"] for m in json.loads(listing.stdout)]
+def test_there_is_an_example_of_everything() -> None:
+    expected = {"layer-map", "own-passes", "ablates", "metric", "rule", "composition", "family", "data"}
+    assert set(EXAMPLES) == expected
+    assert "```python\n" not in TEXT, "an example has no name, so that no test runs it"
+
+
+def run(*words: object) -> str:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+METHOD_EXAMPLES = [
+    pytest.param("layer-map", "positive-gradient"),
+    pytest.param("own-passes", "mirrored-gradient"),
+    pytest.param("ablates", "patch-alone"),
+]
+
+
+@pytest.mark.parametrize(("plugin", "name"), METHOD_EXAMPLES, indirect=["plugin"])
+def test_a_method_appears_everywhere(plugin: Path, name: str) -> None:
+    assert name in [m.name for m in pl.list_methods()]
+    assert name in contract_names()
+    assert name in [m["name"] for m in json.loads(run("methods", "--json", "--plugin", plugin))]
+    vit = shared("vit")
+    check_method(name, vit, images(vit, 2), shared("vit", torch.float64))
+
+
+@pytest.mark.parametrize("plugin", ["layer-map"], indirect=True)
+def test_a_layer_map(plugin: Path) -> None:
     vit = shared("vit", torch.float64)
-    check_method(added, vit, images(vit, 2))
     with pl.trace(vit, images(vit)) as t:
         literal = (t.attention[-1] * t.attention_gradients[-1].relu()).mean(1)[:, 0]
-    torch.testing.assert_close(pl.explain(vit, images(vit), added).scores, vit.patches(literal).float())
-    maps = pl.explain(vit, images(vit), [f"{added}.plus.libra", f"{added}.rollout"])
+    att = pl.explain(vit, images(vit), "positive-gradient")
+    torch.testing.assert_close(att.scores, vit.patches(literal).float())
+    maps = pl.explain(vit, images(vit), ["positive-gradient.plus.libra", "positive-gradient.rollout"])
     assert all(bool(torch.isfinite(m.scores).all()) for m in maps.values())
-    assert pl.explain(vit, images(vit), added, power=2).settings["power"] == 2
+    assert pl.explain(vit, images(vit), "positive-gradient", power=2).settings["power"] == 2
+
+
+@pytest.mark.parametrize("plugin", ["ablates"], indirect=True)
+def test_variants(plugin: Path) -> None:
+    vit = shared("vit", torch.float64)
+    batch = images(vit, 2)
+    found = pl.explain(vit, batch, "patch-alone", 1).scores
+    alone = vit.readout(vit.run(vit.embed(batch), keep=torch.tensor([[5], [5]])))
+    torch.testing.assert_close(found.flatten(1)[:, 5], alone.softmax(1)[:, 1].float())
+
+
+@pytest.mark.parametrize("plugin", ["metric"], indirect=True)
+def test_a_metric(plugin: Path) -> None:
+    assert "top-patches" in [m["name"] for m in json.loads(run("metrics", "--json", "--plugin", plugin))]
+    vit = shared("vit", torch.float64)
+    batch = images(vit, 3)
+    every = vit.grid[0] * vit.grid[1]
+    found = pl.evaluate(vit, batch, torch.rand(3, *vit.grid), "top-patches", target=2, count=every)
+    torch.testing.assert_close(found.values, vit.logits(batch).softmax(1)[:, 2].double())
+
+
+@pytest.mark.parametrize("plugin", ["rule"], indirect=True)
+def test_a_rule(plugin: Path) -> None:
+    vit = shared("vit", torch.float64)
+    maps = pl.explain(vit, images(vit), ["ixg", "ixg.frozen-attention", "ixg.conservative"])
+    plain, own, both = (m.scores for m in maps.values())
+    assert not torch.allclose(plain, own)
+    assert not torch.allclose(own, both)
+
+
+@pytest.mark.parametrize("plugin", ["composition"], indirect=True)
+def test_a_composition(plugin: Path) -> None:
+    vit = shared("vit", torch.float64)
+    maps = pl.explain(vit, images(vit), {str(k): {"method": "ixg.libra", "start": k} for k in range(vit.depth)})
+    literal = torch.stack([m.scores for m in maps.values()])
+    torch.testing.assert_close(pl.explain(vit, images(vit), "ixg.strongest.libra").scores, literal.amax(0))
+    later = pl.explain(vit, images(vit), "ixg.strongest.libra", start=1).scores
+    torch.testing.assert_close(later, literal[1:].amax(0))
+
+
+@pytest.mark.parametrize("plugin", ["family"], indirect=True)
+def test_a_family(plugin: Path) -> None:
+    read = FAMILIES["pebble"].function
+    torch.manual_seed(0)
+    model = read.__globals__["Pebble"]().eval()
+    vit = pl.wrap(model)
+    assert vit.library == "pebble"
+    batch = torch.randn(2, 3, 32, 32)
+    check_method("genatt", vit, batch)
+    check_method("ixg.plus.libra", vit, batch)
+
+
+@pytest.mark.parametrize("plugin", ["data"], indirect=True)
+def test_a_kind_of_data(plugin: Path, tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (40, 40)).save(tmp_path / name)
+    (tmp_path / "images.txt").write_text("a.png cat\nb.png dog\n")
+    data = pl.open_data("listed", tmp_path)
+    assert [sample.label for sample in data] == [0, 1]
+    with pytest.raises(pl.PatchlightError, match="data set 'listed' has no option 'fill'; did you mean 'file'"):
+        pl.open_data("listed", tmp_path, fill="x")
+
+
+def test_a_plugin_works_in_a_recipe(tmp_path: Path) -> None:
+    file, recipe = tmp_path / "mine.py", tmp_path / "r.toml"
+    file.write_text(EXAMPLES["layer-map"] + EXAMPLES["metric"], encoding="utf-8")
+    photos = Path(pl.__file__).parent / "zoo" / "photos"
+    recipe.write_text(
+        f'name = "mine"\n[models]\nPocket = "pocket"\n[data]\nkind = "folder"\npath = "{photos}"\nimages = 2\n'
+        '[methods]\nMine = "positive-gradient.plus"\n[metrics]\nTop = {metric = "top-patches", count = 8}\n'
+    )
+    code = "from patchlight.cli import main; main()"
+    words = ["bench", "run", str(recipe), "--out", str(tmp_path / "out"), "--plugin", str(file)]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "shows the table" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("1 / 0\n", "ZeroDivisionError: division by zero"), ("import patchlight\npatchlight.nothing\n", "nothing")],
+)
+def test_a_broken_plugin_is_told_in_a_sentence(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    done = CliRunner().invoke(app, ["methods", "--plugin", str(file)])
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert "broken.py' could not be loaded" in done.stderr
+    assert CliRunner().invoke(app, ["methods", "--plugin", str(tmp_path / "none.py")]).exit_code == 2
+
+
+def test_what_a_layer_map_does_not_declare_it_cannot_read() -> None:
+    @pl.register_method("greedy", paper="none", needs={"A"}, combine=pl.LAST, matrix=True)
+    def greedy(b: pl.Evidence) -> torch.Tensor:
+        """Reads more than it says."""
+        return (b.A * b.G).mean(1)
+
+    vit = shared("vit")
+    try:
+        for asked in ("greedy", ["genatt", "greedy"]):  # alone, and beside one that has G recorded
+            with pytest.raises(pl.PatchlightError, match=r"`greedy` reads G but declares needs=\{'A'\}"):
+                pl.explain(vit, images(vit), asked)
+    finally:
+        METHODS.remove("greedy")
+
+
+def test_an_installed_plugin_is_loaded_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(EXAMPLES["layer-map"], encoding="utf-8")
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[patchlight.plugins]\nmine = mine\nbroken = nowhere_at_all\n")
+    code = "import patchlight as pl; print('positive-gradient' in [m.name for m in pl.list_methods()])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(tmp_path)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "True", done.stderr
+    assert "plugin 'broken' could not be loaded" in done.stderr

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -12,9 +15,10 @@ from PIL import Image
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.engine import _warn_if_degenerate
+from patchlight.engine import _warn_if_degenerate, compute
 from patchlight.methods.base import METHODS, LayerMap
 from patchlight.methods.requests import resolve
+from patchlight.registry import Setting
 from tests.families import build, images, shared
 
 
@@ -224,3 +228,25 @@ def test_every_need_that_asks_for_a_backward_is_class_specific() -> None:
     for name, entry in METHODS.items():
         if isinstance(entry, LayerMap):
             assert resolve(name).backward == entry.class_specific, name
+
+
+def choices(setting: Setting) -> list[Any]:
+    """The values a setting of few words can have."""
+    kinds = get_args(setting.kind) if get_origin(setting.kind) in (Union, UnionType) else (setting.kind,)
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    return [*words, *((True, False) if bool in kinds else ())]
+
+
+LAYER_MAPS = [name for name, method in METHODS.items() if isinstance(method, LayerMap) and name != "diffmask"]
+
+
+@pytest.mark.parametrize("name", LAYER_MAPS)
+def test_layer_maps_declare_what_they_read_whatever_the_settings(name: str) -> None:
+    vit = shared("vit")
+    method = METHODS[name]
+    varied: list[dict[str, Any]] = [{}, *({"preset": preset} for preset in method.presets)]
+    varied += [{key: value} for key, one in method.settings(method.composition).items() for value in choices(one)]
+    for settings in varied:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compute(vit, images(vit, 1), [resolve(name, settings)], None, 0)

@@ -22,16 +22,19 @@ _HOMES = {
     "Evidence": "patchlight.evidence.record",
     "FIRST": "patchlight.methods.compositions",
     "LAST": "patchlight.methods.compositions",
+    "LayerJob": "patchlight.evidence.passes",
     "LayerMaps": "patchlight.methods.base",
     "Measure": "patchlight.metrics.base",
     "Measured": "patchlight.metrics.base",
     "PLUS": "patchlight.methods.compositions",
     "PatchlightError": "patchlight.errors",
+    "PixelMasks": "patchlight.evidence.ablation",
     "Preprocess": "patchlight.images",
     "ROLLOUT": "patchlight.methods.compositions",
     "Rule": "patchlight.evidence.rules",
     "SKIPPLUS": "patchlight.methods.compositions",
     "SUM": "patchlight.methods.compositions",
+    "TokenSubsets": "patchlight.evidence.ablation",
     "UndefinedMetric": "patchlight.errors",
     "Unsupported": "patchlight.errors",
     "evaluate": "patchlight.metrics.evaluation",
@@ -41,9 +44,11 @@ _HOMES = {
     "list_metrics": "patchlight.metrics.base",
     "list_models": "patchlight.anatomy.load",
     "load": "patchlight.anatomy.load",
+    "load_plugin": "patchlight.plugins",
     "open_data": "patchlight.data",
     "register_composition": "patchlight.methods.base",
     "register_data": "patchlight.data",
+    "register_family": "patchlight.anatomy.families",
     "register_method": "patchlight.methods.base",
     "register_metric": "patchlight.metrics.base",
     "register_rule": "patchlight.evidence.rules",
@@ -56,6 +61,7 @@ __all__ = sorted([*_HOMES, *_ROOMS])
 
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy as Anatomy
+    from patchlight.anatomy.families import register_family as register_family
     from patchlight.anatomy.load import list_models as list_models
     from patchlight.anatomy.load import load as load
     from patchlight.anatomy.load import wrap as wrap
@@ -68,6 +74,9 @@ if TYPE_CHECKING:
     from patchlight.errors import PatchlightError as PatchlightError
     from patchlight.errors import UndefinedMetric as UndefinedMetric
     from patchlight.errors import Unsupported as Unsupported
+    from patchlight.evidence.ablation import PixelMasks as PixelMasks
+    from patchlight.evidence.ablation import TokenSubsets as TokenSubsets
+    from patchlight.evidence.passes import LayerJob as LayerJob
     from patchlight.evidence.passes import trace as trace
     from patchlight.evidence.record import Evidence as Evidence
     from patchlight.evidence.rules import Rule as Rule
@@ -92,6 +101,7 @@ if TYPE_CHECKING:
     from patchlight.metrics.base import list_metrics as list_metrics
     from patchlight.metrics.base import register_metric as register_metric
     from patchlight.metrics.evaluation import evaluate as evaluate
+    from patchlight.plugins import load_plugin as load_plugin
     from patchlight.trained import diffmask as diffmask
     from patchlight.viz import figure as figure
 

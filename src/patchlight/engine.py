@@ -14,7 +14,7 @@ from patchlight.attribution import Attribution, versions
 from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass, run_pass
-from patchlight.evidence.rules import RULES, Rule
+from patchlight.evidence.rules import PLAIN, Rule
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
 from patchlight.methods.base import Ablates, Ask, LayerMap, LayerMaps
@@ -144,7 +144,7 @@ def _rule_and_score(requests: Sequence[Request]) -> tuple[Rule, Score]:
     for request in requests:
         if request.backward:
             return request.rule, request.score
-    return RULES["plain"], "logit"
+    return PLAIN, "logit"
 
 
 def job(request: Request, vit: Anatomy) -> LayerJob:
@@ -179,7 +179,8 @@ def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
     own = request.method.composition
     if own is None or "start" not in own.settings:
         return None
-    settings = {key: value for key, value in accepted(own.function, request.settings).items() if key != "start"}
+    given = accepted(own.function, request.settings)
+    settings = {key: value for key, value in given.items() if key not in ("start", "mode")}  # a tail is no sum of tails
     return lambda maps, start: own.function(maps, start=start, **settings)
 
 

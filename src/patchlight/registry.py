@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, Union, get_args, ge
 from pydantic import TypeAdapter, ValidationError
 
 from patchlight.errors import PatchlightError, nearest
+from patchlight.plugins import load_installed
 
 Settings = Mapping[str, Any]
 
@@ -67,6 +68,7 @@ class Registry(Mapping[str, N], Generic[N]):
     def _load(self) -> None:
         for room in self._rooms:  # a look-up each once they are there; another thread's import is waited for
             importlib.import_module(room)
+        load_installed()
 
     def __getitem__(self, name: str) -> N:
         self._load()

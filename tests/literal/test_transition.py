@@ -135,7 +135,7 @@ def test_value_ratio_ignores_a_common_scale() -> None:
     vit = shared("vit", torch.float64)
     job = LayerJob(
         lambda b: (value_ratio(b), value_ratio(Evidence.of(7 * b.x, v=7 * b.v, parts=b.parts))),
-        frozenset("Av"),
+        frozenset("xAv"),
         (0,),
     )
     plain, scaled = run_pass(vit, images(vit), jobs=[job]).at(0)

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, linear, stacked
+from patchlight.anatomy.families import register_family
 from patchlight.anatomy.hub import cached
 from patchlight.errors import AssumedPreprocess, PatchlightError, warn
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -174,6 +175,7 @@ class HuggingFaceAnatomy(Anatomy):
         return Ends(projection, prefix, stem.position_embeddings, self._backbone.layernorm, model.classifier)
 
 
+@register_family("transformers", package="transformers")
 def read_hf(model: nn.Module, **about: Any) -> Anatomy | None:
     """The anatomy of a transformers image classifier, or None."""
     return HuggingFaceAnatomy(model, **about) if type(model).__name__ in _SHAPES else None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, check_finite
 from patchlight.anatomy.described import DescribedAnatomy
+from patchlight.anatomy.families import read_anatomy
 from patchlight.errors import PatchlightError, nearest
 from patchlight.images import Preprocess
 
@@ -228,21 +229,12 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 
 def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
-    from patchlight.anatomy.hf import read_hf, supported
-    from patchlight.anatomy.timm import read_timm
-    from patchlight.anatomy.torchvision import read_torchvision
+    from patchlight.anatomy.hf import supported
 
-    make = type(model).__module__.partition(".")[0]
-    readers = {"timm": read_timm, "transformers": read_hf, "torchvision": read_torchvision}
-    order = [readers[make]] if make in readers else list(readers.values())
-    staged = {"stage": about.pop("stage")} if "stage" in about else {}
-    for read in order:
-        anatomy = read(model, **about, **(staged if read is read_timm else {}))
-        if anatomy is not None:
-            if staged and not anatomy.hierarchical:
-                raise PatchlightError(f"{anatomy.name} has no stages, so stage={staged['stage']} means nothing for it")
-            return anatomy
-    raise PatchlightError(_unread(model, supported()))
+    anatomy = read_anatomy(model, about)
+    if anatomy is None:
+        raise PatchlightError(_unread(model, supported()))
+    return anatomy
 
 
 def _unread(model: nn.Module, of_transformers: Sequence[str]) -> str:

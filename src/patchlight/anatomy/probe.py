@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.evidence.record import Record
-from patchlight.evidence.rules import RULES
+from patchlight.evidence.rules import PLAIN
 from patchlight.evidence.taps import Taps
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _attention(vit: Anatomy, tokens: Tensor) -> str | None:
         return None
     record = Record(0, tokens)
     try:
-        with Taps(RULES["plain"], frozenset({"A", "v"}), record, in_block=True):
+        with Taps(PLAIN, frozenset({"A", "v"}), record, in_block=True):
             vit.block(0, tokens)
     except Unsupported as error:
         return str(error)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, affine, linear, stacked
+from patchlight.anatomy.families import register_family
 from patchlight.errors import PatchlightError
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
@@ -217,6 +218,7 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
     }
 
 
+@register_family("timm", package="timm")
 def read_timm(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
     """The anatomy of a timm model, or None where it is neither a plain nor a known hierarchical transformer."""
     from timm.models.beit import Beit

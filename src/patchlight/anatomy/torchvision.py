@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, Ends, Parts
+from patchlight.anatomy.families import register_family
 from patchlight.anatomy.timm import imagenet_labels
 from patchlight.errors import PatchlightError
 from patchlight.images import Preprocess
@@ -82,6 +83,7 @@ class TorchvisionAnatomy(Anatomy):
         return Ends(net.conv_proj, net.class_token, net.encoder.pos_embedding, net.encoder.ln, head)
 
 
+@register_family("torchvision", package="torchvision")
 def read_torchvision(model: nn.Module, **about: Any) -> Anatomy | None:
     """The anatomy of a torchvision VisionTransformer, or None."""
     from torchvision.models import VisionTransformer

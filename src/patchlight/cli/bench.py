@@ -22,6 +22,7 @@ from patchlight.cli.common import (
     AsJson,
     Debug,
     Device,
+    Plugin,
     answering,
     print_json,
     progress,
@@ -54,6 +55,7 @@ def run(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of a method or metric of the recipe: label.key=value.")
     ] = None,
+    plugin: Plugin = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the recipe's seed.")] = None,
     device: Device = "cpu",
     retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,

@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 WIDE = 160
 SOME_FAILED = 3
 
+
+def _load(files: list[str] | None) -> list[str] | None:
+    from patchlight.plugins import load_plugin
+
+    with answering(as_json=False, debug=False):
+        for file in files or ():
+            load_plugin(file)
+    return files
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Model = Annotated[str, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.")]
@@ -33,6 +43,10 @@ Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one
 Stage = Annotated[int | None, typer.Option(help="Stage a hierarchical model (Swin, PVT, …) is read behind.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")]
 Seed = Annotated[int, typer.Option(help="Seed of everything drawn at random.")]
+Plugin = Annotated[
+    list[str] | None,
+    typer.Option(help="A Python file that registers methods, metrics, …; repeatable.", is_eager=True, callback=_load),
+]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="A setting: name.key=value, or key=value.")]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from patchlight.cli.common import AsJson, Debug, answering, console, load_model, print_json, progress, say
+from patchlight.cli.common import AsJson, Debug, Plugin, answering, console, load_model, print_json, progress, say
 from patchlight.errors import PatchlightError, nearest
 
 _OF_A_MODEL = ("supported", "reason")
@@ -19,6 +19,7 @@ _OF_A_MODEL = ("supported", "reason")
 def methods(
     name: Annotated[str | None, typer.Argument(help="One method, to see its settings.")] = None,
     model: Annotated[str | None, typer.Option(help="Say which methods work on this model.")] = None,
+    plugin: Plugin = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -45,6 +46,7 @@ def methods(
 
 def metrics(
     name: Annotated[str | None, typer.Argument(help="One metric, to see its settings.")] = None,
+    plugin: Plugin = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:

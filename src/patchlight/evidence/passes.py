@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.evidence.record import BACKWARD, TAPPED, End, Evidence, Record
-from patchlight.evidence.rules import RULES, Rule
+from patchlight.evidence.rules import PLAIN, RULES, Rule
 from patchlight.evidence.taps import Taps
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 
@@ -76,7 +76,7 @@ def run_pass(
     images: Tensor,
     targets: Targets | None = None,
     score: Score = "logit",
-    rule: Rule = RULES["plain"],
+    rule: Rule = PLAIN,
     jobs: Sequence[LayerJob] = (),
     tokens: Tensor | None = None,
 ) -> Pass:

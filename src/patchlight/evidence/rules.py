@@ -36,8 +36,8 @@ class Rule:
 
 
 RULES: Registry[Rule] = Registry("backward rule")
+PLAIN = RULES.add(Rule("plain", "the gradient"))
 for _rule in (
-    Rule("plain", "the gradient"),
     Rule("libra", "LibraGrad, CVPR 2025", "frozen", "frozen", "ratio", "half"),
     Rule("conservative", "Ali et al., ICML 2022", "frozen", "frozen"),
     Rule("attnlrp", "Achtibat et al., ICML 2024 (no gamma rule)", "uniform", "frozen", "ratio", "half"),

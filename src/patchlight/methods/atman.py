@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import Count
 from patchlight.evidence.record import Record
-from patchlight.evidence.rules import RULES
+from patchlight.evidence.rules import PLAIN
 from patchlight.evidence.taps import Taps
 from patchlight.methods.base import Ask, register_method
 from patchlight.methods.masking import owners
@@ -30,7 +30,7 @@ class Suppress(Taps):
     """
 
     def __init__(self, factors: Tensor, shift: Shift) -> None:
-        super().__init__(RULES["plain"], frozenset({"A"}), Record(-1, factors), in_block=True)
+        super().__init__(PLAIN, frozenset({"A"}), Record(-1, factors), in_block=True)
         self.factors, self.shift = factors, shift
 
     def _attend(self, scores: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import PixelMasks, TokenSubsets
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.evidence.record import Record
-from patchlight.evidence.rules import RULES
+from patchlight.evidence.rules import PLAIN
 from patchlight.evidence.taps import Taps
 from patchlight.methods.base import Ask, register_method
 from patchlight.methods.masking import owners
@@ -27,7 +27,7 @@ class Unseen(Taps):
     """Attention that sees the keys `seen` [B,N] alone, fused where the model's is."""
 
     def __init__(self, seen: Tensor) -> None:
-        super().__init__(RULES["plain"], frozenset(), Record(-1, seen), in_block=True)
+        super().__init__(PLAIN, frozenset(), Record(-1, seen), in_block=True)
         self.seen = seen[:, None, None]
 
     def __torch_function__(
