@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from benchmarks.common import device, medians, record
-from patchlight.evidence.ablation import Precision
+from patchlight.evidence.precision import Precision
 
 STEPS = 224
 

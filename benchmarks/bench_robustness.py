@@ -1,4 +1,4 @@
-"""Max-sensitivity beside captum's, with the same explainer, the same draws and the same values."""
+"""Max-sensitivity beside captum's, with the same method, the same draws and the same values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import patchlight as pl
 from benchmarks.common import device, medians, record
 from patchlight.anatomy.base import Anatomy
 from patchlight.metrics.base import Explainer
-from patchlight.metrics.evaluation import explainer
+from patchlight.metrics.evaluation import map_function
 from patchlight.metrics.robustness import draws
 from patchlight.targets import Targets
 
@@ -24,7 +24,7 @@ Explanation = Callable[[Tensor | tuple[Tensor, ...]], tuple[Tensor]]
 
 def ours(vit: Anatomy, images: Tensor, method: Explainer) -> Tensor:
     """All draws of all images, batched."""
-    return pl.evaluate(vit, images, method, "max-sensitivity", target=0, n=DRAWS, radius=RADIUS).values
+    return pl.evaluate(vit, images, method, "max-sensitivity", target=0, samples=DRAWS, radius=RADIUS).values
 
 
 def one_by_one(images: Tensor, explain: Explanation) -> Tensor:
@@ -71,7 +71,7 @@ def main() -> None:
     torch.nn.init.trunc_normal_(plain.head.weight, std=0.05)
     vit = pl.wrap(plain, name="vit_tiny")
     images = torch.randn(IMAGES, 3, 224, 224, device=device())
-    genatt, ixg = explainer("genatt"), explainer("ixg", {"level": "pixel"})
+    genatt, ixg = map_function("genatt"), map_function("ixg", {"level": "pixel"})
     rows = []
     for name, method, theirs in (
         ("genatt in both", genatt, as_captum_asks(vit, genatt)),
@@ -91,7 +91,7 @@ def main() -> None:
         base = seconds["patchlight"]
         rows += [[name, who, f"{s * 1e3:.0f} ms", f"{s / base:.2f}", f"{apart:.0e}"] for who, s in seconds.items()]
     title = f"Max-sensitivity, vit_tiny, {IMAGES} images, {DRAWS} draws each"
-    record("robustness", title, ["explainer", "who", "median", "over patchlight", "values differ by"], rows)
+    record("robustness", title, ["method", "who", "median", "over patchlight", "values differ by"], rows)
 
 
 if __name__ == "__main__":

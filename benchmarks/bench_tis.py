@@ -74,7 +74,7 @@ def main(chunk: int = 64) -> None:
     tasks = {
         f"{MASKS} bare forwards of 99 tokens": lambda: bare(plain, tokens[:, :99], MASKS, chunk),
         f"{MASKS} token subsets scored": lambda: ablation.logits(variants),
-        f"tis, {MASKS} masks": lambda: pl.explain(vit, image, "tis", n_masks=MASKS, chunk=chunk, precision="full"),
+        f"tis, {MASKS} masks": lambda: pl.explain(vit, image, "tis", samples=MASKS, chunk=chunk, precision="full"),
         f"tis, {MASKS} masks, a loop": lambda: loop(plain, image),
     }
     seconds = medians(tasks, repeats=3)

@@ -68,22 +68,20 @@ def main() -> None:
             rows.append([what, "failed", str(error).splitlines()[0][:80]])
         print(rows[-1], flush=True)
 
-    def forwards(tokens: int, count: int, kind: str, compiled: bool = False) -> float:
-        x = torch.randn(count, tokens, width, device=device())
-        model = vit if kind != "bf16" else pl.wrap(_bf16_copy(vit), name="bf16")
-        x = x.bfloat16() if kind == "bf16" else x
+    def forwards(tokens: int, count: int, compiled: bool = False) -> float:
+        x = torch.randn(count, tokens, width, device=device(), dtype=torch.bfloat16)
+        model = pl.wrap(_bf16_copy(vit), name="bf16")
         run = torch.compile(_forward, dynamic=False) if compiled else _forward
-        auto = torch.autocast(device(), torch.bfloat16, enabled=kind == "autocast")
-        with torch.no_grad(), auto:
+        with torch.no_grad():
             taken = seconds(lambda: run(model, x, None))
-        bare[f"{tokens} {kind} {compiled}"] = taken / count
+        bare[f"{tokens} {compiled}"] = taken / count
         return taken
 
     kept = half + vit.prefix
-    for kind, compiled in (("autocast", False), ("bf16", False), ("bf16", True)):
-        name = f"bare forward of {masks} x {kept} tokens, {kind}{', compiled' if compiled else ''}"
-        add(name, lambda k=kind, c=compiled: forwards(kept, masks, k, c), lambda s: f"{masks / s:.0f} forwards/s")
-    add(f"bare forward of 512 x {size} tokens, bf16", lambda: forwards(size, 512, "bf16"),
+    for compiled in (False, True):
+        name = f"bare forward of {masks} x {kept} tokens, bf16{', compiled' if compiled else ''}"
+        add(name, lambda c=compiled: forwards(kept, masks, c), lambda s: f"{masks / s:.0f} forwards/s")
+    add(f"bare forward of 512 x {size} tokens, bf16", lambda: forwards(size, 512),
         lambda s: f"{512 / s:.0f} forwards/s")  # fmt: skip
 
     keep = torch.stack([torch.randperm(size - vit.prefix)[:half] for _ in range(masks)])
@@ -91,7 +89,7 @@ def main() -> None:
     add(
         f"scoring {masks} token subsets",
         lambda: seconds(lambda: Ablation(vit, images[:1]).logits(subsets)),
-        lambda s: f"{s / masks / bare[f'{kept} bf16 False']:.2f} of the bare forwards",
+        lambda s: f"{s / masks / bare[f'{kept} False']:.2f} of the bare forwards",
     )
 
     def method(name: str, count: int, key: str, **settings: object) -> None:
@@ -101,23 +99,21 @@ def main() -> None:
             lambda s: f"{100 * count * bare[key] / s:.0f} % in bare forwards" if key in bare else "",
         )
 
-    short = f"{kept} autocast False"
-    pure, whole = f"{kept} bf16 False", f"{size} bf16 False"
-    method("tis", masks, pure, n_masks=masks)
-    method("tis", masks, short, n_masks=masks, precision="autocast")
-    limit, clusters_found = _threshold(vit, images[:1])
-    print(f"vit-cx: {clusters_found} clusters at threshold {limit:.3f}", flush=True)
-    method("vit-cx", 2 * clusters_found + 1, whole, threshold=limit)
-    method("rise", 4000, whole, n=4000)
-    method("kernel-shap", 2000, pure, n=2000)
+    pure, whole = f"{kept} False", f"{size} False"
+    method("tis", masks, pure, samples=masks)
+    limit, clusters_found = _distance(vit, images[:1])
+    print(f"vit-cx: {clusters_found} clusters at distance {limit:.3f}", flush=True)
+    method("vit-cx", 2 * clusters_found + 1, whole, distance=limit)
+    method("rise", 4000, whole, samples=4000)
+    method("kernel-shap", 2000, pure, samples=2000)
     method("occlusion", size, whole)
     add("k-means of tis alone, per image", lambda: seconds(lambda: _kmeans(vit, images, masks), 2) / len(images))
-    for precision in ("autocast", "bf16"):
+    for precision in ("tf32", "bf16"):
         add(
             f"tis, {precision}: rank correlation with full precision",
             lambda p=precision: _agreement(vit, images[:1], p),
         )
-    method("tis", masks, f"{kept} bf16 True", n_masks=masks, compile=True)
+    method("tis", masks, f"{kept} True", samples=masks, compile=True)
     print(machine())
     title = f"Perturbation methods, {options.model}, {options.images} images at a time"
     record("gpu", title, ["what", "seconds", "note"], rows, "python -m benchmarks.gpu")
@@ -130,8 +126,8 @@ def _kmeans(vit: pl.Anatomy, images: torch.Tensor, masks: int) -> torch.Tensor:
     return kmeans(points, draw_initial(points.shape[1], masks, 0))
 
 
-def _threshold(vit: pl.Anatomy, images: torch.Tensor, wanted: int = 63) -> tuple[float, int]:
-    """The threshold at which vit-cx finds about the published number of clusters, and that number."""
+def _distance(vit: pl.Anatomy, images: torch.Tensor, wanted: int = 63) -> tuple[float, int]:
+    """The distance at which vit-cx finds about the published number of clusters, and that number."""
     ask = Ask(vit, images, Targets(torch.zeros(1, 1, dtype=torch.long)), "logit", 0, PLAIN)
     size = (images.shape[-2], images.shape[-1])
     distances = cosine_distances(scaled(feature_maps(ask)[0].double(), size)[0], size)
@@ -141,7 +137,7 @@ def _threshold(vit: pl.Anatomy, images: torch.Tensor, wanted: int = 63) -> tuple
 
 
 def _agreement(vit: pl.Anatomy, images: torch.Tensor, precision: str) -> float:
-    full, half = (pl.explain(vit, images, "tis", target=0, n_masks=256, precision=p) for p in ("full", precision))
+    full, half = (pl.explain(vit, images, "tis", target=0, samples=256, precision=p) for p in ("full", precision))
     return spearman(full.scores, half.scores)
 
 

@@ -38,7 +38,9 @@ def test_maps_are_those_of_the_cpu(family: str) -> None:
         request = resolve(name, resolve(name).method.quick)
         if refusal(request, cpu) is not None:
             continue
-        quick = {**request.method.quick, "precision": "full"} if request.method.ablates else request.method.quick
+        quick = (
+            {**request.method.quick, "precision": "full"} if "precision" in request.settings else request.method.quick
+        )
         here, there = (pl.explain(v, batch, name, target=target, **quick).scores for v in (cpu, cuda))
         assert here.shape == there.shape, name
         assert bool(torch.isfinite(there).all()), name

@@ -25,10 +25,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "tokentm": {},
     "transatt": {},
     "ig": {"steps": 3},
-    "tis": {"n_masks": 32},
-    "rise": {"n": 32},
-    "occlusion": {"level": "token"},
-    "kernel-shap": {"n": 32},
+    "tis": {"samples": 32},
+    "rise": {"samples": 32},
+    "occlusion": {"unit": "token"},
+    "kernel-shap": {"samples": 32},
 }
 
 
@@ -82,8 +82,8 @@ def test_threads_see_nothing_of_each_other(training: bool, precision: str) -> No
     scoring = {"tis", "rise", "occlusion", "kernel-shap"}
 
     def explained(name: str) -> Tensor:
-        how = {"precision": precision} if name in scoring else {}
-        return pl.explain(vit, batch, name, target=1, **METHODS[name], **how).scores
+        settings = {"precision": precision} if name in scoring else {}
+        return pl.explain(vit, batch, name, target=1, **METHODS[name], **settings).scores
 
     def measured() -> Tensor:
         maps = pl.explain(vit, batch, "rollout", target=1)

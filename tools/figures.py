@@ -36,7 +36,7 @@ def draw_gates(path: Path, photos: tuple[str, ...] = ("dog.jpg", "cat.jpg")) -> 
         for gate, axis in enumerate(row[1:]):
             with warnings.catch_warnings():  # the first gates keep everything
                 warnings.simplefilter("ignore", pl.DegenerateMap)
-                maps = pl.explain(vit, pocket.PHOTOS / photo, "diffmask", layer=gate)
+                maps = pl.explain(vit, pocket.PHOTOS / photo, "diffmask", gate=gate)
             axis.imshow(maps.scores[0].numpy(), cmap="inferno", vmin=0, vmax=1)
             if photo == photos[0]:
                 axis.set_title(f"0–{gate}" if gate else "0", fontsize=8)

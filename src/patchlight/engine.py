@@ -202,8 +202,8 @@ def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: 
 
 
 def _asked(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-    ablates = {key: request.settings[key] for key in ABLATION if key in request.settings}
-    given = Ask(vit, images, targets, request.score, seed, request.rule, _blocks(request, vit), ablates)
+    ablation = {key: request.settings[key] for key in ABLATION if key in request.settings}
+    given = Ask(vit, images, targets, request.score, seed, request.rule, _blocks(request, vit), ablation)
     function = request.method.function
     result: Tensor | Pass = function(given, **accepted(function, request.settings))
     return finish(request, vit, result) if isinstance(result, Pass) else result

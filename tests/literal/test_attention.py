@@ -90,7 +90,7 @@ LITERAL: list[tuple[str, dict[str, Any], Literal]] = [
     ("genatt", {}, _genatt),
     ("genatt", {"rectify": "mean"}, _genatt_relu_after_mean),
     ("gradsam", {}, _gradsam),
-    ("gradsam", {"rows": "mean"}, _gradsam_all_rows),
+    ("gradsam", {"readout": "tokens"}, _gradsam_all_rows),
     ("attcam", {}, _attcam),
     ("attcam", {"preset": "skipplus"}, lambda vit, t, i: read_rows(vit, _attcam_matrix(vit, t, i, -1))),
     ("attcam.plus", {}, _attcam_plus),
@@ -201,7 +201,7 @@ def test_attcam_says_why_it_is_empty() -> None:
     A = torch.rand(1, 3, 5, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
     b = Evidence.of(torch.zeros(1, 5, 4), A=A, G=-A, prefix=1)
     assert not attcam(b).any()
-    assert (attcam(b, rectify=False) < 0).all()
+    assert (attcam(b, relu=False) < 0).all()
     assert "preset='skipplus'" in resolve("attcam").method.constant
 
 

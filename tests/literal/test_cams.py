@@ -92,7 +92,7 @@ def test_gradcam_pp_without_relu_and_aliases() -> None:
     vit, batch = model("vit")
     a, g = at_norm(vit, batch, 1)
     expected = grid(vit, literal("gradcam++", a, g, 1, relu=False, eps=1e-3))
-    settings: dict[str, Any] = {"layer": "blocks[1].norm1", "relu": False, "eps": 1e-3}
+    settings: dict[str, Any] = {"layer": "blocks[1].norm1", "sign": "signed", "eps": 1e-3}
     torch.testing.assert_close(maps(vit, batch, "gradcampp", TARGET, **settings), expected, **CLOSE)
     assert pl.explain(vit, batch, "xgradcam-abs.plus.libra", TARGET).method == "xgradcam+.plus.libra"
 
@@ -198,20 +198,20 @@ def test_layercam_scaling_of_each_block() -> None:
         torch.testing.assert_close(found.flatten(1), sum(parts), **CLOSE)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_augmented_gradcam(scaled: bool) -> None:
+@pytest.mark.parametrize("stretch", [False, True])
+def test_augmented_gradcam(stretch: bool) -> None:
     vit, batch = model("vit-wide")
     total = torch.zeros(2, *vit.grid, dtype=torch.float64)
     for factor in (0.9, 1.0, 1.1):
         for mirrored in (False, True):
             a, g = at_norm(vit, factor * (batch.flip(-1) if mirrored else batch), vit.depth - 1)
             cam = grid(vit, literal("gradcam", a, g, vit.prefix))
-            if scaled:
+            if stretch:
                 cam = cam.clamp_min(0)
                 for b in range(2):
                     cam[b] = (cam[b] - cam[b].min()) / ((cam[b] - cam[b].min()).max() + 1e-7)
             total += (cam.flip(-1) if mirrored else cam) / 6
-    torch.testing.assert_close(maps(vit, batch, "gradcam-aug", TARGET, scaled=scaled), total, **CLOSE)
+    torch.testing.assert_close(maps(vit, batch, "gradcam-aug", TARGET, stretch=stretch), total, **CLOSE)
 
 
 def test_places() -> None:

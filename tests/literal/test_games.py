@@ -125,7 +125,7 @@ def test_fewer_coalitions_than_players_still_share_everything() -> None:
     assert float(values.sum()) == pytest.approx(0.7, abs=1e-6)
     vit = shared("vit")
     with pytest.warns(DegenerateMap, match="8 coalitions cannot tell 16 patches apart"):
-        pl.explain(vit, images(vit, 1), "kernel-shap", n=8)
+        pl.explain(vit, images(vit, 1), "kernel-shap", samples=8)
 
 
 def small() -> Anatomy:
@@ -150,18 +150,18 @@ def fill_value(vit: Anatomy, image: Tensor, members: tuple[int, ...], target: in
     return float(vit.logits(shown[None]).softmax(1)[0, target])
 
 
-@pytest.mark.parametrize(("mode", "value"), [("tokens", drop_value), ("pixels", fill_value)])
-def test_kernel_shap_is_a_constrained_regression(mode: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("unit", "value"), [("token", drop_value), ("patch", fill_value)])
+def test_kernel_shap_is_a_constrained_regression(unit: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same coalitions one by one, and the Lagrangian's linear system; efficiency; given every coalition as often as
     the kernel weighs it, Shapley's values by enumeration."""
     vit = small()
     batch = images(vit, 2)
     targets = Targets(torch.tensor([[0, 3], [5, 1]]), several=True)
-    found = maps(vit, batch, "kernel-shap", targets, seed=2, n=61, mode=mode, fill=0.3).flatten(2)
+    found = maps(vit, batch, "kernel-shap", targets, seed=2, samples=61, unit=unit, fill=0.3).flatten(2)
     rows, weight = all_coalitions()
     each = rows.repeat_interleave((72 * weight).round().long(), 0)
     monkeypatch.setattr(shapley, "draw_coalitions", lambda n, players, generator: each)
-    enumerated = maps(vit, batch, "kernel-shap", targets, n=len(each), mode=mode, fill=0.3).flatten(2)
+    enumerated = maps(vit, batch, "kernel-shap", targets, samples=len(each), unit=unit, fill=0.3).flatten(2)
     z = draw_coalitions(61, 6, torch.Generator().manual_seed(2))
     everyone = [s for k in range(7) for s in combinations(range(6), k)]
     for b in range(2):
@@ -211,43 +211,45 @@ def test_hiding_what_pads_a_coalition_is_dropping_it(family: str) -> None:
 
 
 def test_the_empty_coalition_is_the_prefix_tokens_or_the_fill() -> None:
-    auto = maps(shared("vit"), images(shared("vit")), "kernel-shap", n=40)
-    torch.testing.assert_close(auto, maps(shared("vit"), images(shared("vit")), "kernel-shap", n=40, mode="tokens"))
+    auto = maps(shared("vit"), images(shared("vit")), "kernel-shap", samples=40)
+    torch.testing.assert_close(
+        auto, maps(shared("vit"), images(shared("vit")), "kernel-shap", samples=40, unit="token")
+    )
     for family in ("siglip", "reg4-gap", "hf-dinov2"):
         vit = shared(family)
-        auto = maps(vit, images(vit), "kernel-shap", n=40)
-        torch.testing.assert_close(auto, maps(vit, images(vit), "kernel-shap", n=40, mode="pixels"))
-        with pytest.raises(pl.Unsupported, match="says nothing about the empty coalition; mode='pixels' works"):
-            pl.explain(vit, images(vit), "kernel-shap", mode="tokens")
+        auto = maps(vit, images(vit), "kernel-shap", samples=40)
+        torch.testing.assert_close(auto, maps(vit, images(vit), "kernel-shap", samples=40, unit="patch"))
+        with pytest.raises(pl.Unsupported, match="says nothing about the empty coalition; unit='patch' works"):
+            pl.explain(vit, images(vit), "kernel-shap", unit="token")
 
 
-def plain_block(vit: Anatomy, index: int, x: Tensor, factors: Tensor, shift: bool) -> Tensor:
+def plain_block(vit: Anatomy, index: int, x: Tensor, factors: Tensor, offset: bool) -> Tensor:
     """One block of a plain ViT on one image [N,D], its attention scores scaled by key."""
     block: Any = vit.blocks[index]
     q, k, v = F.linear(block.norm1(x), block.attn.qkv.weight, block.attn.qkv.bias).chunk(3, -1)
     heads = []
     for qh, kh, vh in zip(q.chunk(vit.heads, -1), k.chunk(vit.heads, -1), v.chunk(vit.heads, -1), strict=True):
         H = qh @ kh.T / math.sqrt(qh.shape[-1])
-        if shift:
+        if offset:
             H = H - H.min(dim=1, keepdim=True).values
         heads.append((H * factors[None, :]).softmax(-1) @ vh)
     x = x + block.attn.proj(torch.cat(heads, -1))
     return x + block.mlp(block.norm2(x))
 
 
-@pytest.mark.parametrize("shift", ["min", "none"])
+@pytest.mark.parametrize("offset", ["min", "none"])
 @pytest.mark.parametrize("neighbours", [None, 2])
-def test_atman_patch_by_patch(shift: str, neighbours: int | None) -> None:
+def test_atman_patch_by_patch(offset: str, neighbours: int | None) -> None:
     vit = shared("vit", torch.float64)
     batch = images(vit, 2)
     factor, kappa = 0.2, 0.3
     targets = Targets(torch.tensor([[0, 3], [5, 1]]), several=True)
-    given = {"factor": factor, "kappa": kappa, "shift": shift, "neighbours": neighbours, "chunk": 7}
+    given = {"factor": factor, "kappa": kappa, "offset": offset, "neighbours": neighbours, "chunk": 7}
     found = maps(vit, batch, "atman", targets, **given).flatten(2)
 
     def log_p(x: Tensor, factors: Tensor) -> Tensor:
         for index in range(vit.depth):
-            x = plain_block(vit, index, x, factors, shift == "min")
+            x = plain_block(vit, index, x, factors, offset == "min")
         return vit.readout(x[None]).log_softmax(1)[0]
 
     several = 0
@@ -276,15 +278,15 @@ def test_a_factor_of_one_suppresses_nothing(family: str) -> None:
         nothing = maps(vit, batch, "atman", factor=1.0, kappa=0.5)
     within(float(nothing.abs().max()), 1e-12)
     ones = torch.ones(2, vit.tokens, dtype=torch.float64)
-    for shift in ("min", "none"):
-        found = Ablation(vit, batch).logits(Suppressed(torch.arange(2), ones, shift))
+    for offset in ("min", "none"):
+        found = Ablation(vit, batch).logits(Suppressed(torch.arange(2), ones, offset))
         torch.testing.assert_close(found, vit.logits(batch), **CLOSE)
     assert float(maps(vit, batch, "atman", factor=0.1, kappa=2.0).abs().max()) > 1e-4
 
 
 @pytest.mark.parametrize("family", ["vit-unfused", "beit", "hf-vit-eager", "torchvision", "eva02"])
 def test_every_kind_of_attention_is_suppressed_alike(family: str) -> None:
-    """One factor for all keys: the shift cancels in the softmax. With factor 0 attention is even; the block differs."""
+    """One factor for all keys: the offset cancels in the softmax. At factor 0 attention is even; the block differs."""
     vit = shared(family, torch.float64)
     tokens = vit.embed(images(vit, 1))
     factors = torch.zeros(1, vit.tokens, dtype=torch.float64)
@@ -379,7 +381,7 @@ def test_hsic_mask_by_mask(sampler: str) -> None:
     vit = shared("vit", torch.float64)
     batch = images(vit, 2)
     targets = Targets(torch.tensor([[0, 3], [5, 1]]), several=True)
-    given = {"n": 40, "grid": 4, "sampler": sampler, "fill": 0.2, "chunk": 9}
+    given = {"samples": 40, "grid": 4, "sampler": sampler, "fill": 0.2, "chunk": 9}
     found = maps(vit, batch, "hsic", targets, seed=1, **given)
     token = maps(vit, batch, "hsic", targets, seed=1, level="token", **given)
     masks = draw_masks(40, 16, sampler, 1)  # type: ignore[arg-type]
@@ -403,7 +405,7 @@ def test_several_classes_cost_no_further_forwards(name: str, monkeypatch: pytest
     calls: list[int] = []
     block = vit.block
     monkeypatch.setattr(vit, "block", lambda i, *a: (calls.append(len(a[0])), block(i, *a))[1])
-    quick = {} if name == "atman" else {"n": 40}
+    quick = {} if name == "atman" else {"samples": 40}
     costs = []
     for index in (torch.tensor([[0], [1]]), torch.tensor([[0, 1, 2], [3, 4, 5]])):
         calls.clear()

@@ -148,7 +148,7 @@ def literal_smoothgrad(
 )
 def test_smoothgrad(level: str, relative: bool, base: str, reduce: str) -> None:
     vit, batch = model("vit-wide")
-    settings: dict[str, Any] = {"n": 3, "sigma": 0.2, "relative": relative, "base": base, "level": level}
+    settings: dict[str, Any] = {"samples": 3, "sigma": 0.2, "relative": relative, "base": base, "level": level}
     mean = literal_smoothgrad(vit, batch, seed=11, **settings)
     expected = literal_reduce(mean, reduce)
     expected = expected if level == "pixel" else grid(vit, expected)
@@ -174,17 +174,17 @@ def test_smoothgrad_presets_are_the_sources() -> None:
 def test_smoothgrad_without_noise_is_the_gradient() -> None:
     vit, batch = model("vit")
     for level in ("pixel", "token"):
-        smooth = maps(vit, batch, "smoothgrad", TARGET, n=3, sigma=0, level=level)
+        smooth = maps(vit, batch, "smoothgrad", TARGET, samples=3, sigma=0, level=level)
         torch.testing.assert_close(smooth, maps(vit, batch, "grad", TARGET, reduce="l1", level=level), **CLOSE)
     with pytest.warns(pl.DegenerateMap, match="rounding noise"):
-        maps(vit, batch, "smoothgrad", TARGET, n=1, reduce="sum", level="token")
+        maps(vit, batch, "smoothgrad", TARGET, samples=1, reduce="sum", level="token")
 
 
 def test_many_variants_a_pass_change_nothing() -> None:
     """20 samples of one image run as 16 and 4 rows, of two images as 8 passes: the same map."""
     vit, batch = model("vit")
-    together = maps(vit, batch, "smoothgrad", TARGET, n=20)
-    alone = torch.cat([maps(vit, batch[b : b + 1], "smoothgrad", TARGET[b : b + 1], n=20) for b in (0, 1)])
+    together = maps(vit, batch, "smoothgrad", TARGET, samples=20)
+    alone = torch.cat([maps(vit, batch[b : b + 1], "smoothgrad", TARGET[b : b + 1], samples=20) for b in (0, 1)])
     torch.testing.assert_close(together, alone, **CLOSE)
 
 
@@ -196,7 +196,7 @@ def test_linear_model() -> None:
     x = batch.movedim(1, -1)
     for level in ("token", "pixel"):
         torch.testing.assert_close(maps(vit, batch, "grad", target, level=level), w.norm(dim=-1), **CLOSE)
-        smooth = maps(vit, batch, "smoothgrad", target, n=2, sigma=3.0, level=level)
+        smooth = maps(vit, batch, "smoothgrad", target, samples=2, sigma=3.0, level=level)
         torch.testing.assert_close(smooth, w.abs().sum(-1), **CLOSE)
         for rule in ("gausslegendre", "right"):
             exact = maps(vit, batch, "ig", target, steps=1, quadrature=rule, level=level)
@@ -270,10 +270,10 @@ def test_averaging_along_the_path() -> None:
         ixg, skip = ixg + cats[0] / 5, skip + cats[2] / 5
     settings: dict[str, Any] = {"preset": "libragrad", "steps": 5}
     torch.testing.assert_close(maps(vit, batch, "ig.libra", TARGET, **settings), grid(vit, ixg), **CLOSE)
-    found = maps(vit, batch, "ig", TARGET, **settings | {"of": "decompx.skipplus"})
+    found = maps(vit, batch, "ig", TARGET, **settings | {"integrand": "decompx.skipplus"})
     torch.testing.assert_close(found, grid(vit, skip), **CLOSE)
     with pytest.raises(pl.PatchlightError, match="white-box"):
-        maps(vit, batch, "ig", TARGET, of="smoothgrad")
+        maps(vit, batch, "ig", TARGET, integrand="smoothgrad")
 
 
 @pytest.mark.parametrize("rule", ["plain", "libra"])
@@ -305,8 +305,8 @@ def test_fullgrad(family: str, rule: str) -> None:
 
 def test_fullgrad_plus_in_layer_mode_is_refused() -> None:
     vit, batch = model("vit")
-    with pytest.raises(pl.PatchlightError, match="mode='tail'"):
-        maps(vit, batch, "fullgrad.plus", TARGET, mode="layer")
+    with pytest.raises(pl.PatchlightError, match="terms='tail'"):
+        maps(vit, batch, "fullgrad.plus", TARGET, terms="layer")
 
 
 FAMILIES = ["vit", "deit-distilled", "deit3", "beit", "eva", "eva02", "dinov3", "clip", "siglip", "reg4-gap", "hf-vit"]

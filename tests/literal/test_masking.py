@@ -105,31 +105,32 @@ def mirrored_bilinear(grid: Tensor, height: int, width: int, y: int, x: int) -> 
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("rise", {"level": "token", "n": 24}),
-        ("occlusion", {"level": "token"}),
+        ("rise", {"unit": "token", "level": "token", "samples": 24}),
+        ("occlusion", {"unit": "token", "level": "token"}),
         ("occlusion", {"window": (20, 30), "stride": 16}),
-        ("pami", {"fill": "drop"}),
-        ("lime", {"fill": "drop", "samples": 64}),
+        ("pami", {"unit": "token"}),
+        ("lime", {"unit": "token", "samples": 64}),
         ("score-cam", {"preset": "vit-cx"}),
     ],
 )
 def test_contract_of_the_other_settings(name: str, settings: dict[str, Any], family: str) -> None:
     vit = shared(family)
-    if vit.can_drop is not None and ("drop" in settings.values() or "token" in settings.values()):
+    if vit.can_drop is not None and settings.get("unit") == "token":
         with pytest.raises(pl.Unsupported, match=r"merges patches"):
             pl.explain(vit, images(vit, 1), name, **settings)
         return
     check_method(name, vit, images(vit, 2), double=shared(family, torch.float64), settings=settings)
 
 
-@pytest.mark.parametrize("normaliser", ["p", "empirical"])
+@pytest.mark.parametrize("normaliser", ["expected", "empirical"])
 def test_rise_pixels(normaliser: str) -> None:
     """The masks pixel by pixel, and S(x) = sum_i f(X M_i) M_i(x) over N p or over the coverage."""
     vit = shared("vit-wide", torch.float64)
     batch = images(vit, 2)
     height, width = vit.preprocess.size
     n, s, p = 4, 4, 0.4
-    found = maps(vit, batch, "rise", TARGET[:2], seed=3, n=n, grid=s, p=p, normaliser=normaliser, fill="channel-mean")
+    settings = {"samples": n, "grid": s, "keep": p, "normaliser": normaliser, "fill": "channel-mean"}
+    found = maps(vit, batch, "rise", TARGET[:2], seed=3, **settings)
     small = rise.draw_grids(n, s, p, (height, width), torch.Generator().manual_seed(3))
     cells = [math.ceil(height / s), math.ceil(width / s)]
     masks = torch.empty(n, height, width, dtype=torch.float64)
@@ -143,19 +144,37 @@ def test_rise_pixels(normaliser: str) -> None:
     for b in range(2):
         fill = batch[b].mean((1, 2), keepdim=True)
         total = sum(f(vit, batch[b] * m + fill * (1 - m), TARGET[b]) * m for m in masks)
-        expected = total / (n * p) if normaliser == "p" else total / masks.sum(0)
+        expected = total / (n * p) if normaliser == "expected" else total / masks.sum(0)
         expected = expected.nan_to_num(0.0)  # never covered
         torch.testing.assert_close(found[b], expected, **CLOSE)
+    coarse = maps(vit, batch, "rise", TARGET[:2], seed=3, level="token", **settings)
+    torch.testing.assert_close(coarse, F.avg_pool2d(found, 16), **CLOSE)
 
 
 def test_rise_tokens() -> None:
     vit = shared("deit-distilled", torch.float64)
     batch = images(vit)
-    found = maps(vit, batch, "rise", TARGET, seed=1, preset="vit-shapley", n=30)
+    found = maps(vit, batch, "rise", TARGET, seed=1, preset="vit-shapley", samples=30)
     masks = masking.bernoulli((30, 16), 0.5, torch.Generator().manual_seed(1)).double()
     for b, target in enumerate(TARGET):
         total = sum(kept(vit, batch[b], m.nonzero()[:, 0], target) * m for m in masks)
         torch.testing.assert_close(found[b], (total / masks.sum(0)).view(4, 4), **CLOSE)
+    painted = maps(vit, batch, "rise", TARGET, seed=1, preset="vit-shapley", samples=30, level="pixel")
+    torch.testing.assert_close(painted, found.repeat_interleave(16, 1).repeat_interleave(16, 2), **CLOSE)
+
+
+def test_rise_patches() -> None:
+    """The patches that `unit="token"` would remove are painted; a mask may show none of them."""
+    vit = shared("vit-wide", torch.float64)
+    batch = images(vit)[:1]
+    settings: dict[str, Any] = {"unit": "patch", "level": "token", "samples": 30, "keep": 0.1, "fill": "black"}
+    found = maps(vit, batch, "rise", TARGET[:1], seed=1, **settings)
+    masks = masking.bernoulli((30, 15), 0.1, torch.Generator().manual_seed(1), empty=True).double()
+    assert not bool(masks.any(1).all())
+    black = fill_images("black", batch, vit)[0]
+    large = masks.view(30, 3, 5).repeat_interleave(16, 1).repeat_interleave(16, 2).bool()
+    total = sum(f(vit, torch.where(m, batch[0], black), TARGET[0]) * z for m, z in zip(large, masks, strict=True))
+    torch.testing.assert_close(found[0], (total / (30 * 0.1)).view(3, 5), **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore::patchlight.DegenerateMap")
@@ -163,12 +182,12 @@ def test_rise_sees_everything_at_p_1_and_a_constant_model_by_its_coverage() -> N
     vit = shared("vit", torch.float64)
     batch = images(vit)
     whole = torch.stack([f(vit, x, t) for x, t in zip(batch, TARGET, strict=True)])[:, None, None]
-    settings: dict[str, Any] = {"n": 40, "grid": 5}
-    found = maps(vit, batch, "rise", TARGET, **settings, p=1.0, level="token")
+    settings: dict[str, Any] = {"samples": 40, "grid": 5}
+    found = maps(vit, batch, "rise", TARGET, **settings, keep=1.0, unit="token", level="token")
     torch.testing.assert_close(found, whole.expand(-1, 4, 4), **CLOSE)
-    found = maps(vit, batch, "rise", TARGET, **settings, p=1.0)
+    found = maps(vit, batch, "rise", TARGET, **settings, keep=1.0)
     torch.testing.assert_close(found, whole.expand(-1, 64, 64), **CLOSE)
-    flat = maps(vit, batch, "rise", TARGET, **settings, p=0.3, score=lambda logits: logits[:, 0] * 0 + 0.25)
+    flat = maps(vit, batch, "rise", TARGET, **settings, keep=0.3, score=lambda logits: logits[:, 0] * 0 + 0.25)
     grids = rise.draw_grids(40, 5, 0.3, (64, 64), torch.Generator().manual_seed(0)).to(batch)
     coverage = grids.masks(torch.arange(40)).mean(0)
     torch.testing.assert_close(flat[0], 0.25 * coverage / 0.3, **CLOSE)
@@ -182,7 +201,8 @@ def test_rise_on_an_additive_game_tends_to_its_closed_form() -> None:
     """E[S_i] = (1-p) a_i + p sum_j a_j + b, within five standard errors."""
     vit, p, n = Linear(), 0.3, 4000
     batch = vit.batch_of(1)
-    found = maps(vit, batch, "rise", [1], level="token", p=p, n=n, score="logit")[0].flatten()
+    found = maps(vit, batch, "rise", [1], preset="vit-shapley", normaliser="expected", keep=p, samples=n, score="logit")
+    found = found[0].flatten()
     a = vit.embed(batch)[0, :, 1]
     expected = (1 - p) * a + p * a.sum() + vit.model["b"][1]  # type: ignore[index]
     masks = masking.bernoulli((n, 12), p, torch.Generator().manual_seed(0)).double()
@@ -198,7 +218,7 @@ def test_rise_makes_its_masks_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     made: list[int] = []
     inner = rise.Grids.masks
     monkeypatch.setattr(rise.Grids, "masks", lambda self, index: (made.append(len(index)), inner(self, index))[1])
-    maps(vit, images(vit), "rise", TARGET, n=50, chunk=16)
+    maps(vit, images(vit), "rise", TARGET, samples=50, chunk=16)
     assert sum(made) == 150
     assert max(made) == 16
 
@@ -233,7 +253,7 @@ def test_leave_one_out() -> None:
         expected = torch.stack([whole - kept(vit, batch[b], every[every != i], target) for i in range(16)])
         torch.testing.assert_close(found[b], expected.view(4, 4), **CLOSE)
     with pytest.raises(pl.PatchlightError, match="would keep no patch"):
-        maps(vit, batch, "occlusion", TARGET, level="token", window=4)
+        maps(vit, batch, "occlusion", TARGET, unit="token", window=4)
 
 
 def test_occlusion_of_a_linear_model() -> None:
@@ -249,8 +269,13 @@ def test_occlusion_of_a_linear_model() -> None:
     found = maps(vit, batch, "occlusion", [1, 1], score="logit")
     torch.testing.assert_close(found, patches.repeat_interleave(2, 1).repeat_interleave(2, 2), **CLOSE)
     within(float(found[:, :2, :2].abs().max()), 1e-12)
-    tokens = maps(vit, batch, "occlusion", [1, 1], level="token", score="logit")
-    torch.testing.assert_close(tokens, patches, **CLOSE)
+    for unit in ("token", "patch", "pixel"):
+        tokens = maps(vit, batch, "occlusion", [1, 1], unit=unit, level="token", score="logit")
+        torch.testing.assert_close(tokens, patches, **CLOSE)
+        painted = maps(vit, batch, "occlusion", [1, 1], unit=unit, score="logit")
+        torch.testing.assert_close(painted, found, **CLOSE)
+    wide = maps(vit, batch, "occlusion", [1, 1], unit="patch", window=(1, 2), level="token", score="logit")
+    torch.testing.assert_close(wide, patches.unflatten(2, (2, 2)).sum(3).repeat_interleave(2, 2), **CLOSE)
 
 
 def channels(vit: Anatomy, batch: Tensor, layer: int, norm: bool) -> Tensor:
@@ -304,15 +329,15 @@ def test_lime() -> None:
     z[0] = 1
     distance = torch.stack([1 - torch.cosine_similarity(row, torch.ones(patches).double(), dim=0) for row in z])
     root = (torch.exp(-(distance**2) / width**2).sqrt()).sqrt()[:, None]
-    for fill in ("segment-mean", "drop"):
-        found = maps(vit, batch, "lime", TARGET, fill=fill, **settings)
+    for unit in ("patch", "token"):
+        found = maps(vit, batch, "lime", TARGET, unit=unit, **settings)
         for b, target in enumerate(TARGET):
-            y = torch.stack([_hidden(vit, batch[b], row, target, fill) for row in z])[:, None]
+            y = torch.stack([_hidden(vit, batch[b], row, target, unit) for row in z])[:, None]
             design = torch.cat([root * torch.cat([z, torch.ones(n, 1).double()], 1), _penalty(patches, ridge)])
             wanted = torch.cat([root * y, torch.zeros(patches, 1).double()])
             expected = torch.linalg.lstsq(design, wanted).solution[:patches, 0]
             torch.testing.assert_close(found[b], expected.view(3, 5), **CLOSE)
-    painted = maps(vit, batch, "lime", TARGET, fill="drop", level="pixel", **settings)
+    painted = maps(vit, batch, "lime", TARGET, unit="token", level="pixel", **settings)
     torch.testing.assert_close(painted, found.repeat_interleave(16, 1).repeat_interleave(16, 2), **CLOSE)
 
 
@@ -321,8 +346,8 @@ def _penalty(features: int, ridge: float) -> Tensor:
     return ridge**0.5 * rows
 
 
-def _hidden(vit: Anatomy, image: Tensor, shown: Tensor, target: int, fill: str) -> Tensor:
-    if fill == "drop":
+def _hidden(vit: Anatomy, image: Tensor, shown: Tensor, target: int, unit: str) -> Tensor:
+    if unit == "token":
         return kept(vit, image, shown.nonzero()[:, 0], target)
     picture = image.clone()
     for patch in (shown == 0).nonzero()[:, 0].tolist():
@@ -338,8 +363,8 @@ def test_lime_finds_an_additive_game() -> None:
     batch = vit.batch_of()
     game = vit.embed(batch)[..., 2].detach().view(2, 3, 4)
     settings: dict[str, Any] = {"score": "logit", "samples": 300}
-    for fill in ("zero", "drop"):
-        found = maps(vit, batch, "lime", [2, 2], fill=fill, ridge=1e-9, **settings)
+    for unit in ("patch", "token"):
+        found = maps(vit, batch, "lime", [2, 2], unit=unit, fill="zero", ridge=1e-9, **settings)
         torch.testing.assert_close(found, game, rtol=0, atol=1e-7)
     shrunk = maps(vit, batch, "lime", [2, 2], fill="zero", **settings)
     assert 0 < float((shrunk - game).abs().max()) < 0.3 * float(game.abs().max())
@@ -383,8 +408,6 @@ def test_lime_superpixels_may_differ_in_number(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(pooled, F.avg_pool2d(found, 2), **CLOSE)
     means = lime.segment_means(batch, torch.stack([bands, halves]))
     torch.testing.assert_close(means[0, 1, 4, 4], batch[0, 1, :, 3:5].mean())
-    with pytest.raises(pl.Unsupported, match="only patches can be dropped"):
-        pl.explain(shared("vit"), images(shared("vit")), "lime", segments="superpixels", fill="drop")
 
 
 def test_superpixels_without_scikit_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,20 +417,20 @@ def test_superpixels_without_scikit_image(monkeypatch: pytest.MonkeyPatch) -> No
         pl.explain(vit, images(vit), "lime", preset="paper")
 
 
-@pytest.mark.parametrize("fill", ["blur-tis", "drop"])
-@pytest.mark.parametrize("window", [2, (2, 3)])
-def test_pami(fill: str, window: int | tuple[int, ...]) -> None:
+@pytest.mark.parametrize("unit", ["patch", "token"])
+@pytest.mark.parametrize("windows", [2, [2, 3]])
+def test_pami(unit: str, windows: int | list[int]) -> None:
     vit = shared("vit-wide", torch.float64)
     batch = images(vit)
-    found = maps(vit, batch, "pami", TARGET, fill=fill, window=window)
+    found = maps(vit, batch, "pami", TARGET, unit=unit, windows=windows)
     blurred = fill_images("blur-tis", batch, vit)
     for b, target in enumerate(TARGET):
         total, count = torch.zeros(2, 3, 5, dtype=torch.float64)
-        for size in (window,) if isinstance(window, int) else window:
+        for size in [windows] if isinstance(windows, int) else windows:
             for i, j in itertools.product(range(3 - size + 1), range(5 - size + 1)):
                 part = torch.zeros(3, 5, dtype=torch.bool)
                 part[i : i + size, j : j + size] = True
-                if fill == "drop":
+                if unit == "token":
                     score = kept(vit, batch[b], part.flatten().nonzero()[:, 0], target)
                 else:
                     pixels = part.repeat_interleave(16, 0).repeat_interleave(16, 1)
@@ -423,20 +446,20 @@ def test_pami_of_the_whole_and_of_an_additive_game() -> None:
     batch = vit.batch_of()
     null = vit.model["b"][1].detach()  # type: ignore[index]
     game = vit.embed(batch)[..., 1].detach().view(2, 3, 4)
-    for fill in ("zero", "drop"):
-        single = maps(vit, batch, "pami", [1, 1], window=1, fill=fill, score="logit")
+    for unit in ("patch", "token"):
+        single = maps(vit, batch, "pami", [1, 1], windows=1, unit=unit, fill="zero", score="logit")
         torch.testing.assert_close(single, null + game, **CLOSE)
         with pytest.warns(pl.DegenerateMap, match="as large as the grid"):
-            whole = maps(vit, batch, "pami", [1, 1], window=9, fill=fill, score="logit")
+            whole = maps(vit, batch, "pami", [1, 1], windows=9, unit=unit, fill="zero", score="logit")
         torch.testing.assert_close(whole, (null + game.sum((1, 2)))[:, None, None].expand(2, 3, 4), **CLOSE)
 
 
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
-    "rise": ({"n": 20}, 20),
+    "rise": ({"samples": 20}, 20),
     "occlusion": ({}, 17),
     "score-cam": ({}, 48 + 1),
     "lime": ({"samples": 20}, 20),
-    "pami": ({"window": 2}, 9),
+    "pami": ({"windows": 2}, 9),
 }
 
 
@@ -458,7 +481,12 @@ def test_forwards_and_several_classes(name: str, monkeypatch: pytest.MonkeyPatch
 
 def test_settings_are_checked() -> None:
     vit = shared("vit")
-    for name, bad in (("rise", {"p": 0}), ("rise", {"grid": 1}), ("lime", {"ridge": 0}), ("occlusion", {"window": 0})):
+    for name, bad in (
+        ("rise", {"keep": 0}),
+        ("rise", {"grid": 1}),
+        ("lime", {"ridge": 0}),
+        ("occlusion", {"window": 0}),
+    ):
         with pytest.raises(pl.PatchlightError, match=f"of '{name}' is not valid"):
             pl.explain(vit, images(vit), name, **bad)
     assert resolve("rise", {"preset": "tis"}).score == "logit"

@@ -74,14 +74,14 @@ def test_as_many_clusters_as_points_are_the_points() -> None:
 
 
 def literal_tis(
-    vit: Anatomy, image: Tensor, target: int, n_masks: int, ratios: list[float], seed: int, how: str
+    vit: Anatomy, image: Tensor, target: int, samples: int, ratios: list[float], seed: int, variant: str
 ) -> Tensor:
     """The card's steps, one mask at a time."""
     with pl.trace(vit, image) as t:
         outputs = [x[0, vit.prefix :] for x in t.tokens[1:]]
     points = torch.cat(outputs, 1).T.float().double().numpy()
     np.random.seed(12345 + seed)
-    initial = np.random.choice(len(points), n_masks, replace=False)
+    initial = np.random.choice(len(points), samples, replace=False)
     centroids = slow_lloyd(points, initial, 100, "reseed")
     patches = points.shape[1]
     total, coverage = np.zeros(patches), np.zeros(patches)
@@ -90,9 +90,9 @@ def literal_tis(
             top = np.argsort(-centroid, kind="stable")[: int(ratio * patches)]
             mask = np.zeros(patches)
             mask[top] = 1
-            shown = 1 - mask if how == "inverted" else mask
+            shown = 1 - mask if variant == "inverted" else mask
             with torch.no_grad():
-                if how == "pixels":
+                if variant == "patch":
                     pixels = torch.from_numpy(shown).view(1, 1, *vit.grid)
                     pixels = pixels.repeat_interleave(16, 2).repeat_interleave(16, 3)
                     logits = vit.logits(image * pixels)
@@ -100,31 +100,31 @@ def literal_tis(
                     keep = torch.from_numpy(shown.nonzero()[0])[None]
                     logits = vit.readout(vit.run(vit.embed(image), keep=keep))
             weight = float(vit.probabilities(logits)[0, target])
-            total += (-weight if how == "inverted" else weight) * mask
+            total += (-weight if variant == "inverted" else weight) * mask
             coverage += mask
     assert (coverage > 0).all()
     return torch.from_numpy(total / coverage).view(vit.grid)
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "how"),
+    ("family", "settings", "variant"),
     [
-        ("vit-wide", {}, "tokens"),
-        ("deit-distilled", {"keep": [0.3, 0.6]}, "tokens"),
+        ("vit-wide", {}, "token"),
+        ("deit-distilled", {"keep": [0.3, 0.6]}, "token"),
         ("reg4-gap", {"inverted": True, "keep": 0.3}, "inverted"),
-        ("vit", {"mode": "pixels", "fill": "zero"}, "pixels"),
+        ("vit", {"unit": "patch", "fill": "zero"}, "patch"),
     ],
 )
-def test_tis_is_the_papers(family: str, settings: dict[str, Any], how: str) -> None:
+def test_tis_is_the_papers(family: str, settings: dict[str, Any], variant: str) -> None:
     vit = shared(family, torch.float64)
     batch = images(vit, 2)
     targets = Targets(torch.tensor([[1, 4], [0, 2]]), several=True)
-    _, (found,) = compute(vit, batch, [resolve("tis", {"n_masks": 20, **settings})], targets, seed=1)
+    _, (found,) = compute(vit, batch, [resolve("tis", {"samples": 20, **settings})], targets, seed=1)
     keep = settings.get("keep", 0.5)
     ratios = keep if isinstance(keep, list) else [keep]
     for b in range(2):
         for t in range(2):
-            expected = literal_tis(vit, batch[b : b + 1], int(targets.index[b, t]), 20, ratios, 1, how)
+            expected = literal_tis(vit, batch[b : b + 1], int(targets.index[b, t]), 20, ratios, 1, variant)
             torch.testing.assert_close(found[b, t], expected, atol=1e-10, rtol=0)
 
 
@@ -211,11 +211,11 @@ def test_several_ratios_pool_their_masks() -> None:
 
 def test_noise_fills_pixels_reproducibly() -> None:
     vit = shared("vit", torch.float64)
-    request = resolve("tis", {"n_masks": 20, "mode": "pixels"})
+    request = resolve("tis", {"samples": 20, "unit": "patch"})
     targets = Targets(torch.tensor([[1], [2]]))
     (one,), (again,) = (compute(vit, images(vit, 2), [request], targets, 3)[1] for _ in range(2))
     assert torch.equal(one, again)
-    zero = resolve("tis", {"n_masks": 20, "mode": "pixels", "fill": "zero"})
+    zero = resolve("tis", {"samples": 20, "unit": "patch", "fill": "zero"})
     assert not torch.allclose(one, compute(vit, images(vit, 2), [zero], targets, 3)[1][0])
 
 
@@ -225,13 +225,13 @@ def test_classes_cost_nothing_and_masks_have_an_upper_number(monkeypatch: pytest
     block = vit.block
     monkeypatch.setattr(vit, "block", lambda i, *a: (seen.append(len(a[0]) if i == 0 else 0), block(i, *a))[1])
     targets = Targets(torch.tensor([[0, 1, 2], [3, 4, 5]]), several=True)
-    _, (maps,) = compute(vit, images(vit, 2), [resolve("tis", {"n_masks": 1000, "iterations": 1})], targets, 0)
+    _, (maps,) = compute(vit, images(vit, 2), [resolve("tis", {"samples": 1000, "iterations": 1})], targets, 0)
     assert maps.shape == (2, 3, 4, 4)
     assert sum(seen) == 2 + 2 * 144, "a mask for each point at most, and one clean forward"
 
 
 def test_settings_are_checked() -> None:
     assert resolve("tis", {"preset": "authors"}).settings["empty"] == "zero"
-    for wrong in ({"keep": 0.0}, {"keep": [0.5, 1.5]}, {"keep": []}, {"n_masks": 0}):
+    for wrong in ({"keep": 0.0}, {"keep": [0.5, 1.5]}, {"keep": []}, {"samples": 0}):
         with pytest.raises(pl.PatchlightError, match="is not valid"):
             resolve("tis", wrong)

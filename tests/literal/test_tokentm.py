@@ -40,7 +40,11 @@ def _literal(vit: Anatomy, t: Trace, i: int, s: dict[str, Any]) -> Tensor:
         block: Any
         x, y = t.tokens[layer][i], t.tokens[layer + 1][i]
         A, G = t.attention[layer][i], t.attention_gradients[layer][i]
-        G = {"relu": G.clamp(min=0), "signed": G, "none": torch.ones_like(G)}[s.get("grad", "relu")]
+        G = (
+            {"relu": G.clamp(min=0), "signed": G}[s.get("sign", "relu")]
+            if s.get("gradient", True)
+            else torch.ones_like(G)
+        )
         u = (x + block.ls1(block.attn(block.norm1(x[None])))[0]).detach()
         width = x.shape[1] // vit.heads
         w_v = block.attn.qkv.weight.detach()[2 * x.shape[1] :]
@@ -72,9 +76,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"head_fusion": "mean_first"},
     {"ffn_where": "residual", "necc_scale": "N"},
     {"necc_scale": 3.0, "use_length": False},
-    {"use_necc": False, "grad": "signed"},
-    {"grad": "none"},
-    {"head_fusion": "mean_first", "grad": "signed"},
+    {"use_necc": False, "sign": "signed"},
+    {"gradient": False},
+    {"head_fusion": "mean_first", "sign": "signed"},
     {"include_ffn": False, "init": "identity"},
 ]
 

@@ -96,7 +96,7 @@ def test_vit_cx_is_the_papers(family: str, variant: Any) -> None:
     vit = shared(family, torch.float64)
     batch = images(vit, 2)
     targets = Targets(torch.tensor([[1, 4], [0, 2]]), several=True)
-    settings = {"threshold": 0.25, "sigma": 0.7, "variant": variant, "chunk": 7}
+    settings = {"distance": 0.25, "sigma": 0.7, "variant": variant, "chunk": 7}
     _, (found,) = compute(vit, batch, [resolve("vit-cx", settings)], targets, seed=2)
     noise = draws(asked(vit, batch, [0], seed=2))
     for b in range(2):
@@ -171,7 +171,7 @@ def test_full_and_empty_masks() -> None:
 
     masks = torch.stack([torch.ones(4, 4), torch.zeros(4, 4)]).double()
     scores = causal_scores(
-        ask, upsampled(masks, batch), torch.zeros(2, dtype=torch.long), f(batch), draws(ask), 0.5, n_noise=3
+        ask, upsampled(masks, batch), torch.zeros(2, dtype=torch.long), f(batch), draws(ask), 0.5, samples=3
     )
     torch.testing.assert_close(scores[0], f(batch)[0], atol=1e-10, rtol=0)
     z = 0.5 * draws(ask)(torch.tensor([3, 4, 5]))
@@ -196,7 +196,7 @@ def test_noise_is_normal_and_its_own_by_index() -> None:
 def test_chunks_do_not_change_the_map(chunk: int) -> None:
     vit = shared("vit", torch.float64)
     targets = Targets(torch.tensor([[1], [2]]))
-    settings = {"threshold": 0.3, "n_noise": 2, "sigma": 0.5}
+    settings = {"distance": 0.3, "samples": 2, "sigma": 0.5}
     whole, cut = (
         compute(vit, images(vit, 2), [resolve("vit-cx", {**settings, "chunk": c})], targets, 0)[1][0]
         for c in (1000, chunk)
@@ -251,7 +251,7 @@ def test_constant_channels_are_left_out() -> None:
     weight[2] = 0
     batch = torch.randn(2, 3, 12, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     targets = Targets(torch.tensor([[0], [1]]))
-    request = resolve("vit-cx", {"threshold": 1e-6, "sigma": 0.0}, "logit")
+    request = resolve("vit-cx", {"distance": 1e-6, "sigma": 0.0}, "logit")
     _, (found,) = compute(Linear(weight), batch, [request], targets, 0)
     features, _ = feature_maps(asked(whole, batch, [0]))
     for b in range(2):
@@ -261,7 +261,7 @@ def test_constant_channels_are_left_out() -> None:
             masked_scores(ask, upsampled(masks, batch), torch.zeros(4, dtype=torch.long)), masks, (12, 16)
         )[0]
         torch.testing.assert_close(found[b, 0], expected, atol=1e-10, rtol=0)
-    with pytest.warns(pl.DegenerateMap, match="smaller threshold"):
+    with pytest.warns(pl.DegenerateMap, match="smaller distance"):
         _, (none,) = compute(Linear(torch.zeros(5, 3, 12, 16)), batch, [resolve("vit-cx")], targets, 0)
     assert (none == 0).all()
 
@@ -285,7 +285,7 @@ def test_classes_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     block = vit.block
     monkeypatch.setattr(vit, "block", lambda i, *a: (seen.append(len(a[0]) if i == 0 else 0), block(i, *a))[1])
     targets = Targets(torch.tensor([[0, 1, 2]]), several=True)
-    compute(vit, images(vit, 1), [resolve("vit-cx", {"variant": 1, "n_noise": 2})], targets, 0)
+    compute(vit, images(vit, 1), [resolve("vit-cx", {"variant": 1, "samples": 2})], targets, 0)
     assert sum(seen) == 1 + 2 * 48 * 2
 
 
@@ -295,8 +295,8 @@ def test_random_masks_of_the_second_variant() -> None:
     batch = torch.randn(2, 3, 12, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     targets = Targets(torch.tensor([[0, 2], [1, 4]]), several=True)
     requests = [
-        resolve("vit-cx", {"variant": 2, "n_random": 40}, "logit"),
-        resolve("rise", {"n": 40, "grid": 7, "p": 0.5, "normaliser": "empirical"}, "logit"),
+        resolve("vit-cx", {"variant": 2, "random_masks": 40}, "logit"),
+        resolve("rise", {"samples": 40, "grid": 7, "keep": 0.5, "normaliser": "empirical"}, "logit"),
     ]
     _, (found, rise) = compute(vit, batch, requests, targets, 3)
     torch.testing.assert_close(found, rise, atol=1e-9, rtol=0)
@@ -304,7 +304,7 @@ def test_random_masks_of_the_second_variant() -> None:
 
 def test_settings_are_checked() -> None:
     swin = shared("swin")
-    assert "no blocks" in str(refusal(resolve("vit-cx", {"layer": "blocks[-1].norm1"}), swin))
-    for wrong in ({"threshold": 0.0}, {"sigma": -1.0}, {"variant": 6}, {"n_noise": 0}):
+    assert "no blocks" in str(refusal(resolve("vit-cx", {"layer": "blocks[0].norm1"}), swin))
+    for wrong in ({"distance": 0.0}, {"sigma": -1.0}, {"variant": 6}, {"samples": 0}):
         with pytest.raises(pl.PatchlightError, match="is not valid"):
             resolve("vit-cx", wrong)

@@ -146,5 +146,5 @@ def test_captum_smoothgrad(sigma: str) -> None:
     name = f"captum_smoothgrad10_std{sigma}"
     for image in (3,):
         seed = int(reference(name)["torch_seed"][image])
-        ours = one_image("smoothgrad", image, seed, preset="tis", n=10, sigma=float(sigma))
+        ours = one_image("smoothgrad", image, seed, preset="tis", samples=10, sigma=float(sigma))
         close(ours, reference(name)["maps"][image], 1e-3)

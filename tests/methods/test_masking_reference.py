@@ -40,7 +40,7 @@ def test_rise_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = rise.score_masks
     monkeypatch.setattr(rise, "draw_grids", lambda n, *_: saved_grids(n))
     monkeypatch.setattr(rise, "score_masks", lambda *a: (seen.append(inner(*a)), seen[-1])[1])
-    maps(deit_tiny(), inputs(2), "rise", saved["target"][:2].tolist(), n=20)
+    maps(deit_tiny(), inputs(2), "rise", saved["target"][:2].tolist(), samples=20)
     theirs = torch.from_numpy(saved["scores"][:2, :20])
     torch.testing.assert_close(seen[0][..., 0], theirs, rtol=0, atol=1e-4)
 
@@ -51,7 +51,7 @@ def test_rise_whole(image: int, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = reference("rise500")
     monkeypatch.setattr(rise, "draw_grids", lambda n, *_: saved_grids(n))
     one = inputs()[image : image + 1]
-    found = maps(deit_tiny(), one, "rise", [int(saved["target"][image])], n=500)
+    found = maps(deit_tiny(), one, "rise", [int(saved["target"][image])], samples=500)
     close(found, saved["maps"][image], 1e-4)
 
 

@@ -63,7 +63,7 @@ def test_captum_noise_tunnel(base: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(41)
         found = attr.NoiseTunnel(explainer).attribute(image, nt_samples=5, stdevs=0.4, target=target[0], **extra)
-    settings: dict[str, Any] = {"n": 5, "sigma": 0.4, "relative": False, "base": base, "reduce": "sum"}
+    settings: dict[str, Any] = {"samples": 5, "sigma": 0.4, "relative": False, "base": base, "reduce": "sum"}
     ours, theirs = maps(vit, image, "smoothgrad", target, 41, **settings), found.detach().sum(1)
     close(ours, theirs, 1e-6)
 
@@ -121,5 +121,5 @@ def test_gradcam_library_augmented() -> None:
     for family in ("reg4-gap", "vit-wide"):
         vit, batch = model(family)
         final, _ = library_cam(peer, vit, batch, "GradCAM", aug_smooth=True)
-        ours = maps(vit, batch, "gradcam-aug", TARGET, scaled=True)
+        ours = maps(vit, batch, "gradcam-aug", TARGET, stretch=True)
         torch.testing.assert_close(ours, final.double(), rtol=0, atol=1e-5)

@@ -90,7 +90,7 @@ def test_tis_scores_are_theirs_given_their_centroids() -> None:
 def test_few_masks_already_rank_as_theirs() -> None:
     some = slice(0, 2)
     targets = Targets(torch.from_numpy(reference("tis")["target"])[some, None])
-    _, (maps,) = compute(deit_tiny(), inputs(2), [resolve("tis", {"n_masks": 192})], targets, 0)
+    _, (maps,) = compute(deit_tiny(), inputs(2), [resolve("tis", {"samples": 192})], targets, 0)
     found = ranks(maps[:, 0], torch.from_numpy(reference("tis")["maps"][some]))
     assert min(found) >= 0.85, found
 

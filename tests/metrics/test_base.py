@@ -160,7 +160,7 @@ def test_the_class_is_the_one_asked_the_true_one_or_the_prediction() -> None:
     ask = Measure(vit, batch, maps(), Targets(torch.tensor([[5], [6]])), torch.tensor([2, 3]))
     assert ask.of("given").index.flatten().tolist() == [5, 6]
     assert ask.of("label").index.flatten().tolist() == [2, 3]
-    assert ask.of("predicted").index.flatten().tolist() == vit.logits(batch).argmax(1).tolist()
+    assert ask.of("prediction").index.flatten().tolist() == vit.logits(batch).argmax(1).tolist()
 
 
 def test_one_metric_under_several_names() -> None:

@@ -40,8 +40,8 @@ def test_gini_is_the_mean_difference() -> None:
 
 def test_sparseness_of_maps() -> None:
     ramp = torch.arange(16.0).view(1, 4, 4)
-    assert measured(ramp, "sparseness", unit="patch").item() == pytest.approx(17 / 48, abs=1e-6)
-    assert measured(ramp, "sparseness") != measured(ramp, "sparseness", unit="patch")
+    assert measured(ramp, "sparseness", level="token").item() == pytest.approx(17 / 48, abs=1e-6)
+    assert measured(ramp, "sparseness") != measured(ramp, "sparseness", level="token")
     for scale in (1e-9, 1e6):
         assert measured(ramp * scale, "sparseness").item() == pytest.approx(measured(ramp, "sparseness").item())
 
@@ -51,7 +51,7 @@ def test_shifts() -> None:
     raised, sunk = ramp + 10, ramp - 3
 
     def of(maps: Tensor, shift: str) -> float:
-        return measured(maps, "sparseness", unit="patch", shift=shift).item()
+        return measured(maps, "sparseness", level="token", shift=shift).item()
 
     full = 17 / 48
     assert of(raised, "always") == pytest.approx(full, abs=1e-6)
@@ -78,9 +78,9 @@ def test_the_stored_sparseness(name: str) -> None:
         return pl.evaluate(deit_tiny(), inputs(), maps, "sparseness", target=0, **settings).values
 
     np.testing.assert_allclose(ours(preset="tis"), stored["sparseness_shift_224"], atol=1e-4)
-    np.testing.assert_allclose(ours(preset="tis", unit="patch"), stored["sparseness_shift_14"], atol=1e-4)
+    np.testing.assert_allclose(ours(preset="tis", level="token"), stored["sparseness_shift_14"], atol=1e-4)
     np.testing.assert_allclose(ours(shift="none"), stored["sparseness_224"], atol=1e-4)
-    np.testing.assert_allclose(ours(shift="negative", unit="patch"), stored["sparseness_14"], atol=1e-4)
+    np.testing.assert_allclose(ours(shift="negative", level="token"), stored["sparseness_14"], atol=1e-4)
 
 
 def test_it_is_quantus_sparseness() -> None:

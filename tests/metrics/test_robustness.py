@@ -13,7 +13,7 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
-from patchlight.metrics.evaluation import explainer
+from patchlight.metrics.evaluation import map_function
 from patchlight.metrics.robustness import draws
 from patchlight.targets import Targets
 from tests.families import images, shared
@@ -26,7 +26,7 @@ def sensitivity(maps: Any, count: int = 3, target: Any = 2, **options: Any) -> T
 
 
 def brightness(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
-    """An explainer with a closed form: the mean colour of each patch."""
+    """A method with a closed form: the mean colour of each patch."""
     return torch.nn.functional.avg_pool2d(given.mean(1, keepdim=True), 16)[:, 0]
 
 
@@ -35,7 +35,7 @@ def test_the_formula(norm: str) -> None:
     vit = shared("vit")
     x = images(vit, 3)
     d = draws((3, 64, 64), 4, 0.3, seed=5)
-    found = sensitivity(brightness, n=4, radius=0.3, norm=norm, seed=5)
+    found = sensitivity(brightness, samples=4, radius=0.3, norm=norm, seed=5)
     order = {"l2": 2, "l1": 1, "linf": np.inf}[norm]
     for i in range(3):
         clean = brightness(vit, x[i : i + 1], Targets(torch.zeros(1, 1)), 0).flatten().numpy()
@@ -56,13 +56,13 @@ def test_it_is_captums_value() -> None:
     captum = pytest.importorskip("captum.metrics")
     vit = shared("vit")
     x = images(vit, 3)
-    again = explainer("genatt")
+    genatt = map_function("genatt")
 
     def explain(given: Any) -> tuple[Tensor]:
         given = given[0] if isinstance(given, tuple) else given
-        return (again(vit, given, Targets(torch.full((len(given), 1), 2)), 0),)
+        return (genatt(vit, given, Targets(torch.full((len(given), 1), 2)), 0),)
 
-    ours = sensitivity("genatt", n=5, radius=0.05, seed=11)
+    ours = sensitivity("genatt", samples=5, radius=0.05, seed=11)
     for i in range(3):
         torch.manual_seed(11)
         theirs = captum.sensitivity_max(explain, x[i : i + 1], perturb_radius=0.05, n_perturb_samples=5)
@@ -97,7 +97,7 @@ def test_it_is_quantus_value_at_the_same_draws() -> None:
         explain_func=explain,
         a_batch=None,
     )
-    ours = sensitivity(brightness, 2, n=3, radius=0.05, seed=4)
+    ours = sensitivity(brightness, 2, samples=3, radius=0.05, seed=4)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
@@ -118,15 +118,15 @@ def test_the_stored_values() -> None:
         assert found.mean == pytest.approx(value[i], abs=1e-4)
 
 
-def test_an_explainer_that_never_changes_has_none() -> None:
+def test_a_method_that_never_changes_has_none() -> None:
     fixed = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     assert sensitivity(lambda vit, given, targets, seed: fixed.expand(len(given), 4, 4)).eq(0).all()
 
 
 def test_scale_does_not_matter() -> None:
     for scale in (1e-4, -300.0):
-        larger = sensitivity(lambda *given, scale=scale: brightness(*given) * scale, n=3)
-        torch.testing.assert_close(larger, sensitivity(brightness, n=3), rtol=1e-4, atol=0)
+        larger = sensitivity(lambda *given, scale=scale: brightness(*given) * scale, samples=3)
+        torch.testing.assert_close(larger, sensitivity(brightness, samples=3), rtol=1e-4, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore::patchlight.UndefinedMetric")
@@ -139,33 +139,33 @@ def test_a_map_of_zeros_is_divided_by_one() -> None:
 
     noise = brightness(vit, draws((3, 64, 64), 3, 0.5, 0), Targets(torch.zeros(3, 1)), 0)
     wanted = noise.flatten(1).norm(dim=1).max().item()
-    assert sensitivity(explain, 1, n=3, radius=0.5).item() == pytest.approx(wanted, rel=1e-4)
+    assert sensitivity(explain, 1, samples=3, radius=0.5).item() == pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_stochastic_method_is_blamed_only_when_asked() -> None:
     def noise(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
         return torch.rand(vit.grid, generator=torch.Generator().manual_seed(seed)).expand(len(given), -1, -1)
 
-    assert sensitivity(noise, n=3).eq(0).all()
-    assert (sensitivity(noise, n=3, reseed=True) > 0.1).all()
+    assert sensitivity(noise, samples=3).eq(0).all()
+    assert (sensitivity(noise, samples=3, reseed=True) > 0.1).all()
     vit = shared("vit")
-    maps = pl.explain(vit, images(vit, 3), "rise", target=2, seed=5, n=8)
-    assert (sensitivity(maps, n=3, radius=1e-4) < 0.01).all()
-    assert (sensitivity(maps, n=3, radius=1e-4, reseed=True) > 0.01).all()
+    maps = pl.explain(vit, images(vit, 3), "rise", target=2, seed=5, samples=8)
+    assert (sensitivity(maps, samples=3, radius=1e-4) < 0.01).all()
+    assert (sensitivity(maps, samples=3, radius=1e-4, reseed=True) > 0.01).all()
 
 
 def test_chunks_batches_and_targets() -> None:
-    together = sensitivity("genatt", n=3, radius=0.05)
-    torch.testing.assert_close(sensitivity("genatt", n=3, radius=0.05, chunk=2), together, rtol=1e-3, atol=0)
-    torch.testing.assert_close(sensitivity("genatt", n=3, radius=0.05, batch_size=2), together, rtol=1e-3, atol=0)
-    reseeded = sensitivity("genatt", n=3, radius=0.05, chunk=2, reseed=True)
+    together = sensitivity("genatt", samples=3, radius=0.05)
+    torch.testing.assert_close(sensitivity("genatt", samples=3, radius=0.05, chunk=2), together, rtol=1e-3, atol=0)
+    torch.testing.assert_close(sensitivity("genatt", samples=3, radius=0.05, batch_size=2), together, rtol=1e-3, atol=0)
+    reseeded = sensitivity("genatt", samples=3, radius=0.05, chunk=2, reseed=True)
     torch.testing.assert_close(reseeded, together, rtol=1e-3, atol=0)
     vit = shared("vit")
-    mixed = sensitivity("ixg", n=3, radius=0.05, target=[0, 1, 2])
+    mixed = sensitivity("ixg", samples=3, radius=0.05, target=[0, 1, 2])
     for i in range(3):
-        alone = pl.evaluate(vit, images(vit, 3)[i : i + 1], "ixg", "max-sensitivity", target=i, n=3, radius=0.05)
+        alone = pl.evaluate(vit, images(vit, 3)[i : i + 1], "ixg", "max-sensitivity", target=i, samples=3, radius=0.05)
         assert alone.mean == pytest.approx(mixed[i].item(), rel=1e-3)
-    assert not torch.allclose(sensitivity("ixg", n=3, radius=0.05, target=(0, 1)), mixed, rtol=1e-2)
+    assert not torch.allclose(sensitivity("ixg", samples=3, radius=0.05, target=(0, 1)), mixed, rtol=1e-2)
 
 
 def test_chunks_reach_over_draws_but_not_over_seeds() -> None:
@@ -175,10 +175,10 @@ def test_chunks_reach_over_draws_but_not_over_seeds() -> None:
         seen.append((len(given), seed))
         return brightness(vit, given, targets, seed)
 
-    sensitivity(counted, n=3, chunk=4)
+    sensitivity(counted, samples=3, chunk=4)
     assert seen == [(3, 0), (4, 0), (4, 0), (1, 0)]
     seen.clear()
-    sensitivity(counted, n=2, chunk=2, reseed=True)
+    sensitivity(counted, samples=2, chunk=2, reseed=True)
     assert seen == [(3, 0), (2, 1), (1, 1), (2, 2), (1, 2)]
 
 
@@ -191,8 +191,8 @@ def test_a_fresh_attribution_is_not_explained_again() -> None:
     vit = shared("vit")
     x = images(vit, 3)
     maps = pl.explain(vit, x, "genatt", target=2)
-    anew = sensitivity(maps, n=2, radius=0.05)
-    torch.testing.assert_close(sensitivity(maps, n=2, radius=0.05, fresh=True), anew, rtol=1e-4, atol=0)
+    anew = sensitivity(maps, samples=2, radius=0.05)
+    torch.testing.assert_close(sensitivity(maps, samples=2, radius=0.05, current=True), anew, rtol=1e-4, atol=0)
     doubled = dataclasses.replace(maps, scores=2 * maps.scores)
-    torch.testing.assert_close(sensitivity(doubled, n=2, radius=0.05), anew, rtol=1e-4, atol=0)
-    assert (sensitivity(doubled, n=2, radius=0.05, fresh=True) > 0.4).all(), "it takes the caller's word"
+    torch.testing.assert_close(sensitivity(doubled, samples=2, radius=0.05), anew, rtol=1e-4, atol=0)
+    assert (sensitivity(doubled, samples=2, radius=0.05, current=True) > 0.4).all(), "it takes the caller's word"

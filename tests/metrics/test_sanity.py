@@ -1,4 +1,4 @@
-"""Parameter randomisation: similarities against scipy and scikit-image, and explainers that must pass or fail."""
+"""Parameter randomisation: similarities against scipy and scikit-image, and methods that must pass or fail."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
-from patchlight.metrics.evaluation import explainer
-from patchlight.metrics.sanity import fresh_parameters, hog, spearman, ssim, stages, twin
+from patchlight.metrics.evaluation import map_function
+from patchlight.metrics.sanity import hog, random_parameters, spearman, ssim, stages, twin
 from patchlight.statistics import average_ranks
 from patchlight.targets import Targets
 from tests.close import within
@@ -95,14 +95,14 @@ def test_a_twin_is_the_same_model_with_weights_of_its_own(family: str) -> None:
     before = vit.logits(x)
     other = twin(vit)
     torch.testing.assert_close(other.logits(x), before)
-    drawn = fresh_parameters(vit.model, 0)
+    drawn = random_parameters(vit.model, 0)
     with torch.no_grad():
         for name, p in other.model.named_parameters():
             p.copy_(drawn[name])
     assert torch.equal(vit.logits(x), before)
     assert not torch.allclose(other.logits(x), before, atol=1e-3)
-    assert all(torch.equal(drawn[k], v) for k, v in fresh_parameters(vit.model, 0).items())
-    assert any(not torch.equal(drawn[k], v) for k, v in fresh_parameters(vit.model, 1).items())
+    assert all(torch.equal(drawn[k], v) for k, v in random_parameters(vit.model, 0).items())
+    assert any(not torch.equal(drawn[k], v) for k, v in random_parameters(vit.model, 1).items())
 
 
 def test_an_edge_detector_fails_and_a_method_that_reads_the_model_passes() -> None:
@@ -115,8 +115,8 @@ def test_an_edge_detector_fails_and_a_method_that_reads_the_model_passes() -> No
 
 
 def test_the_curve_begins_at_one_and_its_tail_is_the_value() -> None:
-    for mode in ("cascading", "independent"):
-        found = measured("genatt", mode=mode)
+    for order in ("cascading", "independent"):
+        found = measured("genatt", order=order)
         assert found.curve is not None
         assert found.curve.shape == (2, 1 + 3 + 3)
         within(float(found.curve[:, 0].sub(1).abs().max()), 1e-12)
@@ -129,17 +129,17 @@ def test_stages_are_those_of_a_literal_cascade() -> None:
     vit = build("vit")
     x = images(vit, 2)
     target = Targets(torch.full((2, 1), 2))
-    again = explainer("genatt")
-    drawn, order, own = fresh_parameters(vit.model, 3), stages(twin(vit)), copy.deepcopy(vit.model.state_dict())
-    found = {mode: measured("genatt", mode=mode, seed=3).curve for mode in ("cascading", "independent")}
-    clean = again(vit, x, target, 3).flatten(1)
-    for mode, curve in found.items():
-        for stage, (_, names) in enumerate(order, 1):
+    genatt = map_function("genatt")
+    drawn, parts, own = random_parameters(vit.model, 3), stages(twin(vit)), copy.deepcopy(vit.model.state_dict())
+    found = {order: measured("genatt", order=order, seed=3).curve for order in ("cascading", "independent")}
+    clean = genatt(vit, x, target, 3).flatten(1)
+    for order, curve in found.items():
+        for stage, (_, names) in enumerate(parts, 1):
             with torch.no_grad():
                 for name, p in vit.model.named_parameters():
-                    changed = {n for _, some in order[:stage] for n in some} if mode == "cascading" else names
+                    changed = {n for _, some in parts[:stage] for n in some} if order == "cascading" else names
                     p.copy_(drawn[name] if name in changed else own[name])
-            now = again(vit, x, target, 3).flatten(1)
+            now = genatt(vit, x, target, 3).flatten(1)
             for i in range(2):
                 wanted = stats.spearmanr(clean[i], now[i]).statistic
                 assert curve[i, stage].item() == pytest.approx(wanted, abs=1e-6)
@@ -191,7 +191,7 @@ def test_random_maps_are_the_floor() -> None:
     floor = measured(maps, 40, "random-floor")
     assert abs(floor.mean) < 4 / (1024 * 10 * 40) ** 0.5 * 10
     assert floor.values.abs().max() < 0.1
-    assert -0.2 < measured(maps, 40, "random-floor", similarity="hog", n=2).mean < 0.2
+    assert -0.2 < measured(maps, 40, "random-floor", similarity="hog", samples=2).mean < 0.2
     low, high = floor.interval()
     assert low < floor.mean < high
 

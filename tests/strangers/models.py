@@ -209,7 +209,7 @@ def half_precision_models(folder: Path) -> None:
             target = [1, 2]
             found = quietly(vit, batch, name, target=target)
             assert found.isfinite().all(), f"{name} in {dtype}"
-            if resolve(name).method.ablates:
+            if "precision" in resolve(name).settings:
                 continue  # scored by the model as it is, in its own precision
             expected = quietly(wide, batch.float(), name, target=target)
             ranks = [spearman(a, b) for a, b in zip(found, expected, strict=True)]
@@ -371,7 +371,7 @@ def _changes(model: Any) -> list[Callable[[], object]]:
 
 @row
 def weights_changed_in_any_way_are_seen(folder: Path) -> None:
-    choices: list[tuple[str, dict[str, Any]]] = [("ixg", {}), ("occlusion", {"precision": "bf16", "level": "token"})]
+    choices: list[tuple[str, dict[str, Any]]] = [("ixg", {}), ("occlusion", {"precision": "bf16", "unit": "token"})]
     for name, settings in choices:
         model = tiny()
         vit = pl.wrap(model)
@@ -603,7 +603,7 @@ def a_model_that_is_let_go(folder: Path) -> None:
     try:
         for name in ("vit_tiny_patch16_224", "beit_base_patch16_224"):
             model = by_name(name)
-            quietly(model, torch.zeros(1, 3, 64, 64), "occlusion", level="token", precision="bf16")
+            quietly(model, torch.zeros(1, 3, 64, 64), "occlusion", unit="token", precision="bf16")
             gone = weakref.ref(model)
             del model
             assert gone() is None, f"{name} is still there"

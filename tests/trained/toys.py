@@ -104,6 +104,7 @@ def teach(
 ) -> tuple[nn.Linear, dict[str, Any]]:
     """A student of the toy, and its last report."""
     vit = toy() if vit is None else vit
+    settings = settings.decided(vit)
     frozen = lowered(vit, settings.precision)
     devices = Devices(frozen)
     shared = devices.share(batches() if loader is None else loader)

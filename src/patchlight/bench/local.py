@@ -351,7 +351,7 @@ def _evaluated(
     given = {"labels": batch.labels, "boxes": batch.boxes, "masks": batch.masks}
     begin = time.perf_counter()
     try:
-        found = evaluate(vit, batch.images, maps, asked, target, seed=shard.seed, fresh=True, **given)
+        found = evaluate(vit, batch.images, maps, asked, target, seed=shard.seed, current=True, **given)
     except Exception as error:
         if len(metrics) == 1:
             return {metrics[0]: (_reason(error), 0.0)}

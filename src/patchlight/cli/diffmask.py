@@ -45,11 +45,11 @@ def train(
     model: Annotated[str | None, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.")] = None,
     weights: Weights = None,
     labels: Labels = None,
-    start: Annotated[Path | None, typer.Option(help="An explainer whose gates training begins with.")] = None,
+    initial: Annotated[Path | None, typer.Option(help="An explainer whose gates training begins with.")] = None,
     preset: Annotated[str | None, typer.Option(help="default, paper or code.")] = None,
     settings: Settings = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew where a run lies in the folder.")] = False,
+    resume: Annotated[bool, typer.Option(help="Whether a run that lies in the folder goes on.")] = True,
     device: Device = "cpu",
     as_json: AsJson = False,
     debug: Debug = False,
@@ -57,7 +57,7 @@ def train(
     """Train DiffMask for a model: gates that keep the few patches its output depends on."""
     with answering(as_json, debug):
         with progress("loading the model") as bar:
-            asked = _recipe(recipe, data, held_out, model, weights, labels, start, preset)
+            asked = _recipe(recipe, data, held_out, model, weights, labels, initial, preset)
             changes = read_settings(["train"], settings or [])["train"]
             chosen = asked.training(**changes)
             from patchlight.trained.diffmask import load
@@ -70,7 +70,7 @@ def train(
 
                 statistics = {"mean": asked.model.mean, "std": asked.model.std}
                 vit.preprocess = replace(vit.preprocess, **{k: v for k, v in statistics.items() if v is not None})  # type: ignore[arg-type]
-            first = None if asked.start is None else load(asked.start)
+            first = None if asked.initial is None else load(asked.initial)
             loader = loader_of(open_images(asked.data, vit), vit, chosen.batch_size, workers)
             held = None
             if asked.held_out is not None:
@@ -79,7 +79,7 @@ def train(
                 held = loader_of(images, vit, chosen.batch_size, workers)
             with warnings.catch_warnings():
                 warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
-                explainer = train_gates(vit, loader, chosen, _watch(bar), out, first, not fresh, held)
+                explainer = train_gates(vit, loader, chosen, _watch(bar), out, first, resume, held)
         result = explainer.about["result"]
         if as_json:
             print_json({"explainer": str(out), "model": vit.name, **result})
@@ -132,7 +132,7 @@ def _recipe(
     model: str | None,
     weights: Path | None,
     labels: Path | None,
-    start: Path | None,
+    initial: Path | None,
     preset: str | None,
 ) -> Recipe:
     """The recipe's file, if any, with what was given beside it."""
@@ -144,7 +144,7 @@ def _recipe(
     given: dict[str, Any] = {"name": model, "weights": weights, "labels": labels}
     about = recipe.model.model_copy(update={k: v for k, v in given.items() if v is not None})
     images = recipe.data if data is None else recipe.data.model_copy(update={"path": data})
-    rest: dict[str, Any] = {k: v for k, v in {"start": start, "preset": preset}.items() if v is not None}
+    rest: dict[str, Any] = {k: v for k, v in {"initial": initial, "preset": preset}.items() if v is not None}
     if held_out is not None:
         rest["held_out"] = (recipe.held_out or Images()).model_copy(update={"path": held_out})
     return recipe.model_copy(update={"model": about, "data": images, **rest})

@@ -210,7 +210,7 @@ def _measure(task: Task, vit: Anatomy, batch: Batch, rows: list[int], maps: Attr
             masks=None if batch.masks is None else batch.masks[rows],
             seed=task.seed,
             batch_size=task.batch_size,
-            fresh=task.saved is None,
+            current=task.saved is None,
         )
 
 

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import Cancelled, PatchlightError
+from patchlight.evidence.precision import Precision, chosen, tf32
 from patchlight.registry import Setting
 from patchlight.resize import to_pixels
 from patchlight.targets import Score, Targets, score_of
 
-Precision = Literal["auto", "full", "autocast", "bf16"]
-"""`autocast` multiplies in bfloat16; `bf16` runs blocks and head in it; `auto` is bf16 on CUDA and full elsewhere."""
+Unit = Literal["token", "patch", "pixel"]
+"""What is removed or shown: patch tokens, which are really removed, or patches or pixels, painted with a fill."""
 Count = Annotated[int, Field(ge=1)]
 ABLATION = {
     setting.name: setting
@@ -206,20 +207,24 @@ class Ablation:
             begin = stop
 
     @property
+    def chosen(self) -> Literal["full", "tf32", "bf16"]:
+        """The precision, `auto` decided."""
+        return chosen(self.precision, self.images.device, self.images.dtype)
+
+    @property
     def rounds(self) -> bool:
-        """Whether anything is computed in bfloat16."""
-        on_gpu = self.images.device.type == "cuda" and self.images.dtype == torch.float32
-        return self.precision in ("autocast", "bf16") or (self.precision == "auto" and on_gpu)
+        """Whether anything is computed in less than the model's own type."""
+        return self.chosen != "full"
 
     @property
     def _bf16(self) -> bool:
         """Whether blocks and head run in bfloat16; a model that cannot be cast multiplies in it."""
-        return self.rounds and self.precision != "autocast" and self.vit.castable
+        return self.chosen == "bf16" and self.vit.castable
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.rounds:
+        if self.chosen == "bf16":
             return torch.autocast(self.images.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
+        return tf32() if self.chosen == "tf32" else contextlib.nullcontext()
 
     def _in_bf16(self) -> contextlib.AbstractContextManager[Any]:
         """Weights and tokens are in bfloat16 already, so nothing is left to cast."""

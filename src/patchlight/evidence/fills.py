@@ -12,11 +12,13 @@ from torch.nn import functional as F
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 
-Fill = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]
+Painted = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]
+Fill = Painted | float
+"""What is painted where a patch or pixel is removed; a number is that constant."""
 
 
 def fill_images(
-    fill: Fill | float, images: Tensor, vit: Anatomy, seed: int = 0, noise: tuple[float, float] = (0.0, 1.0)
+    fill: Fill, images: Tensor, vit: Anatomy, seed: int = 0, noise: tuple[float, float] = (0.0, 1.0)
 ) -> Tensor:
     """What stands where an image is masked [B,C,H,W], in the normalised space the model sees.
 
@@ -42,7 +44,7 @@ def fill_images(
         return (noise[0] + (noise[1] - noise[0]) * one).expand_as(images)
     if fill in ("blur-rise", "blur-tis"):
         return _blurred(images, fill)
-    raise PatchlightError(f"no fill is called '{fill}'; give a number or one of {', '.join(get_args(Fill))}")
+    raise PatchlightError(f"no fill is called '{fill}'; give a number or one of {', '.join(get_args(Painted))}")
 
 
 def _blurred(images: Tensor, fill: str, size: int = 11, sigma: float = 5.0) -> Tensor:

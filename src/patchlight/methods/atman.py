@@ -20,22 +20,22 @@ from patchlight.methods.masking import owners
 from patchlight.registry import Settings
 from patchlight.targets import score_of
 
-Shift = Literal["min", "none"]
+Offset = Literal["min", "none"]
 
 
 class Suppress(Taps):
-    """Attention scores H scaled by key before the softmax: (H - min over keys of H) * F, or H * F without the shift.
+    """Attention scores H scaled by key before the softmax: (H - min over keys of H) * F, or H * F without the offset.
 
     `factors` F [B,N] has one factor for each token. An attention pooling that reads the patches alone is scaled too.
     """
 
-    def __init__(self, factors: Tensor, shift: Shift) -> None:
+    def __init__(self, factors: Tensor, offset: Offset) -> None:
         super().__init__(PLAIN, frozenset({"A"}), Record(-1, factors), in_block=True)
-        self.factors, self.shift = factors, shift
+        self.factors, self.offset = factors, offset
 
     def _attend(self, scores: Tensor) -> Tensor:
         factors = self.factors[:, None, None, -scores.shape[-1] :].to(scores)
-        lowest = scores.amin(-1, keepdim=True) if self.shift == "min" else 0
+        lowest = scores.amin(-1, keepdim=True) if self.offset == "min" else 0
         return ((scores - lowest) * factors).softmax(-1)
 
 
@@ -45,13 +45,13 @@ class Suppressed:
 
     owner: Tensor
     factors: Tensor
-    shift: Shift
+    offset: Offset
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         return embedded[self.owner[part].to(embedded.device)], None
 
     def around(self, part: slice) -> Suppress:
-        return Suppress(self.factors[part], self.shift)
+        return Suppress(self.factors[part], self.offset)
 
 
 def suppression(tokens: Tensor, prefix: int, factor: float, kappa: float, neighbours: int | None) -> Tensor:
@@ -92,7 +92,7 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     presets={
         "code": {"kappa": 0.6},
         "panda": {"kappa": 0.75},
-        "blip": {"shift": "none", "factor": 0.05, "kappa": 0.1, "neighbours": 150},
+        "blip": {"offset": "none", "factor": 0.05, "kappa": 0.1, "neighbours": 150},
     },
     refuses=_refuses,
     advice=lambda settings, vit: "a factor of 1 suppresses nothing" if settings["factor"] == 1 else None,
@@ -101,17 +101,17 @@ def atman(
     ask: Ask,
     factor: Annotated[float, Field(ge=0)] = 0.1,
     kappa: Annotated[float, Field(ge=0)] = 0.7,
-    shift: Shift = "min",
+    offset: Offset = "min",
     neighbours: Count | None = None,
 ) -> Tensor:
     """Rise of the cross-entropy when a patch is suppressed: R_i = log p_c(clean) - log p_c(suppressed). Signed.
 
     For patch i the pre-softmax scores H of all heads and layers become (H - min_keys H) F, where F is `factor` in
     column i, (1 - factor) (1 - cos) + factor in the columns of patches whose embeddings are similar (cos >= `kappa`;
-    above 1 there are none), and 1 elsewhere, the prefix tokens' columns always. `shift="none"` leaves the minimum in,
+    above 1 there are none), and 1 elsewhere, the prefix tokens' columns always. `offset="none"` leaves the minimum in,
     so that negative scores gain attention when they are scaled towards 0. With `factor=0` the patch is still seen, at
     the row's lowest score. The paper's suppression f is 1 - `factor`. A pair of classes is explained by log p_a -
-    log p_b; score "logit", or a callable, by its drop. Presets: `code` (kappa 0.6), `panda` (0.75), `blip` (no shift,
+    log p_b; score "logit", or a callable, by its drop. Presets: `code` (kappa 0.6), `panda` (0.75), `blip` (no offset,
     factor 0.05, kappa 0.1, 150 neighbours). [B,h,w]; N + 1 forwards.
     """
     vit, count = ask.vit, len(ask.images)
@@ -119,7 +119,7 @@ def atman(
         factors = suppression(vit.embed(ask.images), vit.prefix, factor, kappa, neighbours)
     factors = torch.cat([torch.ones_like(factors[:, :1]), factors], 1)
     each = factors.shape[1]
-    variants = Suppressed(owners(ask, each), factors.flatten(0, 1), shift)
+    variants = Suppressed(owners(ask, each), factors.flatten(0, 1), offset)
     logits = ask.ablation.logits(variants)
     plain = ask.score != "probability"
     targets = ask.targets[variants.owner]

@@ -121,12 +121,13 @@ def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Tensor:
     nonnegative=True,
     composable="it is the sum over the blocks already; 'genatt.plus' and 'genatt.skipplus' are its layer maps summed",
 )
-def gradsam(b: Evidence, rows: Literal["cls", "mean"] = "cls") -> Tensor:
+def gradsam(b: Evidence) -> Tensor:
     """Grad-SAM: sum_l mean_h ReLU(A_l * G_l), its CLS row, which is `genatt.plus`.
 
-    `rows="mean"` averages over all to-tokens in place of the CLS row, as the original does. One forward, one backward.
+    `readout="tokens"` averages over all to-tokens in place of the CLS row, as the original does. One forward, one
+    backward.
     """
-    return mean_positive(b) if rows == "cls" else mean_positive(b).mean(1)
+    return mean_positive(b)
 
 
 @register_method(
@@ -136,14 +137,14 @@ def gradsam(b: Evidence, rows: Literal["cls", "mean"] = "cls") -> Tensor:
     needs={"A", "G"},
     combine=LAST,
     matrix=True,
-    composed={"rectify": False},
-    presets={"chefer": {"rectify": True}, "skipplus": {"rectify": False}},
+    composed={"relu": False},
+    presets={"chefer": {"relu": True}, "skipplus": {"relu": False}},
     constant=(
         "every head's mean gradient is negative there, so the ReLU leaves nothing; preset='skipplus' keeps the signed "
         "map"
     ),
 )
-def attcam(b: Evidence, rectify: bool = True) -> Tensor:
+def attcam(b: Evidence, relu: bool = True) -> Tensor:
     """AttCAM: each head of the last block weighted by its mean gradient, the CLS row of ReLU(mean_h w_h A_h).
 
     w[h,i] = mean of G[h,i,j] over the patches j, for each to-token i; [B,H,N,N] to [B,N,N]. The default is Chefer's
@@ -152,7 +153,7 @@ def attcam(b: Evidence, rectify: bool = True) -> Tensor:
     """
     weights = b.G[..., b.prefix :].mean(-1, keepdim=True) / b.G.shape[1]
     matrix = head_sum(b.A, weights)
-    return matrix.relu_() if rectify else matrix
+    return matrix.relu_() if relu else matrix
 
 
 @register_method(

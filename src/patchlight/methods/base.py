@@ -48,23 +48,24 @@ class LayerMaps:
     """The method's own map restricted to the blocks from one on, where it has such a start."""
 
     def start_row(self, readout: str = "pooling") -> Tensor:
-        """The row vector a product of matrices begins with: the classifier's own, or the CLS or mean patch row."""
+        """The row vector a product of matrices begins with: the classifier's own, the CLS, or a mean row."""
         if readout == "pooling":
             return self.pool
         row = self.pool.new_zeros(self.pool.shape)
         if readout == "cls":
             if self.vit.prefix == 0:
-                raise Unsupported(f"{self.vit.name} has no CLS token; readout 'pooling' and 'patches' work")
+                raise Unsupported(f"{self.vit.name} has no CLS token; readout 'pooling', 'patches' and 'tokens' work")
             row[:, 0] = 1
-        else:
-            row[:, self.vit.prefix :] = 1 / (row.shape[1] - self.vit.prefix)
+            return row
+        first = self.vit.prefix if readout == "patches" else 0
+        row[:, first:] = 1 / (row.shape[1] - first)
         return row
 
     def vector(self, layer: int, readout: str = "pooling") -> Tensor:
         """A block's map [B,N]; of a matrix, the row the classifier reads."""
         value = self.values[layer]
         if not isinstance(value, Tensor):
-            raise PatchlightError("these layer maps only sum over tails of the model; use mode='tail'")
+            raise PatchlightError("these layer maps only sum over tails of the model; use terms='tail'")
         return value if value.ndim == 2 else times(self.start_row(readout), value)
 
 
@@ -95,8 +96,8 @@ class Composition:
 class Ask:
     """What a method that is no layer map is given: the model, the images, their classes, and a seed.
 
-    `layers` are the blocks whose maps are wanted of a method with a composition; `ablates` are the settings of
-    `ablation`: chunk, precision, compile.
+    `layers` are the blocks whose maps are wanted of a method with a composition; `ablation_settings` are chunk,
+    precision and compile of one that ablates.
     """
 
     vit: Anatomy
@@ -106,12 +107,12 @@ class Ask:
     seed: int
     rule: Rule
     layers: tuple[int, ...] = ()
-    ablates: Settings = field(default_factory=dict)
+    ablation_settings: Settings = field(default_factory=dict)
 
     @property
     def ablation(self) -> Ablation:
         """What scores variants of these images."""
-        return Ablation(self.vit, self.images, **self.ablates)
+        return Ablation(self.vit, self.images, **self.ablation_settings)
 
     def score_variants(self, variants: Variants | Sequence[Variants]) -> Tensor:
         """The score of every variant for every class asked [V,T]."""

@@ -28,7 +28,7 @@ from patchlight.registry import Settings
 
 Prefix = Literal["exclude", "include"]
 _PLACE = re.compile(r"(?:blocks\[(-?\d+)\])?\.?(norm1|input)?")
-_NORM1 = "blocks[-1].norm1"
+NORM1 = "blocks[-1].norm1"
 _COMPOSED: Mapping[str, Any] = {"layer": "input", "prefix": "include"}
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "jacobgil": {},
@@ -59,7 +59,7 @@ def _index(layer: int | str, depth: int) -> int:
     return block_index(place(layer)[0], depth) if depth else 0
 
 
-def _at_layer(maps: LayerMaps, layer: int | str = _NORM1) -> Tensor:
+def _at_layer(maps: LayerMaps, layer: int | str = NORM1) -> Tensor:
     return maps.vector(_index(layer, maps.vit.depth))
 
 
@@ -81,12 +81,12 @@ def product(b: Evidence, layer: int | str) -> Tensor:
     return b.once("ngn", lambda: b.n * b.gn) if _at_norm(b, layer) else input_times_gradient(b)
 
 
-def feature_maps(ask: Ask, layer: int | str | None = None) -> tuple[Tensor, Tensor]:
+def feature_maps(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, Tensor]:
     """The channels at a place on the patch grid [B,D,h,w], and the images' scores [B,T]: 1 forward.
 
     By default the output of the last block's first norm; of a hierarchical model, the stage it is opened behind.
     """
-    vit, layer = ask.vit, _NORM1 if layer is None else layer
+    vit = ask.vit
     index, norm = _index(layer, vit.depth), place(layer)[1] == "norm1" and not vit.hierarchical
     seen = ask.run([LayerJob(lambda b: b.n if norm else b.x, frozenset({"n" if norm else "x"}), (index,))])
     tokens: Tensor = seen.at(index)
@@ -142,7 +142,7 @@ def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
     composed=_COMPOSED,
     presets={**_PRESETS, "diffmask": {"eigen": True}},
 )
-def gradcam(b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", eigen: bool = False) -> Tensor:
+def gradcam(b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eigen: bool = False) -> Tensor:
     """Grad-CAM on tokens: w_k = mean_i g_ik, map_i = sum_k w_k a_ik. Signed, no ReLU.
 
     `layer` is the output of the last block's first norm by default, where `prefix="exclude"` leaves CLS out of the
@@ -166,15 +166,15 @@ def gradcam(b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", 
 )
 def gradcam_pp(
     b: Evidence,
-    layer: int | str = _NORM1,
+    layer: int | str = NORM1,
     prefix: Prefix = "exclude",
-    relu: bool = True,
+    sign: Literal["relu", "signed"] = "relu",
     eps: float = 1e-6,
     eigen: bool = False,
 ) -> Tensor:
     """Grad-CAM++: alpha_ik = g^2 / (2 g^2 + (sum_j a_jk) g^3 + eps), w_k = sum_i alpha_ik ReLU(g_ik).
 
-    map_i = sum_k w_k a_ik. `relu=False` weighs with the signed gradient. alpha is 0 where g is, and has a
+    map_i = sum_k w_k a_ik. `sign="signed"` weighs with the gradient as it is. alpha is 0 where g is, and has a
     pole at g = -2 / sum_j a_jk: a channel near it amplifies rounding (to 1 % of the map in float32).
     """
     a, g = activations(b, layer)
@@ -182,7 +182,7 @@ def gradcam_pp(
     square = d * d
     alpha = square / (2 * square + c.sum(1, keepdim=True) * square * d + eps)
     alpha = torch.where(d == 0, 0, alpha)
-    return apply_weights(a, (alpha * (d.relu() if relu else d)).sum(1), b, eigen)
+    return apply_weights(a, (alpha * (d.relu() if sign == "relu" else d)).sum(1), b, eigen)
 
 
 @register_method(
@@ -196,7 +196,7 @@ def gradcam_pp(
     presets=_PRESETS,
 )
 def xgradcam(
-    b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
+    b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
 ) -> Tensor:
     """XGradCAM: w_k = sum_i g_ik a_ik / (sum_j a_jk + eps), map_i = sum_k w_k a_ik. Signed.
 
@@ -218,7 +218,7 @@ def xgradcam(
     presets=_PRESETS,
 )
 def xgradcam_abs(
-    b: Evidence, layer: int | str = _NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
+    b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
 ) -> Tensor:
     """XGradCAM+: w_k = sum_i g_ik |a_ik| / (sum_j |a_jk| + eps), map_i = sum_k w_k a_ik. Signed."""
     a, g = activations(b, layer)
@@ -237,7 +237,7 @@ def xgradcam_abs(
     presets=_PRESETS,
     advice=degenerate_hirescam,
 )
-def hirescam(b: Evidence, layer: int | str = _NORM1, eigen: bool = False) -> Tensor:
+def hirescam(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tensor:
     """HiResCAM: map_i = sum_k g_ik a_ik, which at a block's input is IxG. Signed. `eigen=True` is EigenGradCAM."""
     if eigen:
         return principal(product(b, layer), b)
@@ -254,7 +254,7 @@ def hirescam(b: Evidence, layer: int | str = _NORM1, eigen: bool = False) -> Ten
     composed=_COMPOSED,
     presets=_PRESETS,
 )
-def gradcam_elementwise(b: Evidence, layer: int | str = _NORM1, eigen: bool = False) -> Tensor:
+def gradcam_elementwise(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tensor:
     """Element-wise Grad-CAM: map_i = sum_k ReLU(g_ik a_ik). Not negative, unless `eigen`."""
     weighted = product(b, layer).relu()
     return principal(weighted, b) if eigen else weighted.sum(-1)
@@ -271,7 +271,7 @@ def gradcam_elementwise(b: Evidence, layer: int | str = _NORM1, eigen: bool = Fa
 )
 def layercam(
     b: Evidence,
-    layer: int | str = _NORM1,
+    layer: int | str = NORM1,
     eigen: bool = False,
     layer_norm: Literal["none", "max", "tanh"] = "none",
 ) -> Tensor:
@@ -300,7 +300,7 @@ def layercam(
     presets=_PRESETS,
     cost="1 forward",
 )
-def eigencam(b: Evidence, layer: int | str = _NORM1) -> Tensor:
+def eigencam(b: Evidence, layer: int | str = NORM1) -> Tensor:
     """EigenCAM: the patches' activations on their first principal axis. Class-agnostic; the sign is a convention."""
     return principal(b.n if _at_norm(b, layer) else b.x, b)
 
@@ -310,15 +310,15 @@ def eigencam(b: Evidence, layer: int | str = _NORM1) -> Tensor:
     paper="the grad-cam library's aug_smooth",
     features=True,
     cost="6 forwards + 6 backwards",
-    presets={"diffmask": {"eigen": True, "scaled": True}},
+    presets={"diffmask": {"eigen": True, "stretch": True}},
 )
 def gradcam_aug(
-    ask: Ask, layer: int | str = _NORM1, prefix: Prefix = "exclude", eigen: bool = False, scaled: bool = False
+    ask: Ask, layer: int | str = NORM1, prefix: Prefix = "exclude", eigen: bool = False, stretch: bool = False
 ) -> Tensor:
     """Grad-CAM averaged over six augmentations: the image and its mirror image, each times 0.9, 1 and 1.1.
 
-    `scaled` first takes each map's positive part and stretches it to [0, 1], as the grad-cam library does. Preset
-    `diffmask`: scaled, with eigen smoothing, VISION DIFFMASK's baseline.
+    `stretch` first takes each map's positive part and stretches it to [0, 1], as the grad-cam library does. Preset
+    `diffmask`: stretched, with eigen smoothing, VISION DIFFMASK's baseline.
     """
     request = resolve("gradcam", {"layer": layer, "prefix": prefix, "eigen": eigen})
     maps = []
@@ -327,7 +327,7 @@ def gradcam_aug(
             images = factor * (ask.images.flip(-1) if mirrored else ask.images)
             seen = ask.run([job(request, ask.vit)], images)
             cam = finish(request, ask.vit, seen)
-            if scaled:
+            if stretch:
                 cam = cam.relu()
                 cam = cam - cam.amin((1, 2), keepdim=True)
                 cam = cam / (cam.amax((1, 2), keepdim=True) + 1e-7)

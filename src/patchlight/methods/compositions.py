@@ -12,7 +12,9 @@ from patchlight.errors import PatchlightError
 from patchlight.methods.base import Composition, LayerMaps, register_composition, times
 from patchlight.registry import Settings
 
-Readout = Literal["pooling", "cls", "patches"]
+Readout = Literal["pooling", "cls", "patches", "tokens"]
+"""The row of a token-to-token map that is read: as the classifier pools, that of CLS, the mean of patches or tokens."""
+Terms = Literal["layer", "tail"]
 
 
 def block_index(layer: int, depth: int) -> int:
@@ -81,20 +83,18 @@ def _rollout(
 ROLLOUT = register_composition("rollout", span=_from_start, matrices_only=True)(_rollout)
 
 
-def _plus(
-    maps: LayerMaps, start: int = 0, mode: Literal["layer", "tail"] = "layer", readout: Readout = "pooling"
-) -> Tensor:
+def _plus(maps: LayerMaps, start: int = 0, terms: Terms = "layer", readout: Readout = "pooling") -> Tensor:
     """PLUS: the unweighted sum of the blocks' raw maps from `start` on.
 
-    `mode="layer"` sums single-block maps, as the paper's numbers do; `mode="tail"` sums the method's own map
+    `terms="layer"` sums single-block maps, as the paper's numbers do; `terms="tail"` sums the method's own map
     restricted to the blocks from each l on, the literal equation.
     """
     layers = _from_start(maps.vit.depth, {"start": start})
-    if mode == "layer":
+    if terms == "layer":
         return torch.stack([maps.vector(layer, readout) for layer in layers]).sum(0)
     base = maps.base
     if base is None:
-        raise PatchlightError("mode='tail' needs a method that starts at a block; this one reads a single block")
+        raise PatchlightError("terms='tail' needs a method that starts at a block; this one reads a single block")
     return torch.stack([base(maps, layer) for layer in layers]).sum(0)
 
 
@@ -120,11 +120,11 @@ def _skipplus(
     maps: LayerMaps,
     start: int | None = None,
     rounding: Literal["ceil", "floor"] = "ceil",
-    mode: Literal["layer", "tail"] = "layer",
+    terms: Terms = "layer",
     readout: Readout = "pooling",
 ) -> Tensor:
     """SkipPLUS: PLUS over the upper half of the blocks, from m = ceil(L/2) unless `start` says otherwise."""
-    return _plus(maps, half(maps.vit.depth, start, rounding), mode, readout)
+    return _plus(maps, half(maps.vit.depth, start, rounding), terms, readout)
 
 
 def _upper_half(depth: int, settings: Settings) -> range:

@@ -58,11 +58,11 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
             "and give them as explainer"
         )
     explainer = explainer_of(given)
-    layer = settings["layer"]
-    if layer is not None and not 0 <= layer < explainer.gates.count:
-        return f"there is no gate {layer}; {vit.name} has gates 0 to {explainer.gates.count - 1}"
-    if layer is None and not settings["aggregated"]:
-        return "aggregated=False shows one gate; say which with layer"
+    gate = settings["gate"]
+    if gate is not None and not 0 <= gate < explainer.gates.count:
+        return f"there is no gate {gate}; {vit.name} has gates 0 to {explainer.gates.count - 1}"
+    if gate is None and not settings["aggregated"]:
+        return "aggregated=False shows one gate; say which with gate"
     return explainer.mismatch(vit)
 
 
@@ -72,13 +72,13 @@ def _in_pass(h0: Tensor) -> bool:
 
 
 def _product(
-    maps: LayerMaps, explainer: Any = None, map: Map = "expected", layer: int | None = None, aggregated: bool = True
+    maps: LayerMaps, explainer: Any = None, map: Map = "expected", gate: int | None = None, aggregated: bool = True
 ) -> Tensor:
     """The product of the gates of all blocks as a map [B,N]."""
     blocks = [maps.values[block] for block in sorted(maps.values)]
     h0 = blocks[0][0]
     gates = explainer_of(explainer).on(h0)
-    last = gates.count - 1 if layer is None else layer
+    last = gates.count - 1 if gate is None else gate
     first = 0 if aggregated else last
     found = torch.stack([one for _, some in blocks for one in some][first : last + 1])
     u = found if _in_pass(h0) else gates.locations(h0, found, first)
@@ -103,7 +103,7 @@ def diffmask(b: Evidence, explainer: Any = None) -> tuple[Tensor, list[Tensor]]:
 
     u_i = alpha tanh(W2 tanh(W1 [h_0; h_i] + c1) + c2) + beta_i for the L + 2 states h_i (projected patches, inputs of
     the blocks, output of the last), z_i ~ HardConcrete(u_i). `map="keep"` is the released code's prod_i P(z_i != 0),
-    and `map="graded"` the mean of m over shifts of all u_i, which orders patches that m keeps or masks alike; `layer`
+    and `map="graded"` the mean of m over shifts of all u_i, which orders patches that m keeps or masks alike; `gate`
     stops the product at that gate, and `aggregated=False` shows it alone. `explainer` is a `pl.diffmask.DiffMask` or
     the folder of one; the bundled model brings its own. The map is in [0, 1] and the same for every class. One forward.
     """

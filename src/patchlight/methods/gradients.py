@@ -154,32 +154,33 @@ def _gradient_map(ask: Ask, level: Level, values: Tensor, reduce: Reduce) -> Ten
     paper="Smilkov et al., 2017",
     unsigned=True,
     levels=("pixel", "token"),
-    cost="n forwards + n backwards",
+    cost="samples forwards + samples backwards (50)",
     stochastic=True,
-    quick={"n": 4},
+    quick={"samples": 4},
     advice=degenerate_sum,
     presets={
-        "idiap": {"n": 100, "sigma": 0.15, "relative": True, "base": "signed", "reduce": "l1", "level": "pixel"},
-        "tis": {"n": 50, "sigma": 1.0, "relative": False, "base": "abs", "reduce": "sum", "level": "pixel"},
-        "skipplus": {"n": 50, "sigma": 1.0, "relative": False, "base": "abs", "reduce": "sum", "level": "token"},
-        "bt": {"n": 20, "sigma": 0.3859, "relative": False, "base": "signed", "reduce": "sum", "level": "pixel"},
+        "idiap": {"samples": 100, "sigma": 0.15, "relative": True, "base": "signed", "reduce": "l1", "level": "pixel"},
+        "tis": {"samples": 50, "sigma": 1.0, "relative": False, "base": "abs", "reduce": "sum", "level": "pixel"},
+        "skipplus": {"samples": 50, "sigma": 1.0, "relative": False, "base": "abs", "reduce": "sum", "level": "token"},
+        "bt": {"samples": 20, "sigma": 0.3859, "relative": False, "base": "signed", "reduce": "sum", "level": "pixel"},
     },
 )
 def smoothgrad(
     ask: Ask,
-    n: Count = 50,
+    samples: Count = 50,
     sigma: Annotated[float, Field(ge=0)] = 0.15,
     relative: bool = True,
     base: Literal["signed", "abs", "ixg"] = "signed",
     reduce: Reduce = "l1",
     level: Level = "pixel",
 ) -> Tensor:
-    """SmoothGrad: the mean of n gradients at x + noise, noise ~ N(0, sigma^2), then `reduce` over the channels.
+    """SmoothGrad: the mean of `samples` gradients at x + noise, noise ~ N(0, sigma^2), then `reduce` over the channels.
 
     `relative`: sigma is a fraction of the image's range max - min, as in the paper; else it is absolute. `base` is
     averaged: the signed gradient, its absolute value, or noisy input times gradient (give reduce="sum" with it). The
     noise is on the image, or at level="token" on x_0; it is drawn from `seed` alone, the same for every image. Presets:
-    `idiap` (100 samples), `tis` and `skipplus` (captum's noise tunnel, sigma 1), `bt`. n forwards, n backwards.
+    `idiap` (100 samples), `tis` and `skipplus` (captum's noise tunnel, sigma 1), `bt`. One forward and one backward a
+    sample.
     """
     x = _explained(ask, level)
     span = x.flatten(1).amax(1) - x.flatten(1).amin(1) if relative else x.new_ones(len(x))
@@ -187,7 +188,7 @@ def smoothgrad(
     generator = torch.Generator(x.device).manual_seed(ask.seed)
 
     def noisy() -> Iterator[Tensor]:
-        for _ in range(n):
+        for _ in range(samples):
             # float32 whatever the model's precision, so that a seed means one noise
             noise = torch.randn(x.shape[1:], generator=generator, device=x.device, dtype=torch.float32)
             yield x + deviation * noise.to(x.dtype)
@@ -195,7 +196,7 @@ def smoothgrad(
     bases: dict[str, Callable[[Evidence], Tensor]] = {"signed": lambda e: e.g, "abs": lambda e: e.g.abs()}
     layer = PIXELS if level == "pixel" else 0
     reads = LayerJob(bases.get(base, input_times_gradient), frozenset({"x", "g"}), (layer,))
-    mean = _weighted_sum(ask, level, noisy(), [1 / n] * n, reads, lambda seen: seen.at(layer))
+    mean = _weighted_sum(ask, level, noisy(), [1 / samples] * samples, reads, lambda seen: seen.at(layer))
     return _gradient_map(ask, level, mean, reduce)
 
 
@@ -222,7 +223,7 @@ def nodes(steps: int, quadrature: Quadrature) -> tuple[list[float], list[float]]
     presets={
         "tis": {"steps": 50, "quadrature": "gausslegendre", "level": "pixel"},
         "skipplus": {"steps": 50, "quadrature": "gausslegendre", "level": "token"},
-        "libragrad": {"steps": 50, "quadrature": "right", "of": "ixg", "level": "token"},
+        "libragrad": {"steps": 50, "quadrature": "right", "integrand": "ixg", "level": "token"},
     },
 )
 def ig(
@@ -230,22 +231,22 @@ def ig(
     steps: Count = 50,
     quadrature: Quadrature = "gausslegendre",
     baseline: float = 0.0,
-    of: str = "",
+    integrand: str | None = None,
     level: Level = "token",
 ) -> Tensor:
     """Integrated gradients: (x - x') * integral over [0,1] of grad s(x' + a (x - x')) da, summed over the channels.
 
     x is x_0 (CLS and position embedding included), or the image at level="pixel"; x' holds `baseline` everywhere.
-    `quadrature`: Gauss-Legendre, the right Riemann sum a_k = k/K, or `linspace` with both ends and weights 1/K. `of`
-    names a white-box method (with wrappers): its maps along the path of tokens are averaged instead, as LibraGrad's
-    wrapper does (for ixg that has a factor a_k more than the textbook). K = `steps` forwards, K backwards. Near
-    tokens of 0 the first norm's epsilon makes s change fast: a complete token map takes hundreds of steps.
+    `quadrature`: Gauss-Legendre, the right Riemann sum a_k = k/K, or `linspace` with both ends and weights 1/K.
+    `integrand` names a white-box method (with wrappers): its maps along the path of tokens are averaged instead, as
+    LibraGrad's wrapper does (for ixg that has a factor a_k more than the textbook). K = `steps` forwards, K backwards.
+    Near tokens of 0 the first norm's epsilon makes s change fast: a complete token map takes hundreds of steps.
     """
     x = _explained(ask, level)
     points, weights = nodes(steps, quadrature)
     path = (baseline + a * (x - baseline) for a in points)
-    if of:
-        return _averaged_maps(ask, of, level, path, weights)
+    if integrand is not None:
+        return _averaged_maps(ask, integrand, level, path, weights)
     layer = PIXELS if level == "pixel" else 0
     reads = LayerJob(lambda e: e.g, frozenset({"g"}), (layer,))
     mean = _weighted_sum(ask, level, path, weights, reads, lambda seen: seen.at(layer))
@@ -253,11 +254,11 @@ def ig(
     return _gradient_map(ask, level, mean * (span.movedim(1, -1) if level == "pixel" else span), "sum")
 
 
-def _averaged_maps(ask: Ask, of: str, level: Level, path: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
-    request = resolve(of)
+def _averaged_maps(ask: Ask, integrand: str, level: Level, path: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    request = resolve(integrand)
     if not request.in_pass or request.level != "token" or level != "token":
         raise PatchlightError(
-            f"of='{of}' cannot be averaged along a path; give a token-level white-box method, as 'ixg'"
+            f"integrand='{integrand}' cannot be averaged along a path; give a token-level white-box method, as 'ixg'"
         )
     if request.rule.name != "plain":
         ask = replace(ask, rule=request.rule)
@@ -279,7 +280,7 @@ FULL = Composition(_with_later_biases, lambda depth, s: range(block_index(s["sta
     paper="Srinivas & Fleuret, NeurIPS 2019, on tokens",
     needs={"x", "g", "bias"},
     combine=FULL,
-    composed={"mode": "tail"},
+    composed={"terms": "tail"},
 )
 def fullgrad(b: Evidence) -> tuple[Tensor, Tensor]:
     """FullGrad on tokens: CAT_l + sum of the bias maps of blocks k >= l and of the final norm, l = `start`. Signed.

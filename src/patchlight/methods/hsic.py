@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from patchlight.evidence.ablation import Count, PixelMasks
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Level, register_method
-from patchlight.methods.masking import owners
-from patchlight.resize import to_cells
+from patchlight.methods.masking import at_level, owners
 
 Sampler = Literal["sobol", "lhs"]
 _AT_ONCE = 2**24
@@ -57,33 +56,37 @@ def hsic_of(masks: Tensor, outputs: Tensor, floor: float) -> Tensor:
     levels=("pixel", "token"),
     stochastic=True,
     unsigned=True,
-    cost="n forwards (1536)",
-    quick={"n": 64, "grid": 4},
-    presets={"authors": {"sampler": "lhs", "grid": 7, "n": 1536}, "xplique": {"sampler": "sobol", "grid": 8, "n": 500}},
+    cost="samples forwards (1536)",
+    quick={"samples": 64, "grid": 4},
+    presets={
+        "authors": {"sampler": "lhs", "grid": 7, "samples": 1536},
+        "xplique": {"sampler": "sobol", "grid": 8, "samples": 500},
+    },
     constant="the score did not move under any mask",
 )
 def hsic(
     ask: Ask,
-    n: Annotated[int, Field(ge=4)] = 1536,
+    samples: Annotated[int, Field(ge=4)] = 1536,
     grid: Count = 7,
     sampler: Sampler = "sobol",
-    fill: Fill | float = "zero",
+    fill: Fill = "zero",
     floor: Annotated[float, Field(gt=0)] = 1e-3,
     level: Level = "pixel",
 ) -> Tensor:
     """Hilbert-Schmidt independence criterion between a cell's mask and the score: dependence, not direction.
 
-    n binary masks of `grid` x `grid` cells, quasi-random and shared by all images, are upsampled by nearest neighbour
-    and show the image or `fill`; y are the scores. HSIC_j is that of `hsic_of`, with w the median of an image's y for a
-    class (|w| at least `floor`, since a median near 0 would make every output unlike every other). The map of cells is
-    resized to the image bicubically, which may ring below 0; `level="token"` is its mean in each patch. Presets:
-    `authors` (Latin hypercube, 7 x 7, 1536 masks), `xplique` (Sobol, 8 x 8, 500). n forwards, whatever the grid.
+    n = `samples` binary masks of `grid` x `grid` cells, quasi-random and shared by all images, are upsampled by nearest
+    neighbour and show the image or `fill`; y are the scores. HSIC_j is that of `hsic_of`, with w the median of an
+    image's y for a class (|w| at least `floor`, since a median near 0 would make every output unlike every other). The
+    map of cells is resized to the image bicubically, which may ring below 0; `level="token"` is its mean in each patch.
+    Presets: `authors` (Latin hypercube, 7 x 7, 1536 masks), `xplique` (Sobol, 8 x 8, 500). n forwards, whatever the
+    grid.
     """
-    count = len(ask.images)
+    count, n = len(ask.images), samples
     masks = draw_masks(n, grid * grid, sampler, ask.seed)
     filling = fill_images(fill, ask.images, ask.vit, ask.seed)
     shown = PixelMasks(owners(ask, n), masks.view(n, grid, grid).repeat(count, 1, 1), filling)
     outputs = ask.score_variants(shown).view(count, n, -1).mT
     cells = hsic_of(masks, outputs.flatten(0, 1), floor).view(count, -1, grid, grid)
     image = F.interpolate(cells, ask.images.shape[-2:], mode="bicubic", align_corners=False).to(ask.images)
-    return image if level == "pixel" else to_cells(image, ask.vit.grid, ask.vit.extent)
+    return at_level(image, level, ask)

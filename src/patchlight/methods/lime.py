@@ -10,13 +10,11 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
+from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Level, register_method
-from patchlight.methods.masking import MadeMasks, bernoulli, drops_as_fill, owners, score_kept
-from patchlight.registry import Settings
+from patchlight.methods.masking import MadeMasks, bernoulli, owners, removes_tokens, score_kept
 from patchlight.resize import to_cells, to_pixels
-
-Segments = Literal["patches", "superpixels"]
 
 
 def patch_labels(vit: Anatomy, size: tuple[int, int]) -> Tensor:
@@ -32,10 +30,10 @@ def superpixels(image: Tensor, vit: Anatomy) -> Tensor:
         from skimage.segmentation import quickshift
     except ImportError:
         raise PatchlightError(
-            "the superpixels of 'lime' need scikit-image; pip install 'patchlight[lime]', or use segments='patches'"
+            "the superpixels of 'lime' need scikit-image; pip install 'patchlight[lime]', or use unit='patch'"
         ) from None
     if len(image) != 3:
-        raise PatchlightError(f"superpixels need colours, this model reads {len(image)} channels; use 'patches'")
+        raise PatchlightError(f"superpixels need colours, this model reads {len(image)} channels; use unit='patch'")
     mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (vit.preprocess.mean, vit.preprocess.std))
     picture = (image.double().cpu() * std + mean).clamp(0, 1).movedim(0, -1).numpy()
     labels: Tensor = torch.from_numpy(quickshift(picture, kernel_size=4, max_dist=200, ratio=0.2)).long()
@@ -70,12 +68,6 @@ def kernel(z: Tensor, counts: Tensor, width: float) -> Tensor:
     return torch.exp(-(distance**2) / width**2).sqrt()
 
 
-def refuses(settings: Settings, vit: Anatomy) -> str | None:
-    if settings["fill"] == "drop" and settings["segments"] != "patches":
-        return "only patches can be dropped; use segments='patches' or a fill"
-    return drops_as_fill(settings, vit)
-
-
 @register_method(
     "lime",
     paper="Ribeiro et al., KDD 2016",
@@ -85,51 +77,51 @@ def refuses(settings: Settings, vit: Anatomy) -> str | None:
     cost="samples forwards (2000)",
     quick={"samples": 96},
     presets={
-        "paper": {"segments": "superpixels", "level": "pixel", "samples": 1000},
-        "token": {"fill": "drop"},
+        "paper": {"unit": "pixel", "level": "pixel", "samples": 1000},
+        "token": {"unit": "token"},
     },
-    refuses=refuses,
+    refuses=removes_tokens,
 )
 def lime(
     ask: Ask,
     samples: Annotated[int, Field(ge=2)] = 2000,
-    segments: Segments = "patches",
-    fill: Fill | Literal["segment-mean", "drop"] | float = "segment-mean",
+    unit: Unit = "patch",
+    fill: Fill | Literal["segment-mean"] = "segment-mean",
     width: Annotated[float, Field(gt=0)] = 0.25,
     ridge: Annotated[float, Field(gt=0)] = 1.0,
     level: Level = "token",
 ) -> Tensor:
     """LIME: the coefficients of a ridge regression of f on which segments are shown.
 
-    z_i in {0,1}^S is Bernoulli(1/2) (the first all ones); hidden segments show their mean colour or `fill` or, of
-    patches, are removed (`"drop"`: token-LIME). Sample i weighs pi_i = sqrt(exp(-d_i^2 / width^2)) with the cosine
-    distance d_i of z_i to 1, and b minimises sum_i pi_i (f_i - b_0 - z_i b)^2 + ridge |b|^2, in float64. Segments are
-    patches by default, with 2000 samples since there are many; preset `paper`: quickshift superpixels (the extra
-    `lime`) on pixels, 1000 samples; preset `token`: patches dropped. Signed. Maps [B,h,w], superpixels averaged over
-    each patch, or painted on pixels [B,H,W]; one forward per sample.
+    z_i in {0,1}^S is Bernoulli(1/2) (the first all ones); hidden segments show their mean colour or `fill`, or their
+    tokens are removed. Sample i weighs pi_i = sqrt(exp(-d_i^2 / width^2)) with the cosine distance d_i of z_i to 1, and
+    b minimises sum_i pi_i (f_i - b_0 - z_i b)^2 + ridge |b|^2, in float64. Segments are patches, with 2000 samples
+    since there are many (`unit="token"`, preset `token`: removed), or at `unit="pixel"` quickshift superpixels (the
+    extra `lime`; preset `paper`, with 1000 samples and a map of pixels). Signed. Maps [B,h,w], superpixels averaged
+    over each patch, or painted on pixels [B,H,W]; one forward per sample.
     """
     size = (ask.images.shape[-2], ask.images.shape[-1])
-    if segments == "patches":
-        labels = patch_labels(ask.vit, size)[None]
-    else:
+    if unit == "pixel":
         labels = torch.stack([superpixels(image, ask.vit) for image in ask.images])
+    else:
+        labels = patch_labels(ask.vit, size)[None]
     counts = labels.flatten(1).amax(1) + 1
     z = torch.zeros(len(counts), samples, int(counts.max()), dtype=torch.bool)
     for shown, count in zip(z, counts.tolist(), strict=True):
-        shown[:, :count] = bernoulli((samples, count), 0.5, ask.generator(), empty=fill != "drop")
+        shown[:, :count] = bernoulli((samples, count), 0.5, ask.generator(), empty=unit != "token")
         shown[0, :count] = True
     labels = labels.to(ask.images.device).expand(len(ask.images), -1, -1)
-    scores = score_kept(ask, z) if fill == "drop" else _score_segments(ask, z, labels, fill)
+    scores = score_kept(ask, z) if unit == "token" else _score_segments(ask, z, labels, fill)
     where = torch.device("cpu") if scores.device.type == "mps" else scores.device
     coefficients = fit(z.to(where), scores.to(where), kernel(z, counts, width).to(where), ridge).to(scores)
-    if segments == "patches" and level == "token":
+    if unit != "pixel" and level == "token":
         return coefficients.view(*coefficients.shape[:2], *ask.vit.grid)
     index = labels.flatten(1)[:, None].expand(-1, scores.shape[-1], -1)
     painted = coefficients.gather(2, index).unflatten(-1, size)
     return painted if level == "pixel" else to_cells(painted, ask.vit.grid, ask.vit.extent)
 
 
-def _score_segments(ask: Ask, z: Tensor, labels: Tensor, fill: Fill | Literal["segment-mean"] | float) -> Tensor:
+def _score_segments(ask: Ask, z: Tensor, labels: Tensor, fill: Fill | Literal["segment-mean"]) -> Tensor:
     """Scores [B,n,T] of images with the segments z [B,n,S] (or one z for all) shown, of labels [B,H,W]."""
     if fill == "segment-mean":
         filling = segment_means(ask.images, labels)

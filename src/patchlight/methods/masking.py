@@ -10,16 +10,19 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
-from patchlight.evidence.ablation import TokenSubsets
-from patchlight.methods.base import Ask
+from patchlight.evidence.ablation import TokenSubsets, Unit
+from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Ask, Level
 from patchlight.registry import Settings
+from patchlight.resize import to_cells, to_pixels
 
 
 @dataclass(frozen=True)
 class MadeMasks:
     """Variant v is image owner[v] where its mask is 1 and the fill [B,C,H,W] where it is 0.
 
-    `make` gives the masks [n,H,W] of a part of the list, so that no more of them exist than a chunk holds.
+    `make` gives the masks [n,h,w] of a part of the list, of patches or pixels, so that no more of them exist than a
+    chunk holds.
     """
 
     owner: Tensor
@@ -29,7 +32,8 @@ class MadeMasks:
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         owner = self.owner[part].to(images.device)
         with torch.autocast(images.device.type, enabled=False):  # a mask is as precise as the image
-            shown = torch.lerp(self.fill[owner], images[owner], self.make(part)[:, None].to(images))
+            masks = to_pixels(self.make(part)[:, None].to(images), images.shape[-2:], vit.extent, "nearest")
+            shown = torch.lerp(self.fill[owner], images[owner], masks)
         return vit.embed(shown), None
 
 
@@ -44,7 +48,7 @@ def among(part: slice, each: int, device: torch.device) -> Tensor:
 
 
 def score_masks(ask: Ask, make: Callable[[Tensor], Tensor], each: int, fill: Tensor) -> Tensor:
-    """Scores [B,each,T] of the same masks over every image; `make` gives the masks [n,H,W] with the indices [n]."""
+    """Scores [B,each,T] of the same masks over every image; `make` gives the masks [n,h,w] with the indices [n]."""
 
     def made(part: slice) -> Tensor:
         return make(among(part, each, ask.images.device))
@@ -72,6 +76,14 @@ def score_kept(ask: Ask, kept: Tensor) -> Tensor:
     return scores[back].view(len(ask.images), kept.shape[-2], -1)
 
 
+def score_patches(ask: Ask, kept: Tensor, unit: Unit, fill: Fill) -> Tensor:
+    """Scores [B,M,T] of every image with only the patches kept [M,h,w]; the rest is removed, or shows `fill`."""
+    if unit == "token":
+        return score_kept(ask, kept.flatten(1))
+    shown, filling = kept.to(ask.images), fill_images(fill, ask.images, ask.vit, ask.seed)
+    return score_masks(ask, lambda index: shown[index], len(kept), filling)
+
+
 def bernoulli(shape: tuple[int, int], p: float, generator: torch.Generator, empty: bool = False) -> Tensor:
     """Rows of independent parts, each kept with probability p; unless `empty` rows may be, they get one part."""
     kept = torch.rand(shape, generator=generator) < p
@@ -81,17 +93,19 @@ def bernoulli(shape: tuple[int, int], p: float, generator: torch.Generator, empt
     return kept
 
 
-def drops_at_token_level(settings: Settings, vit: Anatomy) -> str | None:
-    """The refusal of methods that remove tokens where `level` is "token"."""
-    return vit.can_drop if settings["level"] == "token" else None
+def removes_tokens(settings: Settings, vit: Anatomy) -> str | None:
+    """The refusal of methods that remove tokens where `unit` is "token"."""
+    return vit.can_drop if settings["unit"] == "token" else None
 
 
-def drops_as_fill(settings: Settings, vit: Anatomy) -> str | None:
-    """The refusal of methods that remove tokens where `fill` is "drop"."""
-    return vit.can_drop if settings["fill"] == "drop" else None
+def at_level(maps: Tensor, level: Level, ask: Ask) -> Tensor:
+    """Maps [...,h,w] of patches or pixels at a level: patches painted on pixels, or pixels averaged over patches."""
+    if level == "pixel":
+        return to_pixels(maps, ask.images.shape[-2:], ask.vit.extent, "nearest")
+    return to_cells(maps, ask.vit.grid, ask.vit.extent)
 
 
-def windows(length: int, window: int, stride: int) -> Tensor:
+def sliding(length: int, window: int, stride: int) -> Tensor:
     """Indicators [n,length] of windows along one axis: every `stride` from 0 on, the last one clipped to fit."""
     begin = torch.arange(0, -(-max(length - window, 0) // stride) + 1) * stride
     at = torch.arange(length)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from patchlight.evidence.ablation import Count
-from patchlight.evidence.fills import Fill, fill_images
+from patchlight.evidence.fills import Fill
 from patchlight.methods.base import Ask, register_method
-from patchlight.methods.masking import drops_as_fill, score_kept, score_masks, window_masks, window_sum, windows
-from patchlight.resize import to_pixels
+from patchlight.methods.masking import removes_tokens, score_patches, sliding, window_masks, window_sum
 
 
 @register_method(
@@ -19,32 +19,28 @@ from patchlight.resize import to_pixels
     paper="Shi et al., 2023",
     ablates=True,
     cost="1 forward per window (121 at 14 x 14 patches)",
-    quick={"window": 2},
+    quick={"windows": 2},
     constant="a window as large as the grid says the same of every patch; use a smaller one",
-    presets={"blur": {"fill": "blur-tis"}, "drop": {"fill": "drop"}},
-    refuses=drops_as_fill,
+    presets={"blur": {"fill": "blur-tis"}, "token": {"unit": "token"}},
+    refuses=removes_tokens,
 )
 def pami(
     ask: Ask,
-    window: Count | tuple[Count, ...] = 4,
+    windows: Count | Annotated[list[Count], Field(min_length=1)] = 4,
     stride: Count = 1,
-    fill: Fill | Literal["drop"] | float = "blur-tis",
+    unit: Literal["token", "patch"] = "patch",
+    fill: Fill = "blur-tis",
 ) -> Tensor:
     """PAMI: S(x) = mean over the parts P that contain x of f(X on P, fill elsewhere).
 
-    Parts are square windows of `window` patches (several sizes: a tuple) every `stride` patches, no larger than the
-    grid; all else shows `fill`, or is removed (`"drop"`). No code of the authors is public: window 4, stride 1 and the
-    blur are this library's choices. Token maps [B,h,w]; one forward per part.
+    Parts are square windows of `windows` patches (several sizes: a list) every `stride` patches, no larger than the
+    grid; all else shows `fill`, or is removed (`unit="token"`). No code of the authors is public: windows of 4, stride
+    1 and the blur are this library's choices. Token maps [B,h,w]; one forward per part.
     """
-    sizes = (window,) if isinstance(window, int) else window
-    axes = [tuple(windows(length, min(size, length), stride) for length in ask.vit.grid) for size in sizes]
+    sizes = [windows] if isinstance(windows, int) else windows
+    axes = [tuple(sliding(length, min(size, length), stride) for length in ask.vit.grid) for size in sizes]
     parts = torch.cat([window_masks(rows, columns) for rows, columns in axes])
-    if fill == "drop":
-        scores = score_kept(ask, parts.flatten(1))
-    else:
-        small, size, extent = parts.to(ask.images)[:, None], ask.images.shape[-2:], ask.vit.extent
-        filling = fill_images(fill, ask.images, ask.vit, ask.seed)
-        scores = score_masks(ask, lambda i: to_pixels(small[i], size, extent, "nearest")[:, 0], len(parts), filling)
+    scores = score_patches(ask, parts, unit, fill)
     total, count = scores.new_zeros(()), scores.new_zeros(())
     each = [len(rows) * len(columns) for rows, columns in axes]
     for (rows, columns), some in zip(axes, scores.mT.split(each, -1), strict=True):

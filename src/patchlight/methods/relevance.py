@@ -23,7 +23,6 @@ from patchlight.registry import Settings
 from patchlight.targets import score_of
 
 Rules = Literal["ours", "orig"]
-Precision = Literal["float64", "float32"]
 STABILISER = 1e-9
 
 
@@ -83,7 +82,7 @@ def pixel_rule(images: Tensor, weight: Tensor, R: Tensor, stride: Any) -> Tensor
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear map in the pass's precision."""
+    """A linear map in the pass's type."""
 
     weight: Tensor
     bias: Tensor | None
@@ -113,7 +112,7 @@ class Inside(NamedTuple):
 
 
 class Block:
-    """A pre-norm block with its weights in the pass's precision; the model's own are never touched."""
+    """A pre-norm block with its weights in the pass's type; the model's own are never touched."""
 
     def __init__(self, parts: Parts, heads: int, like: Tensor) -> None:
         assert parts.qkv is not None
@@ -161,12 +160,12 @@ class Step(NamedTuple):
 class Relevance:
     """A float64 forward over `ask.images`; `steps` then walks from the last block down, in memory of one block."""
 
-    def __init__(self, ask: Ask, rules: Rules, precision: Precision = "float64") -> None:
+    def __init__(self, ask: Ask, rules: Rules) -> None:
         vit, ends = ask.vit, ask.vit.ends()
         assert ends is not None
         self.ask, self.vit, self.ends, self.rules = ask, vit, ends, rules
-        device = torch.device("cpu") if vit.device.type == "mps" and precision == "float64" else vit.device
-        self.like = torch.empty(0, device=device, dtype=getattr(torch, precision))
+        device = torch.device("cpu") if vit.device.type == "mps" else vit.device
+        self.like = torch.empty(0, device=device, dtype=torch.float64)
         self.images = ask.images.detach().to(self.like)
         with torch.no_grad():
             self.embedded, self.positions = _embedded(ends, self.images)
@@ -257,9 +256,9 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     return None
 
 
-def _attention_maps(ask: Ask, rules: Rules, precision: Precision, gradient: bool) -> Pass:
+def _attention_maps(ask: Ask, rules: Rules, gradient: bool) -> Pass:
     """mean_h ReLU(R_A), times G inside with `gradient`, of the blocks asked for."""
-    seen = Relevance(ask, rules, precision)
+    seen = Relevance(ask, rules)
     logits, scores, R, g = seen.start()
     maps: dict[int, Any] = {}
     for step in seen.steps(R, g if gradient else None, min(ask.layers)):
@@ -277,7 +276,7 @@ def _attention_maps(ask: Ask, rules: Rules, precision: Precision, gradient: bool
     refuses=_refuses,
     cost="2 forwards + relevance pass of about 4 forwards, float64",
 )
-def lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64", level: Level = "pixel") -> Tensor:
+def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
     """Layer-wise relevance propagation to the pixels, summed over colours. Signed.
 
     Relevance 1 at the target's logit goes down by the alpha = 1 rule at linear maps, a / (a + b) at skips, half to each
@@ -285,7 +284,7 @@ def lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64", level
     (default) are the paper's LRP baseline, which conserves nothing and reaches 1e9 and more; `rules="ours"` are those
     of TransAtt, whose sum stays 1. `level="token"` is the relevance of x_0, summed over channels.
     """
-    seen = Relevance(ask, rules, precision)
+    seen = Relevance(ask, rules)
     _, _, R, _ = seen.start()
     for step in seen.steps(R, None, 0):
         R = step.R
@@ -304,12 +303,12 @@ def lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64", level
     refuses=_refuses,
     cost="1 forward + relevance pass of the blocks read, float64",
 )
-def partial_lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64") -> Pass:
+def partial_lrp(ask: Ask, rules: Rules = "orig") -> Pass:
     """Relevance of one block's attention, the last by default: the CLS row of mean_h ReLU(R_A).
 
     No gradient; the class enters through the one-hot start. `rules` as in `lrp`.
     """
-    return _attention_maps(ask, rules, precision, gradient=False)
+    return _attention_maps(ask, rules, gradient=False)
 
 
 @register_method(
@@ -324,7 +323,7 @@ def partial_lrp(ask: Ask, rules: Rules = "orig", precision: Precision = "float64
     presets={"scripts": {"start": 1}},
     cost="2 forwards + 1 backward + relevance pass of about 4 forwards, float64",
 )
-def transatt(ask: Ask, rules: Rules = "ours", gradient: bool = True, precision: Precision = "float64") -> Pass:
+def transatt(ask: Ask, rules: Rules = "ours", gradient: bool = True) -> Pass:
     """Transformer attribution: the CLS row of prod_l (I + mean_h ReLU(G_l * R_A,l)), from block `start`.
 
     Nothing is normalised. R_A,l is the relevance of the attention [B,H,N,N] under the conserving rules, G_l the
@@ -332,4 +331,4 @@ def transatt(ask: Ask, rules: Rules = "ours", gradient: bool = True, precision: 
     evaluation scripts do.
     `gradient=False` leaves G out, the authors' rollout of relevance.
     """
-    return _attention_maps(ask, rules, precision, gradient)
+    return _attention_maps(ask, rules, gradient)

@@ -10,12 +10,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.evidence.ablation import Count
+from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Level, register_method
-from patchlight.methods.masking import bernoulli, drops_at_token_level, score_kept, score_masks
+from patchlight.methods.masking import at_level, bernoulli, removes_tokens, score_masks, score_patches
 
-Probability = Annotated[float, Field(gt=0, le=1)]
+Ratio = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ def upsampling(cells: int, size: int) -> Tensor:
     return weights.unfold(0, size, 1)[:cell].mT
 
 
-def draw_grids(n: int, cells: int, p: float, size: tuple[int, int], generator: torch.Generator) -> Grids:
-    """N grids of s x s cells, each 1 with probability p, and their shifts, uniform within a cell."""
-    grids = torch.rand(n, cells, cells, generator=generator) < p
+def draw_grids(n: int, cells: int, keep: float, size: tuple[int, int], generator: torch.Generator) -> Grids:
+    """N grids of s x s cells, each 1 with probability `keep`, and their shifts, uniform within a cell."""
+    grids = torch.rand(n, cells, cells, generator=generator) < keep
     shifts = [torch.randint(-(-length // cells), (n,), generator=generator) for length in size]
     return Grids(grids, torch.stack(shifts, 1), size)
 
@@ -87,47 +87,50 @@ def draw_grids(n: int, cells: int, p: float, size: tuple[int, int], generator: t
     ablates=True,
     levels=("pixel", "token"),
     stochastic=True,
-    cost="n forwards (4000)",
-    quick={"n": 48, "grid": 4},
+    cost="samples forwards (4000)",
+    quick={"samples": 48, "grid": 4},
     presets={
-        "paper": {"grid": 7, "p": 0.5, "n": 4000},
-        "repo": {"grid": 8, "p": 0.1, "n": 6000},
-        "tis": {"grid": 8, "p": 0.1, "n": 4000, "score": "logit"},
-        "vit-shapley": {"level": "token", "p": 0.5, "n": 2000, "normaliser": "empirical"},
+        "paper": {"grid": 7, "keep": 0.5, "samples": 4000},
+        "repo": {"grid": 8, "keep": 0.1, "samples": 6000},
+        "tis": {"grid": 8, "keep": 0.1, "samples": 4000, "score": "logit"},
+        "vit-shapley": {"unit": "token", "level": "token", "keep": 0.5, "samples": 2000, "normaliser": "empirical"},
     },
-    refuses=drops_at_token_level,
+    refuses=removes_tokens,
 )
 def rise(
     ask: Ask,
-    n: Count = 4000,
+    samples: Count = 4000,
     grid: Annotated[int, Field(ge=2)] = 7,
-    p: Probability = 0.5,
-    normaliser: Literal["p", "empirical"] = "p",
-    fill: Fill | float = "zero",
+    keep: Ratio = 0.5,
+    normaliser: Literal["expected", "empirical"] = "expected",
+    unit: Unit = "pixel",
+    fill: Fill = "zero",
     level: Level = "pixel",
 ) -> Tensor:
-    """RISE: S(x) = 1/(N p) sum_i f(X * M_i) M_i(x), the score of the image under random masks.
+    """RISE: S(x) = 1/(N p) sum_i f(X * M_i) M_i(x), the score of the image under N = `samples` random masks.
 
-    A mask is a binary grid of `grid` x `grid` cells, 1 with probability p, upsampled bilinearly to a canvas one cell
-    larger than the image and cropped at a random offset; masked pixels show `fill`. `level="token"` draws the patches
-    independently and really drops tokens. `normaliser="empirical"` divides by sum_i M_i(x) instead of N p, which
-    removes the masks' uneven coverage at the borders. Masks are drawn once and shared by all images. Pixel maps
-    [B,H,W], token maps [B,h,w]; N forwards. Presets: `paper` (the default: s 7, p 0.5, N 4000), `repo` (s 8, p 0.1,
-    N 6000), `tis` (s 8, p 0.1, N 4000, logits), `vit-shapley` (tokens, p 0.5, N 2000, empirical).
+    A mask is a binary grid of `grid` x `grid` cells, 1 with probability p = `keep`, upsampled bilinearly to a canvas
+    one cell larger than the image and cropped at a random offset; masked pixels show `fill`. `unit="patch"` draws the
+    patches independently, and `unit="token"` really removes their tokens. `normaliser="empirical"` divides by sum_i
+    M_i(x) instead of N p, which removes the masks' uneven coverage at the borders. Masks are drawn once and shared by
+    all images. Maps of pixels [B,H,W] or, at `level="token"`, of patches [B,h,w]; N forwards. Presets: `paper` (the
+    default: s 7, p 0.5, N 4000), `repo` (s 8, p 0.1, N 6000), `tis` (s 8, p 0.1, N 4000, logits), `vit-shapley`
+    (tokens, p 0.5, N 2000, empirical).
     """
-    if level == "token":
-        kept = bernoulli((n, ask.vit.grid[0] * ask.vit.grid[1]), p, ask.generator())
-        scores = score_kept(ask, kept).transpose(1, 2)
-        masks = kept.to(scores)
-        total = (scores @ masks).view(*scores.shape[:2], *ask.vit.grid)
-        coverage = masks.sum(0).view(ask.vit.grid)
-    else:
+    if unit == "pixel":
         size = (ask.images.shape[-2], ask.images.shape[-1])
-        grids = draw_grids(n, grid, p, size, ask.generator()).to(ask.images)
+        grids = draw_grids(samples, grid, keep, size, ask.generator()).to(ask.images)
         filling = fill_images(fill, ask.images, ask.vit, ask.seed)
-        scores = score_masks(ask, grids.masks, n, filling).transpose(1, 2)
+        scores = score_masks(ask, grids.masks, samples, filling).transpose(1, 2)
         grids = grids.to(scores)
-        total, coverage = grids.weighted(scores), grids.weighted(scores.new_ones(1, n))[0]
-    if normaliser == "p":
-        return total / (n * p)
-    return total / coverage.clamp_min(torch.finfo(total.dtype).tiny)
+        total, coverage = grids.weighted(scores), grids.weighted(scores.new_ones(1, samples))[0]
+    else:
+        rows, columns = ask.vit.grid
+        kept = bernoulli((samples, rows * columns), keep, ask.generator(), empty=unit == "patch")
+        scores = score_patches(ask, kept.view(samples, rows, columns), unit, fill).transpose(1, 2)
+        masks = kept.to(scores)
+        total = (scores @ masks).view(*scores.shape[:2], rows, columns)
+        coverage = masks.sum(0).view(rows, columns)
+    if normaliser == "expected":
+        return at_level(total / (samples * keep), level, ask)
+    return at_level(total / coverage.clamp_min(torch.finfo(total.dtype).tiny), level, ask)

@@ -34,23 +34,23 @@ def refuses(settings: Settings, vit: Anatomy) -> str | None:
     presets={
         "paper": {"relu": True},
         "jacobgil": {},
-        "vit-cx": {"variant": "vit-cx", "score": "probability"},
+        "vit-cx": {"weighting": "score", "score": "probability"},
     },
 )
 def score_cam(
     ask: Ask,
     layer: int | str = "blocks[-1].norm1",
-    variant: Literal["paper", "vit-cx"] = "paper",
+    weighting: Literal["softmax", "score"] = "softmax",
     relu: bool = False,
-    fill: Fill | float = "zero",
+    fill: Fill = "zero",
 ) -> Tensor:
     """Score-CAM: alpha = softmax_k f(X * H_k), map = sum_k alpha_k A_k, H_k the k-th channel stretched to [0, 1].
 
     H_k = minmax(Up(A_k)), Up bilinear with corners aligned; the score of an empty baseline, the same for all k, drops
     out of the softmax. Signed like the other CAMs; `relu=True` (preset `paper`) keeps the positive part, which can be
-    nothing, since a ViT's activations are signed. `variant="vit-cx"` is sum_k f(X * H_k) H_k, as ViT-CX describes it,
-    with probabilities in its preset. `layer` is read as for `gradcam`; a
-    hierarchical model has one feature map, that of the stage it is opened behind. Token maps [B,h,w]; D + 1 forwards.
+    nothing, since a ViT's activations are signed. `weighting="score"` is sum_k f(X * H_k) H_k, as ViT-CX describes it
+    (preset `vit-cx`, with probabilities). `layer` is read as for `gradcam`; a hierarchical model has one feature map,
+    that of the stage it is opened behind. Token maps [B,h,w]; D + 1 forwards.
     """
     maps, _ = feature_maps(ask, layer)
     flat = maps.flatten(0, 1)
@@ -65,7 +65,7 @@ def score_cam(
     filling = fill_images(fill, ask.images, ask.vit, ask.seed)
     scores = ask.score_variants(MadeMasks(owners(ask, maps.shape[1]), stretched, filling))
     scores = scores.view(*maps.shape[:2], -1)
-    if variant == "paper":
+    if weighting == "softmax":
         weights = scores.softmax(1)
     else:
         maps = ((flat - low[:, None, None]) / (high - low + 1e-8)[:, None, None]).view_as(maps)

@@ -20,8 +20,6 @@ from patchlight.methods.base import Ask, register_method
 from patchlight.methods.masking import owners
 from patchlight.registry import Settings
 
-Mode = Literal["auto", "tokens", "pixels"]
-
 
 class Unseen(Taps):
     """Attention that sees the keys `seen` [B,N] alone, fused where the model's is."""
@@ -126,23 +124,23 @@ def constrained_values(z: Tensor, gain: Tensor, total: Tensor, weight: Tensor | 
 
 def _why_not_drop(vit: Anatomy) -> str | None:
     if vit.can_drop is not None:
-        return f"{vit.name} cannot drop tokens: {vit.can_drop}; mode='pixels' works"
+        return f"{vit.name} cannot drop tokens: {vit.can_drop}; unit='patch' works"
     if vit.pooling not in ("cls", "cls+dist"):
-        return f"{vit.name} reads its patches, so it says nothing about the empty coalition; mode='pixels' works"
+        return f"{vit.name} reads its patches, so it says nothing about the empty coalition; unit='patch' works"
     return None
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if vit.grid == (1, 1):
         return f"{vit.name} has one patch, which has no others to share the score with"
-    return _why_not_drop(vit) if settings["mode"] == "tokens" else None
+    return _why_not_drop(vit) if settings["unit"] == "token" else None
 
 
 def _advice(settings: Settings, vit: Anatomy) -> str | None:
     players = vit.grid[0] * vit.grid[1]
-    if settings["n"] >= players:
+    if settings["samples"] >= players:
         return None
-    return f"{settings['n']} coalitions cannot tell {players} patches apart; use n={10 * players} or more"
+    return f"{settings['samples']} coalitions cannot tell {players} patches apart; use samples={10 * players} or more"
 
 
 @register_method(
@@ -151,28 +149,34 @@ def _advice(settings: Settings, vit: Anatomy) -> str | None:
     aliases=("kernelshap",),
     ablates=True,
     stochastic=True,
-    cost="n + 2 forwards (n = 2000), of half the tokens on average",
-    quick={"n": 200},
-    presets={"captum": {"n": 25, "mode": "pixels", "fill": "zero"}, "xplique": {"n": 800, "mode": "pixels"}},
+    cost="samples (2000) + 2 forwards, of half the tokens on average",
+    quick={"samples": 200},
+    presets={
+        "captum": {"samples": 25, "unit": "patch", "fill": "zero"},
+        "xplique": {"samples": 800, "unit": "patch"},
+    },
     refuses=_refuses,
     advice=_advice,
 )
 def kernel_shap(
-    ask: Ask, n: Annotated[int, Field(ge=2)] = 2000, mode: Mode = "auto", fill: Fill | float = "zero"
+    ask: Ask,
+    samples: Annotated[int, Field(ge=2)] = 2000,
+    unit: Literal["auto", "token", "patch"] = "auto",
+    fill: Fill = "zero",
 ) -> Tensor:
     """Shapley values of the patches by constrained least squares: sum phi = v(all patches) - v(none), exactly. Signed.
 
     Coalitions S of sizes 0 < k < d come with P(k) proportional to 1 / (k (d - k)) in antithetic pairs (S and its
-    complement), n in all, drawn once for all images; the solution is that of `constrained_values`, in float64. v(S) is
-    the score of the image with the patches of S: `mode="tokens"` really drops the others, and of the empty coalition
-    the prefix tokens remain; `mode="pixels"` puts `fill` in their place. The default, "auto", drops tokens where the
-    model can and its classifier reads prefix tokens alone. n should be 10 d or more. Presets `captum` and `xplique`
-    are those libraries' sizes, the first too small for most grids. [B,h,w]; n + 2 forwards.
+    complement), n = `samples` in all, drawn once for all images; the solution is that of `constrained_values`, in
+    float64. v(S) is the score of the image with the patches of S: `unit="token"` really removes the others, and of the
+    empty coalition the prefix tokens remain; `unit="patch"` paints `fill` in their place. The default, "auto", removes
+    tokens where the model can and its classifier reads prefix tokens alone. n should be 10 d or more. Presets `captum`
+    and `xplique` are those libraries' sizes, the first too small for most grids. [B,h,w]; n + 2 forwards.
     """
-    grid, count = ask.vit.grid, len(ask.images)
+    grid, count, n = ask.vit.grid, len(ask.images), samples
     z = draw_coalitions(n, grid[0] * grid[1], ask.generator())
     z = torch.cat([torch.zeros_like(z[:1]), torch.ones_like(z[:1]), z])
-    if mode == "tokens" or (mode == "auto" and _why_not_drop(ask.vit) is None):
+    if unit == "token" or (unit == "auto" and _why_not_drop(ask.vit) is None):
         values = score_coalitions(ask, z)
     else:
         masks = z.view(-1, *grid).repeat(count, 1, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, Variants
-from patchlight.evidence.fills import fill_images
+from patchlight.evidence.fills import Fill, fill_images
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
 from patchlight.evidence.passes import LayerJob
 from patchlight.methods.base import Ask, register_method
@@ -63,8 +63,8 @@ def sampled_scores(
     ask: Ask,
     centroids: Tensor,
     keep: Sequence[float],
-    mode: Literal["tokens", "pixels"] = "tokens",
-    fill: Literal["noise", "zero"] = "noise",
+    unit: Literal["token", "patch"] = "token",
+    fill: Fill = "noise",
     inverted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Scores w [B,V,T] and masks M [B,V,N] of centroids [B,K,N] at every keep ratio, V = K len(keep).
@@ -82,7 +82,7 @@ def sampled_scores(
         if inverted and size == patches:
             raise PatchlightError(f"inverted masks of keep={ratio} leave no patch to score; give keep below 1")
         masks.append(as_masks(order[..., :size], patches))
-        if mode == "tokens":
+        if unit == "token":
             shown = order[..., size:] if inverted else order[..., :size]
             lists.append(TokenSubsets(owner, shown.flatten(0, 1)))
         else:
@@ -104,44 +104,44 @@ def _no_dropping(settings: Settings, vit: Anatomy) -> str | None:
     ablates=True,
     stochastic=True,
     exact=False,
-    cost="1 + n_masks (1024) forwards of half the tokens, and a k-means",
-    quick={"n_masks": 48},
-    presets={"authors": {"empty": "zero", "iterations": 100, "normalise": True}},
+    cost="1 + samples (1024) forwards of half the tokens, and a k-means",
+    quick={"samples": 48},
+    presets={"authors": {"empty": "zero", "iterations": 100, "stretch": True}},
     refuses=_no_dropping,
     constant="every mask scored alike (keep=1 shows all of the image in each); use a smaller keep",
 )
 def tis(
     ask: Ask,
-    n_masks: Count = 1024,
+    samples: Count = 1024,
     keep: Ratio | Ratios = 0.5,
-    mode: Literal["tokens", "pixels"] = "tokens",
-    fill: Literal["noise", "zero"] = "noise",
+    unit: Literal["token", "patch"] = "token",
+    fill: Fill = "noise",
     inverted: bool = False,
     empty: Empty = "reseed",
     standardise: bool = False,
     iterations: Count = 100,
-    normalise: bool = False,
+    stretch: bool = False,
 ) -> Tensor:
     """Mean score of the masks that show a patch: TIS_c = (sum_j w_j M_j) / (sum_j M_j), w_j = p_c(tokens of M_j).
 
-    The outputs of all L blocks are L*D points of dimension N (patches); their k-means has `n_masks` centroids (at most
+    The outputs of all L blocks are L*D points of dimension N (patches); their k-means has `samples` centroids (at most
     one for each point), and mask M_j [N] shows the int(keep N) patches where centroid j is largest. The transformer
     runs on the prefix tokens and those patches alone, taken after the position embedding. Several `keep` ratios pool
     their masks. The map is not stretched to [0, 1]; a patch that no mask shows gets the image's lowest value.
 
-    `mode="pixels"` masks pixels instead, over uniform `noise` in [0, 1) (one draw an image) or `zero`, both after
-    normalisation: the paper's ablation. Ours: `inverted` removes M_j, and the map is minus the mean score of what is
-    left; `standardise` scales each point to variance 1; an empty cluster starts again at a far point. Preset `authors`:
-    empty clusters at zero, and the map stretched to [0, 1] (`normalise`). The k-means begins where the authors' code
-    does after `numpy.random.seed(12345 + seed)`. 1 + n_masks len(keep) forwards, no backward.
+    `unit="patch"` paints the other patches instead, with uniform `noise` in [0, 1) (one draw an image) or another
+    `fill`, after normalisation: the paper's ablation. Ours: `inverted` removes M_j, and the map is minus the mean score
+    of what is left; `standardise` scales each point to variance 1; an empty cluster starts again at a far point. Preset
+    `authors`: empty clusters at zero, and the map stretched to [0, 1] (`stretch`). The k-means begins where the
+    authors' code does after `numpy.random.seed(12345 + seed)`. 1 + samples len(keep) forwards, no backward.
     """
     points = activation_points(ask, standardise)
-    initial = draw_initial(points.shape[1], n_masks, ask.seed)
+    initial = draw_initial(points.shape[1], samples, ask.seed)
     centroids = kmeans(points, initial, iterations, empty=empty)
     ratios = keep if isinstance(keep, list) else [keep]
-    scores, masks = sampled_scores(ask, centroids, ratios, mode, fill, inverted)
+    scores, masks = sampled_scores(ask, centroids, ratios, unit, fill, inverted)
     maps = mean_score(scores, masks)
-    if normalise:
+    if stretch:
         low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
         maps = (maps - low) / (high - low).clamp_min(torch.finfo(maps.dtype).tiny)
     return maps.view(*maps.shape[:2], *ask.vit.grid).to(torch.promote_types(ask.vit.dtype, torch.float32))

@@ -33,7 +33,7 @@ UPDATES = Composition(_updates, lambda depth, settings: range(depth))
 
 
 def _needs(settings: Settings) -> frozenset[str]:
-    needs = {"x", "A"} | ({"G"} if settings["grad"] != "none" else set())
+    needs = {"x", "A"} | ({"G"} if settings["gradient"] else set())
     needs |= {"u", "y"} if settings["include_ffn"] else set()
     if settings["where"] == "residual":
         needs |= {"u"}
@@ -91,7 +91,8 @@ def tokentm(
     use_necc: bool = True,
     necc_scale: Literal["N"] | float = 1.0,
     use_length: bool = True,
-    grad: Literal["relu", "signed", "none"] = "relu",
+    gradient: bool = True,
+    sign: Literal["relu", "signed"] = "relu",
     include_ffn: bool = True,
 ) -> Update:
     """Token transformation: the CLS row of prod_l (I + W_FFN)(I + mean_h ReLU(G_l) * (A_l W_l)) diag(L(x_0)).
@@ -101,8 +102,8 @@ def tokentm(
     each head, without biases (`where="residual"`: the tokens after attention and its skip); `ov_input="ln1"` feeds it
     the normed tokens. Feed-forward: from its input to its branch output, layer scale included (`ffn_where="residual"`:
     to the block's output). `head_fusion="mean_first"` averages A, ReLU(G) and W over heads before the product.
-    `grad="signed"` leaves G as it is, "none" leaves it out; `init="identity"` starts without the lengths of x_0.
-    Without NECC, lengths and feed-forward, from the identity, this is `genatt`. Preset `libragrad` is that code's
+    `sign="signed"` leaves G as it is, `gradient=False` leaves it out; `init="identity"` starts without the lengths of
+    x_0. Without NECC, lengths and feed-forward, from the identity, this is `genatt`. Preset `libragrad` is that code's
     reading. One forward, one backward, and two extra projections per block.
     """
     length = b.x.norm(dim=-1)
@@ -117,17 +118,17 @@ def tokentm(
     else:
         image, dot = _ov_image(b, b.n if ov_input == "ln1" else b.x)
         weight = transformation_weight(length[:, None], image, dot, *options)
-    matrix = _attention_update(b, weight, head_fusion, grad)
+    matrix = _attention_update(b, weight, head_fusion, sign if gradient else None)
     if not include_ffn:
         return matrix, None, length
     return matrix, change(b.u, b.y if ffn_where == "residual" else b.y - b.u), length
 
 
-def _attention_update(b: Evidence, weight: Tensor, head_fusion: str, grad: str) -> Tensor:
-    """mean_h [grad(G)_h * A_h diag(w_h)] [B,N,N], or the same of the means; weight [B,H,N] or [B,1,N] for all heads."""
+def _attention_update(b: Evidence, weight: Tensor, head_fusion: str, sign: str | None) -> Tensor:
+    """mean_h [sign(G)_h * A_h diag(w_h)] [B,N,N], or the same of the means; weight [B,H,N] or [B,1,N] for all heads."""
     columns = weight[:, :, None]
     if head_fusion == "mean_first":
         mean = b.heads_mean * columns.mean(1)
-        return mean if grad == "none" else mean.mul_((b.G.relu() if grad == "relu" else b.G).mean(1))
-    heads = positive(b) if grad == "relu" else b.AG if grad == "signed" else b.A
+        return mean if sign is None else mean.mul_((b.G.relu() if sign == "relu" else b.G).mean(1))
+    heads = positive(b) if sign == "relu" else b.AG if sign == "signed" else b.A
     return head_sum(heads, columns.expand(-1, heads.shape[1], -1, -1) / heads.shape[1])

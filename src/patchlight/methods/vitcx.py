@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import Count, Rendered
 from patchlight.methods.base import Ask, register_method
-from patchlight.methods.cams import feature_maps, place
+from patchlight.methods.cams import NORM1, feature_maps, place
 from patchlight.methods.rise import draw_grids
 from patchlight.registry import Settings
 from patchlight.resize import fitted, to_pixels
@@ -33,8 +33,8 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     layer = settings["layer"]
     if vit.hierarchical:
         told = f"{vit.name} has no blocks to name as a layer; load it with another stage, and leave layer out"
-        return None if layer is None or settings["variant"] == 2 else told
-    reads = layer is None or place(layer)[1] == "norm1"
+        return None if layer == NORM1 or settings["variant"] == 2 else told
+    reads = place(layer)[1] == "norm1"
     return f"{vit.name} has no first norm in its blocks" if reads and vit.parts(0).norm1 is None else None
 
 
@@ -164,17 +164,17 @@ def masked_scores(ask: Ask, masks: Masks, owner: Tensor) -> Tensor:
 
 
 def causal_scores(
-    ask: Ask, masks: Masks, owner: Tensor, clean: Tensor, noise: Noise, sigma: float, n_noise: int = 1
+    ask: Ask, masks: Masks, owner: Tensor, clean: Tensor, noise: Noise, sigma: float, samples: int = 1
 ) -> Tensor:
     """s_i = f(X * M_i + e_i) - f(X + e_i) + f(X) [K,T], e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2).
 
     Mask i is of image owner[i] (images one after another); the noise is counted anew for each. Masks and noise are made
-    inside the chunk; `clean` [B,T] is f(X). Mean over `n_noise` draws: 2 K n_noise forwards.
+    inside the chunk; `clean` [B,T] is f(X). Mean over `samples` draws: 2 K samples forwards.
     """
     device = ask.images.device
     place = torch.arange(len(owner)) - torch.searchsorted(owner, owner)
-    draw = (place[:, None] * n_noise + torch.arange(n_noise)).flatten().repeat_interleave(2)
-    mask = torch.arange(len(owner)).repeat_interleave(2 * n_noise)
+    draw = (place[:, None] * samples + torch.arange(samples)).flatten().repeat_interleave(2)
+    mask = torch.arange(len(owner)).repeat_interleave(2 * samples)
     index, of = mask.to(device), owner[mask].to(device)
     whole = (torch.arange(len(mask)) % 2 == 1).to(device)[:, None, None, None]
 
@@ -185,7 +185,7 @@ def causal_scores(
             return torch.addcmul(filled, ask.images[of[part]], shown.masked_fill(whole[part], 1))
 
     scores = ask.score_variants(Rendered(owner[mask], render))
-    masked, noisy = scores.view(len(owner), n_noise, 2, scores.shape[-1]).mean(1).unbind(1)
+    masked, noisy = scores.view(len(owner), samples, 2, scores.shape[-1]).mean(1).unbind(1)
     return masked - noisy + clean[owner.to(clean.device)]
 
 
@@ -219,32 +219,32 @@ def _covered(total: Tensor, coverage: Tensor) -> Tensor:
     exact=False,
     levels=("pixel",),
     cost="1 + 2 K forwards, K about 60 clusters",
-    quick={"threshold": 0.2},
+    quick={"distance": 0.2},
     presets={"authors": {}, "paper": {"rescale": False}},
     refuses=_refuses,
-    constant="one cluster holds every feature map; use a smaller threshold",
+    constant="one cluster holds every feature map; use a smaller distance",
 )
 def vit_cx(
     ask: Ask,
-    layer: int | str | None = None,
-    threshold: Annotated[float, Field(gt=0)] | None = None,
+    layer: int | str = NORM1,
+    distance: Annotated[float, Field(gt=0)] | None = None,
     sigma: Annotated[float, Field(ge=0)] = 0.1,
-    n_noise: Count = 1,
+    samples: Count = 1,
     rescale: bool = True,
     variant: Variant = "full",
-    n_random: Count = 5000,
+    random_masks: Count = 5000,
 ) -> Tensor:
     """Causal score of clustered feature maps, corrected for coverage: W(x) = sum_i s_i M_i(x) / sum_i M_i(x).
 
     Each of the D channels of `layer` (default "blocks[-1].norm1", or the stage a hierarchical model is opened behind)
-    is upsampled and stretched to [0, 1]; complete linkage on 1 - cosine merges those closer than `threshold` (default
+    is upsampled and stretched to [0, 1]; complete linkage on 1 - cosine merges those closer than `distance` (default
     0.1, hierarchical 0.05), and a cluster's mask M_i [H,W] is its members' sum, stretched again (preset `paper`,
     `rescale=False`: their mean). s_i = f(X M_i + e_i) - f(X + e_i) + f(X) with e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2)
-    after normalisation, mean over `n_noise` draws. Constant channels are left out; a pixel that no mask covers gets 0.
+    after normalisation, mean over `samples` draws. Constant channels are left out; a pixel that no mask covers gets 0.
     Maps [B,T,H,W]; the paper's is K times this one, the released code's 1/K.
 
-    `variant` (the paper's Table 2): 1 all maps, not clustered; 2 `n_random` masks of RISE; 3 scores f(X M_i); 4 no
-    coverage correction, sum_i s_i M_i; 5 as 3 and 4. sigma = 0 is variant 3. 1 + 2 K n_noise forwards (1 + K without
+    `variant` (the paper's Table 2): 1 all maps, not clustered; 2 `random_masks` masks of RISE; 3 scores f(X M_i); 4 no
+    coverage correction, sum_i s_i M_i; 5 as 3 and 4. sigma = 0 is variant 3. 1 + 2 K samples forwards (1 + K without
     noise), no backward.
     """
     size = (ask.images.shape[-2], ask.images.shape[-1])
@@ -254,14 +254,13 @@ def vit_cx(
     def scored(masks: Masks, owner: Tensor) -> Tensor:
         if sigma == 0 or variant in (3, 5):
             return masked_scores(ask, masks, owner)
-        return causal_scores(ask, masks, owner, clean, draws(ask), sigma, n_noise)
+        return causal_scores(ask, masks, owner, clean, draws(ask), sigma, samples)
 
     if variant == 2:
-        grids = draw_grids(n_random, 7, 0.5, size, ask.generator()).to(ask.images)
-        owner = torch.arange(len(ask.images)).repeat_interleave(n_random)
-        random = (
-            scored(lambda index: grids.masks(index % n_random)[:, None], owner).view(len(features), n_random, -1).mT
-        )
+        grids = draw_grids(random_masks, 7, 0.5, size, ask.generator()).to(ask.images)
+        owner = torch.arange(len(ask.images)).repeat_interleave(random_masks)
+        random = scored(lambda index: grids.masks(index % random_masks)[:, None], owner)
+        random = random.view(len(features), random_masks, -1).mT
         wider = grids.to(random)
         return _covered(wider.weighted(random), wider.weighted(torch.ones_like(random[0, :1]))[0])
     extent = ask.vit.extent
@@ -270,7 +269,7 @@ def vit_cx(
     if variant == 1:
         masks, counts = channels[used], used.sum(1)
     else:
-        limit = threshold or (0.05 if ask.vit.hierarchical else 0.1)
+        limit = distance or (0.05 if ask.vit.hierarchical else 0.1)
         labels = clusters(cosine_distances(channels, extent), limit, used)
         masks, counts = cluster_masks(channels, labels, extent, rescale), labels.amax(1) + 1
     owner = torch.arange(len(counts)).repeat_interleave(counts.cpu())

@@ -17,18 +17,16 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, UndefinedMetric, warn
-from patchlight.evidence.ablation import ABLATION, Ablation
+from patchlight.evidence.ablation import ABLATION, Ablation, Unit
 from patchlight.registry import Entry, Registry, Setting, Settings, in_words, settings_of, settled
 from patchlight.resize import to_cells, to_pixels
 from patchlight.statistics import FEWEST, bootstrapped, percentiles
 from patchlight.targets import Targets, predicted
 
-Unit = Literal["pixel", "patch", "token"]
-"""What is taken away at a time: pixels, patches of pixels, or patch tokens, which are really removed."""
 Upsampling = Literal["nearest", "bilinear", "bicubic"]
-TargetClass = Literal["given", "label", "predicted"]
+TargetClass = Literal["given", "label", "prediction"]
 """The class the map explains, the true one, or the model's own prediction."""
-Explainer = Callable[[Anatomy, Tensor, Targets, int], Tensor]
+MapFunction = Callable[[Anatomy, Tensor, Targets, int], Tensor]
 """From a model, images [B,C,H,W], their classes and a seed to maps [B,h,w]."""
 Sums = Mapping[str, Tensor]
 
@@ -39,7 +37,7 @@ class Measure:
 
     `targets` are the classes asked about, one per image; `labels` [B] the true ones, -1 where one is not known; `boxes`
     one [n,4] tensor per image (xmin, ymin, xmax, ymax) and `masks` [B,H,W] (1 object, 0 background, -1 not labelled),
-    both on the canvas the model sees. `again` explains other images or another model as the maps were explained.
+    both on the canvas the model sees. `method` makes maps of other images, or of another model, as these were made.
     """
 
     vit: Anatomy
@@ -49,15 +47,16 @@ class Measure:
     labels: Tensor | None = None
     boxes: Sequence[Tensor] | None = None
     masks: Tensor | None = None
-    again: Explainer | None = None
+    method: MapFunction | None = None
     seed: int = 0
-    how: Mapping[str, Any] = field(default_factory=dict)
+    ablation_settings: Mapping[str, Any] = field(default_factory=dict)
+    """`chunk`, `precision` and `compile` of a metric that ablates."""
     shared: dict[Any, Any] = field(default_factory=dict)
     """What metrics of one call keep for each other."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """What metrics keep for the batches to come."""
-    fresh: bool = False
-    """Whether the maps are what `again` makes of these images, classes and seed."""
+    current: bool = False
+    """Whether the maps are what `method` makes of these images, classes and seed."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -66,7 +65,7 @@ class Measure:
 
     @property
     def ablation(self) -> Ablation:
-        return Ablation(self.vit, self.images, fine=True, **self.how)
+        return Ablation(self.vit, self.images, fine=True, **self.ablation_settings)
 
     def once(self, key: Any, function: Callable[[], Any]) -> Any:
         """`function()`, computed by the first metric that asks for `key`."""
@@ -74,13 +73,13 @@ class Measure:
             self.shared[key] = function()
         return self.shared[key]
 
-    def anew(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-        """Maps [n,h,w] of other images, or of another model, explained as these were."""
-        return explained_by(self.again, vit, images, targets, seed)
+    def explain(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+        """Maps [n,h,w] of other images, or of another model, made as these were."""
+        return made_by(self.method, vit, images, targets, seed)
 
     def logits(self) -> Tensor:
         """The clean images' logits [B,C], in the precision the variants are scored in."""
-        key = ("logits", *sorted(self.how.items()))
+        key = ("logits", *sorted(self.ablation_settings.items()))
         logits: Tensor = self.once(key, lambda: self.ablation.logits(_Whole(torch.arange(len(self.images)))))
         return logits
 
@@ -95,7 +94,7 @@ class Measure:
                 warn(f"{whose} are not known (give labels=), so the classes explained count as true", UndefinedMetric)
             if not bool(unknown.all()):
                 return Targets(torch.where(unknown, self.targets.index[:, 0].cpu(), truth)[:, None])
-        if which == "predicted":
+        if which == "prediction":
             rounded = self.ablation.rounds
             return predicted(self.once("clean", lambda: self.vit.logits(self.images)) if rounded else self.logits())
         return self.targets
@@ -165,16 +164,16 @@ class Measured:
 class Metric(Entry):
     """A registered metric.
 
-    `needs`: annotations it reads, of labels, boxes and masks ("boxes or masks": either). `again`: it explains anew, so
-    it needs a method and not only maps. `combine`: the data set's number from the sums of `parts` over images; without
-    it, the mean of the values. `words`: by preset, a paper's own words for the values of a setting. `ablates`: it
-    scores variants of the images.
+    `needs`: annotations it reads, of labels, boxes and masks ("boxes or masks": either). `explains`: it explains
+    images itself, so it needs a method and not only maps. `combine`: the data set's number from the sums of `parts`
+    over images; without it, the mean of the values. `words`: by preset, a paper's own words for the values of a
+    setting. `ablates`: it scores variants of the images.
     """
 
     higher_is_better: bool | Callable[[Settings], bool] = True
     bounds: tuple[float, float] | Callable[[Settings], tuple[float, float]] = (0.0, 1.0)
     needs: AbstractSet[str] = frozenset()
-    again: bool = False
+    explains: bool = False
     cost: str = "no forward"
     words: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     combine: Callable[[Sums], Tensor] | None = None
@@ -227,7 +226,7 @@ class AboutMetric(TypedDict, total=False):
     presets: Mapping[str, Settings]
     quick: Settings
     needs: AbstractSet[str]
-    again: bool
+    explains: bool
     cost: str
     words: Mapping[str, Mapping[str, Mapping[str, Any]]]
     combine: Callable[[Sums], Tensor]
@@ -260,7 +259,7 @@ def list_metrics() -> list[MetricInfo]:
                 entry.paper,
                 entry.rises(defaults),
                 entry.limits(defaults),
-                (*sorted(entry.needs), *(("a method",) if entry.again else ())),
+                (*sorted(entry.needs), *(("a method",) if entry.explains else ())),
                 entry.cost,
                 entry.summary,
                 settings,
@@ -392,9 +391,9 @@ def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
     return maps if maps.dtype in (torch.float32, torch.float64) else maps.float()
 
 
-def explained_by(again: Explainer | None, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-    assert again is not None
-    maps = again(vit, images, targets, seed)
+def made_by(method: MapFunction | None, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+    assert method is not None
+    maps = method(vit, images, targets, seed)
     if not isinstance(maps, Tensor):
         raise PatchlightError(f"the callable gave a {type(maps).__name__}; it must give a tensor [B,h,w]")
     return checked_maps(maps.detach(), len(images), vit).to(vit.device)

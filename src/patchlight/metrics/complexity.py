@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.evidence.fills import Fill, fill_images
+from patchlight.methods.base import Level
 from patchlight.metrics.base import Measure, Measured, Upsampling, register_metric
 from patchlight.targets import score_of
 
@@ -29,8 +30,8 @@ def gini(values: Tensor) -> Tensor:
     aliases=("gini",),
     higher_is_better=True,
     presets={
-        "tis": {"shift": "always", "absolute": False, "unit": "pixel", "upsampling": "bilinear"},
-        "quantus": {"shift": "none", "absolute": True, "unit": "pixel", "upsampling": "bilinear"},
+        "tis": {"shift": "always", "absolute": False, "level": "pixel", "upsampling": "bilinear"},
+        "quantus": {"shift": "none", "absolute": True, "level": "pixel", "upsampling": "bilinear"},
     },
 )
 def sparseness(
@@ -38,17 +39,17 @@ def sparseness(
     shift: Literal["negative", "always", "none"] = "negative",
     absolute: bool = False,
     eps: Small = 1e-7,
-    unit: Literal["pixel", "patch"] = "pixel",
+    level: Level = "pixel",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
     """Gini index of the map: 0 when all pixels are equal, 1 - 1/n when one holds everything.
 
-    G = sum_i (2i - n - 1) a_(i) / (n sum a), a_(1) <= … <= a_(n) the scores of the upsampled map (`unit="patch"`: on
+    G = sum_i (2i - n - 1) a_(i) / (n sum a), a_(1) <= … <= a_(n) the scores of the upsampled map (`level="token"`: on
     the patch grid). `shift` subtracts the lowest score where there are negative ones, as the paper says, `always`
     (preset `tis`), or never; `absolute` takes |map| first (preset `quantus`). `eps` times the highest is then added, so
     that G does not depend on the map's scale; a constant map has 0. No forward.
     """
-    maps = (ask.upsampled(upsampling) if unit == "pixel" else ask.on_grid()).flatten(1).double()
+    maps = (ask.upsampled(upsampling) if level == "pixel" else ask.on_grid()).flatten(1).double()
     maps = maps.abs() if absolute else maps
     low = maps.amin(1, keepdim=True)
     if shift != "none":
@@ -71,7 +72,7 @@ def sparseness(
 )
 def completeness_error(
     ask: Measure,
-    baseline: Fill | float | None = None,
+    baseline: Fill | None = None,
     score: Literal["logit", "probability"] = "logit",
     relative: bool = False,
 ) -> Measured:

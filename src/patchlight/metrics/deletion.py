@@ -13,20 +13,19 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.errors import Unsupported
-from patchlight.evidence.ablation import Count, RankThresholds, TokenSubsets
+from patchlight.evidence.ablation import Count, RankThresholds, TokenSubsets, Unit
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, register_metric
+from patchlight.metrics.base import Measure, Measured, TargetClass, Upsampling, register_metric
 from patchlight.resize import to_pixels
 from patchlight.targets import Targets, score_of
 
 Integrator = Literal["trapezoid", "mean", "unit", "width"]
 """`trapezoid`: trapezoids, divided by the width they cover; `mean` of the points; `unit`: trapezoids of width 1 each;
 `width`: trapezoids, not divided by anything."""
-AnyFill = Fill | float
 Share = Annotated[float, Field(ge=0, le=1)]
 
 _PIXELS: dict[str, Any] = {"steps": 224, "unit": "pixel", "upsampling": "bilinear"}
-_RISE = {**_PIXELS, "first": True, "integrator": "trapezoid", "target_class": "predicted"}
+_RISE = {**_PIXELS, "first": True, "integrator": "trapezoid", "target_class": "prediction"}
 _TIS = {**_PIXELS, "first": False, "integrator": "mean", "target_class": "label"}
 _SHAPLEY = {"steps": None, "unit": "token", "first": True, "integrator": "mean", "target_class": "label"}
 _WORDS = {
@@ -66,7 +65,7 @@ def removed_logits(
     ask: Measure,
     changed: Tensor,
     insert: bool = False,
-    fill: AnyFill = "black",
+    fill: Fill = "black",
     unit: Unit = "pixel",
     upsampling: Upsampling = "bilinear",
     lowest_first: bool = False,
@@ -96,9 +95,9 @@ def removed_logits(
         lists = [TokenSubsets(owner, order[:, :n] if insert else order[:, n:]) for n in changed.tolist()]
         return ask.ablation.logits(lists).view(len(changed), len(order), -1).transpose(0, 1)
 
-    how = tuple(sorted(ask.how.items()))
+    ablation = tuple(sorted(ask.ablation_settings.items()))
     filled_by = () if unit == "token" else (fill, noise, seed)
-    key = ("removed", tuple(changed.tolist()), insert, unit, upsampling, lowest_first, filled_by, how)
+    key = ("removed", tuple(changed.tolist()), insert, unit, upsampling, lowest_first, filled_by, ablation)
     logits: Tensor = ask.once(key, tokens if unit == "token" else pixels)
     return logits
 
@@ -124,8 +123,8 @@ def probability(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
     return score_of(logits.flatten(0, 1), each, "probability", ask.vit.sigmoid).view(-1, points)
 
 
-def _curve(ask: Measure, insert: bool, changed: Tensor, fill: AnyFill, target: TargetClass, **how: Any) -> Tensor:
-    return probability(removed_logits(ask, changed, insert, fill, **how), ask.of(target), ask)
+def _curve(ask: Measure, insert: bool, changed: Tensor, fill: Fill, target: TargetClass, **options: Any) -> Tensor:
+    return probability(removed_logits(ask, changed, insert, fill, **options), ask.of(target), ask)
 
 
 def _measured(curve: Tensor, changed: Tensor, integrator: Integrator) -> Measured:
@@ -156,7 +155,7 @@ def _limits(settings: Any) -> tuple[float, float]:
 def insertion(
     ask: Measure,
     steps: Count | None = 224,
-    fill: AnyFill = "blur-rise",
+    fill: Fill = "blur-rise",
     unit: Unit = "pixel",
     first: bool = True,
     integrator: Integrator = "trapezoid",
@@ -190,7 +189,7 @@ def insertion(
 def deletion(
     ask: Measure,
     steps: Count | None = 224,
-    fill: AnyFill = "zero",
+    fill: Fill = "zero",
     unit: Unit = "pixel",
     first: bool = True,
     integrator: Integrator = "trapezoid",
@@ -224,8 +223,8 @@ def deletion(
 def ins_del(
     ask: Measure,
     steps: Count | None = 224,
-    fill: AnyFill = "image-mean",
-    deletion_fill: AnyFill | None = None,
+    fill: Fill = "image-mean",
+    deletion_fill: Fill | None = None,
     unit: Unit = "pixel",
     first: bool = True,
     integrator: Integrator = "trapezoid",

@@ -22,12 +22,12 @@ from patchlight.images import in_batches
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import (
     Evaluation,
-    Explainer,
+    MapFunction,
     Measure,
     Measured,
     MetricRequest,
     checked_maps,
-    explained_by,
+    made_by,
     resolve_metric,
 )
 from patchlight.progress import Progress, telling
@@ -63,20 +63,20 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 16,
     progress: Progress | bool | None = None,
-    fresh: bool = False,
+    current: bool = False,
     **settings: Any,
 ) -> Evaluation | dict[str, Evaluation]:
     """Measure maps of images: an Attribution, an array [B,h,w], a method's name, or a callable that explains.
 
     `images` and `progress` are as in `explain`: a generator or DataLoader is read as it comes. A callable takes
-    (vit, images [B,C,H,W], targets, seed), as an `Explainer` does, and gives maps [B,h,w].
+    (vit, images [B,C,H,W], targets, seed) and gives maps [B,h,w].
 
     `metric`: a name, a list, or a dict of names and settings (a setting `metric` makes the name a free label); the
     latter two give a dict. `target`: the class asked about; by default the one an Attribution explains, else the
     prediction. `labels` are the true classes (default: the target; None where one is not known), `boxes` one [n,4] per
-    image and `masks` [B,H,W] on the canvas the model sees (`patchlight.data` makes them). `fresh` says that an
-    Attribution is what its method makes of these very images, classes and seed, so that a metric which explains anew
-    need not begin with it. Further keywords are the metric's settings.
+    image and `masks` [B,H,W] on the canvas the model sees (`patchlight.data` makes them). `current` says that an
+    Attribution is what its method makes of these very images, classes and seed, so that a metric which explains images
+    itself need not begin with it. Further keywords are the metric's settings.
 
     >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean      # doctest: +SKIP
     """
@@ -86,12 +86,12 @@ def evaluate(
     requests = resolve_all(metric, settings, "metric", lambda label, own: resolve_metric(label, own, _OPTIONS))
     count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels)
     count = _length(maps) if count is None else count
-    scores, again, explained = _maps(maps, count, vit, seed)
+    scores, method, explained = _maps(maps, count, vit, seed)
     targets = resolve_targets(target, count, vit.classes, vit.labels) or explained
     if targets is not None and targets.count != 1:
         raise PatchlightError(f"maps of {targets.count} classes an image were given; a metric measures one at a time")
     for request in requests:
-        _check_needs(request, again, {"labels": labels, "boxes": boxes, "masks": masks})
+        _check_needs(request, method, {"labels": labels, "boxes": boxes, "masks": masks})
     known = _known(count, labels, boxes, masks)
     truth = _labels(labels, known, vit) if labels is not None else None
     canvas = _masks(masks, known, vit) if masks is not None else None
@@ -108,7 +108,7 @@ def evaluate(
             if isinstance(maps, Attribution):
                 _check_images(maps.images[part], batch, begin)
             chosen = targets.part(begin, len(batch), count) if targets is not None else predicted(vit.logits(batch))
-            own = scores[part].to(vit.device) if scores is not None else explained_by(again, vit, batch, chosen, seed)
+            own = scores[part].to(vit.device) if scores is not None else made_by(method, vit, batch, chosen, seed)
             own, bad = _finite(own, begin)
             undefined |= bad
             given = Measure(
@@ -119,15 +119,15 @@ def evaluate(
                 truth[part] if truth is not None else None if target is None else chosen.index[:, 0],
                 frames[part] if frames is not None else None,
                 canvas[part].to(vit.device) if canvas is not None else None,
-                again,
+                method,
                 seed,
                 kept=kept,
-                fresh=fresh or scores is None,
+                current=current or scores is None,
             )
             for results, request in zip(found, requests, strict=True):
-                how = {key: request.settings[key] for key in ABLATION} if request.metric.ablates else {}
-                own_settings = {k: v for k, v in request.settings.items() if k not in how}
-                measured = request.metric.function(replace(given, how=how), **own_settings)
+                ablation = {key: request.settings[key] for key in ABLATION} if request.metric.ablates else {}
+                own_settings = {k: v for k, v in request.settings.items() if k not in ablation}
+                measured = request.metric.function(replace(given, ablation_settings=ablation), **own_settings)
                 results.append(_only_labelled(request, given, measured))
             begin = part.stop
             tell(begin, count)
@@ -139,7 +139,7 @@ def evaluate(
     return together[metric] if isinstance(metric, str) else together
 
 
-_OPTIONS = ("target", "labels", "boxes", "masks", "seed", "batch_size", "progress", "fresh")
+_OPTIONS = ("target", "labels", "boxes", "masks", "seed", "batch_size", "progress", "current")
 
 
 def _length(maps: Any) -> int | None:
@@ -164,16 +164,16 @@ def _check_count(seen: int, count: int | None, more: bool = False) -> None:
 
 def _maps(
     maps: Any, count: int | None, vit: Anatomy, seed: int
-) -> tuple[Tensor | None, Explainer | None, Targets | None]:
-    """The maps [B,h,w] where they are given, a way to make them anew where there is one, and the classes explained."""
+) -> tuple[Tensor | None, MapFunction | None, Targets | None]:
+    """The maps [B,h,w] where they are given, what makes them where that is known, and the classes explained."""
     if isinstance(maps, str):
-        return None, explainer(maps), None
+        return None, map_function(maps), None
     if isinstance(maps, Attribution):
         if maps.scores.ndim != 3:
             raise PatchlightError("this attribution explains several classes an image; measure them one at a time")
         check_model(maps, vit)
         own = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
-        return checked_maps(maps.scores, len(maps) if count is None else count, vit), _explainer_of(maps), own
+        return checked_maps(maps.scores, len(maps) if count is None else count, vit), _maker_of(maps), own
     if callable(maps):
         return None, maps, None
     try:
@@ -213,19 +213,19 @@ def _check_images(explained: Sequence[str], batch: Tensor, first: int) -> None:
         )
 
 
-def explainer(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> Explainer:
-    """A registered method as an Explainer."""
+def map_function(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> MapFunction:
+    """A registered method as a function that makes maps."""
     request = resolve(name, settings, score)
 
-    def again(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+    def maps(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return compute(vit, images, [request], targets, seed)[1][0][:, 0]
 
-    return again
+    return maps
 
 
-def _explainer_of(maps: Attribution) -> Explainer | None:
+def _maker_of(maps: Attribution) -> MapFunction | None:
     """How an attribution was made; None where its method is not registered here or its score was a callable."""
     try:
         entry = resolve(maps.method)
@@ -237,7 +237,7 @@ def _explainer_of(maps: Attribution) -> Explainer | None:
     if "level" in entry.settings:
         settings["level"] = maps.level
     score = maps.score if maps.score in ("logit", "probability") else None
-    return None if score is None else explainer(maps.method, settings, score)  # type: ignore[arg-type]
+    return None if score is None else map_function(maps.method, settings, score)  # type: ignore[arg-type]
 
 
 def _finite(maps: Tensor, first: int) -> tuple[Tensor, dict[int, str]]:
@@ -255,11 +255,11 @@ def _finite(maps: Tensor, first: int) -> tuple[Tensor, dict[int, str]]:
     return torch.where(broken[:, None, None], 0, maps), bad
 
 
-def _check_needs(request: MetricRequest, again: Explainer | None, given: Mapping[str, Any]) -> None:
-    if request.metric.again and again is None:
+def _check_needs(request: MetricRequest, method: MapFunction | None, given: Mapping[str, Any]) -> None:
+    if request.metric.explains and method is None:
         raise PatchlightError(
-            f"'{request.metric.name}' explains anew, so it needs a method: give an Attribution, a method's name or a "
-            f"callable instead of maps"
+            f"'{request.metric.name}' explains images itself, so it needs a method: give an Attribution, a method's "
+            f"name or a callable instead of maps"
         )
     needs = sorted(request.metric.needs)
     missing = [need for need in needs if all(given.get(one) is None for one in need.split(" or "))]

@@ -22,7 +22,7 @@ from patchlight.statistics import tie_ends
 from patchlight.targets import predicted
 
 Share = Annotated[float, Field(gt=0, le=1)]
-Level = Annotated[float, Field(ge=0, le=1)]
+Threshold = Annotated[float, Field(ge=0, le=1)]
 Pixels = Annotated[float, Field(ge=0)]
 Region = Literal["boxes", "masks"]
 Tie = Literal["seeded", "first", "any"]
@@ -336,7 +336,7 @@ def _overlaps(
 @register_metric("gt-known-loc", paper=_CHOE, higher_is_better=True, needs={"boxes"}, cost="no forward; 1 labelling")
 def gt_known_loc(
     ask: Measure,
-    threshold: Level = 0.2,
+    threshold: Threshold = 0.2,
     iou: Share = 0.5,
     components: Components = "largest",
     upsampling: Upsampling = "bilinear",
@@ -355,7 +355,7 @@ def gt_known_loc(
 )
 def top1_loc(
     ask: Measure,
-    threshold: Level = 0.2,
+    threshold: Threshold = 0.2,
     iou: Share = 0.5,
     components: Components = "largest",
     upsampling: Upsampling = "bilinear",

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.errors import PatchlightError
-from patchlight.evidence.ablation import Count
-from patchlight.metrics.base import Measure, Measured, TargetClass, Unit, Upsampling, register_metric
-from patchlight.metrics.deletion import AnyFill, Integrator, Share, area, count_cells, probability, removed_logits
+from patchlight.evidence.ablation import Count, Unit
+from patchlight.evidence.fills import Fill
+from patchlight.metrics.base import Measure, Measured, TargetClass, Upsampling, register_metric
+from patchlight.metrics.deletion import Integrator, Share, area, count_cells, probability, removed_logits
 from patchlight.targets import Targets
 
 Direction = Literal["positive", "negative"]
@@ -123,7 +124,7 @@ def _perturbation_limits(settings: Mapping[str, Any]) -> tuple[float, float]:
             "noise": (-1.0, 1.0),
             "noise_seed": 123,
             "integrator": "unit",
-            "target_class": "predicted",
+            "target_class": "prediction",
             "upsampling": "bilinear",
         },
     },
@@ -137,7 +138,7 @@ def perturbation(
     low: Share = 0.1,
     high: Share = 0.9,
     unit: Unit = "pixel",
-    fill: AnyFill = "black",
+    fill: Fill = "black",
     integrator: Integrator = "mean",
     target_class: TargetClass = "label",
     upsampling: Upsampling = "bilinear",
@@ -175,8 +176,8 @@ def auc(
     ask: Measure,
     points: Points = 21,
     unit: Unit = "pixel",
-    fill: AnyFill = "black",
-    target_class: TargetClass = "predicted",
+    fill: Fill = "black",
+    target_class: TargetClass = "prediction",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
     """Area under accuracy while the top k % of the pixels are removed, k = 0, 5, ..., 100; lower is better.
@@ -203,8 +204,8 @@ def aopc(
     ask: Measure,
     points: Points = 21,
     unit: Unit = "pixel",
-    fill: AnyFill = "black",
-    target_class: TargetClass = "predicted",
+    fill: Fill = "black",
+    target_class: TargetClass = "prediction",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
     """Mean fall of p(class) over the levels of removal, 1/|K| sum_k [p(y|x) - p(y|x_k)]; higher is better.
@@ -230,8 +231,8 @@ def lodds(
     ask: Measure,
     points: Points = 21,
     unit: Unit = "pixel",
-    fill: AnyFill = "black",
-    target_class: TargetClass = "predicted",
+    fill: Fill = "black",
+    target_class: TargetClass = "prediction",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
     """Mean log-odds over the levels of removal, -1/|K| sum_k log(p(y|x) / p(y|x_k)); lower is better.
@@ -245,7 +246,7 @@ def lodds(
 
 
 def _levels_of_removal(
-    ask: Measure, points: int, unit: Unit, fill: AnyFill, upsampling: Upsampling
+    ask: Measure, points: int, unit: Unit, fill: Fill, upsampling: Upsampling
 ) -> tuple[Tensor, Tensor]:
     x, changed = levels(count_cells(ask, unit), points, 0.0, 1.0)
     return x, removed_logits(ask, changed, False, fill, unit, upsampling)

@@ -28,17 +28,17 @@ def draws(shape: tuple[int, ...], n: int, radius: float, seed: int) -> Tensor:
     paper="Yeh et al., NeurIPS 2019",
     higher_is_better=False,
     bounds=(0.0, float("inf")),
-    again=True,
-    cost="n (10) explanations",
+    explains=True,
+    cost="samples (10) explanations",
     presets={
-        "tis": {"n": 10, "radius": 0.02, "norm": "l2", "reseed": False},
-        "quantus": {"n": 200, "radius": 0.2, "norm": "l2", "reseed": False},
+        "tis": {"samples": 10, "radius": 0.02, "norm": "l2", "reseed": False},
+        "quantus": {"samples": 200, "radius": 0.2, "norm": "l2", "reseed": False},
     },
-    quick={"n": 2},
+    quick={"samples": 2},
 )
 def max_sensitivity(
     ask: Measure,
-    n: Count = 10,
+    samples: Count = 10,
     radius: Radius = 0.02,
     norm: Norm = "l2",
     reseed: bool = False,
@@ -46,14 +46,14 @@ def max_sensitivity(
 ) -> Measured:
     """Largest relative change of the map under small noise: max_j ||Phi(x) - Phi(x + d_j)|| / ||Phi(x)||, j = 1..n.
 
-    d_j ~ U(-radius, radius) for each value of the normalised image, drawn from the seed and the same for every image;
-    the class stays. Phi is the method's own map, not upsampled; a norm of 0 below counts as 1. Every explanation has
-    the same seed, so that a method which draws is not blamed for it, unless `reseed` gives each its own. Presets `tis`
-    (captum's defaults) and `quantus` (200 draws of radius 0.2): their values do not compare. n explanations an image,
-    `chunk` at a time.
+    d_j ~ U(-radius, radius) for each value of the normalised image, n = `samples` drawn from the seed and the same for
+    every image; the class stays. Phi is the method's own map, not upsampled; a norm of 0 below counts as 1. Every
+    explanation has the same seed, so that a method which draws is not blamed for it, unless `reseed` gives each its
+    own. Presets `tis` (captum's defaults) and `quantus` (200 draws of radius 0.2): their values do not compare. n
+    explanations an image, `chunk` at a time.
     """
-    batch = len(ask.images)
-    first = ask.maps if ask.fresh else ask.anew(ask.vit, ask.images, ask.targets, ask.seed)
+    batch, n = len(ask.images), samples
+    first = ask.maps if ask.current else ask.explain(ask.vit, ask.images, ask.targets, ask.seed)
     first = first.flatten(1)
     noise = draws(tuple(ask.images.shape[1:]), n, radius, ask.seed).to(ask.images)
     # Draw by draw, all images under each: a chunk may reach over draws, but not over seeds.
@@ -69,7 +69,7 @@ def max_sensitivity(
     for part in parts:
         images = ask.images[owner[part]] + noise[draw[part]]
         seed = ask.seed + 1 + int(draw[part.start]) if reseed else ask.seed
-        maps = ask.anew(ask.vit, images, ask.targets[owner[part]], seed).flatten(1)
+        maps = ask.explain(ask.vit, images, ask.targets[owner[part]], seed).flatten(1)
         changes.append(torch.linalg.vector_norm(maps - first[owner[part]], _ORDER[norm], 1))
     below = torch.linalg.vector_norm(first, _ORDER[norm], 1)
     change = torch.cat(changes).view(n, batch).amax(0)

@@ -22,7 +22,7 @@ from patchlight.statistics import average_ranks, constant
 
 Similarity = Literal["spearman", "spearman-abs", "ssim", "hog"]
 Window = Literal["gaussian", "uniform"]
-Mode = Literal["cascading", "independent"]
+Order = Literal["cascading", "independent"]
 Stage = tuple[str, list[str]]
 """A name, and the parameters that are randomised together."""
 
@@ -145,7 +145,7 @@ def twin(vit: Anatomy) -> Anatomy:
     return wrap(model, name=vit.name, preprocess=vit.preprocess, sigmoid=vit.sigmoid, **labels, **about)
 
 
-def fresh_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:
+def random_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Every parameter drawn anew, on the CPU, from the seed.
 
     By the module's own `reset_parameters`, and else (class token, positions) from a normal of 0.02 cut at 2.
@@ -163,12 +163,12 @@ def fresh_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def _randomised_maps(ask: Measure, mode: Mode) -> tuple[Tensor, list[Tensor]]:
+def _randomised_maps(ask: Measure, order: Order) -> tuple[Tensor, list[Tensor]]:
     """The maps as they are, and after each stage."""
     if "twin" not in ask.kept:
         other = twin(ask.vit)
-        ask.kept["twin"] = other, stages(other), fresh_parameters(ask.vit.model, ask.seed)
-    other, order, drawn = ask.kept["twin"]
+        ask.kept["twin"] = other, stages(other), random_parameters(ask.vit.model, ask.seed)
+    other, parts, drawn = ask.kept["twin"]
     own = dict(ask.vit.model.named_parameters())
     theirs = dict(other.model.named_parameters())
 
@@ -177,13 +177,13 @@ def _randomised_maps(ask: Measure, mode: Mode) -> tuple[Tensor, list[Tensor]]:
             for name in names:
                 theirs[name].copy_(values[name])
 
-    first = ask.maps if ask.fresh else ask.anew(ask.vit, ask.images, ask.targets, ask.seed)
+    first = ask.maps if ask.current else ask.explain(ask.vit, ask.images, ask.targets, ask.seed)
     maps = []
     put(list(own), own)
-    for _, names in order:
+    for _, names in parts:
         put(names, drawn)
-        maps.append(ask.anew(other, ask.images, ask.targets, ask.seed))
-        if mode == "independent":
+        maps.append(ask.explain(other, ask.images, ask.targets, ask.seed))
+        if order == "independent":
             put(names, own)
     return first, maps
 
@@ -194,27 +194,27 @@ def _randomised_maps(ask: Measure, mode: Mode) -> tuple[Tensor, list[Tensor]]:
     aliases=("mprt",),
     higher_is_better=False,
     bounds=(-1.0, 1.0),
-    again=True,
+    explains=True,
     cost="depth + 3 explanations",
 )
 def randomisation(
     ask: Measure,
-    mode: Mode = "cascading",
+    order: Order = "cascading",
     similarity: Similarity = "spearman",
-    window: Window = "gaussian",
+    ssim_window: Window = "gaussian",
     cell: Count = 16,
 ) -> Measured:
     """Similarity of the map to the maps of the same model with its layers randomised, averaged over the stages.
 
     Stages: head, final norm, blocks from last to first, embedding; `cascading` keeps earlier ones random, `independent`
     randomises one at a time. The class stays, weights are drawn from the seed, and a copy of the model is used.
-    `similarity`: Spearman of the maps or of |maps|, SSIM (`window`) or Spearman of HOGs (`cell` pixels) of the maps
-    from 0 to 1 at image size. A map that stays the same does not explain the model: lower is better. Curve [B,S+1]: 1
-    before anything is random, then one value a stage. A constant map after a stage counts 0 for Spearman; where the
-    map itself is constant there is no value. depth + 3 explanations an image, shared by all similarities of a mode.
+    `similarity`: Spearman of the maps or of |maps|, SSIM (`ssim_window`) or Spearman of HOGs (`cell` pixels) of the
+    maps from 0 to 1 at image size. A map that stays the same does not explain the model: lower is better. Curve
+    [B,S+1]: 1 before anything is random, then one value a stage. A constant map after a stage counts 0 for Spearman;
+    where the map itself is constant there is no value. depth + 3 explanations an image, shared by all similarities.
     """
-    first, maps = ask.once(("randomised", mode), lambda: _randomised_maps(ask, mode))
-    curve = torch.stack([similar(ask, first, other, similarity, window, cell) for other in (first, *maps)], 1)
+    first, maps = ask.once(("randomised", order), lambda: _randomised_maps(ask, order))
+    curve = torch.stack([similar(ask, first, other, similarity, ssim_window, cell) for other in (first, *maps)], 1)
     found = _compared(first, curve[:, 1:].mean(1), curve, torch.arange(curve.shape[1]))
     broken = (~torch.stack([m.flatten(1).isfinite().all(1) for m in maps]).all(0)).nonzero().flatten().tolist()
     lost = dict.fromkeys(broken, "the map of a randomised model holds NaN or infinite values")
@@ -224,18 +224,18 @@ def randomisation(
 @register_metric("random-floor", paper="Adebayo et al., NeurIPS 2018", higher_is_better=False, bounds=(-1.0, 1.0))
 def random_floor(
     ask: Measure,
-    n: Count = 10,
+    samples: Count = 10,
     similarity: Similarity = "spearman",
-    window: Window = "gaussian",
+    ssim_window: Window = "gaussian",
     cell: Count = 16,
 ) -> Measured:
-    """Similarity of the map to random ones, the mean of `n`: what `randomisation` falls to. No forward.
+    """Similarity of the map to random ones, the mean of `samples`: what `randomisation` falls to. No forward.
 
     The maps are U(0, 1) at the map's own resolution, drawn from the seed.
     """
     shape = ask.maps.shape
-    noise = torch.rand(n, *shape[1:], generator=torch.Generator().manual_seed(ask.seed)).to(ask.maps)
-    curve = torch.stack([similar(ask, ask.maps, one.expand(shape), similarity, window, cell) for one in noise], 1)
+    noise = torch.rand(samples, *shape[1:], generator=torch.Generator().manual_seed(ask.seed)).to(ask.maps)
+    curve = torch.stack([similar(ask, ask.maps, one.expand(shape), similarity, ssim_window, cell) for one in noise], 1)
     return _compared(ask.maps, curve.mean(1))
 
 

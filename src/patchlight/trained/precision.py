@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from patchlight.anatomy.base import Anatomy
-
-Precision = Literal["full", "bf16"]
+from patchlight.evidence.precision import Precision, tf32
 
 
 def lowered(vit: Anatomy, precision: Precision) -> Anatomy:
@@ -31,24 +30,11 @@ def casting(vit: Anatomy, precision: Precision) -> contextlib.AbstractContextMan
 
 @contextlib.contextmanager
 def training(vit: Anatomy, precision: Precision) -> Iterator[None]:
-    """Around a whole training: gradients are on, whatever surrounds the call, and the model is what it is now."""
-    rounded = tf32() if precision == "bf16" and vit.device.type == "cuda" else contextlib.nullcontext()
+    """Around a whole training: gradients are on, whatever surrounds the call, and the model is what it is now.
+
+    Products may round to TF32 unless all is full: the gradient of a small network's weights, a narrow one, is slow
+    otherwise.
+    """
+    rounded = tf32() if precision != "full" and vit.device.type == "cuda" else contextlib.nullcontext()
     with vit.steady(), torch.inference_mode(False), torch.enable_grad(), rounded:
         yield
-
-
-@contextlib.contextmanager
-def tf32() -> Iterator[None]:
-    """Inside, float32 products on CUDA may round to TF32; afterwards all is as it was.
-
-    The gradient of a small network's weights, a narrow product, is slow otherwise. Torch has one such flag for a
-    process, so while a network is trained in bf16 other threads' float32 products on CUDA may round too.
-    """
-    products: Any = torch.backends.cuda.matmul
-    name, fast = ("fp32_precision", "tf32") if hasattr(products, "fp32_precision") else ("allow_tf32", True)
-    before = getattr(products, name)
-    setattr(products, name, fast)
-    try:
-        yield
-    finally:
-        setattr(products, name, before)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, nearest
-from patchlight.trained.precision import Precision
+from patchlight.evidence.precision import Precision, chosen
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -31,11 +32,15 @@ class Training(BaseModel):
     batch_size: Count = 32
     seed: int = 0
     precision: Precision = "full"
-    """Of the frozen model; the network beside it stays in float32 (with `bf16`, its products on CUDA may be TF32)."""
+    """Of the frozen model; the network beside it stays in float32, with TF32 products on CUDA unless full."""
     log_every: Count = 20
     checkpoint_minutes: Positive = 5.0
     checkpoint_steps: Count | None = None
     tensorboard: bool = False
+
+    def decided(self, vit: Anatomy) -> Self:
+        """The same, with the precision that `auto` comes to for this model."""
+        return self.model_copy(update={"precision": chosen(self.precision, vit.device, vit.dtype)})
 
     def fixed(self) -> dict[str, Any]:
         """The settings that a checkpoint must share with the run that takes it up."""

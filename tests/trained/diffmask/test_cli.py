@@ -66,7 +66,7 @@ def test_train_then_explain(folder: Path, tmp_path: Path) -> None:
         (["--data", "FOLDER", "--set", "batch_size=64"], "fewer than one batch of 64"),
         (["--data", "FOLDER/cat"], "fewer than one batch of 32"),
         (["--data", "FOLDER", "--preset", "papr"], "no DiffMask preset"),
-        (["--data", "FOLDER", "--start", "nowhere"], "no DiffMask explainer"),
+        (["--data", "FOLDER", "--initial", "nowhere"], "no DiffMask explainer"),
     ],
 )
 def test_wrong_requests_are_one_sentence(words: list[str], told: str, folder: Path, tmp_path: Path) -> None:

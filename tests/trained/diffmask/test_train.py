@@ -62,8 +62,8 @@ def test_every_setting_of_the_paper_and_its_code_trains() -> None:
     vit = toy()
     for preset, changes in (
         ("paper", {}),
-        ("code", {"layers": "weighted"}),
-        ("default", {"layers": "all", "penalty": "keep"}),
+        ("code", {"gates": "weighted"}),
+        ("default", {"gates": "all", "penalty": "keep"}),
     ):
         settings = Settings.preset(preset, **{**QUICK, "steps": 4, "baseline": "zero", **changes})
         dm = pl.diffmask.train(vit, batches(), settings)
@@ -186,7 +186,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: P
 
     vit = toy()
     for preset in ("default", "paper"):
-        settings = Settings.preset(preset, **{**QUICK, "warmup": 4, "layers": "weighted"})
+        settings = Settings.preset(preset, **{**QUICK, "warmup": 4, "gates": "weighted"})
         whole = pl.diffmask.train(vit, batches(), settings, out=tmp_path / preset / "whole")
 
         def stop(now: Progress) -> None:
@@ -247,9 +247,9 @@ def test_bad_settings_and_models_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         Settings.preset("papr")
     with pytest.raises(Unsupported, match="no plain grid"):
         pl.diffmask.train(shared("swin"), [], Settings())
-    start = DiffMask.of(new_gates(toy(depth=3)), toy(depth=3))
+    initial = DiffMask.of(new_gates(toy(depth=3)), toy(depth=3))
     with pytest.raises(PatchlightError, match="toy needs 4 of width 16"):
-        pl.diffmask.train(toy(), batches(), Settings(**QUICK), start=start)
+        pl.diffmask.train(toy(), batches(), Settings(**QUICK), initial=initial)
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(PatchlightError, match=r"pip install patchlight\[train\]"):
         pl.diffmask.train(toy(), batches(), Settings(**QUICK))
@@ -303,7 +303,7 @@ def test_gates_can_begin_from_others() -> None:
     vit = toy()
     first = pl.diffmask.train(vit, batches(), Settings(**QUICK))
     second = pl.diffmask.train(
-        vit, batches(), Settings(**{**QUICK, "steps": 1, "gate_rate": 1e-12, "baseline_rate": 1e-12}), start=first
+        vit, batches(), Settings(**{**QUICK, "steps": 1, "gate_rate": 1e-12, "baseline_rate": 1e-12}), initial=first
     )
     assert all(torch.allclose(weights(first)[k], v, atol=1e-6) for k, v in weights(second).items())
 
@@ -328,7 +328,8 @@ def test_two_processes_end_with_the_same_gates(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO)
     root = Path(__file__).resolve().parents[3]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    path = os.pathsep.join([str(root / "src"), str(root)])
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     subprocess.run([*launch, str(tmp_path / "two.py"), str(tmp_path)], cwd=root, env=env, check=True, timeout=300)
     ranks = []
     for rank in (0, 1):

@@ -53,7 +53,7 @@ class Recipe(BaseModel):
     held_out: Images | None = None
     """Images the model was not trained on, for the last calibration; in the folder of `data` if none is named."""
     preset: str = "default"
-    start: Path | None = None
+    initial: Path | None = None
     """An explainer whose gates training begins with."""
     settings: dict[str, Any] = {}
 

@@ -30,8 +30,8 @@ class Settings(Training):
     floor: Annotated[float, Field(ge=0, lt=1)] = 1e-3
     """0, as in the released code, ordered the patches of a 224-pixel ViT better, but at times some that do not matter
     stay open for good. Of no use with `keep`."""
-    layers: Literal["half", "prefix", "weighted", "all"] = "half"
-    """The gates a batch uses: `prefix` 0 .. k for a random k, `weighted` the same with layers that are done drawn less,
+    gates: Literal["half", "prefix", "weighted", "all"] = "half"
+    """The gates a batch uses: `prefix` 0 .. k for a random k, `weighted` the same with gates that are done drawn less,
     `all` all of them, as an explanation does; `half` is all of them for half of the batches, else a prefix."""
     lambda_update: Update = "ascent"
     lambda_start: Positive = 5.0
@@ -75,7 +75,7 @@ _PAPER: dict[str, Any] = {
     "floor": 0.0,
     "prices": 1.0,
     "finish": 0,
-    "layers": "prefix",
+    "gates": "prefix",
     "lambda_start": 20.0,
     "lambda_low": 0.0,
     "gate_rate": 2e-5,

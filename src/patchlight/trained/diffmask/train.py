@@ -41,7 +41,7 @@ def train(
     settings: Settings | None = None,
     callback: Callback | None = None,
     out: str | Path | None = None,
-    start: DiffMask | None = None,
+    initial: DiffMask | None = None,
     resume: bool = True,
     held_out: Iterable[Any] | None = None,
 ) -> DiffMask:
@@ -51,10 +51,11 @@ def train(
     loss = penalty + lambda_k (KL - m). A step is two forwards and one backward of the model. With `out`, checkpoints
     and `metrics.csv` go there, and a run that was killed goes on from its last checkpoint to the same weights. At the
     end beta is set so that KL <= m holds for the mask itself, on `finish` batches of `held_out`, images the model was
-    not trained on (without it, of the training images, on which a model is surer and the divergence smaller). `start`
+    not trained on (without it, of the training images, on which a model is surer and the divergence smaller). `initial`
     are gates to begin with. Under `accelerate launch` every process takes its share of the batches.
     """
-    vit, settings = wrap(vit), settings or Settings()
+    vit = wrap(vit)
+    settings = (settings or Settings()).decided(vit)
     folder = None if out is None else Path(out)
     reason = why_not(vit)
     if reason is not None:
@@ -65,7 +66,7 @@ def train(
     frozen = lowered(vit, settings.precision)
     devices = Devices(frozen)
     shared = devices.share(loader)
-    learner = GateLearner(frozen, shared, settings, devices, start)
+    learner = GateLearner(frozen, shared, settings, devices, initial)
     with training(frozen, settings.precision):
         result = loop.run(learner, shared, settings, devices, callback, folder, resume)
         done = learner.finish(loader if held_out is None else held_out)
@@ -90,11 +91,11 @@ class GateLearner(loop.Learner[Progress]):
         loader: Iterable[Any],
         settings: Settings,
         devices: Devices,
-        start: DiffMask | None = None,
+        initial: DiffMask | None = None,
     ) -> None:
         s = settings
         self.vit, self.settings, self.devices = vit, settings, devices
-        self.network = gates = self._first_gates(loader, start)
+        self.network = gates = self._first_gates(loader, initial)
         self.joined = devices.joined(gates)
         self.multipliers = Multipliers(
             gates.count, s.lambda_start, s.lambda_low, s.lambda_high, s.lambda_rate, s.lambda_update, vit.device
@@ -111,19 +112,19 @@ class GateLearner(loop.Learner[Progress]):
         self.optimiser = Lookahead(adam, names)
         self.generator = torch.Generator(vit.device)
         self.done = torch.zeros(3, gates.count)
-        """By layer: running agreement and kept share, and how often it was drawn; `weighted` draws read them."""
+        """By gate: running agreement and kept share, and how often it was drawn; `weighted` draws read them."""
         self.warned: set[str] = set()
 
-    def _first_gates(self, loader: Iterable[Any], start: DiffMask | None) -> Gates:
+    def _first_gates(self, loader: Iterable[Any], initial: DiffMask | None) -> Gates:
         s, vit = self.settings, self.vit
         gates = new_gates(vit, s.seed, alpha=s.alpha, beta=s.beta, learn_baseline=s.baseline == "learned")
-        if start is not None:
-            if (start.gates.count, start.gates.width) != (gates.count, gates.width):
+        if initial is not None:
+            if (initial.gates.count, initial.gates.width) != (gates.count, gates.width):
                 raise PatchlightError(
-                    f"the gates to start from are {start.gates.count} of width {start.gates.width}; "
+                    f"the initial gates are {initial.gates.count} of width {initial.gates.width}; "
                     f"{vit.name} needs {gates.count} of width {gates.width}"
                 )
-            gates.load_state_dict(start.gates.state_dict())
+            gates.load_state_dict(initial.gates.state_dict())
         elif s.calibrate is not None:
             images, _ = images_and_labels(next(epoch_of(loader, s.seed, 0)))
             with vit.steady(), casting(vit, s.precision):
@@ -158,7 +159,7 @@ class GateLearner(loop.Learner[Progress]):
             told = torch.stack([kl, penalty(log_keep, "keep"), agreed, loss])
             told = self.devices.mean((told if s.prices == 1 else told[:, ::2]).mean(1).float())
             self.multipliers.step(k, told[0], s.margin)
-        if s.layers == "weighted":
+        if s.gates == "weighted":
             self._remember(k, told)
         return told
 
@@ -172,7 +173,7 @@ class GateLearner(loop.Learner[Progress]):
     def draw(self, rng: np.random.Generator) -> int:
         """The last gate k of a batch."""
         shares = self._shares()
-        if self.settings.layers == "weighted":
+        if self.settings.gates == "weighted":
             agreement, kept, drawn = self.done.numpy()
             shares[(agreement > 0.75) & (kept < 0.1) & (drawn > 100)] *= 0.1
         return int(rng.choice(len(shares), p=shares / shares.sum()))
@@ -181,8 +182,8 @@ class GateLearner(loop.Learner[Progress]):
         """How often each k is the last gate of a batch."""
         count = self.network.count
         shares = np.full(count, 1 / count)
-        if self.settings.layers in ("half", "all"):
-            shares *= 0.5 if self.settings.layers == "half" else 0.0
+        if self.settings.gates in ("half", "all"):
+            shares *= 0.5 if self.settings.gates == "half" else 0.0
             shares[-1] += 1 - shares.sum()
         return shares
 
@@ -220,14 +221,14 @@ class GateLearner(loop.Learner[Progress]):
             "gates": self.network.state_dict(),
             "optimiser": self.optimiser.state(),
             "multipliers": self.multipliers.state(),
-            "layers": {"done": self.done},
+            "draws": {"done": self.done},
         }
 
     def restore(self, parts: Parts) -> None:
         self.network.load_state_dict(parts["gates"])
         self.optimiser.restore(parts["optimiser"])
         self.multipliers.restore(parts["multipliers"])
-        self.done = parts["layers"]["done"]
+        self.done = parts["draws"]["done"]
 
     def finish(self, loader: Iterable[Any]) -> Finish | None:
         """The last calibration, which the checkpoint does not hold: a longer run goes on from gates as trained.
