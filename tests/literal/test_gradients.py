@@ -116,7 +116,7 @@ def test_plain_ixg_at_the_last_block_warns() -> None:
 
 
 def literal_smoothgrad(
-    vit: Anatomy, batch: Tensor, n: int, sigma: float, relative: bool, base: str, level: str, seed: int
+    vit: Anatomy, batch: Tensor, samples: int, sigma: float, relative: bool, base: str, level: str, seed: int
 ) -> Tensor:
     """One image and one sample at a time; every image meets the same noise."""
     out = []
@@ -125,13 +125,13 @@ def literal_smoothgrad(
         x = image if level == "pixel" else vit.embed(image).detach()
         generator = torch.Generator().manual_seed(seed)
         total = torch.zeros_like(x)
-        for _ in range(n):
+        for _ in range(samples):
             noise = torch.randn(x.shape[1:], generator=generator).double()
             noisy = (x + sigma * ((x.max() - x.min()) if relative else 1.0) * noise).detach().requires_grad_()
             logits = vit.model(noisy) if level == "pixel" else vit.readout(vit.run(noisy))
             (g,) = torch.autograd.grad(logits[0, c], noisy)
             total = total + {"signed": g, "abs": g.abs(), "ixg": noisy.detach() * g}[base]
-        out.append(total / n)
+        out.append(total / samples)
     mean = torch.cat(out)
     return mean.movedim(1, -1) if level == "pixel" else mean
 
@@ -157,7 +157,7 @@ def test_smoothgrad(level: str, relative: bool, base: str, reduce: str) -> None:
 
 def test_smoothgrad_presets_are_the_sources() -> None:
     found = {p: resolve("smoothgrad", {"preset": p}).settings for p in ("idiap", "tis", "skipplus", "bt")}
-    assert [(s["n"], s["sigma"], s["relative"]) for s in found.values()] == [
+    assert [(s["samples"], s["sigma"], s["relative"]) for s in found.values()] == [
         (100, 0.15, True),
         (50, 1.0, False),
         (50, 1.0, False),

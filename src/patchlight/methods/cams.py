@@ -29,7 +29,9 @@ from patchlight.registry import Settings
 Prefix = Literal["exclude", "include"]
 _PLACE = re.compile(r"(?:blocks\[(-?\d+)\])?\.?(norm1|input)?")
 NORM1 = "blocks[-1].norm1"
-_COMPOSED: Mapping[str, Any] = {"layer": "input", "prefix": "include"}
+_AT_INPUT: Mapping[str, Any] = {"layer": "input"}
+_COMPOSED: Mapping[str, Any] = {**_AT_INPUT, "prefix": "include"}
+_PLACES: Mapping[str, Mapping[str, Any]] = {"jacobgil": {}, "skipplus": {"layer": "blocks[-1].input"}}
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "jacobgil": {},
     "skipplus": {"layer": "blocks[-1].input", "prefix": "include"},
@@ -233,8 +235,8 @@ def xgradcam_abs(
     needs=cam_needs,
     combine=AT_LAYER,
     features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    composed=_AT_INPUT,
+    presets=_PLACES,
     advice=degenerate_hirescam,
 )
 def hirescam(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tensor:
@@ -251,8 +253,8 @@ def hirescam(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tens
     needs=cam_needs,
     combine=AT_LAYER,
     features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    composed=_AT_INPUT,
+    presets=_PLACES,
 )
 def gradcam_elementwise(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tensor:
     """Element-wise Grad-CAM: map_i = sum_k ReLU(g_ik a_ik). Not negative, unless `eigen`."""
@@ -266,8 +268,8 @@ def gradcam_elementwise(b: Evidence, layer: int | str = NORM1, eigen: bool = Fal
     needs=cam_needs,
     combine=AT_LAYER,
     features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    composed=_AT_INPUT,
+    presets=_PLACES,
 )
 def layercam(
     b: Evidence,
@@ -296,8 +298,8 @@ def layercam(
     needs=_forward_needs,
     combine=AT_LAYER,
     features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    composed=_AT_INPUT,
+    presets=_PLACES,
     cost="1 forward",
 )
 def eigencam(b: Evidence, layer: int | str = NORM1) -> Tensor:
