@@ -22,7 +22,7 @@ test-all: lint
 test-transformers4: $(VENV)/.stamp-dev
 	$(PIP) install --target $(VENV)/transformers4 --upgrade --no-deps transformers==4.46.3 huggingface_hub==0.36.0 \
 	  tokenizers==0.20.3 requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.2 certifi==2026.10.18
-	PYTHONPATH=$(VENV)/transformers4 $(BIN)/python -m pytest tests/anatomy tests/test_contract.py -k "hf- or transformers" -m "not accelerator"
+	PYTHONPATH=$(VENV)/transformers4 $(BIN)/python -m pytest tests/anatomy tests/methods/test_contract.py -k "hf- or transformers" -m "not accelerator"
 
 test-cpus: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.cpus

@@ -9,7 +9,8 @@ import platform
 import secrets
 import shutil
 import tempfile
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
 from patchlight.images import MAX_PIXELS, Preprocess
-from patchlight.resize import to_pixels
+from patchlight.resize import Mode, at_size
 
 _FORMAT = 1
 _ABOUT, _SCORES = "attribution.json", "scores.safetensors"
@@ -123,17 +124,29 @@ class Attribution:
         changed["images"] = self.images[images]
         if self.against is not None:
             changed |= {"against": self.against[images], "against_labels": self.against_labels[images]}
-        return Attribution(**{f.name: getattr(self, f.name) for f in fields(self)} | changed)
+        return replace(self, **changed)  # type: ignore[arg-type]
 
-    def upsample(
-        self, size: int | tuple[int, int] | None = None, mode: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
-    ) -> Tensor:
+    @staticmethod
+    def joined(parts: Sequence[Attribution]) -> Attribution:
+        """The attributions of one method and model, for several batches of images, as one."""
+        if len({(part.scores.shape[1:], part.against is None) for part in parts}) != 1:
+            told = ", ".join(map(repr, parts)) or "none"
+            raise PatchlightError(f"attributions of one resolution and kind of target can be joined; given: {told}")
+        against = [part.against for part in parts if part.against is not None]
+        return replace(
+            parts[0],
+            scores=torch.cat([part.scores for part in parts]),
+            target=torch.cat([part.target for part in parts]),
+            against=torch.cat(against) if against else None,
+            labels=tuple(label for part in parts for label in part.labels),
+            against_labels=tuple(label for part in parts for label in part.against_labels),
+            images=tuple(image for part in parts for image in part.images),
+        )
+
+    def upsample(self, size: int | tuple[int, int] | None = None, mode: Mode = "bilinear") -> Tensor:
         """Scores at another resolution, the model's input size by default: [..., H, W]."""
         size = self.image_size if size is None else (size, size) if isinstance(size, int) else size
-        if mode not in ("nearest", "bilinear", "bicubic"):
-            raise PatchlightError(f"no upsampling is called '{mode}'; give nearest, bilinear or bicubic")
-        extent = [max(1, round(side * share)) for side, share in zip(size, self.covers, strict=True)]
-        return to_pixels(self.scores, size, extent, mode)
+        return at_size(self.scores, size, self.covers, mode)
 
     def top_patches(self, k: int = 10) -> Tensor:
         """The k highest-scoring cells as (row, column), best first: [..., k, 2]. Ties keep reading order."""

@@ -33,7 +33,7 @@ def explain(
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
-    method: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    method: Sequence[str] | Mapping[str, Mapping[str, Any]] | Sequence[Request],
     target: Target = ...,
     **options: Any,
 ) -> dict[str, Attribution]: ...
@@ -41,7 +41,7 @@ def explain(
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
-    method: Asked = "genatt",
+    method: Asked | Sequence[Request] = "genatt",
     target: Target = None,
     *,
     score: Score | None = None,
@@ -68,7 +68,7 @@ def explain(
     vit.renew()
     seed = integer("seed", seed, 0)
     size = default_batch_size(vit) if batch_size is None else integer("batch_size", batch_size, 1)
-    asked = resolve_all(method, settings, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
+    asked = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
     for request in asked:
         check_supported(request, vit)
     count, batches = in_batches(images, size, vit.preprocess, vit.channels)
@@ -92,7 +92,7 @@ def explain(
             tell(begin, count)
     if not chosen:
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
-    explained, of = _joined(chosen), {"weights": fingerprint(vit.model), "images": tuple(hashes)}
+    explained, of = Targets.joined(chosen), {"weights": fingerprint(vit.model), "images": tuple(hashes)}
     results = {
         request.label: _attribution(vit, request, torch.cat(kept), explained, seed, of)
         for request, kept in zip(asked, chunks, strict=True)
@@ -246,12 +246,6 @@ def default_batch_size(vit: Anatomy) -> int:
     """As many images as keep attention and its gradient, all heads and blocks, in about 1.5 GB; 1 to 32."""
     per_image = 2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2
     return max(1, min(32, int(1.5e9 / per_image)))
-
-
-def _joined(targets: list[Targets]) -> Targets:
-    against = [t.against for t in targets if t.against is not None]
-    index = torch.cat([t.index for t in targets])
-    return Targets(index, torch.cat(against) if against else None, targets[0].several)
 
 
 def _attribution(

@@ -84,7 +84,7 @@ class Preprocess:
         if boxes.ndim != 2 or boxes.shape[1] != 4:
             raise PatchlightError(f"boxes have shape {list(boxes.shape)}; give [n,4]: xmin, ymin, xmax, ymax")
         boxes = boxes if boxes.is_floating_point() else boxes.float()
-        part, (width, height), (left, top) = self._plan(*size)
+        part, (width, height), (left, top) = self.framing(*size)
         scale = boxes.new_tensor([width / (part[2] - part[0]), height / (part[3] - part[1])]).repeat(2)
         moved = (boxes - boxes.new_tensor(part[:2]).repeat(2)) * scale - boxes.new_tensor([left, top]).repeat(2)
         limit = boxes.new_tensor([self.size[1], self.size[0]]).repeat(2)
@@ -92,12 +92,12 @@ class Preprocess:
         return moved[(moved[:, 2] > moved[:, 0]) & (moved[:, 3] > moved[:, 1])]
 
     def _cut(self, image: Image.Image, resample: Image.Resampling) -> Image.Image:
-        part, size, (left, top) = self._plan(*image.size)
+        part, size, (left, top) = self.framing(*image.size)
         if part != (0, 0, *image.size):
             image = image.crop(part)
         return image.resize(size, resample).crop((left, top, left + self.size[1], top + self.size[0]))
 
-    def _plan(self, width: int, height: int) -> tuple[tuple[int, int, int, int], tuple[int, int], tuple[int, int]]:
+    def framing(self, width: int, height: int) -> tuple[tuple[int, int, int, int], tuple[int, int], tuple[int, int]]:
         """For a picture of this size: the part of it that is resized, to what size, and where the cut then begins.
 
         Images, masks and boxes all go by these numbers.

@@ -103,6 +103,15 @@ def progress(first: str) -> contextlib.AbstractContextManager[Progress]:
     return bar(first, watched=True)
 
 
+@contextlib.contextmanager
+def telling_warnings() -> Iterator[None]:
+    """Warnings are lines on stderr."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", AssumedPreprocess)
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+        yield
+
+
 def load_model(
     name: str,
     weights: Path | None = None,
@@ -114,9 +123,7 @@ def load_model(
     from patchlight.anatomy.load import load
 
     staged: dict[str, Any] = {} if stage is None else {"stage": stage}
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", AssumedPreprocess)
-        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+    with telling_warnings():
         return load(name, weights=weights, labels=labels, device=device, **staged, **options)
 
 

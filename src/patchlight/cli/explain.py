@@ -7,7 +7,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -298,6 +298,8 @@ def _check_outputs(task: Task) -> None:
 
 def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
     """Explain batch by batch: one batch of tensors and small pictures is all that is held at a time."""
+    from patchlight.attribution import Attribution
+
     with progress("loading the model") as bar:
         vit = load()
         target = _target(task, vit)
@@ -314,7 +316,7 @@ def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
                         rows.append((one, maps, top[0]))
             bar.update(bar.task_ids[0], completed=min(begin + size, len(task.items)))
         if task.figure is not None and rows:
-            together = {name: joined([maps[name] for _, maps, _ in rows]) for name in task.methods}
+            together = {name: Attribution.joined([maps[name] for _, maps, _ in rows]) for name in task.methods}
             _draw([one.picture for one, _, _ in rows], together, [top for _, _, top in rows], vit, task.figure)
             done.written.append(str(task.figure))
     return done
@@ -428,22 +430,6 @@ def _draw(
     from patchlight.viz import figure
 
     figure(pictures, maps, predictions=top, vit=vit, path=path)
-
-
-def joined(parts: list[Attribution]) -> Attribution:
-    """The attributions of single images as one."""
-    import torch
-
-    against = [part.against for part in parts if part.against is not None]
-    return replace(
-        parts[0],
-        scores=torch.cat([part.scores for part in parts]),
-        target=torch.cat([part.target for part in parts]),
-        against=torch.cat(against) if against else None,
-        labels=tuple(label for part in parts for label in part.labels),
-        against_labels=tuple(label for part in parts for label in part.against_labels),
-        images=tuple(image for part in parts for image in part.images),
-    )
 
 
 def _report(done: Done, as_json: bool) -> None:

@@ -29,6 +29,7 @@ TargetClass = Literal["given", "label", "prediction"]
 MapFunction = Callable[[Anatomy, Tensor, Targets, int], Tensor]
 """From a model, images [B,C,H,W], their classes and a seed to maps [B,h,w]."""
 Sums = Mapping[str, Tensor]
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ class Metric(Entry):
     `needs`: annotations it reads, of labels, boxes and masks ("boxes or masks": either). `explains`: it explains
     images itself, so it needs a method and not only maps. `combine`: the data set's number from the sums of `parts`
     over images; without it, the mean of the values. `words`: by preset, a paper's own words for the values of a
-    setting. `ablates`: it scores variants of the images.
+    setting. `ablates`: it scores variants of the images. `stochastic`: its values depend on the seed even where a map
+    has no ties.
     """
 
     higher_is_better: bool | Callable[[Settings], bool] = True
@@ -178,6 +180,7 @@ class Metric(Entry):
     words: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     combine: Callable[[Sums], Tensor] | None = None
     ablates: bool = False
+    stochastic: bool = False
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -231,6 +234,7 @@ class AboutMetric(TypedDict, total=False):
     words: Mapping[str, Mapping[str, Mapping[str, Any]]]
     combine: Callable[[Sums], Tensor]
     ablates: bool
+    stochastic: bool
 
 
 F = TypeVar("F", bound=Callable[..., "Measured"])
@@ -335,17 +339,21 @@ class Evaluation:
 
     @property
     def mean(self) -> float:
+        if not self.count:
+            return float("nan")
         return float(self.resampled(torch.ones(1, len(self), dtype=torch.float64))[0])
 
     def resampled(self, weights: Tensor) -> Tensor:
-        """The data set's number [S] when image i counts weights[s,i] times."""
-        return resample(self.values, self.parts, self.combine, weights)
+        """The data set's number [S] when image i counts weights[s,i] times; images without a value do not count."""
+        weights = weights * self.values.isfinite()
+        if self.combine is None:
+            return (weights @ self.values.nan_to_num()) / weights.sum(1)
+        sums = {key: torch.tensordot(weights, part.double().nan_to_num(), 1) for key, part in self.parts.items()}
+        return self.combine(sums)
 
     def interval(self, confidence: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """A bootstrap interval of `mean` over images; NaN where fewer than six have a value, too few for one."""
-        if self.count < FEWEST:
-            return float("nan"), float("nan")
-        return percentiles(bootstrapped({"": self.resampled}, len(self), samples, seed)[""], confidence)
+        return intervals({"": self}, confidence, samples, seed)[""]
 
     @staticmethod
     def joined(parts: Sequence[Evaluation]) -> Evaluation:
@@ -365,15 +373,15 @@ class Evaluation:
         return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){left_out}; {better} is better>"
 
 
-def resample(
-    values: Tensor, parts: Mapping[str, Tensor], combine: Callable[[Sums], Tensor] | None, weights: Tensor
-) -> Tensor:
-    """The data set's number [S] under weights [S,B] of the images; images without a value do not count."""
-    weights = weights * values.isfinite()
-    if combine is None:
-        return (weights @ values.nan_to_num()) / weights.sum(1)
-    sums = {key: torch.tensordot(weights, part.double().nan_to_num(), 1) for key, part in parts.items()}
-    return combine(sums)
+def intervals(
+    evaluations: Mapping[K, Evaluation], confidence: float = 0.95, samples: int = 1000, seed: int = 0
+) -> dict[K, tuple[float, float]]:
+    """The interval of each of these evaluations of the same images, from the same resamples."""
+    enough = {key: one.resampled for key, one in evaluations.items() if one.count >= FEWEST}
+    images = max(map(len, evaluations.values()), default=0)
+    spread = bootstrapped(enough, images, samples, seed) if enough else {}
+    nothing = (float("nan"), float("nan"))
+    return {key: percentiles(spread[key], confidence) if key in spread else nothing for key in evaluations}
 
 
 def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:

@@ -45,7 +45,7 @@ def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,
     maps: Any,
-    metric: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    metric: Sequence[str] | Mapping[str, Mapping[str, Any]] | Sequence[MetricRequest],
     target: Target = ...,
     **options: Any,
 ) -> dict[str, Evaluation]: ...
@@ -54,7 +54,7 @@ def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,
     maps: Any,
-    metric: Asked = "ins-del",
+    metric: Asked | Sequence[MetricRequest] = "ins-del",
     target: Target = None,
     *,
     labels: Any = None,
@@ -83,7 +83,9 @@ def evaluate(
     vit = wrap(vit)
     vit.renew()
     seed, batch_size = integer("seed", seed, 0), integer("batch_size", batch_size, 1)
-    requests = resolve_all(metric, settings, "metric", lambda label, own: resolve_metric(label, own, _OPTIONS))
+    requests = resolve_all(
+        metric, settings, MetricRequest, "metric", lambda label, own: resolve_metric(label, own, _OPTIONS)
+    )
     count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels)
     count = _length(maps) if count is None else count
     scores, method, explained = _maps(maps, count, vit, seed)

@@ -1,4 +1,4 @@
-"""The Lagrangian's parts: divergences, penalties and multipliers."""
+"""The Lagrangian's parts: penalties and multipliers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,9 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from patchlight.trained.diffmask.objective import Multipliers, divergence, penalty
+from patchlight.trained.diffmask.objective import Multipliers, penalty
 from patchlight.trained.diffmask.settings import Settings
-
-
-def test_divergence_is_the_kl_of_distributions() -> None:
-    a, b = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0))
-    want = F.kl_div(b.log_softmax(1), a.softmax(1), reduction="none").sum(1)
-    assert torch.allclose(divergence(a, b), want, atol=1e-6)
-    assert float(divergence(a, a).abs().max()) < 1e-6
-    p, q = torch.distributions.Bernoulli(logits=a), torch.distributions.Bernoulli(logits=b)
-    assert torch.allclose(divergence(a, b, sigmoid=True), torch.distributions.kl_divergence(p, q).sum(1), atol=1e-5)
 
 
 def test_penalties() -> None:

@@ -21,11 +21,11 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.errors import PatchlightError, Unsupported
+from patchlight.targets import kl_divergence
 from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask import DiffMask, Progress, Settings, TrainingWarning
 from patchlight.trained.diffmask.calibration import calibrate, finish
 from patchlight.trained.diffmask.gates import aggregate, masked_logits, new_gates, observe
-from patchlight.trained.diffmask.objective import divergence
 from patchlight.trained.diffmask.train import GateLearner
 from tests.families import shared
 from tests.trained.toys import batches, pictures, toy
@@ -91,7 +91,8 @@ def test_at_the_end_beta_is_raised_until_the_mask_itself_keeps_the_output() -> N
 
         def divergence_at(shift: float) -> Tensor:
             z = (aggregate(u + shift) > 0.5).float()[..., None]
-            return divergence(seen.logits, masked_logits(vit, pictures(24), torch.lerp(gates.baseline, seen.h0, z)))
+            masked = masked_logits(vit, pictures(24), torch.lerp(gates.baseline, seen.h0, z))
+            return kl_divergence(seen.logits, masked, vit.sigmoid)
 
         def bound(shift: float) -> float:
             kl = divergence_at(shift)
@@ -288,7 +289,7 @@ def test_images_at_another_price_are_not_reported(prices: float, mean: float, mo
     def numbered(clean: Tensor, masked: Tensor, sigmoid: bool) -> Tensor:
         return 0 * masked.sum(1) + torch.arange(len(masked))
 
-    monkeypatch.setattr(sys.modules["patchlight.trained.diffmask.train"], "divergence", numbered)
+    monkeypatch.setattr(sys.modules["patchlight.trained.diffmask.train"], "kl_divergence", numbered)
     assert float(learner(prices=prices).step(pictures(4), 0)[0]) == pytest.approx(mean)
 
 

@@ -16,16 +16,6 @@ Penalty = Literal["keep", "log-keep"]
 Update = Literal["ascent", "code"]
 
 
-def divergence(clean: Tensor, masked: Tensor, sigmoid: bool = False) -> Tensor:
-    """KL(p_clean || p_masked) [B] of softmax outputs; of sigmoid outputs, the sum over them."""
-    if not sigmoid:
-        p = clean.log_softmax(-1)
-        return (p.exp() * (p - masked.log_softmax(-1))).sum(-1)
-    p = clean.sigmoid()
-    on, off = F.logsigmoid(clean) - F.logsigmoid(masked), F.logsigmoid(-clean) - F.logsigmoid(-masked)
-    return (p * on + (1 - p) * off).sum(-1)
-
-
 def penalty(log_keep: Tensor, kind: Penalty = "log-keep", floor: float = 0.0) -> Tensor:
     """How much is kept [B], from sum_i log P(z_i != 0) [B,P].
 

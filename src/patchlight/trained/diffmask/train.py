@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
 from patchlight.errors import PatchlightError, TrainingWarning, Unsupported, warn
+from patchlight.targets import kl_divergence
 from patchlight.trained import loop
 from patchlight.trained.batches import check_data, epoch_of, images_and_labels
 from patchlight.trained.checkpoint import Parts
 from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask.calibration import Finish, calibrate, finish
 from patchlight.trained.diffmask.gates import DiffMask, Gates, masked_logits, new_gates, observe, why_not
-from patchlight.trained.diffmask.objective import Multipliers, divergence, penalty
+from patchlight.trained.diffmask.objective import Multipliers, penalty
 from patchlight.trained.diffmask.settings import Callback, Progress, Settings
 from patchlight.trained.optimiser import Lookahead
 from patchlight.trained.precision import casting, lowered, training
@@ -146,7 +147,7 @@ class GateLearner(loop.Learner[Progress]):
         patches, log_keep = self.joined(seen.h0, torch.stack(seen.states[: k + 1]), uniform, price * (s.alpha * SLOPE))
         with casting(vit, s.precision):
             logits = masked_logits(vit, images, patches)
-        kl = divergence(seen.logits, logits, vit.sigmoid)
+        kl = kl_divergence(seen.logits, logits, vit.sigmoid)
         cost = penalty(log_keep, s.penalty, s.floor)
         weight = self.multipliers[k] * price.exp()
         loss = torch.addcmul(cost, weight, kl - s.margin)
