@@ -1,6 +1,7 @@
 # make demo: explain the bundled photographs.   make test: lint, types and tests.   make test-all: the long ones too.
 # make listed: bring the table of names that the command line reads up to date.
 # make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
+# make figures: draw the pictures of README and docs again.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -40,6 +41,9 @@ listed: $(VENV)/.stamp-run
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m benchmarks
+
+figures: $(VENV)/.stamp-dev
+	$(BIN)/python -m tools.figures
 
 $(VENV)/.stamp-run: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

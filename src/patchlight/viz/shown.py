@@ -13,7 +13,7 @@ CSS = 96
 """A page's dots per inch: a figure is shown at the size it has on paper, however finely it is drawn."""
 
 
-class ShownFigure(Figure):  # type: ignore[misc]
+class ShownFigure(Figure):
     """A Figure drawn without a display."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
