@@ -230,17 +230,17 @@ def test_a_crash_without_annotations_is_no_refusal() -> None:
     assert checked(reads_labels, labels=[0, 1], needs={"labels"}) is not None
 
 
-def test_a_metric_that_explains_anew_needs_a_method() -> None:
+def test_a_metric_that_explains_images_needs_a_method() -> None:
     def moves(ask: Measure) -> Measured:
-        again = ask.anew(ask.vit, ask.images * 1.01, ask.targets, ask.seed)
+        again = ask.explain(ask.vit, ask.images * 1.01, ask.targets, ask.seed)
         return Measured((again - ask.maps).abs().mean((1, 2)))
 
     def reseeds(ask: Measure) -> Measured:
         noise = torch.rand(ask.images.shape[1:], generator=torch.Generator().manual_seed(ask.seed))
-        again = ask.anew(ask.vit, ask.images + noise.to(ask.images), ask.targets, ask.seed)
+        again = ask.explain(ask.vit, ask.images + noise.to(ask.images), ask.targets, ask.seed)
         return Measured((again - ask.maps).abs().mean((1, 2)))
 
-    about: dict[str, Any] = {"again": True, "higher_is_better": False, "bounds": (0.0, torch.inf)}
+    about: dict[str, Any] = {"explains": True, "higher_is_better": False, "bounds": (0.0, torch.inf)}
     assert checked(moves, **about) is not None
     assert checked(reseeds, **about, stochastic=True) is not None
     with pytest.raises(AssertionError, match="another seed changes"):
