@@ -1,5 +1,6 @@
 # make demo: explain the bundled photographs.   make test: lint, types and tests.   make test-all: the long ones too.
 # make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
+# make figures: draw the pictures of README and docs again.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -30,12 +31,15 @@ test-accelerator:
 	$(PYTHON) -m pytest -m accelerator
 
 lint: $(VENV)/.stamp-dev
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks tools
+	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/mypy
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m benchmarks
+
+figures: $(VENV)/.stamp-dev
+	$(BIN)/python -m tools.figures
 
 $(VENV)/.stamp-run: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

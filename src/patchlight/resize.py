@@ -36,7 +36,7 @@ def to_pixels(
     extent = tuple(size if extent is None else extent)
     shrinks = extent[0] < values.shape[-2] or extent[1] < values.shape[-1]
     smooth = {} if mode == "nearest" else {"align_corners": align_corners, "antialias": averaged and shrinks}
-    out = F.interpolate(flat, extent, mode=mode, **smooth)  # type: ignore[arg-type]
+    out = F.interpolate(flat, extent, mode=mode, **smooth)
     return fitted(out, size).reshape(*values.shape[:-2], *size)
 
 

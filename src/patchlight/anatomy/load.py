@@ -327,8 +327,7 @@ def _found_by_timm(name: str, options: dict[str, Any]) -> dict[str, Any]:
             f"'{name}' is pretrained for {config.num_classes} classes, so that with num_classes={classes} its "
             "classifier would be random; give weights=FILE of one trained for them, or pretrained=False"
         )
-    reason = unreachable() if config.hf_hub_id else ""
-    if not reason:
+    if not config.hf_hub_id or not (reason := unreachable()):
         return {}
     given = config.hf_hub_filename or "pytorch_model.bin"
     safe = "model.safetensors" if given == "pytorch_model.bin" else str(Path(given).with_suffix(".safetensors"))

@@ -235,7 +235,7 @@ def imagenet_labels(classes: int) -> list[str] | None:
     """timm's own names of the 1,000 ImageNet classes."""
     if classes != 1000:
         return None
-    from timm.data import ImageNetInfo
+    from timm.data.imagenet_info import ImageNetInfo
 
     info = ImageNetInfo()
     return [info.index_to_description(i) for i in range(classes)]

@@ -13,7 +13,7 @@ from patchlight.errors import PatchlightError
 from patchlight.targets import kl_divergence
 from patchlight.trained.diffmask.gates import DiffMask, Gates, aggregate, load, masked_logits, new_gates, observe
 from tests.families import build, images
-from tests.trained.diffmask.toys import pictures, toy
+from tests.trained.toys import pictures, toy
 
 
 def literal(gates: Gates, h0: Tensor, states: list[Tensor]) -> Tensor:
