@@ -1,4 +1,5 @@
 # make demo: explain the bundled photographs.   make test: lint, types and tests.   make test-all: the long ones too.
+# make listed: bring the table of names that the command line reads up to date.
 # make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
 # make figures: draw the pictures of README and docs again.
 PYTHON ?= python3
@@ -6,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-all test-cpus test-transformers4 test-accelerator lint bench figures clean
+.PHONY: demo test test-all test-cpus test-transformers4 test-accelerator lint listed bench figures clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/patchlight demo
@@ -34,6 +35,9 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/mypy
+
+listed: $(VENV)/.stamp-run
+	$(BIN)/python -m tools.listed
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m benchmarks

@@ -130,5 +130,5 @@ def test_it_shows_itself() -> None:
     assert "genatt" in repr(att)
     assert "4x4" in repr(att)
     page = att._repr_html_()
-    assert "data:image/png;base64," in page
+    assert "data:image/jpeg;base64," in page, "over the photographs"
     assert "genatt" in page

@@ -85,6 +85,25 @@ class Registry(Mapping[str, N], Generic[N]):
         return len(self._entries)
 
 
+class Told(Protocol):
+    """A line of a table: its words by the headings they stand under."""
+
+    def cells(self) -> dict[str, str]: ...
+
+
+T = TypeVar("T", bound=Told)
+
+
+class Listed(list[T]):
+    """A list that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        from patchlight.viz import table_html
+
+        lines = [one.cells() for one in self]
+        return table_html(list(lines[0]) if lines else [], [list(line.values()) for line in lines])
+
+
 @dataclass(frozen=True)
 class Setting:
     """A keyword argument of a registered function: its name, type and default."""

@@ -146,8 +146,9 @@ def two_images_have_no_best_method(folder: Path) -> None:
 
 @row
 def statistics_of_no_images_do_not_raise(folder: Path) -> None:
-    from patchlight.bench.statistics import critical_difference, friedman
+    from patchlight.bench.statistics import critical_difference
     from patchlight.metrics.base import Evaluation
+    from patchlight.metrics.ranking import friedman
     from patchlight.statistics import bootstrap_weights
 
     assert friedman(torch.ones(0, 3)) == (0.0, 1.0)

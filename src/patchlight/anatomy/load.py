@@ -18,6 +18,7 @@ from patchlight.anatomy.described import DescribedAnatomy
 from patchlight.anatomy.families import read_anatomy
 from patchlight.errors import PatchlightError, nearest
 from patchlight.images import Preprocess
+from patchlight.listed import matching
 
 _OVERRIDES = ("labels", "name", "preprocess", "processor", "sigmoid", "stage")
 """What `wrap` takes for a model that it reads by itself."""
@@ -110,10 +111,7 @@ def list_models(pattern: str = "") -> list[str]:
     plain = ("vision_transformer", "deit", "eva", "beit")
     hierarchical = ("swin_transformer", "swin_transformer_v2", "pvt_v2", "twins")
     names = ["pocket", *(n for m in (*plain, *hierarchical) for n in timm.list_models(module=m))]
-    wanted = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
-    from fnmatch import fnmatch
-
-    return sorted({n for n in names if fnmatch(n, wanted)})
+    return matching(names, pattern)
 
 
 def read_labels(labels: str | Path | Sequence[str] | Mapping[int, str]) -> list[str]:

@@ -15,11 +15,11 @@ from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
 from patchlight.bench.rows import TIMING
-from patchlight.bench.statistics import Cell, Mark, Ranks, cells, ranks
+from patchlight.bench.statistics import Cell, Ranks, cells, ranks
 from patchlight.bench.store import Store
 from patchlight.errors import PatchlightError
 from patchlight.files import cell as csv_cell
-from patchlight.statistics import FEWEST
+from patchlight.statistics import FEWEST, Mark
 
 LEGEND = (
     "Best in bold, where Friedman's test tells the methods apart at 5 %; † statistically tied with it (paired "

@@ -11,11 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from patchlight.cli.common import (
     SOME_FAILED,
@@ -29,9 +24,14 @@ from patchlight.cli.common import (
     read_settings,
     say,
 )
+from patchlight.cli.complete import complete_model, one_of
 from patchlight.errors import PatchlightError
+from patchlight.progress import alone, clock
 
 if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
     from patchlight.bench.events import Event, Listener
     from patchlight.bench.local import Summary
     from patchlight.bench.recipe import Recipe
@@ -50,11 +50,17 @@ def run(
     images: Annotated[int | None, typer.Option(min=1, help="How many images, spread over the data.")] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="LABEL=NAME: your model for the recipe's of that label (NAME, if it has one); repeatable."),
+        typer.Option(
+            help="LABEL=NAME: your model for the recipe's of that label (NAME, if it has one); repeatable.",
+            autocompletion=complete_model,
+        ),
     ] = None,
     weights: Annotated[list[str] | None, typer.Option(help="Weights of each --model, in order.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of the data, or KIND:FOLDER.")] = None,
-    target: Annotated[str | None, typer.Option(help="Class to explain: label or prediction.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Class to explain: label or prediction.", autocompletion=one_of("label", "prediction")),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of a method or metric of the recipe: label.key=value.")
     ] = None,
@@ -173,12 +179,15 @@ def _watching(recipe: Recipe, as_json: bool) -> Iterator[Listener]:
     if as_json:
         yield _print_event
         return
+    from rich.console import Console
+    from rich.live import Live
+
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda event: None
         return
     board = Board(recipe)
-    with Live(get_renderable=board.show, console=console, refresh_per_second=4, transient=True):
+    with alone(), Live(get_renderable=board.show, console=console, refresh_per_second=4, transient=True):
         yield board.listen
 
 
@@ -233,17 +242,23 @@ class Board:
                 self.sums[key] = total + row.value, count + 1
 
     def show(self) -> Group:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
         spent = time.monotonic() - self.begun
         fresh = self.done - self.before
         left = spent / fresh * (self.shards - self.done) if fresh else None
         line = f"{self.done} of {self.shards} shards"
         line += f" ({self.before} done already)" if self.before else ""
-        line += f"  {self.images / spent:.2f} images/s, {_clock(left)} left" if left is not None else ""
+        line += f"  {self.images / spent:.2f} images/s, {clock(left)} left" if left is not None else ""
         line += f"  {self.failed} values failed" if self.failed else ""
         bar = ProgressBar(total=max(self.shards, 1), completed=self.done, width=60)
         return Group(Text(line), bar, Text(self.now, style="dim"), *self._tables())
 
     def _tables(self) -> Iterator[Table]:
+        from rich.table import Table
+
         for model in self.recipe.models:
             if not any(key[0] == model for key in self.sums):
                 continue
@@ -256,9 +271,3 @@ class Board:
                 ]
                 table.add_row(method, *shown)
             yield table
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -22,6 +22,7 @@ from patchlight.cli.common import (
     say,
     telling_warnings,
 )
+from patchlight.cli.complete import complete_model, one_of
 from patchlight.errors import PatchlightError
 
 if TYPE_CHECKING:
@@ -42,11 +43,17 @@ def train(
     held_out: Annotated[
         str | None, typer.Option(help="Images the model was not trained on, to set beta by at the end.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.", autocompletion=complete_model),
+    ] = None,
     weights: Weights = None,
     labels: Labels = None,
     initial: Annotated[Path | None, typer.Option(help="An explainer whose gates training begins with.")] = None,
-    preset: Annotated[str | None, typer.Option(help="default, paper or code.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="default, paper or code.", autocompletion=one_of("default", "paper", "code")),
+    ] = None,
     settings: Settings = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 0,
     resume: Annotated[bool, typer.Option(help="Whether a run that lies in the folder goes on.")] = True,
@@ -87,7 +94,11 @@ def train(
 def counting(
     out: Annotated[Path, typer.Option(help="Folder for the ViT, the explainer and the table.")],
     preset: Annotated[
-        str, typer.Option(help="small (minutes on a CPU) or paper (ViT-Base, an accelerator).")
+        str,
+        typer.Option(
+            help="small (minutes on a CPU) or paper (ViT-Base, an accelerator).",
+            autocompletion=one_of("small", "paper"),
+        ),
     ] = "small",
     seed: Annotated[int, typer.Option(help="Seed of the grids, the ViT and the gates.")] = 0,
     distractors: Annotated[int, typer.Option(help="Colours besides red: 5 (the released code) or 6 (the paper).")] = 5,

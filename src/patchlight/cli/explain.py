@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from patchlight.cli.common import (
     SOME_FAILED,
@@ -35,6 +34,7 @@ from patchlight.cli.common import (
     read_settings,
     say,
 )
+from patchlight.cli.complete import complete_methods, one_of
 from patchlight.errors import NotFinite, PatchlightError
 
 if TYPE_CHECKING:
@@ -75,7 +75,11 @@ def demo(
 def explain(
     paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH...")],
     method: Annotated[
-        str, typer.Option(help="Names, separated by commas (`patchlight methods`); or inside, or all.")
+        str,
+        typer.Option(
+            help="Names, separated by commas (`patchlight methods`); or inside, or all.",
+            autocompletion=complete_methods,
+        ),
     ] = "genatt",
     model: Model = "pocket",
     weights: Weights = None,
@@ -88,7 +92,10 @@ def explain(
     plugin: Plugin = None,
     explainer: Annotated[Path | None, typer.Option(help="Folder of a trained explainer, for method diffmask.")] = None,
     save: Annotated[str | None, typer.Option(help="Folder for the raw scores, one attribution per method.")] = None,
-    score: Annotated[str | None, typer.Option(help="What is explained: logit or probability.")] = None,
+    score: Annotated[
+        str | None,
+        typer.Option(help="What is explained: logit or probability.", autocompletion=one_of("logit", "probability")),
+    ] = None,
     seed: Seed = 0,
     device: Device = "cpu",
     batch_size: Annotated[
@@ -440,6 +447,8 @@ def _report(done: Done, as_json: bool) -> None:
         found = {"images": done.images, "errors": done.errors, "warnings": done.warnings, "written": done.written}
         print_json(about | found)
         return
+    from rich.table import Table
+
     from patchlight.viz import percent, short
 
     table = Table(title=f"Predictions of {done.model}", title_justify="left", title_style="bold")

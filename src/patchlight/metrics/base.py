@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -18,10 +18,14 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, UndefinedMetric, warn
 from patchlight.evidence.ablation import ABLATION, Ablation, Unit
-from patchlight.registry import Entry, Registry, Setting, Settings, in_words, settings_of, settled
+from patchlight.frames import frame, stacked
+from patchlight.registry import Entry, Listed, Registry, Setting, Settings, in_words, settings_of, settled
 from patchlight.resize import to_cells, to_pixels
 from patchlight.statistics import FEWEST, bootstrapped, percentiles
 from patchlight.targets import Targets, predicted
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Upsampling = Literal["nearest", "bilinear", "bicubic"]
 TargetClass = Literal["given", "label", "prediction"]
@@ -209,6 +213,11 @@ class MetricInfo:
     settings: dict[str, str]
     presets: tuple[str, ...]
 
+    def cells(self) -> dict[str, str]:
+        better = "higher" if self.higher_is_better else "lower"
+        told = {"needs": ", ".join(self.needs), "paper": self.paper, "cost": self.cost, "what it says": self.summary}
+        return {"metric": self.name, "better": better, **told, "settings": ", ".join(self.settings)}
+
 
 METRICS: Registry[Metric] = Registry(
     "metric",
@@ -250,9 +259,9 @@ def register_metric(name: str, **about: Unpack[AboutMetric]) -> Callable[[F], F]
     return register
 
 
-def list_metrics() -> list[MetricInfo]:
+def list_metrics() -> Listed[MetricInfo]:
     """All metrics: name, paper, direction, bounds, annotations needed, cost and settings."""
-    rows = []
+    rows: Listed[MetricInfo] = Listed()
     for name, entry in METRICS.items():
         defaults = {key: setting.default for key, setting in entry.settings.items()}
         settings = {key: str(setting) for key, setting in entry.settings.items()}
@@ -367,10 +376,65 @@ class Evaluation:
             parts={key: torch.cat([part.parts[key] for part in parts]) for key in parts[0].parts},
         )
 
+    @property
+    def arrow(self) -> str:
+        """↑ where higher is better, else ↓."""
+        return "↑" if self.higher_is_better else "↓"
+
+    @property
+    def summary(self) -> str:
+        """The mean, its interval, and how many images have no value: "0.412 [0.38, 0.45], 2 undefined"."""
+        if self.count == 0:
+            return "no value"
+        low, high = self.interval()
+        left_out = len(self) - self.count
+        interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
+        return f"{self.mean:.4g}{interval}{f', {left_out} undefined' if left_out else ''}"
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table with a row per image: image, metric, value, and the reason where there is no value."""
+        images = range(len(self))
+        reasons = self.reasons or ("",) * len(self)
+        return frame({"image": images, "metric": self.metric, "value": self.values.numpy(), "reason": reasons})
+
+    def _repr_html_(self) -> str:
+        return Evaluations({self.metric: self})._repr_html_()
+
     def __repr__(self) -> str:
         left_out = f", {len(self) - self.count} undefined" if self.count < len(self) else ""
         better = "higher" if self.higher_is_better else "lower"
         return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){left_out}; {better} is better>"
+
+
+class Evaluations(dict[str, Any]):
+    """Evaluations by metric, or by method and there by metric where several were asked: a dict that shows itself."""
+
+    def __init__(self, found: Mapping[str, Any], by: Literal["metric", "method"] = "metric") -> None:
+        super().__init__(found)
+        self.by = by
+
+    @property
+    def table(self) -> dict[str, dict[str, Evaluation]]:
+        """By method and metric; where no methods are told apart, there is one without a name."""
+        if self.by == "metric":
+            return {"": dict(self)}
+        return {m: {own.metric: own} if isinstance(own, Evaluation) else dict(own) for m, own in self.items()}
+
+    def to_frame(self) -> DataFrame:
+        """The tables of all, below each other, with the labels as `method` and `metric`."""
+        parts = []
+        for method, own in self.table.items():
+            for metric, one in own.items():
+                part = one.to_frame().assign(metric=metric)
+                if self.by == "method":
+                    part.insert(1, "method", method)
+                parts.append(part)
+        return stacked(parts)
+
+    def _repr_html_(self) -> str:
+        from patchlight.viz import evaluations_html
+
+        return evaluations_html(self.table)
 
 
 def intervals(
