@@ -1,4 +1,4 @@
-"""Method `diffmask`: the contract with gates of one's own, its maps by layer, the shipped gates, and refusals."""
+"""Method `diffmask`: the contract with gates of one's own, its maps by gate, the shipped gates, and refusals."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_maps_are_products_of_the_gates() -> None:
     assert torch.allclose(explained().flatten(1), aggregate(u), atol=1e-5)
     assert torch.allclose(explained(map="keep").flatten(1), aggregate(u, "keep"), atol=1e-5)
     assert torch.allclose(explained(map="graded").flatten(1), aggregate(u, "graded"), atol=1e-5)
-    for layer in range(gates.count):
-        assert torch.allclose(explained(layer=layer).flatten(1), aggregate(u[: layer + 1]), atol=1e-5)
-        alone = explained(layer=layer, aggregated=False).flatten(1)
-        assert torch.allclose(alone, aggregate(u[layer : layer + 1]), atol=1e-5)
+    for gate in range(gates.count):
+        assert torch.allclose(explained(gate=gate).flatten(1), aggregate(u[: gate + 1]), atol=1e-5)
+        alone = explained(gate=gate, aggregated=False).flatten(1)
+        assert torch.allclose(alone, aggregate(u[gate : gate + 1]), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["vit-wide", "deit-distilled", "eva02", "reg4-gap", "torchvision"])
@@ -51,7 +51,7 @@ def test_gates_inside_the_pass_or_all_in_pass(family: str, monkeypatch: pytest.M
     """The way of the CPU and that of accelerators give the same maps."""
     vit = shared(family)
     dm = DiffMask.of(new_gates(vit, beta=2.0), vit)
-    for settings in ({}, {"layer": 1}, {"layer": 1, "aggregated": False}):
+    for settings in ({}, {"gate": 1}, {"gate": 1, "aggregated": False}):
         maps = []
         for inside in (True, False):
             monkeypatch.setattr(diffmask, "_in_pass", lambda h0, inside=inside: inside)
@@ -110,8 +110,8 @@ def test_the_bundled_model_brings_its_gates() -> None:
     [
         ({}, "it needs gates trained for toy: make them with `patchlight diffmask train`"),
         ({"explainer": "shipped"}, "made for pocket with 9 blocks, not 2"),
-        ({"explainer": "own", "layer": 9}, "no gate 9; toy has gates 0 to 3"),
-        ({"explainer": "own", "aggregated": False}, "say which with layer"),
+        ({"explainer": "own", "gate": 9}, "no gate 9; toy has gates 0 to 3"),
+        ({"explainer": "own", "aggregated": False}, "say which with gate"),
     ],
 )
 def test_refusals(settings: dict[str, object], told: str) -> None:
