@@ -1,11 +1,13 @@
 # make demo: explain the bundled photographs.   make test: lint, types and tests.   make test-all: the long ones too.
+# make listed: bring the table of names that the command line reads up to date.
 # make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
+# make figures: draw the pictures of README and docs again.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-all test-cpus test-transformers4 test-accelerator lint bench figures clean
+.PHONY: demo test test-all test-cpus test-transformers4 test-accelerator lint listed bench figures clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/patchlight demo
@@ -21,7 +23,7 @@ test-all: lint
 test-transformers4: $(VENV)/.stamp-dev
 	$(PIP) install --target $(VENV)/transformers4 --upgrade --no-deps transformers==4.46.3 huggingface_hub==0.36.0 \
 	  tokenizers==0.20.3 requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.2 certifi==2026.10.18
-	PYTHONPATH=$(VENV)/transformers4 $(BIN)/python -m pytest tests/anatomy tests/test_contract.py -k "hf- or transformers" -m "not accelerator"
+	PYTHONPATH=$(VENV)/transformers4 $(BIN)/python -m pytest tests/anatomy tests/methods/test_contract.py -k "hf- or transformers" -m "not accelerator"
 
 test-cpus: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.cpus
@@ -30,12 +32,18 @@ test-accelerator:
 	$(PYTHON) -m pytest -m accelerator
 
 lint: $(VENV)/.stamp-dev
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks tools
+	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/mypy
+
+listed: $(VENV)/.stamp-run
+	$(BIN)/python -m tools.listed
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m benchmarks
+
+figures: $(VENV)/.stamp-dev
+	$(BIN)/python -m tools.figures
 
 $(VENV)/.stamp-run: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

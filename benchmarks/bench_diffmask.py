@@ -13,9 +13,11 @@ from torch import Tensor
 import patchlight as pl
 from benchmarks.common import device, medians, record
 from patchlight.anatomy.base import Anatomy
+from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask import DiffMask, Settings
 from patchlight.trained.diffmask.gates import new_gates
-from patchlight.trained.diffmask.train import _Run, lowered
+from patchlight.trained.diffmask.train import GateLearner
+from patchlight.trained.precision import lowered, training
 
 BATCH = 32
 TRAINING = {"cpu": [(8, "full", 1)], "cuda": [(64, "bf16", 20), (256, "bf16", 10)]}
@@ -54,33 +56,29 @@ def times(count: int, task: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def training(vit: Anatomy) -> list[list[str]]:
+def trained(vit: Anatomy) -> list[list[str]]:
     rows = []
     for batch, precision, count in TRAINING[device()]:
         images = torch.randn(batch, 3, 224, 224, device=device())
         settings = Settings.preset(precision=precision, steps=10**9)
-        run = _Run(vit, Forever(images), settings, None, None, None)
+        low = lowered(vit, settings.precision)
+        learner = GateLearner(low, Forever(images), settings, Devices(low))
 
-        def step(run: _Run = run, images: Tensor = images) -> None:
-            run._one(run.gates, images)
-            run.window.clear()
+        def step(learner: GateLearner = learner, images: Tensor = images) -> None:
+            learner.step(images, 0)
 
         def bare(images: Tensor = images, precision: str = precision) -> None:
             bare_step(vit, images, precision)
 
-        def inside(task: Callable[[], None], settings: Settings = settings) -> Callable[[], None]:
-            def go() -> None:
-                with lowered(vit, settings):
-                    task()
+        def cast(low: Anatomy = low, images: Tensor = images, precision: str = precision) -> None:
+            bare_step(low, images, precision)
 
-            return go
-
-        with vit.steady():
+        with vit.steady(), training(low, settings.precision):
             seconds = medians(
                 {
                     "bare": times(count, bare),
-                    "bare, weights cast beforehand": inside(times(count, bare)),
-                    "step": inside(times(count, step)),
+                    "bare, weights cast beforehand": times(count, cast),
+                    "step": times(count, step),
                 },
                 repeats=7,
             )
@@ -110,7 +108,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", num_classes=10).eval().requires_grad_(False).to(device())
     vit = pl.wrap(model, name="vit_tiny")
-    rows = [*explaining(vit), *training(vit)]
+    rows = [*explaining(vit), *trained(vit)]
     record(
         "diffmask", "DiffMask beside the model alone, vit_tiny", ["what; beside", "DiffMask", "model", "ratio"], rows
     )

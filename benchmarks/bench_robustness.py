@@ -13,7 +13,7 @@ from torch import Tensor
 import patchlight as pl
 from benchmarks.common import device, medians, record
 from patchlight.anatomy.base import Anatomy
-from patchlight.metrics.base import Explainer
+from patchlight.metrics.base import MapFunction
 from patchlight.metrics.evaluation import map_function
 from patchlight.metrics.robustness import draws
 from patchlight.targets import Targets
@@ -22,7 +22,7 @@ IMAGES, DRAWS, RADIUS = 4, 10, 0.02
 Explanation = Callable[[Tensor | tuple[Tensor, ...]], tuple[Tensor]]
 
 
-def ours(vit: Anatomy, images: Tensor, method: Explainer) -> Tensor:
+def ours(vit: Anatomy, images: Tensor, method: MapFunction) -> Tensor:
     """All draws of all images, batched."""
     return pl.evaluate(vit, images, method, "max-sensitivity", target=0, samples=DRAWS, radius=RADIUS).values
 
@@ -46,7 +46,7 @@ def _uniform(images: Tensor, radius: float) -> Tensor:
     return images + torch.empty(images.shape).uniform_(-radius, radius).to(images)
 
 
-def as_captum_asks(vit: Anatomy, method: Explainer) -> Explanation:
+def as_captum_asks(vit: Anatomy, method: MapFunction) -> Explanation:
     def explain(given: Tensor | tuple[Tensor, ...]) -> tuple[Tensor]:
         images = given[0] if isinstance(given, tuple) else given
         return (method(vit, images, Targets(torch.zeros(len(images), 1, dtype=torch.long)), 0),)

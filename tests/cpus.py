@@ -23,8 +23,7 @@ NUMERIC = (
     "tests/methods",
     "tests/metrics",
     "tests/anatomy",
-    "tests/test_ablation.py",
-    "tests/test_contract.py",
+    "tests/evidence",
 )
 OLDEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
 SETTINGS: dict[str, dict[str, str]] = {

@@ -49,6 +49,23 @@ def test_upsampling_keeps_what_it_should() -> None:
         att.upsample(4, mode="area")  # type: ignore[arg-type]
 
 
+def test_joined_attributions_are_those_of_one_call() -> None:
+    vit = shared("vit")
+    batch = images(vit)
+    for target in (None, [[0, 1], [2, 3], [4, 5]], [(0, 1), (2, 3), (4, 5)]):
+        whole = pl.explain(vit, batch, "rollout", target=target)
+        joined = pl.Attribution.joined([whole[:1], whole[1:]])
+        for key in ("scores", "target", "against"):
+            ours, theirs = getattr(joined, key), getattr(whole, key)
+            assert ours is theirs is None or torch.equal(ours, theirs), key
+        assert (joined.named, joined.images) == (whole.named, whole.images)
+    one, other = attribution(torch.zeros(1, 2, 2)), attribution(torch.zeros(1, 3, 3))
+    with pytest.raises(pl.PatchlightError, match=r"of one resolution.*2x2.*3x3"):
+        pl.Attribution.joined([one, other])
+    with pytest.raises(pl.PatchlightError, match="given: none"):
+        pl.Attribution.joined([])
+
+
 def test_save_and_load_give_equal_arrays(tmp_path: Path) -> None:
     vit = shared("vit")
     att = pl.explain(vit, images(vit), "rollout", target=[[0, 1]] * 3, start=1, seed=5)
@@ -113,5 +130,5 @@ def test_it_shows_itself() -> None:
     assert "genatt" in repr(att)
     assert "4x4" in repr(att)
     page = att._repr_html_()
-    assert "data:image/png;base64," in page
+    assert "data:image/jpeg;base64," in page, "over the photographs"
     assert "genatt" in page

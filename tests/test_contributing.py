@@ -22,7 +22,7 @@ from patchlight.data.base import KINDS
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import COMPOSITIONS, METHODS
 from patchlight.metrics.base import METRICS
-from patchlight.testing import check_method, contract_names
+from patchlight.testing import check_method, check_metric, contract_names
 from tests.families import images, shared
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -101,6 +101,7 @@ def test_a_metric(plugin: Path) -> None:
     every = vit.grid[0] * vit.grid[1]
     found = pl.evaluate(vit, batch, torch.rand(3, *vit.grid), "top-patches", target=2, count=every)
     torch.testing.assert_close(found.values, vit.logits(batch).softmax(1)[:, 2].double())
+    assert check_metric("top-patches", shared("vit"), batch.float(), vit) is not None
 
 
 @pytest.mark.parametrize("plugin", ["rule"], indirect=True)

@@ -183,32 +183,6 @@ def test_progress_is_told() -> None:
     assert seen == [(2, 3), (3, 3)]
 
 
-def test_trace_hands_over_the_evidence() -> None:
-    vit = shared("vit", torch.float64)
-    batch = images(vit)
-    with pl.trace(vit, batch, target=2) as t:
-        row = torch.zeros(3, vit.tokens, dtype=torch.float64)
-        row[:, 0] = 1
-        for A, G in zip(reversed(t.attention), reversed(t.attention_gradients), strict=True):
-            row = row + (row[:, None] @ (A * G).relu().mean(1))[:, 0]
-        assert len(t.tokens) == vit.depth + 1
-        torch.testing.assert_close(vit.readout(t.tokens[-1]), t.logits)
-        directional = (t.tokens[0] * t.gradients[0]).sum(-1)
-    expected = pl.explain(vit, batch, ["genatt", "ixg"], target=2)
-    torch.testing.assert_close(vit.patches(row).float(), expected["genatt"].scores)
-    torch.testing.assert_close(vit.patches(directional).float(), expected["ixg"].scores)
-    assert not t.attention, "the evidence outlives the with"
-    with pytest.raises(pl.PatchlightError, match="no backward rule"), pl.trace(vit, batch, rule="libre"):
-        pass
-    with (
-        pytest.raises(pl.PatchlightError, match="one class an image; 2 were given"),
-        pl.trace(vit, batch, [[0, 1]] * 3),
-    ):
-        pass
-    with pytest.raises(pl.Unsupported, match="no transformer blocks"), pl.trace(shared("swin"), batch):
-        pass
-
-
 def test_memory_does_not_grow() -> None:
     vit = shared("vit")
     batch = images(vit)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.targets import Targets, class_index, resolve_targets, score_of
+from patchlight.targets import Targets, class_index, kl_divergence, resolve_targets, score_of
 from tests.families import images, shared
 
 LABELS = ["tench, Tinca tinca", "tabby, tabby cat", "crane", "crane", "Egyptian cat"]
@@ -97,3 +98,12 @@ def test_a_pair_is_the_difference_of_logits() -> None:
     a, b = (pl.explain(vit, batch, "ixg", target=c).scores for c in (1, 4))
     torch.testing.assert_close(pl.explain(vit, batch, "ixg", target=(1, 4)).scores, a - b)
     assert pl.explain(vit, batch, "ixg", target=(1, 4)).against.tolist() == [4, 4, 4]  # type: ignore[union-attr]
+
+
+def test_divergence_is_the_kl_of_distributions() -> None:
+    a, b = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0))
+    want = F.kl_div(b.log_softmax(1), a.softmax(1), reduction="none").sum(1)
+    assert torch.allclose(kl_divergence(a, b, False), want, atol=1e-6)
+    assert float(kl_divergence(a, a, False).abs().max()) < 1e-6
+    p, q = torch.distributions.Bernoulli(logits=a), torch.distributions.Bernoulli(logits=b)
+    assert torch.allclose(kl_divergence(a, b, True), torch.distributions.kl_divergence(p, q).sum(1), atol=1e-5)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import numpy as np
-import pytest
 import torch
 
 import patchlight as pl
 from patchlight.zoo import pocket
-from patchlight.zoo.cifar10 import load_cifar10
 
 
 def test_the_file_is_the_one_described() -> None:
@@ -50,19 +46,3 @@ def test_the_cats_map_lies_on_the_cat() -> None:
     best = pl.explain(vit, pocket.PHOTOS / "cat.jpg", "ixg.skipplus.libra", target="cat").top_patches(6)[0]
     on_border = ((best == 0) | (best == 7)).any(1).sum()
     assert on_border <= 2
-
-
-def test_cifar10_is_read_from_plain_files(tmp_path: Path) -> None:
-    sizes = {"train": 50_000, "test": 10_000}
-    arrays = {f"x_{part}": np.zeros((n, 32, 32, 3), np.uint8) for part, n in sizes.items()}
-    arrays |= {f"y_{part}": (np.arange(n) % 10).astype(np.uint8) for part, n in sizes.items()}
-    arrays["x_test"][7] = 200
-    np.savez(tmp_path / "cifar10.npz", **arrays)
-    data = load_cifar10(tmp_path)
-    assert np.array_equal(data.x_test, arrays["x_test"])
-    assert np.array_equal(data.y_train, arrays["y_train"])
-    np.savez(tmp_path / "cifar10.npz", **(arrays | {"x_test": arrays["x_test"][:10]}))
-    with pytest.raises(ValueError, match=r"the test part .* is not CIFAR-10: images \(10, 32, 32, 3\)"):
-        load_cifar10(tmp_path)
-    with pytest.raises(Exception, match=r"bin|npz"):
-        load_cifar10(tmp_path / "nowhere")

@@ -15,6 +15,7 @@ _HOMES = {
     "Anatomy": "patchlight.anatomy.base",
     "Ask": "patchlight.methods.base",
     "AssumedPreprocess": "patchlight.errors",
+    "Comparison": "patchlight.comparison",
     "Attribution": "patchlight.attribution",
     "Composition": "patchlight.methods.base",
     "DegenerateMap": "patchlight.errors",
@@ -37,6 +38,7 @@ _HOMES = {
     "TokenSubsets": "patchlight.evidence.ablation",
     "UndefinedMetric": "patchlight.errors",
     "Unsupported": "patchlight.errors",
+    "compare": "patchlight.comparison",
     "evaluate": "patchlight.metrics.evaluation",
     "explain": "patchlight.engine",
     "figure": "patchlight.viz",
@@ -66,6 +68,8 @@ if TYPE_CHECKING:
     from patchlight.anatomy.load import load as load
     from patchlight.anatomy.load import wrap as wrap
     from patchlight.attribution import Attribution as Attribution
+    from patchlight.comparison import Comparison as Comparison
+    from patchlight.comparison import compare as compare
     from patchlight.data import open_data as open_data
     from patchlight.data import register_data as register_data
     from patchlight.engine import explain as explain

@@ -9,24 +9,32 @@ import platform
 import secrets
 import shutil
 import tempfile
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from torch import Tensor
 
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
+from patchlight.frames import frame, stacked
 from patchlight.images import MAX_PIXELS, Preprocess
-from patchlight.resize import to_pixels
+from patchlight.photos import MOST
+from patchlight.resize import Mode, at_size
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _FORMAT = 1
 _ABOUT, _SCORES = "attribution.json", "scores.safetensors"
-_TENSORS = ("scores", "target", "against")
+_TENSORS, _UNSAVED = ("scores", "target", "against"), ("photos",)
 _HEADER = 2**16
 """Bytes that a header of these three tensors never needs."""
 
@@ -76,6 +84,8 @@ class Attribution:
     weights: str = ""
     """The hash of the model's weights, and `images` of each image as the model saw it; empty where not known."""
     images: tuple[str, ...] = ()
+    photos: tuple[Tensor, ...] = ()
+    """What the model saw of the first images, small, for display alone: uint8 [3,h,w], at most 16; not saved."""
 
     @property
     def covers(self) -> tuple[float, float]:
@@ -120,20 +130,33 @@ class Attribution:
         rows = range(len(self))[images]
         labels = tuple(name for i in rows for name in self.labels[i * per_image : (i + 1) * per_image])
         changed = {"scores": self.scores[images], "target": self.target[images], "labels": labels}
-        changed["images"] = self.images[images]
+        changed |= {"images": self.images[images], "photos": _leading(self.photos, rows)}
         if self.against is not None:
             changed |= {"against": self.against[images], "against_labels": self.against_labels[images]}
-        return Attribution(**{f.name: getattr(self, f.name) for f in fields(self)} | changed)  # type: ignore[arg-type]
+        return replace(self, **changed)  # type: ignore[arg-type]
 
-    def upsample(
-        self, size: int | tuple[int, int] | None = None, mode: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
-    ) -> Tensor:
+    @staticmethod
+    def joined(parts: Sequence[Attribution]) -> Attribution:
+        """The attributions of one method and model, for several batches of images, as one."""
+        if len({(part.scores.shape[1:], part.against is None) for part in parts}) != 1:
+            told = ", ".join(map(repr, parts)) or "none"
+            raise PatchlightError(f"attributions of one resolution and kind of target can be joined; given: {told}")
+        against = [part.against for part in parts if part.against is not None]
+        return replace(
+            parts[0],
+            scores=torch.cat([part.scores for part in parts]),
+            target=torch.cat([part.target for part in parts]),
+            against=torch.cat(against) if against else None,
+            labels=tuple(label for part in parts for label in part.labels),
+            against_labels=tuple(label for part in parts for label in part.against_labels),
+            images=tuple(image for part in parts for image in part.images),
+            photos=_joined_photos(parts),
+        )
+
+    def upsample(self, size: int | tuple[int, int] | None = None, mode: Mode = "bilinear") -> Tensor:
         """Scores at another resolution, the model's input size by default: [..., H, W]."""
         size = self.image_size if size is None else (size, size) if isinstance(size, int) else size
-        if mode not in ("nearest", "bilinear", "bicubic"):
-            raise PatchlightError(f"no upsampling is called '{mode}'; give nearest, bilinear or bicubic")
-        extent = [max(1, round(side * share)) for side, share in zip(size, self.covers, strict=True)]
-        return to_pixels(self.scores, size, extent, mode)
+        return at_size(self.scores, size, self.covers, mode)
 
     def top_patches(self, k: int = 10) -> Tensor:
         """The k highest-scoring cells as (row, column), best first: [..., k, 2]. Ties keep reading order."""
@@ -167,6 +190,25 @@ class Attribution:
         scores = self.scores[index]
         options = {"preprocess": self.preprocess, "covers": self.covers, **options}
         return overlay(scores if scores.ndim == 2 else scores[0], image, self.image_size, **options)
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table with a row per cell: image, method, target, label (and against), row, column, score."""
+        height, width = self.grid
+        maps, cells = self.target.numel(), height * width
+        image = np.repeat(np.arange(len(self)), maps // max(len(self), 1))
+        contrast = {"against": np.repeat(np.array(self.opposed, dtype=object), cells)} if self.opposed else {}
+        return frame(
+            {
+                "image": np.repeat(image, cells),
+                "method": self.method,
+                "target": np.repeat(self.target.flatten().numpy(), cells),
+                "label": np.repeat(np.array(self.explained, dtype=object), cells),
+                **contrast,
+                "row": np.tile(np.repeat(np.arange(height), width), maps),
+                "column": np.tile(np.arange(width), maps * height),
+                "score": self.scores.flatten().numpy(),
+            }
+        )
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
         """Write scores (safetensors) and provenance (JSON) as a new folder, whole or not at all.
@@ -204,7 +246,7 @@ class Attribution:
         from safetensors.torch import save
 
         tensors = {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
-        about = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
+        about = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*_TENSORS, *_UNSAVED)}
         about["preprocess"] = None if self.preprocess is None else asdict(self.preprocess)
         text = json.dumps({"format": _FORMAT, "tensors": scores, **about}, indent=1, default=repr)
         try:
@@ -245,13 +287,41 @@ class Attribution:
         return heat_html(self)
 
 
+class Attributions(dict[str, Attribution]):
+    """What several methods say of the same images, by their labels: a dict that a notebook shows as a table."""
+
+    def to_frame(self) -> DataFrame:
+        """The tables of all, below each other; `method` is the label."""
+        return stacked(att.to_frame().assign(method=label) for label, att in self.items())
+
+    def _repr_html_(self) -> str:
+        from patchlight.viz import maps_html
+
+        return maps_html(self)
+
+
+def _joined_photos(parts: Sequence[Attribution]) -> tuple[Tensor, ...]:
+    """The photographs of the first images of several attributions, as far as there are some without a gap."""
+    photos: list[Tensor] = []
+    for part in parts:
+        photos.extend(part.photos)
+        if len(part.photos) < len(part):
+            break
+    return tuple(photos[:MOST])
+
+
+def _leading(photos: tuple[Tensor, ...], rows: range) -> tuple[Tensor, ...]:
+    """The photographs of the first of these images, as far as there are some without a gap."""
+    return tuple(photos[i] for i in takewhile(lambda i: i < len(photos), rows))
+
+
 @cache
 def _schema() -> type[BaseModel]:
     """What attribution.json holds: every field but the tensors, by its own type."""
     hints = get_type_hints(Attribution)
     own: dict[str, Any] = {}
     for f in fields(Attribution):
-        if f.name not in _TENSORS:
+        if f.name not in (*_TENSORS, *_UNSAVED):
             own[f.name] = (hints[f.name], ... if f.default is MISSING and f.default_factory is MISSING else None)
     named = Annotated[str, Field(pattern=r"^scores(-[0-9a-f]+)?\.safetensors$")]
     return create_model(

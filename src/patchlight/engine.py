@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
-from patchlight.attribution import Attribution, versions
+from patchlight.attribution import Attribution, Attributions, versions
 from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass, run_pass
@@ -19,6 +19,7 @@ from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
 from patchlight.methods.base import Ablates, Ask, LayerMap, LayerMaps
 from patchlight.methods.requests import Request, check_supported, resolve
+from patchlight.photos import Photos
 from patchlight.progress import Progress, telling
 from patchlight.registry import Asked, accepted, resolve_all
 from patchlight.statistics import constant
@@ -33,24 +34,24 @@ def explain(
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
-    method: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    method: Sequence[str] | Mapping[str, Mapping[str, Any]] | Sequence[Request],
     target: Target = ...,
     **options: Any,
-) -> dict[str, Attribution]: ...
+) -> Attributions: ...
 @undisturbed
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
-    method: Asked = "genatt",
+    method: Asked | Sequence[Request] = "genatt",
     target: Target = None,
     *,
     score: Score | None = None,
     seed: int = 0,
     batch_size: int | None = None,
-    progress: Progress | bool | None = None,
+    progress: Progress | bool = True,
     finite: bool = True,
     **settings: Any,
-) -> Attribution | dict[str, Attribution]:
+) -> Attribution | Attributions:
     """Explain a model's decision about images: which patches speak for the target class.
 
     `images`: a preprocessed [B,C,H,W] tensor, PIL image(s) or path(s); or a generator or DataLoader of these, which is
@@ -58,9 +59,10 @@ def explain(
     of names and their settings (a setting `method` makes the name a free label); the latter two give a dict by the
     names asked, from one forward and one backward per backward rule. `target`: None (the prediction), a class index or
     label name, a list of one per image, several per image (a list of lists or [B,T]), or a tuple (a, b) for a against
-    b, whatever the number of images. `score`: "logit", "probability" or a callable of the logits. `progress`: True for
-    a bar on stderr, or a callable of the images done and their number (None where that is not known). A map that is not
-    finite is refused, unless `finite` is False. Further keywords are the method's settings.
+    b, whatever the number of images. `score`: "logit", "probability" or a callable of the logits. `progress`: a bar
+    where it takes over two seconds and somebody watches (a terminal or notebook), False for none, or a callable of the
+    images done and their number (None where that is not known). A map that is not finite is refused, unless `finite` is
+    False. Further keywords are the method's settings.
 
     >>> att = pl.explain(vit, "cat.jpg", method="genatt", target="tabby")      # doctest: +SKIP
     """
@@ -68,10 +70,11 @@ def explain(
     vit.renew()
     seed = integer("seed", seed, 0)
     size = default_batch_size(vit) if batch_size is None else integer("batch_size", batch_size, 1)
-    asked = resolve_all(method, settings, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
+    asked = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
     for request in asked:
         check_supported(request, vit)
-    count, batches = in_batches(images, size, vit.preprocess, vit.channels)
+    photos = Photos(vit.preprocess)
+    count, batches = in_batches(images, size, vit.preprocess, vit.channels, photos.add)
     targets = resolve_targets(target, count, vit.classes, vit.labels)
     chunks: list[list[Tensor]] = [[] for _ in asked]
     chosen: list[Targets] = []
@@ -84,6 +87,7 @@ def explain(
             used, maps = compute(vit, batch, asked, wanted, seed, begin)
             chosen.append(used)
             hashes.extend(of_images(batch))
+            photos.see(batch)
             for request, kept, scores in zip(asked, chunks, maps, strict=True):
                 kept.append(scores.detach().float().cpu())
                 if finite:
@@ -92,11 +96,12 @@ def explain(
             tell(begin, count)
     if not chosen:
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
-    explained, of = _joined(chosen), {"weights": fingerprint(vit.model), "images": tuple(hashes)}
-    results = {
-        request.label: _attribution(vit, request, torch.cat(kept), explained, seed, of)
+    of = {"weights": fingerprint(vit.model), "images": tuple(hashes), "photos": tuple(photos.kept)}
+    explained = Targets.joined(chosen)
+    results = Attributions(
+        (request.label, attribution_of(vit, request, torch.cat(kept), explained, seed, of))
         for request, kept in zip(asked, chunks, strict=True)
-    }
+    )
     return results[method] if isinstance(method, str) else results
 
 
@@ -180,7 +185,9 @@ def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
     if own is None or "start" not in own.settings:
         return None
     given = accepted(own.function, request.settings)
-    settings = {key: value for key, value in given.items() if key not in ("start", "terms")}  # a tail is no sum of tails
+    settings = {
+        key: value for key, value in given.items() if key not in ("start", "terms")
+    }  # a tail is no sum of tails
     return lambda maps, start: own.function(maps, start=start, **settings)
 
 
@@ -248,15 +255,10 @@ def default_batch_size(vit: Anatomy) -> int:
     return max(1, min(32, int(1.5e9 / per_image)))
 
 
-def _joined(targets: list[Targets]) -> Targets:
-    against = [t.against for t in targets if t.against is not None]
-    index = torch.cat([t.index for t in targets])
-    return Targets(index, torch.cat(against) if against else None, targets[0].several)
-
-
-def _attribution(
+def attribution_of(
     vit: Anatomy, request: Request, scores: Tensor, targets: Targets, seed: int, of: dict[str, Any]
 ) -> Attribution:
+    """The result of a request: maps [B,T,h,w] with their provenance; `of` are weights, images and photos."""
     several = targets.several
     return Attribution(
         scores=scores if several else scores[:, 0],

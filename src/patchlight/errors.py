@@ -42,6 +42,10 @@ class UndefinedMetric(UserWarning):
     """A value that does not exist for an image, or says little, with the reason."""
 
 
+class TrainingWarning(UserWarning):
+    """Training has drifted into one of its failures, with what to change."""
+
+
 class Cancelled(Exception):
     """The caller's `cancel` asked to stop."""
 

@@ -84,7 +84,7 @@ class Preprocess:
         if boxes.ndim != 2 or boxes.shape[1] != 4:
             raise PatchlightError(f"boxes have shape {list(boxes.shape)}; give [n,4]: xmin, ymin, xmax, ymax")
         boxes = boxes if boxes.is_floating_point() else boxes.float()
-        part, (width, height), (left, top) = self._plan(*size)
+        part, (width, height), (left, top) = self.framing(*size)
         scale = boxes.new_tensor([width / (part[2] - part[0]), height / (part[3] - part[1])]).repeat(2)
         moved = (boxes - boxes.new_tensor(part[:2]).repeat(2)) * scale - boxes.new_tensor([left, top]).repeat(2)
         limit = boxes.new_tensor([self.size[1], self.size[0]]).repeat(2)
@@ -92,12 +92,12 @@ class Preprocess:
         return moved[(moved[:, 2] > moved[:, 0]) & (moved[:, 3] > moved[:, 1])]
 
     def _cut(self, image: Image.Image, resample: Image.Resampling) -> Image.Image:
-        part, size, (left, top) = self._plan(*image.size)
+        part, size, (left, top) = self.framing(*image.size)
         if part != (0, 0, *image.size):
             image = image.crop(part)
         return image.resize(size, resample).crop((left, top, left + self.size[1], top + self.size[0]))
 
-    def _plan(self, width: int, height: int) -> tuple[tuple[int, int, int, int], tuple[int, int], tuple[int, int]]:
+    def framing(self, width: int, height: int) -> tuple[tuple[int, int, int, int], tuple[int, int], tuple[int, int]]:
         """For a picture of this size: the part of it that is resized, to what size, and where the cut then begins.
 
         Images, masks and boxes all go by these numbers.
@@ -129,10 +129,13 @@ class Preprocess:
             raise PatchlightError(
                 f"a tensor {list(tensor.shape)} is no picture, which is [1,H,W] or [3,H,W]; give the picture to show"
             )
-        tensor = tensor.detach().float().cpu()
-        pixels = tensor * torch.tensor(self.std)[:, None, None] + torch.tensor(self.mean)[:, None, None]
-        array = (pixels.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-        return Image.fromarray(array if array.shape[2] == 3 else array[..., :1].repeat(3, axis=2))
+        return Image.fromarray((self.pixels(tensor.cpu()) * 255).round().byte().permute(1, 2, 0).contiguous().numpy())
+
+    def pixels(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The colours [...,3,H,W], from 0 to 1, of normalised tensors [...,C,H,W] of one or three channels."""
+        mean, std = (torch.tensor(v, device=tensor.device)[:, None, None] for v in (self.mean, self.std))
+        colours = (tensor.detach().float() * std + mean).clamp(0, 1)
+        return colours if colours.shape[-3] == 3 else colours[..., :1, :, :].repeat_interleave(3, -3)
 
 
 def open_image(source: Picture) -> Image.Image:
@@ -236,12 +239,16 @@ def _as_grey(image: Image.Image, what: str) -> Image.Image:
     return Image.fromarray((np.clip(array / top, 0, 1) * 255).round().astype(np.uint8))
 
 
-def to_batch(images: Any, preprocess: Preprocess, channels: int = 3) -> torch.Tensor:
+Note = Callable[[Image.Image | None], None]
+"""Called for every image as it is read, with the opened picture, or None for a tensor."""
+
+
+def to_batch(images: Any, preprocess: Preprocess, channels: int = 3, note: Note | None = None) -> torch.Tensor:
     """One [B,C,H,W] float tensor from a tensor, a picture or a sequence of pictures or [C,H,W] tensors."""
     if isinstance(images, np.ndarray):
         raise PatchlightError("images were given as a numpy array; give PIL images, paths, or a preprocessed tensor")
     if isinstance(images, torch.Tensor):
-        return _check_tensor(images, preprocess.size, channels)
+        return _noted(_check_tensor(images, preprocess.size, channels), note)
     if isinstance(images, str | Path | Image.Image):
         images = [images]
     if not isinstance(images, Sequence):
@@ -253,7 +260,7 @@ def to_batch(images: Any, preprocess: Preprocess, channels: int = 3) -> torch.Te
         shapes = list(dict.fromkeys(str(list(i.shape)) for i in images))
         if len(shapes) > 1:
             raise PatchlightError(f"images have the shapes {' and '.join(shapes[:3])}; give tensors of one shape")
-        return _check_tensor(torch.stack(list(images)), preprocess.size, channels)
+        return _noted(_check_tensor(torch.stack(list(images)), preprocess.size, channels), note)
     wrong = next((i for i in images if not isinstance(i, Picture)), None)
     if wrong is not None:
         raise PatchlightError(f"an image was given as {type(wrong).__name__}; give a path or a PIL image")
@@ -262,37 +269,85 @@ def to_batch(images: Any, preprocess: Preprocess, channels: int = 3) -> torch.Te
         raise PatchlightError(
             f"this model takes {channels} channels, which a picture does not have; give a preprocessed {want} tensor"
         )
-    batch = torch.stack([preprocess.tensor(open_image(i)) for i in images])
+
+    def read(source: Picture) -> torch.Tensor:
+        picture = open_image(source)
+        if note is not None:
+            note(picture)
+        return preprocess.tensor(picture)
+
+    batch = torch.stack([read(i) for i in images])
     return batch if channels == 3 else batch.mean(1, keepdim=True)
 
 
+def _noted(batch: torch.Tensor, note: Note | None) -> torch.Tensor:
+    if note is not None:
+        for _ in batch:
+            note(None)
+    return batch
+
+
 def in_batches(
-    images: Any, size: int, preprocess: Preprocess, channels: int = 3
+    images: Any,
+    size: int,
+    preprocess: Preprocess,
+    channels: int = 3,
+    note: Note | None = None,
+    labels: list[Any] | None = None,
 ) -> tuple[int | None, Iterator[torch.Tensor]]:
     """How many images there are (None: only the end tells), and all of them in batches of `size` [b,C,H,W].
 
     A tensor, a picture or a sequence has a length. Whatever else can be gone through (a generator, a DataLoader, a
     Dataset) is read as it comes, and no more than a batch is held: its items are what `to_batch` takes, or a tuple or
-    collated list that begins with it, as (images, labels) does.
+    collated list that begins with it, as (images, labels) does. Where a list of `labels` is given, what stands second
+    in each item is added to it as it is read.
     """
     if isinstance(images, Sequence) and images and not isinstance(images, str):
         parts = (images[begin : begin + size] for begin in range(0, len(images), size))
-        return len(images), (to_batch(part, preprocess, channels) for part in parts)
+        _check_stream(labels, False)
+        return len(images), (to_batch(part, preprocess, channels, note) for part in parts)
     at_once = isinstance(images, str | Path | Image.Image | torch.Tensor | np.ndarray | Sequence | Mapping | Set)
     if not at_once and hasattr(images, "__iter__"):
         items = iter(images)
     elif not at_once and hasattr(images, "__getitem__") and hasattr(images, "__len__"):
         items = (images[i] for i in range(len(images)))
     else:
-        batch = to_batch(images, preprocess, channels)
+        _check_stream(labels, False)
+        batch = to_batch(images, preprocess, channels, note)
         return len(batch), iter(batch.split(size))
-    return None, _regrouped((to_batch(_first_part(item), preprocess, channels) for item in items), size)
+
+    def read(item: Any) -> torch.Tensor:
+        parts = _parts(item)
+        batch = to_batch(parts[0], preprocess, channels, note)
+        if labels is not None:
+            labels.extend(_labels(parts, len(batch)))
+        return batch
+
+    return None, _regrouped(map(read, items), size)
 
 
-def _first_part(item: Any) -> Any:
-    """The images of what a loader gives: of (images, labels) the first; a list of pictures is a batch itself."""
+def _parts(item: Any) -> Sequence[Any]:
+    """What a loader gives in one item: (images, labels, …), or images alone; a list of pictures is a batch itself."""
     collated = isinstance(item, list) and bool(item) and isinstance(item[0], torch.Tensor) and item[0].ndim == 4
-    return item[0] if collated or (isinstance(item, tuple) and item) else item
+    return item if collated or (isinstance(item, tuple) and item) else (item,)
+
+
+def _labels(parts: Sequence[Any], count: int) -> list[Any]:
+    """The labels that stand beside `count` images."""
+    _check_stream(parts, len(parts) > 1)
+    given = parts[1].tolist() if isinstance(parts[1], torch.Tensor | np.ndarray) else parts[1]
+    found = list(given) if isinstance(given, list | tuple) else [given]
+    if len(found) != count:
+        raise PatchlightError(f"{len(found)} labels stand beside {count} images; give one per image")
+    return found
+
+
+def _check_stream(labels: Any, beside: bool) -> None:
+    if labels is not None and not beside:
+        raise PatchlightError(
+            "labels=True takes the labels that come with the images of a loader, as (images, labels); these come "
+            "without: give a list of them"
+        )
 
 
 def _regrouped(batches: Iterator[torch.Tensor], size: int) -> Iterator[torch.Tensor]:

@@ -54,13 +54,15 @@ class Registry(Mapping[str, N], Generic[N]):
 
     def remove(self, name: str) -> None:
         """Take one out again, with its aliases."""
-        for alias in self.find(name).aliases:
+        entry = self.find(name)
+        for alias in entry.aliases:
             del self._aliases[alias]
-        del self._entries[name]
+        del self._entries[entry.name]
 
     def find(self, name: str) -> N:
         """The one of that name or alias; else an error that says which names are near."""
-        entry = self.get(self._aliases.get(name, name))
+        self._load()
+        entry = self._entries.get(self._aliases.get(name, name))
         if entry is None:
             raise PatchlightError(f"no {self.noun} is called '{name}'; {nearest(name, [*self, *self._aliases])}")
         return entry
@@ -81,6 +83,25 @@ class Registry(Mapping[str, N], Generic[N]):
     def __len__(self) -> int:
         self._load()
         return len(self._entries)
+
+
+class Told(Protocol):
+    """A line of a table: its words by the headings they stand under."""
+
+    def cells(self) -> dict[str, str]: ...
+
+
+T = TypeVar("T", bound=Told)
+
+
+class Listed(list[T]):
+    """A list that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        from patchlight.viz import table_html
+
+        lines = [one.cells() for one in self]
+        return table_html(list(lines[0]) if lines else [], [list(line.values()) for line in lines])
 
 
 @dataclass(frozen=True)
@@ -163,15 +184,19 @@ Asked = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
 """A name, a list of names, or a dict of names (or free labels) and settings."""
 
 
-def resolve_all(asked: Asked, settings: Settings, noun: str, resolve: Callable[[str, Settings], R]) -> list[R]:
-    """What was asked, each resolved from its name and settings; `settings` belong to all."""
+def resolve_all(
+    asked: Asked | Sequence[R], settings: Settings, kind: type[R], noun: str, resolve: Callable[[str, Settings], R]
+) -> list[R]:
+    """What was asked, each resolved from its name and settings (`settings` belong to all), if it is not yet."""
+    if isinstance(asked, list | tuple) and asked and all(isinstance(one, kind) for one in asked):
+        return list(asked)
     wanted = "give a name, a list of names, or a dict of names and settings"
     if isinstance(asked, str):
         return [resolve(asked, settings)]
     if isinstance(asked, Mapping) and all(isinstance(own, Mapping) for own in asked.values()):
         labelled = {label: {**settings, **own} for label, own in asked.items()}
     elif isinstance(asked, Sequence) and all(isinstance(name, str) for name in asked):
-        labelled = {name: dict(settings) for name in asked}
+        labelled = {str(name): dict(settings) for name in asked}
     else:
         raise PatchlightError(f"{noun} {asked!r} is no {noun}; {wanted}")
     if not labelled:

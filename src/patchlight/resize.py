@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchlight.errors import PatchlightError
+
 Mode = Literal["nearest", "bilinear", "bicubic"]
 
 
@@ -22,14 +24,35 @@ def to_pixels(
     extent: Sequence[int] | None = None,
     mode: Mode = "bilinear",
     align_corners: bool = False,
+    averaged: bool = False,
 ) -> Tensor:
-    """Values of cells [...,h,w] at an image's size [...,H,W]; pixels beyond the cells are as the nearest of them."""
+    """Values of cells [...,h,w] at an image's size [...,H,W]; pixels beyond the cells are as the nearest of them.
+
+    Where the cells are smaller than pixels they are sampled, or `averaged`.
+    """
     if tuple(values.shape[-2:]) == tuple(size):
         return values
     flat = values.reshape(-1, 1, *values.shape[-2:])
     extent = tuple(size if extent is None else extent)
-    out = F.interpolate(flat, extent, mode=mode, align_corners=None if mode == "nearest" else align_corners)
+    shrinks = extent[0] < values.shape[-2] or extent[1] < values.shape[-1]
+    smooth = {} if mode == "nearest" else {"align_corners": align_corners, "antialias": averaged and shrinks}
+    out = F.interpolate(flat, extent, mode=mode, **smooth)
     return fitted(out, size).reshape(*values.shape[:-2], *size)
+
+
+def at_size(
+    scores: Tensor, size: Sequence[int], covers: tuple[float, float], mode: Mode, averaged: bool = False
+) -> Tensor:
+    """Scores [...,h,w] at any size, where they lie on that share of its height and width, from the top left."""
+    if mode not in ("nearest", "bilinear", "bicubic"):
+        raise PatchlightError(f"no upsampling is called '{mode}'; give nearest, bilinear or bicubic")
+    extent = [max(1, round(side * share)) for side, share in zip(size, covers, strict=True)]
+    return to_pixels(scores, size, extent, mode, averaged=averaged)
+
+
+def axis_matrix(cells: int, pixels: int) -> Tensor:
+    """U [pixels,cells] in float64, `to_pixels` of one axis as a matrix: a map becomes U_rows map U_columns^T."""
+    return to_pixels(torch.eye(cells, dtype=torch.float64)[..., None], (pixels, 1))[..., 0].T
 
 
 def fitted(pixels: Tensor, size: Sequence[int]) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 K = TypeVar("K")
+Mark = Literal["best", "tied", ""]
+"""How a method stands to the best."""
+SIGNS: dict[Mark, str] = {"best": "*", "tied": "†", "": ""}
 FEWEST = 6
 """Images from which on an interval or a difference can be claimed at 95 %.
 

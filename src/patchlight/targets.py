@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from patchlight.errors import PatchlightError, nearest
 
@@ -35,6 +36,13 @@ class Targets:
     def part(self, begin: int, length: int, of: int | None) -> Targets:
         """The targets of `length` images from `begin` on, where there are `of` images, or one row stands for all."""
         return self[begin : begin + length] if of is not None else self.repeat(length)
+
+    @staticmethod
+    def joined(parts: Sequence[Targets]) -> Targets:
+        """The targets of several batches of images as one."""
+        against = [part.against for part in parts if part.against is not None]
+        index = torch.cat([part.index for part in parts])
+        return Targets(index, torch.cat(against) if against else None, parts[0].several)
 
     @property
     def count(self) -> int:
@@ -145,12 +153,36 @@ def predicted(logits: Tensor) -> Targets:
     return Targets(logits.argmax(1, keepdim=True).cpu())
 
 
+def probabilities(logits: Tensor, sigmoid: bool) -> Tensor:
+    """p of every class [...,C]: their softmax, or a sigmoid each; a one-output head gives 1 - p and p."""
+    alone = sigmoid or logits.shape[-1] == 1
+    return _of_both_labels(logits).sigmoid() if alone else logits.softmax(-1)
+
+
+def log_probabilities(logits: Tensor, sigmoid: bool) -> Tensor:
+    """log p of every class [...,C], where `probabilities` are p."""
+    alone = sigmoid or logits.shape[-1] == 1
+    return F.logsigmoid(_of_both_labels(logits)) if alone else logits.log_softmax(-1)
+
+
+def kl_divergence(clean: Tensor, other: Tensor, sigmoid: bool) -> Tensor:
+    """KL(p_clean || p_other) [...] from logits [...,C]; summed over classes that are each a yes or no."""
+    if sigmoid:
+        clean, other = (torch.cat([-logits, logits], -1) for logits in (clean, other))
+    log_p, log_q = (log_probabilities(logits, sigmoid) for logits in (clean, other))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _of_both_labels(values: Tensor) -> Tensor:
+    """What a one-output head says about labels 0 and 1, -y and +y; of other heads the values themselves."""
+    return torch.cat([-values, values], -1) if values.shape[-1] == 1 else values
+
+
 def score_of(logits: Tensor, targets: Targets, score: Score, sigmoid: bool) -> Tensor:
     """The explained number s [B,T]: a logit, a probability, or what a callable makes of the logits.
 
     A one-output head has two labels: 1 scores +y and 0 scores -y. A pair scores s_a - s_b.
     """
-    binary = logits.shape[1] == 1
     if callable(score):
         values = score(logits)
         if not isinstance(values, Tensor):
@@ -165,14 +197,11 @@ def score_of(logits: Tensor, targets: Targets, score: Score, sigmoid: bool) -> T
                 f"the score callable gave shape {list(values.shape)} for logits {list(logits.shape)}; "
                 f"it must give [B] or one value per logit"
             )
-        values = torch.cat([-values, values], 1) if binary else values
+        values = _of_both_labels(values)
     elif score == "logit":
-        values = torch.cat([-logits, logits], 1) if binary else logits
+        values = _of_both_labels(logits)
     elif score == "probability":
-        if binary:
-            values = torch.cat([-logits, logits], 1).sigmoid()
-        else:
-            values = logits.sigmoid() if sigmoid else logits.softmax(1)
+        values = probabilities(logits, sigmoid)
     else:
         raise PatchlightError(f"score {score!r} is not known; give 'logit', 'probability' or a callable of the logits")
     picked = values.gather(1, targets.index.to(values.device))

@@ -1,11 +1,16 @@
-"""The contract every method keeps on every model: `check_method`. A method is covered by being registered."""
+"""The contracts: what every method keeps on every model (`check_method`), and every metric (`check_metric`).
+
+A method or metric is covered by being registered.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +20,16 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.attribution import Attribution
 from patchlight.engine import explain
-from patchlight.errors import DegenerateMap, PatchlightError, Unsupported
+from patchlight.errors import DegenerateMap, PatchlightError, UndefinedMetric, Unsupported
 from patchlight.methods.base import METHODS
 from patchlight.methods.requests import Request, list_methods, refusal, resolve
+from patchlight.metrics.base import Evaluation, MapFunction, MetricRequest, resolve_metric
+from patchlight.metrics.evaluation import evaluate
+from patchlight.resize import to_pixels
+from patchlight.targets import Targets
 
 compared: Callable[[str, float, float], None] | None = None
-"""Called with (what, error, limit) by each comparison of `check_method` that holds, where set."""
+"""Called with (what, error, limit) by each comparison of a contract that holds, where set."""
 
 
 def check_method(
@@ -230,3 +239,272 @@ def contract_names() -> list[str]:
     wrapped = ["genatt.libra", "ixg.plus", "ixg.skipplus.libra", "rawatt.plus", "genatt.rollout", "gradcam.skipplus"]
     wrapped += ["ixg.conservative", "genatt.attnlrp"]
     return [*METHODS, *wrapped]
+
+
+def check_metric(
+    name: str,
+    vit: Anatomy,
+    images: Tensor,
+    double: Anatomy | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    labels: Sequence[int | None] | None = None,
+    boxes: Sequence[Any] | None = None,
+    masks: Tensor | None = None,
+    better: Tensor | MapFunction | None = None,
+    worse: Tensor | MapFunction | None = None,
+    chance: Tensor | None = None,
+) -> Evaluation | None:
+    """Assert the contract of metric `name` on a model with B >= 2 images and the annotations it needs.
+
+    One value per image and a rising curve's axis, values within the bounds that it declares, batch = loop = among other
+    metrics (which keep theirs), maps of patches and of pixels, the same seed the same values (and another seed other
+    ones just where the metric is `stochastic`, on maps without ties), a refusal without each annotation, and a model
+    left as it was found. A map that is constant, or holds NaN, or lies on an image that misses an annotation, is told
+    in a warning; it has a value within the bounds, or none and a reason, and the other images keep theirs.
+
+    `better` and `worse` are maps [B,h,w] of these images, or explainers, of which the metric must prefer the first.
+    `chance` [B] is the closed form of its value on maps drawn from U(0, 1), where it has one; NaN for images that have
+    no value. `double` is the same model in float64: where it is given, batches are compared there, out of reach of
+    rounding. Returns what it found on random maps; None where it refuses the model, which it must do in a sentence.
+
+    >>> check_metric("pointing-game", vit, images, boxes=boxes, chance=areas)      # doctest: +SKIP
+    """
+    entry = resolve_metric(name).metric
+    asked = {**entry.quick, **(settings or {})}
+    notes = {"labels": labels, "boxes": boxes, "masks": masks}
+    trial = _Trial(resolve_metric(name, asked), asked, vit, images, {k: v for k, v in notes.items() if v is not None})
+    before, random_state = _state(vit, images), torch.get_rng_state()
+    try:
+        first, told = trial.run(trial.maps)
+    except Unsupported as error:
+        refused = str(error)
+    else:
+        refused = ""
+    if refused:
+        assert vit.name in refused, f"the refusal does not name the model: {refused}"
+        return None
+    _check_values(trial, first, told)
+    _check_metric_seed(trial, first)
+    steady, whole = trial, first
+    if double is not None:
+        steady = replace(trial, vit=double, images=images.double())
+        whole = steady.run(steady.maps)[0]
+    _check_metric_batch(steady, whole)
+    _check_odd_maps(trial, first)
+    _check_annotations(trial, first)
+    if better is not None and worse is not None:
+        _check_direction(trial, better, worse)
+    if chance is not None:
+        _check_chance(trial, chance)
+    _check_entry(trial)
+    assert torch.equal(torch.get_rng_state(), random_state), "the global random state was moved"
+    _check_untouched(before, _state(vit, images))
+    return first
+
+
+DRAWS = 24
+"""Random maps of each image that `chance` is compared with."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A metric under test: all that `evaluate` is given but the maps."""
+
+    request: MetricRequest
+    settings: Mapping[str, Any]
+    vit: Anatomy
+    images: Tensor
+    notes: Mapping[str, Any]
+
+    @property
+    def maps(self) -> Tensor | MapFunction:
+        """Smooth random maps without ties; for a metric that explains anew, an explainer that reads the model."""
+        return _tokens_size if self.request.metric.explains else self.smooth()
+
+    def smooth(self) -> Tensor:
+        coarse = self.drawn(size=self.vit.grid)
+        return to_pixels(coarse, self.images.shape[-2:], self.vit.extent) + 1e-3 * self.drawn()
+
+    def drawn(self, seed: int = 0, size: Sequence[int] | None = None) -> Tensor:
+        """Maps [B,H,W], or of another size, from U(0, 1)."""
+        size = self.images.shape[-2:] if size is None else size
+        generator = torch.Generator().manual_seed(seed)
+        maps = torch.rand(len(self.images), *size, generator=generator, dtype=torch.float64)
+        return maps.to(self.vit.device, self.vit.dtype)
+
+    def only(self, rows: Sequence[int]) -> _Trial:
+        """The same trial on some of the images, which may repeat."""
+        notes = {
+            key: note[rows] if isinstance(note, Tensor) else [note[i] for i in rows] for key, note in self.notes.items()
+        }
+        return replace(self, images=self.images[list(rows)], notes=notes)
+
+    def run(self, maps: Tensor | MapFunction, **options: Any) -> tuple[Evaluation, list[str]]:
+        """The metric's verdict, and what it warned of."""
+        found, told = self.together(maps, {self.request.label: self.settings}, **options)
+        return found[self.request.label], told
+
+    def together(
+        self, maps: Tensor | MapFunction, asked: Mapping[str, Mapping[str, Any]], **options: Any
+    ) -> tuple[dict[str, Evaluation], list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = evaluate(self.vit, self.images, maps, asked, **self.notes, **options)
+        return found, [str(w.message) for w in caught if issubclass(w.category, UndefinedMetric)]
+
+
+@torch.no_grad()
+def _tokens_size(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+    """An explainer: the size of each patch's last token."""
+    return vit.patches(torch.linalg.vector_norm(vit.run(vit.embed(images)), dim=-1))
+
+
+def _check_values(trial: _Trial, found: Evaluation, told: Sequence[str], whole: bool = True) -> None:
+    """One value in the bounds for each image, or a reason why there is none, which was also told."""
+    count, (low, high) = len(trial.images), found.bounds
+    values, there = found.values, found.values.isfinite()
+    assert tuple(values.shape) == (count,), f"values have shape {list(values.shape)}"
+    assert (values.dtype, values.device.type) == (torch.float64, "cpu"), f"values are {values.dtype} on {values.device}"
+    assert not values.requires_grad, "values hold on to a graph"
+    assert not whole or bool(there.any()), f"no image has a value: {found.reasons}"
+    assert len(found.reasons) == count, f"{len(found.reasons)} reasons for {count} images"
+    for value, reason in zip(there.tolist(), found.reasons, strict=True):
+        assert value == (reason == ""), f"a value {'with' if value else 'that is missing without'} a reason: {reason}"
+    assert bool(there.all()) or any("no value for" in line for line in told), "missing values are not told"
+    room = 1e-6 * max([1.0, *(abs(side) for side in (low, high) if math.isfinite(side))])
+    inside = values[there]
+    assert bool((inside >= low - room).all() and (inside <= high + room).all()), f"{inside} is not in [{low}, {high}]"
+    assert type(found.higher_is_better) is bool, "no direction"
+    assert found.metric == trial.request.metric.name
+    assert found.settings == trial.request.settings, "other settings are recorded"
+    if found.curve is not None:
+        assert found.x is not None, "a curve over nothing"
+        assert tuple(found.curve.shape) == (count, len(found.x)), f"the curve has shape {list(found.curve.shape)}"
+        assert bool((found.x.diff() >= 0).all()), "the curve's axis does not rise"
+        assert bool(found.curve[there].isfinite().all()), "the curve of a value is not finite"
+
+
+def _agree(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:
+    """The same values are missing, and the others differ by at most `tolerance` of the largest (or of 1)."""
+    assert torch.equal(found.isnan(), expected.isnan()), f"{what}: other images have a value"
+    error = float((found - expected).abs().nan_to_num().max()) if len(found) else 0.0
+    error /= max(1.0, float(expected.abs().nan_to_num().max()))
+    assert error <= tolerance, f"{what}: values differ by {error:.1e}, {found.tolist()} and {expected.tolist()}"
+    if compared is not None:
+        compared(what, error, tolerance)
+
+
+def _check_metric_seed(trial: _Trial, first: Evaluation) -> None:
+    again, other = (trial.run(trial.maps, seed=seed)[0].values for seed in (0, 1))
+    assert torch.equal(again.nan_to_num(), first.values.nan_to_num()), "two equal calls differ"
+    same = torch.equal(other.nan_to_num(), again.nan_to_num())
+    stochastic = trial.request.metric.stochastic
+    assert same != stochastic, f"another seed {'does not change' if same else 'changes'} the values"
+
+
+def _check_metric_batch(trial: _Trial, whole: Evaluation) -> None:
+    maps, count = trial.maps, len(trial.images)
+    each = [trial.only([i]).run(maps[[i]] if isinstance(maps, Tensor) else maps)[0] for i in range(count)]
+    joined = Evaluation.joined(each)
+    _agree(joined.values, whole.values, "single calls and a batch")
+    _agree(torch.tensor([joined.mean]), torch.tensor([whole.mean]), "the mean of single calls and of a batch")
+    _agree(trial.run(maps, batch_size=1)[0].values, whole.values, "batch_size=1 and one batch")
+    before, after = (
+        {f"{when} {other}": {"metric": other} for other in ("sparseness", "auc")} for when in ("before", "after")
+    )
+    others, _ = trial.together(maps, {**before, trial.request.label: trial.settings, **after})
+    _agree(others[trial.request.label].values, whole.values, "among others and alone")
+    for one, other in zip(before, after, strict=True):
+        _agree(others[other].values, others[one].values, f"another metric {other} and {one}", 0.0)
+
+
+def _check_odd_maps(trial: _Trial, first: Evaluation) -> None:
+    """Maps of patches, constant ones and broken ones; those of the other images keep their values."""
+    if trial.request.metric.explains:
+        maps = trial.maps
+        assert callable(maps)
+        for fill, word in ((1.0, "constant"), (float("nan"), "NaN")):
+            found, told = trial.run(lambda *asked, fill=fill: torch.full_like(maps(*asked), fill))
+            _check_odd(trial, found, told, word, fill)
+        return
+    found, told = trial.run(trial.drawn(size=trial.vit.grid))
+    _check_values(trial, found, told)
+    for fill, word in ((1.0, "constant"), (0.0, "constant"), (float("nan"), "NaN"), (float("inf"), "NaN")):
+        odd = trial.smooth()
+        odd[0] = fill
+        found, told = trial.run(odd)
+        _check_odd(trial, found, told, word, fill)
+        _agree(found.values[1:], first.values[1:], f"beside a {word} map and without")
+
+
+def _check_odd(trial: _Trial, found: Evaluation, told: Sequence[str], word: str, fill: float) -> None:
+    _check_values(trial, found, told, whole=False)
+    assert any(word in line for line in told), f"a {word} map is not told: {told}"
+    assert math.isfinite(fill) or bool(found.values[0].isnan()), f"a map with {fill} has a value"
+
+
+def _check_annotations(trial: _Trial, first: Evaluation) -> None:
+    """Without an annotation there is a refusal, and an image that misses its own does not touch the others."""
+    entry = trial.request.metric
+    if entry.explains:
+        told = _complaint(lambda: trial.run(trial.drawn()), PatchlightError)
+        assert entry.name in told, f"the refusal does not name the metric: {told}"
+        assert "method" in told, f"the refusal does not say what is needed: {told}"
+    for need in entry.needs:
+        kinds = need.split(" or ")
+        without = replace(trial, notes={k: note for k, note in trial.notes.items() if k not in kinds})
+        told = _complaint(lambda without=without: without.run(trial.maps), PatchlightError)  # type: ignore[misc]
+        assert entry.name in told, f"the refusal does not name the metric: {told}"
+        assert all(kind in told for kind in kinds), f"the refusal does not name {need}: {told}"
+        for kind in trial.notes.keys() & kinds:
+            partial = replace(trial, notes={**trial.notes, kind: _first_missing(trial.notes[kind])})
+            found, warned = partial.run(trial.maps)
+            _check_values(trial, found, warned, whole=False)
+            _agree(found.values[1:], first.values[1:], f"beside an image without {kind} and without")
+
+
+def _first_missing(note: Any) -> Any:
+    """Annotations of which the first image has none: an empty mask, no boxes, an unknown class."""
+    if isinstance(note, Tensor):
+        return torch.cat([torch.zeros_like(note[:1]), note[1:]])
+    return [None if isinstance(note[0], int) else [], *note[1:]]
+
+
+def _check_direction(trial: _Trial, better: Tensor | MapFunction, worse: Tensor | MapFunction) -> None:
+    good, bad = (trial.run(maps)[0] for maps in (better, worse))
+    ahead = good.mean > bad.mean if good.higher_is_better else good.mean < bad.mean
+    way = "higher" if good.higher_is_better else "lower"
+    assert ahead, f"{way} is better, but the better maps have {good.mean:.4g} and the worse ones {bad.mean:.4g}"
+
+
+def _check_chance(trial: _Trial, chance: Tensor) -> None:
+    """Random maps have their closed form, to five standard errors of their mean and 0.01."""
+    if trial.request.metric.explains:
+
+        def drawn(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+            one = torch.rand(vit.grid, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            return one.to(vit.device, vit.dtype).expand(len(images), -1, -1)
+
+        values = torch.stack([trial.run(drawn, seed=seed)[0].values for seed in range(2)])
+    else:
+        count = len(trial.images)
+        many = trial.only([i for _ in range(DRAWS) for i in range(count)])
+        values = many.run(many.drawn(seed=1))[0].values.view(DRAWS, count)
+    error = values.std(0) / len(values) ** 0.5
+    assert torch.equal(values.isnan().any(0), chance.isnan()), "the closed form exists for other images"
+    far = (values.mean(0) - chance).abs() > 5 * error + 0.01
+    assert not bool(far.any()), f"random maps have {values.mean(0).tolist()}, not {chance.tolist()}"
+
+
+def _check_entry(trial: _Trial) -> None:
+    entry = trial.request.metric
+    assert entry.summary, "no docstring"
+    assert entry.paper, "no paper"
+    assert entry.cost, "no cost"
+    assert all(resolve_metric(alias).metric is entry for alias in entry.aliases), "an alias leads elsewhere"
+    told = _complaint(lambda: resolve_metric(entry.name, {"no_such_setting": 1}), PatchlightError)
+    assert "no_such_setting" in told
+    for preset in entry.presets:
+        low, high = entry.limits(resolve_metric(entry.name, {"preset": preset}).settings)
+        assert low < high, f"preset '{preset}' has bounds [{low}, {high}]"

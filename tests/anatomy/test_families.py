@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.passes import LayerJob, run_pass
-from patchlight.evidence.rules import RULES
+from tests.completeness import totals
 from tests.families import FAMILIES, PLAIN, build, images, shared
 
 
@@ -33,6 +33,7 @@ def test_parts_give_the_model(family: str) -> None:
     torch.testing.assert_close(vit.logits(batch), logits, atol=1e-10, rtol=1e-10)
     tokens = vit.embed(batch)
     assert tokens.shape[1] == vit.tokens == vit.prefix + vit.grid[0] * vit.grid[1]
+    assert tokens.shape[2] == vit.width
     middle = min(2, vit.depth)
     halfway = vit.run(vit.run(tokens, 0, middle), middle)
     torch.testing.assert_close(vit.readout(halfway), logits, atol=1e-10, rtol=1e-10)
@@ -97,16 +98,8 @@ def test_positions_are_kept(family: str) -> None:
 def test_libra_is_complete_from_every_start(family: str) -> None:
     """sum_i <x_l, g_l> + bias terms of the blocks from l on + the end's = the logit, for every l."""
     vit = shared(family, torch.float64)
-    layers = tuple(range(vit.depth))
-    job = LayerJob(lambda b: ((b.x * b.g).sum(-1), b.bias), frozenset({"x", "g", "bias"}), layers)
-    seen = run_pass(vit, images(vit), rule=RULES["libra"], jobs=[job])
-    values, end = seen.layers(), seen.end()
-    rest = 0 if end.bias is None else end.bias.sum(1)
-    rest = rest + (0 if end.scalar_bias is None else end.scalar_bias)
-    for start in layers:
-        total = values[start][0].sum(1) + sum(values[k][1].sum(1) for k in range(start, vit.depth)) + rest
-        tolerance = 1e-5 if family == "hf-vit-eager" else 1e-10
-        torch.testing.assert_close(total, seen.scores[:, 0], atol=tolerance, rtol=tolerance)
+    tolerance = 1e-5 if family == "hf-vit-eager" else 1e-10
+    torch.testing.assert_close(*totals(vit, images(vit)), atol=tolerance, rtol=tolerance)
 
 
 def test_plain_gradients_are_not_complete() -> None:

@@ -12,10 +12,9 @@ import torch
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import list_models
-from patchlight.evidence.passes import LayerJob, run_pass
-from patchlight.evidence.rules import RULES
 from patchlight.methods.requests import refusal, resolve
 from tests.anatomy.test_families import MaskKeys
+from tests.completeness import totals
 from tests.families import CLASSES, images, randomise
 
 NAMES = [name for name in list_models() if name != "pocket"]
@@ -55,7 +54,7 @@ def test_a_listed_name_is_read_as_it_is(name: str) -> None:
         return
     if vit.can_drop is None:
         _dropping_is_masking(vit, batch)
-    _libra_is_complete(vit, batch)
+    _agree(*totals(vit, batch))
     for method in ("genatt", "gradcam", "tokentm", "alti", "bt-t", "transatt", "decompx", "vit-cx", "kernel-shap"):
         _works_or_is_refused(vit, batch, method)
 
@@ -81,17 +80,6 @@ def _dropping_is_masking(vit: Anatomy, batch: torch.Tensor) -> None:
             full = vit.run(tokens)
         masked = vit.readout(vit.gather(full, keep))
     _agree(dropped, masked)
-
-
-def _libra_is_complete(vit: Anatomy, batch: torch.Tensor) -> None:
-    layers = tuple(range(vit.depth))
-    job = LayerJob(lambda b: ((b.x * b.g).sum((1, 2)), b.bias.sum(1)), frozenset({"x", "g", "bias"}), layers)
-    seen = run_pass(vit, batch, rule=RULES["libra"], jobs=[job])
-    values, end = seen.layers(), seen.end()
-    rest = 0 if end.bias is None else end.bias.sum(1)
-    rest = rest + (0 if end.scalar_bias is None else end.scalar_bias)
-    total = values[0][0] + sum(values[k][1] for k in layers) + rest
-    _agree(total, seen.scores[:, 0])
 
 
 def _agree(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from patchlight.bench.html import as_html
 from patchlight.bench.local import run
 from patchlight.bench.recipe import override
-from patchlight.bench.report import as_csv, as_html, as_markdown, gather
 from patchlight.bench.store import Results, Store
+from patchlight.bench.tables import as_csv, as_markdown, gather
 from patchlight.errors import PatchlightError
 from tests.bench.small import pictures, recipe
 
@@ -45,7 +46,7 @@ def same(found: Results, whole: Results) -> None:
             assert expected.x is not None
             assert torch.equal(column.x, expected.x)
             assert (column.bounds, column.higher_is_better) == (expected.bounds, expected.higher_is_better)
-            assert column.errors == [expected.errors[i] for i in places]
+            assert list(column.errors) == [expected.errors[i] for i in places]
 
 
 def flipped(out: Path, flips: int, pages: int = 2) -> None:

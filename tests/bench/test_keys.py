@@ -265,7 +265,7 @@ CHANGES: dict[str, Callable[[World], Callable[[], None]]] = {
     "a class of a users method": users("x - 2", "x - 3"),
     "a field of a class of a users method": users("offset = 0.5", "offset = 0.75"),
     "a users metric": users("given.maps.mean((1, 2))", "given.maps.amax((1, 2))"),
-    "the choice of targets": source("bench/local.py", r"index\[:, 0\]", "index[:, -1]"),
+    "the choice of targets": source("bench/shard.py", r"index\[:, 0\]", "index[:, -1]"),
     "the code of a method": source("methods/attention.py", "relu", "abs"),
     "the pictures": picture,
     "a setting of the method": part("method", '{method = "genatt", start = 2}'),
@@ -292,9 +292,10 @@ def test_a_changed_dependency_makes_a_new_row(name: str, tmp_path: Path) -> None
     changed(name, tmp_path)
 
 
-def test_the_reports_own_code_is_no_dependency(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "word"), [("tables", "tied"), ("html", "leader"), ("statistics", "tied")])
+def test_the_reports_own_code_is_no_dependency(tmp_path: Path, name: str, word: str) -> None:
     with world(tmp_path) as w:
-        change = source("bench/report.py", "tied", "tyed")(w)
+        change = source(f"bench/{name}.py", word, f"{word}s")(w)
         assert w.run() == (0, 1)
         change()
         assert w.run() == (1, 1)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from patchlight.bench.recipe import Metric, Quick, key_lines, override, parse, quickened, read_recipe
+from patchlight.bench.recipe import Quick, override, parse, quickened, read_recipe
 from patchlight.errors import PatchlightError
-from patchlight.metrics.base import resolve_metric
+from patchlight.recipes import key_lines
+from patchlight.specs import MetricSpec
 from tests.bench.small import text
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -39,6 +40,9 @@ def line(of: str, word: str) -> int:
         ("shard = 2", "shard = = 2", "= =", "not TOML"),
         ("[metrics]", "[metrix]", "metrix", "there is no key 'metrix'; did you mean 'metrics'?"),
         ('Rollout = "rollout"', 'Rollout = {method = "rollout", upsampling = "best"}', "best", "upsampling"),
+        ('kind = "folder"', 'kind = "folder"\npik = "first"', "pik", "did you mean 'pick'"),
+        ('"pocket"', '{name = "pocket", preprocess = {crop = 1.0}}', "crop", "did you mean 'crop_pct'"),
+        ("insertion = {steps = 2}", "insertion = {steps = 2}\n[quick.methods]\nrollout = {fuse = 1}", "fuse", "'fuse'"),
     ],
 )
 def test_an_error_names_the_line_and_what_would_work(tmp_path: Path, old: str, new: str, at: str, told: str) -> None:
@@ -72,11 +76,12 @@ def test_quick_settings_go_by_the_registered_name(tmp_path: Path) -> None:
     assert quick.metrics["Del"].scale == 100
 
 
-def test_a_users_model_stands_for_the_one_named_most_alike(tmp_path: Path) -> None:
+def test_a_users_model_stands_for_the_one_whose_label_it_is_given(tmp_path: Path) -> None:
     two = text(tmp_path).replace(
         'Pocket = "pocket"', 'ViT = "vit_base_patch16_224"\nDeiT = "deit_base_patch16_224"\nPocket = "pocket"'
     )
-    recipe = override(parse(two), ["deit_tiny_patch16_224", "ViT=pocket"], ["w.safetensors"], "pets:/data", 5, seed=3)
+    models = ["DeiT=deit_tiny_patch16_224", "ViT=pocket"]
+    recipe = override(parse(two), models, ["w.safetensors"], "pets:/data", 5, seed=3)
     assert {k: (m.stands_for, m.weights) for k, m in recipe.models.items()} == {
         "deit_tiny_patch16_224": ("DeiT", "w.safetensors"),
         "pocket": ("ViT", None),
@@ -87,7 +92,17 @@ def test_a_users_model_stands_for_the_one_named_most_alike(tmp_path: Path) -> No
     with pytest.raises(PatchlightError, match="no model of the recipe"):
         override(parse(two), ["Vit=pocket"])
     with pytest.raises(PatchlightError, match="2 weights were given for 1 model"):
-        override(parse(two), ["pocket"], ["a", "b"])
+        override(parse(two), ["ViT=pocket"], ["a", "b"])
+    with pytest.raises(PatchlightError, match=r"does not say which .* give 'ViT=a' or 'DeiT=a' or 'Pocket=a'"):
+        override(parse(two), ["a"])
+
+
+def test_a_model_needs_no_label_where_the_recipe_has_one(tmp_path: Path) -> None:
+    found = override(parse(text(tmp_path)), ["vit_tiny_patch16_224"], ["w.safetensors"]).models
+    assert {k: (m.stands_for, m.weights) for k, m in found.items()} == {
+        "vit_tiny_patch16_224": ("Pocket", "w.safetensors")
+    }
+    assert override(parse(text(tmp_path)), (), ["w.safetensors"]).models["Pocket"].weights == "w.safetensors"
 
 
 def test_the_same_model_given_again_keeps_its_stage(tmp_path: Path) -> None:
@@ -119,6 +134,17 @@ def test_a_methods_own_upsampling_reaches_the_metrics_that_enlarge_maps() -> Non
     ours, others = table.methods["Ours"], table.methods["Grad-CAM"]
     assert "upsampling" not in ours.settings
     for metric in table.metrics.values():
-        assert resolve_metric(metric.metric, ours.measured_by(metric)).settings["upsampling"] == "nearest"
-        assert resolve_metric(metric.metric, others.measured_by(metric)).settings["upsampling"] == "bilinear"
-    assert "upsampling" not in ours.measured_by(Metric(metric="max-sensitivity"))
+        assert ours.measured_by(metric).settings["upsampling"] == "nearest"
+        assert others.measured_by(metric).settings["upsampling"] == "bilinear"
+    assert "upsampling" not in ours.measured_by(MetricSpec(metric="max-sensitivity")).settings
+
+
+def test_settings_of_a_user_are_checked_at_once(tmp_path: Path) -> None:
+    recipe = parse(text(tmp_path))
+    changed = override(recipe, settings={"Rollout": {"fusion": "min"}, "Del": {"steps": 9}})
+    assert changed.methods["Rollout"].request.settings["fusion"] == "min"
+    assert changed.metrics["Del"].request.settings["steps"] == 9
+    assert changed.methods["GenAtt"].request is recipe.methods["GenAtt"].request, "nothing is resolved twice"
+    for wrong, told in (({"fusion": "most"}, "fusion='most'"), ({"upsampling": "best"}, "upsampling='best'")):
+        with pytest.raises(PatchlightError, match=told):
+            override(recipe, settings={"Rollout": wrong})

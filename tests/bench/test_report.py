@@ -15,10 +15,11 @@ import pytest
 from plotly.offline import get_plotlyjs
 from typer.testing import CliRunner
 
+from patchlight.bench.html import as_html
 from patchlight.bench.local import run
 from patchlight.bench.recipe import override
-from patchlight.bench.report import Gathered, as_csv, as_html, as_latex, as_markdown, gather
 from patchlight.bench.store import Store
+from patchlight.bench.tables import Gathered, as_csv, as_latex, as_markdown, gather
 from patchlight.cli import app
 from patchlight.errors import PatchlightError
 from tests.bench.small import pictures, recipe, replaced

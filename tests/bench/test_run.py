@@ -22,11 +22,14 @@ from PIL import Image
 from torch import Tensor
 from typer.testing import CliRunner
 
-from patchlight.bench import local
-from patchlight.bench.local import How, run, run_shard
+from patchlight.bench import shard as shard_room
+from patchlight.bench.events import Event, Planning, Start
+from patchlight.bench.local import run
 from patchlight.bench.plan import plan
-from patchlight.bench.recipe import Recipe, override, parse
-from patchlight.bench.store import TIMING, Store
+from patchlight.bench.recipe import override, parse
+from patchlight.bench.rows import TIMING
+from patchlight.bench.shard import How, run_shard
+from patchlight.bench.store import Store
 from patchlight.cli import app
 from patchlight.data import Data, Sample
 from patchlight.errors import PatchlightError
@@ -57,12 +60,6 @@ def shards(out: Path) -> dict[str, list[dict[str, Any]]]:
         table = pq.read_table(path)
         found[path.stem.rpartition("-")[0]] = table.drop_columns([*TIMING]).to_pylist()
     return found
-
-
-def events(recipe: Recipe, out: Path) -> list[dict[str, Any]]:
-    heard: list[dict[str, Any]] = []
-    run(recipe, out, listen=heard.append)
-    return heard
 
 
 def test_a_run_has_a_row_for_each_image_method_and_metric(images: Path, whole: Path) -> None:
@@ -104,25 +101,24 @@ def test_a_new_method_leaves_the_others_alone(
 ) -> None:
     run(recipe(images), tmp_path / "run")
     asked: list[list[str]] = []
-    original = local.explain
+    original = shard_room.explain
 
     def counted(vit: Any, batch: Any, methods: Any, *args: Any, **options: Any) -> Any:
-        asked.append(list(methods))
+        asked.append([request.label for request in methods])
         return original(vit, batch, methods, *args, **options)
 
-    monkeypatch.setattr(local, "explain", counted)
+    monkeypatch.setattr(shard_room, "explain", counted)
     more = parse(text(images).replace('Random = "random"', 'Random = "random"\nRaw = "rawatt"'))
     summary = run(more, tmp_path / "run")
     assert (summary.before, summary.partly) == (0, 3)
-    assert asked == [["rawatt"]] * 3
+    assert asked == [["Raw"]] * 3
     results = Store(tmp_path / "run").results()
     assert {m for _, m, _ in results.columns} == {"GenAtt", "Rollout (max)", "Rollout", "Random", "Raw"}
     old = Store(whole).results()
     for key, column in old.columns.items():
         assert torch.equal(column.values, results.columns[key].values)
-    manifest = Store(tmp_path / "run").manifest()
-    first = manifest["shards"][0]
-    assert set(Store(tmp_path / "run").read_maps(first["place"], first["key"]).scores) == set(more.methods)
+    store = Store(tmp_path / "run")
+    assert set(store.read_maps(store.manifest().shards[0]).scores) == set(more.methods)
 
 
 def test_the_key_follows_what_matters_and_not_the_paths(images: Path, tmp_path: Path) -> None:
@@ -179,9 +175,9 @@ def test_the_key_follows_the_code(images: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_long_planning_is_told(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[plan.__module__], "PATIENCE", -1.0)
-    heard: list[dict[str, Any]] = []
+    heard: list[Event] = []
     plan(recipe(images), listen=heard.append)
-    assert heard == [{"event": "plan", "read": i + 1, "images": 6} for i in range(6)]
+    assert heard == [Planning(i + 1, 6) for i in range(6)]
 
 
 def test_images_are_spread_over_the_data(images: Path) -> None:
@@ -194,15 +190,15 @@ def test_images_are_spread_over_the_data(images: Path) -> None:
 
 def test_white_box_methods_share_one_call(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    original = local.explain
+    original = shard_room.explain
 
     def counted(vit: Any, batch: Any, methods: Any, *args: Any, **options: Any) -> Any:
-        asked.append(list(methods))
+        asked.append([request.label for request in methods])
         return original(vit, batch, methods, *args, **options)
 
-    monkeypatch.setattr(local, "explain", counted)
+    monkeypatch.setattr(shard_room, "explain", counted)
     run_shard(plan(recipe(images)).shards[0], How())
-    assert asked == [["genatt", "rollout"], ["rollout"], ["random"]]
+    assert asked == [["GenAtt", "Rollout (max)", "Rollout"], ["Random"]]
 
 
 @pytest.fixture
@@ -316,7 +312,7 @@ def test_of_several_files_the_one_without_failures_is_believed(images: Path, tmp
             replaced(other, data)
     known = store.before(shard)
     assert set(known.rows) == set(shard.cells.values())
-    assert not any(row["error"] for rows in known.rows.values() for row in rows)
+    assert not any(row.error for rows in known.rows.values() for row in rows)
     assert set(known.maps) == set(known.rows)
 
 
@@ -386,15 +382,15 @@ def test_class_names_of_a_folder_are_looked_up_among_the_models(tmp_path: Path) 
         (tmp_path / "images" / name / "a.jpg").write_bytes(photo.read_bytes())
     asked = override(recipe(tmp_path / "images"), target="label")
     rows = run_shard(plan(asked).shards[0], How()).rows
-    assert {(row["image"], row["target"]) for row in rows} == {
+    assert {(row.image, row.target) for row in rows} == {
         (f"{name}/a.jpg", labels.index(name)) for name in ("truck", "dog")
     }
     (tmp_path / "images" / "truck").rename(tmp_path / "images" / "trukc")
-    local._data.cache_clear()
+    shard_room.opened.cache_clear()
     with pytest.raises(PatchlightError, match=r"has class 'trukc', which is not one; did you mean 'truck'\?"):
         run_shard(plan(asked).shards[0], How())
     predicted = run_shard(plan(override(asked, target="prediction")).shards[0], How()).rows
-    assert all(row["value"] is not None for row in predicted)
+    assert all(row.value is not None for row in predicted)
 
 
 def test_print_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -466,8 +462,8 @@ def test_a_second_process_is_refused_until_the_first_is_gone(images: Path, tmp_p
 def _run(folder: Path, out: Path, began: Any) -> None:
     torch.set_num_threads(1)
 
-    def listen(event: dict[str, Any]) -> None:
-        if event["event"] == "start":
+    def listen(event: Event) -> None:
+        if isinstance(event, Start):
             began.set()
 
     run(recipe(folder), out, listen=listen)
@@ -492,7 +488,7 @@ def _killed(folder: Path, out: Path, after: float) -> bool:
 def test_killed_at_random_moments_and_resumed_it_ends_the_same(
     images: Path, tmp_path: Path, whole: Path, kills: int
 ) -> None:
-    from patchlight.bench.report import as_csv, gather
+    from patchlight.bench.tables import as_csv, gather
 
     chance = random.Random(kills)
     begun = time.perf_counter()
@@ -516,14 +512,14 @@ def test_an_image_that_changes_after_planning_is_noticed(tmp_path: Path) -> None
     with Image.open(folder / "1.png") as picture:
         picture.putpixel((0, 0), (1, 2, 3))
         picture.save(folder / "1.png")
-    local._data.cache_clear()
+    shard_room.opened.cache_clear()
     rows = run_shard(shard, How()).rows
-    assert {row["error"] for row in rows if row["image"] == "0.png"} == {""}
+    assert {row.error for row in rows if row.image == "0.png"} == {""}
     told = "'1.png' has changed since the run was planned; run the same command again"
-    assert {row["error"] for row in rows if row["image"] == "1.png"} == {told}
+    assert {row.error for row in rows if row.image == "1.png"} == {told}
     (folder / "1.png").unlink()
-    local._data.cache_clear()
-    assert {row["error"] for row in run_shard(shard, How()).rows if row["image"] == "1.png"} == {told}
+    shard_room.opened.cache_clear()
+    assert {row.error for row in run_shard(shard, How()).rows if row.image == "1.png"} == {told}
 
 
 def test_a_metric_without_its_annotations_is_told_at_planning(images: Path) -> None:

@@ -6,46 +6,15 @@ import math
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from patchlight import statistics
-from patchlight.bench.statistics import (
-    Ranks,
-    compared,
-    critical_difference,
-    extremes,
-    friedman,
-    number,
-    paired_difference,
-)
-from patchlight.bench.store import Column
-from patchlight.statistics import average_ranks, bootstrap_weights
-
-
-def column(values: Tensor, higher: bool = True, **parts: Tensor) -> Column:
-    nothing = torch.full((len(values),), math.nan)
-    empty = [""] * len(values)
-    return Column(values.double(), empty, empty, None, None, parts, higher, (0.0, 1.0), nothing, nothing)
+from patchlight.bench.statistics import Ranks, critical_difference, extremes
+from patchlight.statistics import bootstrap_weights
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-@pytest.mark.parametrize("levels", [1000, 4])
-def test_ranks_and_friedman_agree_with_scipy(levels: int) -> None:
-    values = (drawn(30, 6) * levels).round()
-    ours = average_ranks(values)
-    assert torch.equal(ours, torch.from_numpy(stats.rankdata(values.numpy(), axis=1)))
-    expected = stats.friedmanchisquare(*values.T.numpy())
-    assert friedman(ours) == pytest.approx((expected.statistic, expected.pvalue), rel=1e-10)
-
-
-def test_friedman_of_equal_and_of_perfectly_ordered_methods() -> None:
-    assert friedman(average_ranks(torch.ones(5, 3))) == (0.0, 1.0)
-    ordered = average_ranks(torch.arange(4.0).expand(10, 4))
-    assert friedman(ordered)[0] == pytest.approx(10 * 3)
 
 
 @pytest.mark.parametrize(("k", "q"), [(2, 1.960), (3, 2.343), (5, 2.728), (10, 3.164)])
@@ -67,44 +36,7 @@ def test_the_bootstrap_spreads_as_the_standard_error() -> None:
     assert float(sample.std()) == pytest.approx(float(values.std(correction=0)) / 20, rel=0.05)
 
 
-def test_best_and_tied_come_from_paired_differences() -> None:
-    base = drawn(200)
-    noise = drawn(200, seed=1) - 0.5
-    columns = {
-        "best": column(base + 0.010),
-        "paired worse": column(base),
-        "tied": column(base + 0.009 + 0.05 * noise),
-        "none": column(torch.full((200,), math.nan)),
-    }
-    weights = bootstrap_weights(200)
-    marks = compared(columns, None)
-    assert marks["none"] == ""
-    assert marks["paired worse"] == "", "0.01 lower on every image is a sure difference, though intervals overlap"
-    assert sorted(marks.values()) == ["", "", "best", "tied"]
-    lower = {name: column(c.values, higher=False) for name, c in columns.items() if name != "none"}
-    assert compared(lower, None)["paired worse"] == "best"
-    difference = paired_difference(columns["best"], columns["paired worse"], None, weights)
-    assert torch.allclose(difference, torch.full_like(difference, 0.01))
-
-
-def test_equal_columns_are_both_best_and_a_lone_one_is_not_marked() -> None:
-    base = drawn(20)
-    three = {"a": column(base), "b": column(base), "c": column(base - 1)}
-    assert compared(three, None) == {"a": "best", "b": "best", "c": ""}
-    assert compared({"a": column(base)}, None) == {"a": ""}
-
-
-def test_nothing_is_best_where_the_methods_do_not_differ_or_images_are_too_few() -> None:
-    base = drawn(20)
-    assert compared({"a": column(base), "b": column(base)}, None) == {"a": "", "b": ""}
-    for images in range(8):
-        marks = compared({"a": column(base[:images]), "b": column(base[:images] - 1)}, None)
-        assert marks == ({"a": "best", "b": ""} if images >= 6 else {"a": "", "b": ""})
-
-
 def test_statistics_of_nothing_do_not_raise() -> None:
-    assert friedman(torch.ones(0, 3)) == (0.0, 1.0)
-    assert friedman(torch.ones(3, 1)) == (0.0, 1.0)
     assert critical_difference(1, 5) == critical_difference(3, 0) == math.inf
     assert bootstrap_weights(0, 5).shape == (5, 0)
 
@@ -121,13 +53,6 @@ def test_the_bootstrap_in_parts_is_the_bootstrap() -> None:
         patch.setattr(statistics, "AT_ONCE", 20)
         assert torch.equal(bootstrap_weights(7, 50), whole)
         assert torch.equal(statistics.bootstrapped({"x": lambda w: w @ values}, 7, 50)["x"], whole @ values)
-
-
-def test_micro_averages_are_combined_from_sums() -> None:
-    hits, cells = torch.tensor([1.0, 9.0]), torch.tensor([10.0, 10.0])
-    one = column(hits / cells, hits=hits, cells=torch.tensor([10.0, 90.0]))
-    assert number(one, lambda sums: sums["hits"] / sums["cells"]) == pytest.approx(0.1)
-    assert number(one, None) == pytest.approx(0.5)
 
 
 def test_extremes_leave_out_what_has_no_value() -> None:

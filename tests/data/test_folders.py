@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from patchlight.data import load_batch, open_data
+from patchlight.data.cifar import read_cifar10
 from patchlight.data.counting import counting_grids
 from patchlight.errors import PatchlightError
 from patchlight.images import Preprocess
@@ -129,6 +132,34 @@ def test_cifar10(tmp_path: Path) -> None:
     assert "give test or train" in refused("cifar10", tmp_path, split="valid")
     raw.ravel()[:-5].tofile(tmp_path / "test_batch.bin")
     assert "no multiple of 3073" in refused("cifar10", tmp_path)
+
+
+def test_cifar10_is_read_from_other_plain_files(tmp_path: Path) -> None:
+    sizes = {"train": 50_000, "test": 10_000}
+    arrays = {f"x_{part}": np.zeros((n, 32, 32, 3), np.uint8) for part, n in sizes.items()}
+    arrays |= {f"y_{part}": (np.arange(n) % 10).astype(np.uint8) for part, n in sizes.items()}
+    arrays["x_test"][7] = 200
+    np.savez(tmp_path / "cifar10.npz", **arrays)
+    assert np.array_equal(read_cifar10(tmp_path, "test")[0], arrays["x_test"])
+    assert np.array_equal(read_cifar10(tmp_path, "train")[1], arrays["y_train"])
+    np.savez(tmp_path / "cifar10.npz", **(arrays | {"x_test": arrays["x_test"][:10]}))
+    with pytest.raises(PatchlightError, match=r"the test part .* is not CIFAR-10: images \(10, 32, 32, 3\)"):
+        read_cifar10(tmp_path)
+    np.savez(tmp_path / "cifar10.npz", **(arrays | {"y_test": arrays["y_test"] // 2}))
+    with pytest.raises(PatchlightError, match="do not hold 1000 images of each of 10 classes"):
+        read_cifar10(tmp_path)
+    np.savez(tmp_path / "cifar10.npz", x_test=arrays["x_test"])
+    with pytest.raises(PatchlightError, match="no array named y_test"):
+        read_cifar10(tmp_path)
+    with pytest.raises(PatchlightError, match=r"bin.*npz"):
+        read_cifar10(tmp_path / "nowhere")
+    (tmp_path / "package").mkdir()
+    Image.fromarray(arrays["x_test"].reshape(10_000, 1024, 3)).save(tmp_path / "package" / "test_batch.png")
+    write(tmp_path / "package" / "test_lables.json", json.dumps(arrays["y_test"].tolist()))
+    (tmp_path / "cifar10.npz").unlink()
+    pixels, labels = read_cifar10(tmp_path)
+    assert np.array_equal(pixels, arrays["x_test"])
+    assert np.array_equal(labels, arrays["y_test"])
 
 
 def test_cifar100_reads_the_fine_label(tmp_path: Path) -> None:

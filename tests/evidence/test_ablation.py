@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.anatomy.twin import PatchProduct, multiply_patches
 from patchlight.errors import Cancelled
 from patchlight.evidence.ablation import Ablation, PixelMasks, RankThresholds, Rendered, TokenSubsets
 from patchlight.evidence.fills import fill_images
@@ -146,53 +144,3 @@ def test_half_precision_is_close_and_leaves_the_model_whole(
     assert torch.equal(Ablation(vit, batch).logits(variants), full)
     assert torch.equal(Ablation(vit, batch, precision="tf32").logits(variants), full), "on a CPU there is no TF32"
     assert not any("forward" in vars(m) for m in vit.model.modules()), "a convolution was left replaced"
-
-
-@pytest.mark.parametrize(("kernel", "size"), [((4, 4), (16, 12)), ((4, 2), (17, 9))])
-def test_side_by_side_patches_convolved_are_their_product(kernel: tuple[int, int], size: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    convolution = nn.Conv2d(3, 5, kernel, kernel).double()
-    x = torch.randn(2, 3, *size, dtype=torch.float64)
-    others = nn.Conv2d(3, 5, 4, stride=2), nn.Conv2d(3, 5, 4, stride=4, padding=1)
-    expected = convolution(x)
-    multiply_patches(nn.ModuleList([convolution, *others]))
-    assert isinstance(convolution, PatchProduct)
-    assert not any(isinstance(other, PatchProduct) for other in others)
-    torch.testing.assert_close(convolution(x), expected)
-
-
-def test_fills_have_their_closed_forms() -> None:
-    vit = shared("vit", torch.float64)
-    batch = images(vit)
-    assert (fill_images("zero", batch, vit) == 0).all()
-    assert (fill_images(0.25, batch, vit) == 0.25).all()
-    black = vit.preprocess.picture(fill_images("black", batch, vit)[0])
-    assert np.asarray(black).max() == 0
-    torch.testing.assert_close(fill_images("image-mean", batch, vit)[1, 2, 3, 4], batch[1].mean())
-    torch.testing.assert_close(fill_images("channel-mean", batch, vit)[1, :, 3, 4], batch[1].mean((1, 2)))
-    noise = fill_images("noise", batch, vit, seed=3, noise=(-1.0, 2.0))
-    assert noise.min() >= -1
-    assert noise.max() <= 2
-    assert torch.equal(noise[0], noise[2]), "each image's generator is seeded by the seed alone"
-    assert torch.equal(fill_images("noise", batch[1:2], vit, seed=3, noise=(-1.0, 2.0)), noise[1:2])
-    with pytest.raises(pl.PatchlightError, match="no fill is called 'grey'"):
-        fill_images("grey", batch, vit)  # type: ignore[arg-type]
-
-
-def test_the_two_blurs_are_the_papers() -> None:
-    """Kernel values of the metric card: RISE's nearly flat one, and the truncated Gaussian of torchvision."""
-    from torchvision.transforms.functional import gaussian_blur
-
-    vit = shared("vit", torch.float64)
-    delta = torch.zeros(1, 3, 64, 64, dtype=torch.float64)
-    delta[..., 32, 32] = 1
-    rise, tis = fill_images("blur-rise", delta, vit)[0, 0], fill_images("blur-tis", delta, vit)[0, 0]
-    for kernel, values in ((rise, (0.008833, 0.008266, 0.007737)), (tis, (0.011964, 0.007256, 0.004401))):
-        found = [float(kernel[32, 32]), float(kernel[32, 27]), float(kernel[27, 27])]
-        assert [round(value, 6) for value in found] == list(values), "the card has six digits of them"
-        assert float(kernel.sum()) == pytest.approx(1)
-    batch = images(vit)
-    torch.testing.assert_close(fill_images("blur-tis", batch, vit), gaussian_blur(batch, [11, 11], [5.0, 5.0]))
-    ones = torch.ones(1, 3, 64, 64, dtype=torch.float64)
-    assert fill_images("blur-rise", ones, vit)[0, 0, 0, 0] < 0.5, "RISE pads with zeros"
-    torch.testing.assert_close(fill_images("blur-tis", ones, vit), ones)

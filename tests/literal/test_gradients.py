@@ -11,12 +11,10 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.evidence.passes import LayerJob, run_pass
-from patchlight.evidence.rules import RULES
-from patchlight.methods.gradients import fullgrad
 from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.close import within
+from tests.completeness import totals
 from tests.families import images, shared
 from tests.literal.plain import Toy, Written, grid, maps, states
 
@@ -317,17 +315,10 @@ def test_libra_is_complete_from_every_start(family: str) -> None:
     """CAT_l + biases of blocks >= l + end terms = y_c, over all tokens, for every l; plain gradients are not."""
     vit, batch = model(family)
     targets = Targets(torch.tensor(TARGET)[:, None])
-    job = LayerJob(fullgrad, frozenset({"x", "g", "bias"}), tuple(range(vit.depth)))
     errors = {}
     for rule in ("libra", "plain"):
-        seen = run_pass(vit, batch, targets, "logit", RULES[rule], [job])
-        pairs, end = seen.layers(), seen.end()
-        behind = sum(t.reshape(2, -1).sum(1) for t in (end.bias, end.scalar_bias) if t is not None)
-        totals = [
-            pairs[start][0].sum(1) + sum(pairs[k][1].sum(1) for k in range(start, vit.depth)) + behind
-            for start in range(vit.depth)
-        ]
-        errors[rule] = max(float((t - seen.scores[:, 0]).abs().max()) for t in totals)
+        sums, score = totals(vit, batch, rule, targets)
+        errors[rule] = float((sums - score).abs().max())
     within(errors["libra"], 1e-12)
     assert errors["plain"] > 1e-3, errors
 

@@ -1,4 +1,4 @@
-"""TIS and its k-means against slow versions and the closed forms."""
+"""TIS against slow versions and the closed forms."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
-from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask
 from patchlight.methods.requests import resolve
 from patchlight.methods.tis import activation_points, as_masks, mean_score, ranked_patches, sampled_scores
 from patchlight.targets import Score, Targets
+from tests.evidence.literal import slow_lloyd
 from tests.families import build, images, shared
 from tests.literal.toys import linear
 
@@ -27,50 +27,6 @@ from tests.literal.toys import linear
 def asked(vit: Anatomy, batch: Tensor, classes: list[int], score: Score = "probability", seed: int = 0) -> Ask:
     targets = Targets(torch.tensor([classes] * len(batch)), several=True)
     return Ask(vit, batch, targets, score, seed, RULES["plain"])
-
-
-def slow_lloyd(points: np.ndarray, initial: np.ndarray, iterations: int, empty: str) -> np.ndarray:
-    """Point by point, then cluster by cluster, in float64."""
-    centroids = points[initial].astype(np.float64)
-    for _ in range(iterations):
-        distance = np.array([((p - centroids) ** 2).sum(1) for p in points])
-        nearest = distance.argmin(1)
-        far = iter(np.argsort(-distance.min(1), kind="stable"))
-        moved = np.zeros_like(centroids)
-        for k in range(len(centroids)):
-            members = points[nearest == k]
-            if len(members):
-                moved[k] = members.mean(0)
-            elif empty == "reseed":
-                moved[k] = points[next(far)]
-        shift, centroids = ((moved - centroids) ** 2).sum(), moved
-        if shift <= 1e-4:
-            break
-    return centroids
-
-
-@pytest.mark.parametrize("empty", ["reseed", "zero"])
-def test_kmeans_is_lloyds(empty: Any) -> None:
-    generator = torch.Generator().manual_seed(3)
-    points = torch.randn(3, 60, 5, generator=generator) + 4
-    points[:, 40:] *= 0.02
-    points[:, 1] = points[:, 0]
-    initial = torch.tensor([0, 1, *range(20, 30)])
-    found = kmeans(points, initial, empty=empty)
-    for one, centroids in zip(points, found, strict=True):
-        expected = slow_lloyd(one.double().numpy(), initial.numpy(), 100, empty)
-        torch.testing.assert_close(centroids.double(), torch.from_numpy(expected), atol=1e-5, rtol=1e-5)
-        alone = kmeans(one[None], initial, empty=empty)[0]
-        torch.testing.assert_close(alone, centroids, atol=1e-6, rtol=0)
-    zeros = (found == 0).all(-1).sum(1)
-    assert (zeros == (0 if empty == "reseed" else 1)).all(), "two equal starts leave one cluster empty"
-
-
-def test_as_many_clusters_as_points_are_the_points() -> None:
-    points = torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(0))
-    initial = draw_initial(12, 99, 0)
-    assert sorted(initial.tolist()) == list(range(12))
-    torch.testing.assert_close(kmeans(points, initial), points[:, initial])
 
 
 def literal_tis(

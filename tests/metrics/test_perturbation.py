@@ -15,9 +15,9 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.evidence.fills import fill_images
-from patchlight.metrics.base import METRICS, Measure, resolve_metric
-from patchlight.metrics.perturbation import kl_divergence, levels
-from patchlight.targets import Targets
+from patchlight.metrics.base import METRICS, resolve_metric
+from patchlight.metrics.perturbation import levels
+from patchlight.targets import kl_divergence
 from tests.families import build, images, shared
 from tests.literal.toys import Linear, linear
 from tests.metrics import literal
@@ -195,17 +195,15 @@ def test_a_model_that_cannot_drop_tokens_is_refused() -> None:
 @pytest.mark.parametrize("family", ["vit-binary", "vit"])
 def test_two_labels_and_independent_labels_have_their_own_kl(family: str) -> None:
     vit = shared(family, torch.float64)
-    ask = Measure(vit, images(vit, 1), torch.zeros(1, *vit.grid), Targets(torch.zeros(1, 1, dtype=torch.long)))
     clean, other = torch.tensor([[[0.3]]]).double(), torch.tensor([[[-1.2], [0.3]]]).double()
     p, q = torch.sigmoid(other.flatten().flip(0)).tolist()
     expected = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     if family == "vit":
         vit = pl.wrap(vit.model, name="sigmoids")
         vit.sigmoid = True
-        ask = Measure(vit, ask.images, ask.maps, ask.targets)
         clean, other = clean.expand(-1, -1, 2), other.expand(-1, -1, 2)
         expected *= 2
-    found = kl_divergence(clean, other, ask)
+    found = kl_divergence(clean, other, vit.sigmoid)
     assert found[0].tolist() == pytest.approx([expected, 0], abs=1e-12)
 
 

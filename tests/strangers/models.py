@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.evidence.passes import LayerJob, run_pass
-from patchlight.evidence.rules import RULES
+from patchlight.evidence.passes import run_pass
 from patchlight.methods.base import METHODS
 from patchlight.methods.requests import refusal, resolve
 from patchlight.testing import spearman
+from tests.completeness import totals
 from tests.families import CLASSES, build, images, randomise, shared
 from tests.strangers.table import refuses, row
 
@@ -277,14 +277,9 @@ def hybrids_and_vitamin_through_wrap(folder: Path) -> None:
 
 
 def _libra_rest(vit: Anatomy) -> float:
-    """How much of the logit libra's terms miss, from block 0 on."""
-    layers = tuple(range(vit.depth))
-    job = LayerJob(lambda b: ((b.x * b.g).sum((1, 2)), b.bias.sum(1)), frozenset({"x", "g", "bias"}), layers)
-    seen = run_pass(vit, images(vit, 2), rule=RULES["libra"], jobs=[job])
-    values, end = seen.layers(), seen.end()
-    total = values[0][0] + sum(values[k][1] for k in layers)
-    total = total + (0 if end.bias is None else end.bias.sum(1)) + (0 if end.scalar_bias is None else end.scalar_bias)
-    return float((total - seen.scores[:, 0]).abs().max())
+    """How much of the logit libra's terms miss."""
+    sums, score = totals(vit, images(vit, 2))
+    return float((sums - score).abs().max())
 
 
 class Squared(nn.Module):

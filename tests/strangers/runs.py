@@ -123,7 +123,8 @@ def six_images_have_an_interval(folder: Path) -> None:
 
 @row
 def two_images_have_no_best_method(folder: Path) -> None:
-    from patchlight.bench.report import as_csv, as_html, as_latex, as_markdown, gather
+    from patchlight.bench.html import as_html
+    from patchlight.bench.tables import as_csv, as_latex, as_markdown, gather
 
     run(recipe(photos(folder)), folder / "run")
     found = gather(folder / "run")
@@ -145,8 +146,9 @@ def two_images_have_no_best_method(folder: Path) -> None:
 
 @row
 def statistics_of_no_images_do_not_raise(folder: Path) -> None:
-    from patchlight.bench.statistics import critical_difference, friedman
+    from patchlight.bench.statistics import critical_difference
     from patchlight.metrics.base import Evaluation
+    from patchlight.metrics.ranking import friedman
     from patchlight.statistics import bootstrap_weights
 
     assert friedman(torch.ones(0, 3)) == (0.0, 1.0)
@@ -364,7 +366,8 @@ class Page(HTMLParser):
 
 @row
 def odd_labels_leave_a_report_whole(folder: Path) -> None:
-    from patchlight.bench.report import as_html, as_markdown, gather
+    from patchlight.bench.html import as_html
+    from patchlight.bench.tables import as_markdown, gather
 
     odd = ["<!--<script>", "</script><b>", "a & b &lt;", "=cmd|'/c calc'!A0"]
     whole = text(photos(folder, 3)).replace("GenAtt = [0.5, nan]", "")
@@ -390,7 +393,7 @@ def odd_labels_leave_a_report_whole(folder: Path) -> None:
 
 @row
 def cells_of_a_csv_are_no_formulas(folder: Path) -> None:
-    from patchlight.bench.report import as_csv, gather
+    from patchlight.bench.tables import as_csv, gather
 
     whole = text(photos(folder)).replace("GenAtt = [0.5, nan]", "")
     for name, label in (("GenAtt", "=1+1"), ("Rollout", "@x"), ("Random", "-2")):

@@ -18,6 +18,7 @@ from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.evidence.taps import watch_norm
 from patchlight.images import Preprocess, to_batch
+from patchlight.targets import probabilities
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +70,14 @@ class Affine:
     weight: Tensor
     bias: Tensor | None
 
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def to(self, like: Tensor) -> Affine:
+        """The same map where `like` is, in its type."""
+        bias = None if self.bias is None else self.bias.detach().to(like)
+        return Affine(self.weight.detach().to(like), bias)
+
 
 def affine(layer: Any) -> Affine | None:
     """The linear map of a layer, as it is and not as it is stored; None where it is none.
@@ -92,7 +101,7 @@ def affine(layer: Any) -> Affine | None:
     except Exception:  # somebody's layer may want anything else
         return None
     weight = (torch.stack(units) - bias).mT.contiguous()
-    error = (F.linear(given[-1], weight, bias) - seen).abs().max()
+    error = (Affine(weight, bias)(given[-1]) - seen).abs().max()
     close = float(error) <= 100 * torch.finfo(like.dtype).eps ** 0.9 * float(seen.abs().max() + 1)
     return Affine(weight, bias if bool(bias.any()) else None) if close else None
 
@@ -162,17 +171,17 @@ class Anatomy(ABC):
         self._views: dict[Any, Self] = {}
         self._lock = threading.RLock()
         self._probing, self._products = False, products
-        self._twin = Twin(self.model, dtype, only)
-        self._twin.renew(self._open)
+        self.twin = Twin(self.model, dtype, only)
+        self.twin.renew(self._open)
 
     def _open(self, net: nn.Module) -> None:
         """Take a new twin into use, once it is watched."""
         there = object.__new__(type(self))
         there.__dict__.update(self.__dict__, net=net)
-        there._watch()
+        there.watch()
         self.net = net
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Have taps see the twin's norms, and `projecting` its patches."""
         if self._products:
             multiply_patches(self.net)
@@ -185,7 +194,7 @@ class Anatomy(ABC):
             projection.register_forward_hook(_projected)
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("net", "_twin", "_views", "_lock", "_probing", "_products")
+        made = ("net", "twin", "_views", "_lock", "_probing", "_products")
         return {key: value for key, value in self.__dict__.items() if key not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -198,7 +207,7 @@ class Anatomy(ABC):
         Everything that explains or measures does so by itself; whoever calls `embed`, `block` or `readout` does it
         with `batch` or `steady`.
         """
-        if self._twin.renew(self._open):
+        if self.twin.renew(self._open):
             self._suspect = True
         if self._suspect and self._checked:
             with self._lock:
@@ -323,6 +332,7 @@ class Anatomy(ABC):
         """Blocks start..stop-1 on `tokens`; `keep` [B,k] drops all other patches first, and keeps their positions."""
         if keep is not None:
             self.check_droppable()
+            self._check_keep(tokens, keep)
             tokens = self.gather(tokens, keep)
         for index in range(start, self.depth if stop is None else stop):
             tokens = self.block(index, tokens, keep)
@@ -332,8 +342,19 @@ class Anatomy(ABC):
         if self.can_drop is not None:
             raise Unsupported(f"{self.name} cannot drop tokens: {self.can_drop}")
 
-    def gather(self, tokens: Tensor, keep: Tensor) -> Tensor:
-        """The prefix tokens and the patches at `keep` [B,k], in that order."""
+    def gather(self, tokens: Tensor, keep: Tensor, owner: Tensor | None = None) -> Tensor:
+        """The prefix tokens and the patches at `keep` [V,k], in that order, of image owner[v] (None: one row each)."""
+        places = self.places(keep)
+        owner = torch.arange(len(keep), device=keep.device) if owner is None else owner
+        rows = (places + tokens.shape[1] * owner[:, None]).flatten()
+        return tokens.flatten(0, 1).index_select(0, rows).view(*places.shape, tokens.shape[2])
+
+    def places(self, keep: Tensor) -> Tensor:
+        """Where the prefix tokens and the patches at `keep` [V,k] stand among all tokens: [V,p+k]."""
+        prefix = torch.arange(self.prefix, device=keep.device).expand(len(keep), -1)
+        return torch.cat([prefix, keep + self.prefix], 1)
+
+    def _check_keep(self, tokens: Tensor, keep: Tensor) -> None:
         patches = self.grid[0] * self.grid[1]
         if keep.ndim != 2 or keep.shape[0] != tokens.shape[0] or keep.is_floating_point():
             raise PatchlightError(
@@ -342,8 +363,6 @@ class Anatomy(ABC):
             )
         if keep.numel() and not 0 <= int(keep.min()) <= int(keep.max()) < patches:
             raise PatchlightError(f"keep holds {int(keep.min())}..{int(keep.max())}; patches are 0 to {patches - 1}")
-        index = (keep + self.prefix)[..., None].expand(-1, -1, tokens.shape[2])
-        return torch.cat([tokens[:, : self.prefix], tokens.gather(1, index)], 1)
 
     def logits(self, images: Tensor) -> Tensor:
         """Logits [B,C] of preprocessed images, without gradients."""
@@ -361,9 +380,7 @@ class Anatomy(ABC):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Softmax, or the sigmoid of multi-label heads; a one-output head gives [1 - p, p]."""
-        if self.classes == 1:
-            return torch.cat([-logits, logits], 1).sigmoid()
-        return logits.sigmoid() if self.sigmoid else logits.softmax(1)
+        return probabilities(logits, self.sigmoid)
 
     def predict(self, images: Any, k: int = 5) -> list[list[tuple[str, float]]]:
         """For each image the k most probable classes, as (label, probability)."""

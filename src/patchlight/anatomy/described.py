@@ -33,7 +33,7 @@ class DescribedAnatomy(Anatomy):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        return [self._twin.moved(block) for block in self._given[1]]
+        return [self.twin.moved(block) for block in self._given[1]]
 
     @property
     def functions(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -41,7 +41,7 @@ class DescribedAnatomy(Anatomy):
         return self._given[0], self._given[2]
 
     def embed(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self._twin.moved(self._given[0])(images))
+        return cast(Tensor, self.twin.moved(self._given[0])(images))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         from patchlight.anatomy.hf import required_after_first
@@ -51,7 +51,7 @@ class DescribedAnatomy(Anatomy):
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
     def readout(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self._twin.moved(self._given[2])(tokens))
+        return cast(Tensor, self.twin.moved(self._given[2])(tokens))
 
     def whole(self, images: Tensor) -> Any:
         """What the model itself gives, where that is logits at all: its own forward may take, or give, anything."""
@@ -65,7 +65,7 @@ class DescribedAnatomy(Anatomy):
 
     @property
     def castable(self) -> bool:
-        return not any(self._twin.moved(f) is f for f in map(_inner, self.functions))
+        return not any(self.twin.moved(f) is f for f in map(_inner, self.functions))
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:

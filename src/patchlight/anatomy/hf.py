@@ -384,7 +384,7 @@ def _trials(read: Preprocess, channels: int) -> list[Image.Image]:
     noise, side = np.random.default_rng(0), max(read.size) | 1
     half = (side // 2 + 4) | 1
     upright = [(half, half + more) for more in range(16, 48, 2)]
-    telling = [s for s in upright if len({replace(read, corner=c)._plan(*s) for c in _CORNERS}) > 1]
+    telling = [s for s in upright if len({replace(read, corner=c).framing(*s) for c in _CORNERS}) > 1]
     shapes = [upright[0], *telling[:3], (half + 20, half), (side + 8, 2 * side + 31)]
     arrays = [noise.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height in shapes]
     return [Image.fromarray(a if channels == 3 else a[..., 0]) for a in arrays]

@@ -18,6 +18,7 @@ from patchlight.anatomy.described import DescribedAnatomy
 from patchlight.anatomy.families import read_anatomy
 from patchlight.errors import PatchlightError, nearest
 from patchlight.images import Preprocess
+from patchlight.listed import matching
 
 _OVERRIDES = ("labels", "name", "preprocess", "processor", "sigmoid", "stage")
 """What `wrap` takes for a model that it reads by itself."""
@@ -110,10 +111,7 @@ def list_models(pattern: str = "") -> list[str]:
     plain = ("vision_transformer", "deit", "eva", "beit")
     hierarchical = ("swin_transformer", "swin_transformer_v2", "pvt_v2", "twins")
     names = ["pocket", *(n for m in (*plain, *hierarchical) for n in timm.list_models(module=m))]
-    wanted = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
-    from fnmatch import fnmatch
-
-    return sorted({n for n in names if fnmatch(n, wanted)})
+    return matching(names, pattern)
 
 
 def read_labels(labels: str | Path | Sequence[str] | Mapping[int, str]) -> list[str]:
@@ -327,8 +325,7 @@ def _found_by_timm(name: str, options: dict[str, Any]) -> dict[str, Any]:
             f"'{name}' is pretrained for {config.num_classes} classes, so that with num_classes={classes} its "
             "classifier would be random; give weights=FILE of one trained for them, or pretrained=False"
         )
-    reason = unreachable() if config.hf_hub_id else ""
-    if not reason:
+    if not config.hf_hub_id or not (reason := unreachable()):
         return {}
     given = config.hf_hub_filename or "pytorch_model.bin"
     safe = "model.safetensors" if given == "pytorch_model.bin" else str(Path(given).with_suffix(".safetensors"))

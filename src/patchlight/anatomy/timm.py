@@ -145,13 +145,13 @@ class BeitAnatomy(TimmAnatomy):
         tokens = torch.cat((net.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
         return cast(Tensor, tokens if net.pos_embed is None else tokens + net.pos_embed)
 
-    def _watch(self) -> None:
-        super()._watch()
+    def watch(self) -> None:
+        super().watch()
         for block in self._net.blocks:
             block.attn.__class__ = _gathering(cast(Any, type(block.attn)))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        with _kept_tokens(positions, self.prefix):
+        with _kept_tokens(None if positions is None else self.places(positions)):
             shared = self._net.rel_pos_bias
             shared = None if shared is None else _gathered_bias(lambda: self._net.rel_pos_bias()[None])
             return cast(Tensor, self.blocks[index](tokens, shared_rel_pos_bias=shared))
@@ -172,10 +172,8 @@ _LOCAL = threading.local()
 
 
 @contextlib.contextmanager
-def _kept_tokens(positions: Tensor | None, prefix: int) -> Iterator[None]:
-    if positions is not None:
-        first = torch.arange(prefix, device=positions.device).expand(positions.shape[0], -1)
-        _LOCAL.kept = torch.cat([first, positions + prefix], 1)
+def _kept_tokens(places: Tensor | None) -> Iterator[None]:
+    _LOCAL.kept = places
     try:
         yield
     finally:
@@ -237,7 +235,7 @@ def imagenet_labels(classes: int) -> list[str] | None:
     """timm's own names of the 1,000 ImageNet classes."""
     if classes != 1000:
         return None
-    from timm.data import ImageNetInfo
+    from timm.data.imagenet_info import ImageNetInfo
 
     info = ImageNetInfo()
     return [info.index_to_description(i) for i in range(classes)]

@@ -6,33 +6,30 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from patchlight.anatomy.base import Anatomy
-from patchlight.anatomy.load import load
 from patchlight.bench.code import described
-from patchlight.bench.recipe import Method, Metric, Model, Recipe, Source
+from patchlight.bench.events import Listener, Planning
+from patchlight.bench.recipe import Recipe
 from patchlight.errors import PatchlightError
 from patchlight.fingerprints import fingerprint
-from patchlight.methods.requests import resolve
-from patchlight.metrics.base import MetricRequest, resolve_metric
+from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec
 
 if TYPE_CHECKING:
     from patchlight.data import Data, Sample
 
 PATIENCE = 2.0
 """Seconds of planning that need no word."""
-NOT_MEASURING = ("cli", "viz", "bench/report.py", "bench/statistics.py")
+NOT_MEASURING = ("cli", "viz", *(f"bench/{room}.py" for room in ("events", "html", "results", "statistics", "tables")))
 """Parts of the package that may change without any map or value changing."""
-Event = dict[str, Any]
-Listener = Callable[[Event], None]
+Pair = tuple[str, str]
+"""The labels of a method and of a metric."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +38,21 @@ class Shard:
 
     `names` are the images at `indices` of the data, `contents` the hashes of what is in them (pixels, boxes and mask,
     then the class), `classes` the hash of the names of all classes; `digest` is that of the model as it was loaded, and
-    `made` has by label that of each method's and metric's code. Paths of data and weights say where things are and are
-    not part of the key.
+    `made` that of each method under each metric: names, settings and code. Paths of data and weights say where things
+    are and are not part of the key.
     """
 
     label: str
-    model: Model
+    model: ModelSpec
     digest: str
-    data: Source
+    data: DataSpec
     indices: tuple[int, ...]
     names: tuple[str, ...]
     contents: tuple[str, ...]
     classes: str
-    methods: Mapping[str, Method]
-    metrics: Mapping[str, Metric]
-    made: Mapping[str, str]
+    methods: Mapping[str, MethodSpec]
+    metrics: Mapping[str, MetricSpec]
+    made: Mapping[Pair, str]
     target: str
     seed: int
 
@@ -64,28 +61,14 @@ class Shard:
         """The hash of code, model, images, class policy and seed: all but methods and metrics."""
         from patchlight import __version__
 
-        model = self.model.model_dump(mode="json", exclude={"weights", "stands_for"})
+        model = self.model.model_dump(mode="json", exclude={"weights", "labels", "stands_for"})
         images = [self.data.kind, self.data.options, self.names, self.contents, self.classes]
         return digest_of([__version__, source_digest(), model, self.digest, images, self.target, self.seed])
 
     @cached_property
-    def cells(self) -> dict[tuple[str, str], str]:
+    def cells(self) -> dict[Pair, str]:
         """By method and metric, the hash of what the one's values under the other depend on."""
-        asked = {label: resolve(m.method, m.settings) for label, m in self.methods.items()}
-
-        def measured(method: Method) -> dict[str, MetricRequest]:
-            return {label: resolve_metric(m.metric, method.measured_by(m)) for label, m in self.metrics.items()}
-
-        return {
-            (m, n): digest_of(
-                [
-                    *(self.place, self.made[f"method {m}"], a.name, described(a.settings), described(a.score)),
-                    *(self.made[f"metric {n}"], b.metric.name, described(b.settings)),
-                ]
-            )
-            for m, a in asked.items()
-            for n, b in measured(self.methods[m]).items()
-        }
+        return {pair: digest_of([self.place, made]) for pair, made in self.made.items()}
 
     @cached_property
     def key(self) -> str:
@@ -123,22 +106,9 @@ def source_digest() -> str:
 
 
 @lru_cache(maxsize=1)
-def load_model(key: str, device: str) -> Anatomy:
-    """A recipe's model, from its JSON; the last one is kept."""
-    model = Model.model_validate_json(key)
-    options: dict[str, Any] = {} if model.stage is None else {"stage": model.stage}
-    vit = load(model.name, weights=model.weights, device=device, **options)
-    changed = model.preprocess.model_dump(exclude_none=True)
-    size = changed.get("size", vit.preprocess.size)
-    if tuple(size) != tuple(vit.preprocess.size):
-        asked, own = (" x ".join(map(str, each)) for each in (size, vit.preprocess.size))
-        raise PatchlightError(f"images of {asked} do not fit {vit.name}, which takes {own}; leave out size")
-    vit.preprocess = replace(vit.preprocess, **changed)
-    return vit
-
-
-def model_key(model: Model) -> str:
-    return model.model_dump_json(exclude={"stands_for"})
+def load_model(model: ModelSpec, device: str) -> Anatomy:
+    """A recipe's model; the last one is kept."""
+    return model.load(device)
 
 
 def model_digest(vit: Anatomy) -> str:
@@ -150,15 +120,19 @@ def model_digest(vit: Anatomy) -> str:
     return digest_of([fingerprint(vit.model), modules, told, about, asdict(vit.preprocess)])
 
 
-def _made(recipe: Recipe) -> dict[str, str]:
-    """By label, the hash of what each method and metric does that its name and settings do not say."""
-    found = {}
+def _made(recipe: Recipe) -> dict[Pair, str]:
+    """By method and metric, the hash of what is asked and of what it does that names and settings do not say."""
+    methods = {}
     for label, method in recipe.methods.items():
-        asked = resolve(method.method, method.settings)
+        asked = method.request
         depends = asked.method.depends(asked.settings) if asked.method.depends is not None else None
-        found[f"method {label}"] = digest_of([described([asked.method, asked.composition, asked.rule]), depends])
-    for label, metric in recipe.metrics.items():
-        found[f"metric {label}"] = digest_of(described(resolve_metric(metric.metric, metric.settings).metric))
+        code = described([asked.method, asked.composition, asked.rule])
+        methods[label] = digest_of([asked.name, described(asked.settings), described(asked.score), code, depends])
+    found = {}
+    for label, made in methods.items():
+        for name, metric in recipe.metrics.items():
+            measured = recipe.methods[label].measured_by(metric)
+            found[label, name] = digest_of([made, described(measured.metric), described(measured.settings)])
     return found
 
 
@@ -169,7 +143,7 @@ def plan(recipe: Recipe, data: Data | None = None, listen: Listener = lambda eve
     it is.
     """
     made = _made(recipe)
-    data = opened(recipe.data) if data is None else data
+    data = recipe.data.open() if data is None else data
     chosen, notes = _chosen(recipe, data)
     read = _contents(data, chosen, recipe.data.path, listen)
     contents = {index: digest for index, (digest, _) in zip(chosen, read, strict=True)}
@@ -179,7 +153,7 @@ def plan(recipe: Recipe, data: Data | None = None, listen: Listener = lambda eve
     classes = digest_of(data.labels and list(data.labels))
     load_model.cache_clear()  # weights may have changed since this process last looked
     for label, model in recipe.models.items():
-        digest = model_digest(load_model(model_key(model), device))
+        digest = model_digest(load_model(model, device))
         for chunk in chunks:
             names = tuple(data.names[i] for i in chunk)
             shards.append(
@@ -217,31 +191,12 @@ def as_planned(data: Data, shard: Shard) -> Data:
     return replace(data, names=shard.names, read=read)
 
 
-def opened(source: Source) -> Data:
-    """The data set of a recipe."""
-    from patchlight.data import open_data
-
-    if not source.path and source.kind != "counting":
-        raise PatchlightError(f"the recipe needs '{source.kind}' data; say where with --data DIR (or --data KIND:DIR)")
-    return open_data(source.kind, source.path, **source.options)
-
-
 def _chosen(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]]:
     """Indices of the images to use, and a note where there are fewer than asked for."""
-    total, wanted = len(data), recipe.data.images
-    if total == 0:
-        raise PatchlightError(f"there are no images in '{recipe.data.path}'")
-    if wanted is None or wanted >= total:
-        short = wanted is not None and wanted > total
-        return range(total), [
-            f"{wanted} images were asked for; the data has {total}, and all are used"
-        ] if short else []
-    if recipe.data.pick == "first":
-        return range(wanted), []
-    if recipe.data.pick == "random":
-        drawn = torch.randperm(total, generator=torch.Generator().manual_seed(recipe.seed))[:wanted]
-        return sorted(drawn.tolist()), []
-    return [i * total // wanted for i in range(wanted)], []
+    chosen, wanted = recipe.data.chosen(len(data), recipe.seed), recipe.data.images
+    if wanted is None or len(chosen) == wanted:
+        return chosen, []
+    return chosen, [f"{wanted} images were asked for; the data has {len(chosen)}, and all are used"]
 
 
 def _missing(recipe: Recipe, known: Sequence[set[str]]) -> list[str]:
@@ -253,8 +208,7 @@ def _missing(recipe: Recipe, known: Sequence[set[str]]) -> list[str]:
         raise PatchlightError("the recipe explains the images' labels, and the data has none; give --target prediction")
     lacking = {}
     for label, own in recipe.metrics.items():
-        needs = resolve_metric(own.metric, own.settings).metric.needs
-        lacking[label] = [need for need in sorted(needs) if not have & set(need.split(" or "))]
+        lacking[label] = [need for need in sorted(own.request.metric.needs) if not have & set(need.split(" or "))]
     told = [f"'{label}' needs {' and '.join(needs)}" for label, needs in lacking.items() if needs]
     where = f"the '{recipe.data.kind}' data at '{recipe.data.path}' has none"
     if len(told) == len(lacking):
@@ -287,7 +241,7 @@ def _contents(data: Data, chosen: Sequence[int], path: str, listen: Listener) ->
             found.append(digest)
             if time.monotonic() - told > PATIENCE:
                 told = time.monotonic()
-                listen({"event": "plan", "read": len(found), "images": len(chosen)})
+                listen(Planning(len(found), len(chosen)))
     finally:
         pool.shutdown(cancel_futures=True)  # an interrupted plan need not read the rest
     return found

@@ -21,7 +21,6 @@ app = typer.Typer(
     name="patchlight",
     help="Which patches of an image a Vision Transformer decided on.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (demo, explain, evaluate, methods, metrics, models):

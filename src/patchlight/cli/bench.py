@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from patchlight.cli.common import (
     SOME_FAILED,
@@ -29,11 +24,18 @@ from patchlight.cli.common import (
     read_settings,
     say,
 )
+from patchlight.cli.complete import complete_model, one_of
 from patchlight.errors import PatchlightError
+from patchlight.progress import alone, clock
 
 if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from patchlight.bench.events import Event, Listener
     from patchlight.bench.local import Summary
     from patchlight.bench.recipe import Recipe
+    from patchlight.bench.rows import Row
 
 bench = typer.Typer(name="bench", help="Measure methods on a model and data, as a recipe says.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="DIR")]
@@ -47,11 +49,18 @@ def run(
     quick: Annotated[bool, typer.Option("--quick", help="With the recipe's quick settings.")] = False,
     images: Annotated[int | None, typer.Option(min=1, help="How many images, spread over the data.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="NAME, or LABEL=NAME for the recipe's model it stands for; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="LABEL=NAME: your model for the recipe's of that label (NAME, if it has one); repeatable.",
+            autocompletion=complete_model,
+        ),
     ] = None,
     weights: Annotated[list[str] | None, typer.Option(help="Weights of each --model, in order.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of the data, or KIND:FOLDER.")] = None,
-    target: Annotated[str | None, typer.Option(help="Class to explain: label or prediction.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Class to explain: label or prediction.", autocompletion=one_of("label", "prediction")),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of a method or metric of the recipe: label.key=value.")
     ] = None,
@@ -92,28 +101,28 @@ def status(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> Non
         store = Store(folder)
         manifest, failures = store.manifest(), store.failures()
         finished, damaged = store.finished()
-        models = dict.fromkeys(s["model"] for s in manifest["shards"])
-        done = len(finished)
+        models = dict.fromkeys(shard.model for shard in manifest.shards)
+        images = {m: sum(len(shard.images) for shard in finished if shard.model == m) for m in models}
         state = {
-            "recipe": manifest["resolved"]["name"],
-            "quick": manifest["quick"],
-            "shards": len(manifest["shards"]),
-            "done": done,
-            "images": {m: sum(len(s["images"]) for s in finished if s["model"] == m) for m in models},
+            "recipe": manifest.resolved.name,
+            "quick": manifest.quick,
+            "shards": len(manifest.shards),
+            "done": len(finished),
+            "images": images,
             "failures": failures,
             "damaged": len(damaged),
-            "notes": manifest["notes"],
+            "notes": manifest.notes,
         }
         if as_json:
             print_json(state)
             return
-        quick = ", quick" if manifest["quick"] else ""
-        print(f"{state['recipe']}{quick}: {done} of {state['shards']} shards done")
-        for model, count in state["images"].items():
+        quick = ", quick" if manifest.quick else ""
+        print(f"{manifest.resolved.name}{quick}: {len(finished)} of {len(manifest.shards)} shards done")
+        for model, count in images.items():
             print(f"  {model}: {count} images")
         if damaged:
             print(f"{len(damaged)} shards are damaged; run the benchmark again to mend them")
-        _tell(failures, manifest["notes"], print)
+        _tell(failures, manifest.notes, print)
 
 
 @bench.command()
@@ -122,6 +131,7 @@ def report(
     html: Annotated[Path | None, typer.Option(help="Write the whole report to this file.")] = None,
     latex: Annotated[bool, typer.Option("--latex", help="Print the tables as LaTeX.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the numbers as CSV, timing columns last.")] = False,
+    plugin: Plugin = None,
     debug: Debug = False,
 ) -> None:
     """The tables of a run: Markdown by default."""
@@ -129,7 +139,8 @@ def report(
         if latex and csv:
             raise PatchlightError("--latex and --csv both print; give one of them")
         with progress("reading the run"):
-            from patchlight.bench.report import as_csv, as_latex, as_markdown, gather, write_html
+            from patchlight.bench.html import write_html
+            from patchlight.bench.tables import as_csv, as_latex, as_markdown, gather
 
             gathered = gather(folder)
         if html is not None:
@@ -151,7 +162,7 @@ def _conclude(summary: Summary, out: Path) -> None:
     say(f"`patchlight bench report {out}` shows the table")
 
 
-def _tell(failures: dict[str, int], notes: Any, tell: Callable[[str], None]) -> None:
+def _tell(failures: Mapping[str, int], notes: Sequence[str], tell: Callable[[str], None]) -> None:
     if failures:
         tell(f"{sum(failures.values())} values failed:")
         for reason, count in list(failures.items())[:SHOWN]:
@@ -163,25 +174,30 @@ def _tell(failures: dict[str, int], notes: Any, tell: Callable[[str], None]) -> 
 
 
 @contextlib.contextmanager
-def _watching(recipe: Recipe, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _watching(recipe: Recipe, as_json: bool) -> Iterator[Listener]:
     """A listener: lines of JSON, a live display on a terminal, or silence."""
     if as_json:
         yield _print_event
         return
+    from rich.console import Console
+    from rich.live import Live
+
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda event: None
         return
     board = Board(recipe)
-    with Live(get_renderable=board.show, console=console, refresh_per_second=4, transient=True):
+    with alone(), Live(get_renderable=board.show, console=console, refresh_per_second=4, transient=True):
         yield board.listen
 
 
-def _print_event(event: dict[str, Any]) -> None:
-    rows = event.pop("rows", None)
-    if rows is not None:
-        event["failed"] = sum(bool(row["error"]) for row in rows)
-    print(json.dumps(event), flush=True)
+def _print_event(event: Event) -> None:
+    from patchlight.bench.rows import failed
+
+    told = {"event": event.event, **vars(event)}
+    if "rows" in told:
+        told["failed"] = failed(told.pop("rows"))
+    print(json.dumps(told), flush=True)
 
 
 @dataclass
@@ -198,39 +214,51 @@ class Board:
     begun: float = field(default_factory=time.monotonic)
     sums: dict[tuple[str, str, str], tuple[float, int]] = field(default_factory=dict)
 
-    def listen(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "start":
-            self.shards, self.done, self.before = event["shards"], event["done"], event["done"]
-            self.begun = time.monotonic()
-        elif kind == "plan":
-            self.now = f"reading the images, {event['read']} of {event['images']}"
-        elif kind == "shard":
-            self.now = f"{event['model']}, {event['images']} images"
-        elif kind == "step":
-            self.now = f"{event['stage']} {event['method']}"
-        elif kind == "done":
-            self.done += 1
-            self.images += len({row["image"] for row in event["rows"]})
-            for row in event["rows"]:
-                self.failed += bool(row["error"])
-                if row["value"] is not None:
-                    key = row["model"], row["method"], row["metric"]
-                    total, count = self.sums.get(key, (0.0, 0))
-                    self.sums[key] = total + row["value"], count + 1
+    def listen(self, event: Event) -> None:
+        from patchlight.bench.events import Planning, ShardEnd, ShardStart, Start, Step
+
+        match event:
+            case Start():
+                self.shards, self.done, self.before = event.shards, event.done, event.done
+                self.begun = time.monotonic()
+            case Planning():
+                self.now = f"reading the images, {event.read} of {event.images}"
+            case ShardStart():
+                self.now = f"{event.model}, {event.images} images"
+            case Step():
+                self.now = f"{event.stage} {event.method}"
+            case ShardEnd():
+                self.count(event.rows)
+
+    def count(self, rows: Sequence[Row]) -> None:
+        """A shard is done, with these rows."""
+        self.done += 1
+        self.images += len({row.image for row in rows})
+        for row in rows:
+            self.failed += bool(row.error)
+            if row.value is not None:
+                key = row.model, row.method, row.metric
+                total, count = self.sums.get(key, (0.0, 0))
+                self.sums[key] = total + row.value, count + 1
 
     def show(self) -> Group:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
         spent = time.monotonic() - self.begun
         fresh = self.done - self.before
         left = spent / fresh * (self.shards - self.done) if fresh else None
         line = f"{self.done} of {self.shards} shards"
         line += f" ({self.before} done already)" if self.before else ""
-        line += f"  {self.images / spent:.2f} images/s, {_clock(left)} left" if left is not None else ""
+        line += f"  {self.images / spent:.2f} images/s, {clock(left)} left" if left is not None else ""
         line += f"  {self.failed} values failed" if self.failed else ""
         bar = ProgressBar(total=max(self.shards, 1), completed=self.done, width=60)
         return Group(Text(line), bar, Text(self.now, style="dim"), *self._tables())
 
     def _tables(self) -> Iterator[Table]:
+        from rich.table import Table
+
         for model in self.recipe.models:
             if not any(key[0] == model for key in self.sums):
                 continue
@@ -243,9 +271,3 @@ class Board:
                 ]
                 table.add_row(method, *shown)
             yield table
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

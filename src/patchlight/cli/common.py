@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from patchlight.cli.complete import complete_model, complete_setting, one_of
 from patchlight.errors import AssumedPreprocess, PatchlightError, nearest
 from patchlight.progress import bar
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
     from patchlight.anatomy.base import Anatomy
@@ -37,17 +38,22 @@ def _load(files: list[str] | None) -> list[str] | None:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Model = Annotated[str, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.")]
+Model = Annotated[
+    str, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.", autocompletion=complete_model)
+]
 Weights = Annotated[Path | None, typer.Option(help="Weights of the model, a safetensors file.")]
 Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one a line, or a CSV.")]
 Stage = Annotated[int | None, typer.Option(help="Stage a hierarchical model (Swin, PVT, …) is read behind.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …", autocompletion=one_of("cpu", "cuda", "mps"))]
 Seed = Annotated[int, typer.Option(help="Seed of everything drawn at random.")]
 Plugin = Annotated[
     list[str] | None,
     typer.Option(help="A Python file that registers methods, metrics, …; repeatable.", is_eager=True, callback=_load),
 ]
-Settings = Annotated[list[str] | None, typer.Option("--set", help="A setting: name.key=value, or key=value.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="A setting: name.key=value, or key=value.", autocompletion=complete_setting),
+]
 
 
 @contextlib.contextmanager
@@ -82,6 +88,8 @@ def say(words: str) -> None:
 
 def console() -> Console:
     """Tables on stdout; not squeezed where nobody watches."""
+    from rich.console import Console
+
     return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 
@@ -100,7 +108,16 @@ def _finite(value: Any) -> Any:
 
 def progress(first: str) -> contextlib.AbstractContextManager[Progress]:
     """A bar on stderr while something is under way; silent where nobody watches."""
-    return bar(first, watched=True)
+    return bar(first)
+
+
+@contextlib.contextmanager
+def telling_warnings() -> Iterator[None]:
+    """Warnings are lines on stderr."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", AssumedPreprocess)
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+        yield
 
 
 def load_model(
@@ -114,9 +131,7 @@ def load_model(
     from patchlight.anatomy.load import load
 
     staged: dict[str, Any] = {} if stage is None else {"stage": stage}
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", AssumedPreprocess)
-        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+    with telling_warnings():
         return load(name, weights=weights, labels=labels, device=device, **staged, **options)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,19 +16,21 @@ from patchlight.cli.common import (
     Settings,
     Weights,
     answering,
-    load_model,
     print_json,
     progress,
     read_settings,
     say,
+    telling_warnings,
 )
+from patchlight.cli.complete import complete_model, one_of
 from patchlight.errors import PatchlightError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
+    from patchlight.specs import DataSpec
     from patchlight.trained.diffmask import Progress
-    from patchlight.trained.diffmask.recipe import Recipe
+    from patchlight.trained.diffmask.recipe import TrainingRecipe
 
 diffmask = typer.Typer(name="diffmask", help="Train the explainer VISION DIFFMASK, and test it.", no_args_is_help=True)
 
@@ -38,15 +39,21 @@ diffmask = typer.Typer(name="diffmask", help="Train the explainer VISION DIFFMAS
 def train(
     out: Annotated[Path, typer.Option(help="Folder for the explainer; an interrupted run there goes on.")],
     recipe: Annotated[Path | None, typer.Option(help="A TOML recipe; options given beside it win.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of images, or of CIFAR-10.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of images, or of CIFAR-10; or KIND:FOLDER.")] = None,
     held_out: Annotated[
-        Path | None, typer.Option(help="Images the model was not trained on, to set beta by at the end.")
+        str | None, typer.Option(help="Images the model was not trained on, to set beta by at the end.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.", autocompletion=complete_model),
+    ] = None,
     weights: Weights = None,
     labels: Labels = None,
     initial: Annotated[Path | None, typer.Option(help="An explainer whose gates training begins with.")] = None,
-    preset: Annotated[str | None, typer.Option(help="default, paper or code.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="default, paper or code.", autocompletion=one_of("default", "paper", "code")),
+    ] = None,
     settings: Settings = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 0,
     resume: Annotated[bool, typer.Option(help="Whether a run that lies in the folder goes on.")] = True,
@@ -58,27 +65,20 @@ def train(
     with answering(as_json, debug):
         with progress("loading the model") as bar:
             asked = _recipe(recipe, data, held_out, model, weights, labels, initial, preset)
-            changes = read_settings(["train"], settings or [])["train"]
-            chosen = asked.training(**changes)
+            chosen = asked.training(**read_settings(["train"], settings or [])["train"])
             from patchlight.trained.diffmask import load
             from patchlight.trained.diffmask import train as train_gates
             from patchlight.trained.diffmask.recipe import loader_of, open_images
 
-            vit = load_model(asked.model.name, asked.model.weights, asked.model.labels, device)
-            if asked.model.mean is not None or asked.model.std is not None:
-                from dataclasses import replace
+            def read(spec: DataSpec) -> Any:
+                return loader_of(open_images(spec, vit, chosen.seed), vit, chosen.batch_size, workers)
 
-                statistics = {"mean": asked.model.mean, "std": asked.model.std}
-                vit.preprocess = replace(vit.preprocess, **{k: v for k, v in statistics.items() if v is not None})  # type: ignore[arg-type]
-            first = None if asked.initial is None else load(asked.initial)
-            loader = loader_of(open_images(asked.data, vit), vit, chosen.batch_size, workers)
-            held = None
-            if asked.held_out is not None:
-                where = asked.held_out.path or asked.data.path
-                images = open_images(asked.held_out.model_copy(update={"path": where}), vit)
-                held = loader_of(images, vit, chosen.batch_size, workers)
-            with warnings.catch_warnings():
-                warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+            with telling_warnings():
+                vit = asked.model.load(device)
+                first = None if asked.initial is None else load(asked.initial)
+                assert asked.data is not None
+                loader = read(asked.data)
+                held = None if asked.held_out is None else read(asked.held_out)
                 explainer = train_gates(vit, loader, chosen, _watch(bar), out, first, resume, held)
         result = explainer.about["result"]
         if as_json:
@@ -94,7 +94,11 @@ def train(
 def counting(
     out: Annotated[Path, typer.Option(help="Folder for the ViT, the explainer and the table.")],
     preset: Annotated[
-        str, typer.Option(help="small (minutes on a CPU) or paper (ViT-Base, an accelerator).")
+        str,
+        typer.Option(
+            help="small (minutes on a CPU) or paper (ViT-Base, an accelerator).",
+            autocompletion=one_of("small", "paper"),
+        ),
     ] = "small",
     seed: Annotated[int, typer.Option(help="Seed of the grids, the ViT and the gates.")] = 0,
     distractors: Annotated[int, typer.Option(help="Colours besides red: 5 (the released code) or 6 (the paper).")] = 5,
@@ -127,27 +131,36 @@ def counting(
 
 def _recipe(
     path: Path | None,
-    data: Path | None,
-    held_out: Path | None,
+    data: str | None,
+    held_out: str | None,
     model: str | None,
     weights: Path | None,
     labels: Path | None,
     initial: Path | None,
     preset: str | None,
-) -> Recipe:
+) -> TrainingRecipe:
     """The recipe's file, if any, with what was given beside it."""
-    from patchlight.trained.diffmask.recipe import Images, Recipe, read_recipe
+    from patchlight.trained.diffmask.recipe import TrainingRecipe, data_at, read_recipe
 
-    recipe = Recipe() if path is None else read_recipe(path)
-    if path is None and data is None:
+    recipe = TrainingRecipe() if path is None else read_recipe(path)
+    images = recipe.data if data is None else data_at(data, recipe.data)
+    if images is None:
         raise PatchlightError("no data was given; name a folder of images or of CIFAR-10 with --data, or a --recipe")
-    given: dict[str, Any] = {"name": model, "weights": weights, "labels": labels}
-    about = recipe.model.model_copy(update={k: v for k, v in given.items() if v is not None})
-    images = recipe.data if data is None else recipe.data.model_copy(update={"path": data})
-    rest: dict[str, Any] = {k: v for k, v in {"initial": initial, "preset": preset}.items() if v is not None}
-    if held_out is not None:
-        rest["held_out"] = (recipe.held_out or Images()).model_copy(update={"path": held_out})
-    return recipe.model_copy(update={"model": about, "data": images, **rest})
+    held = recipe.held_out if held_out is None else data_at(held_out, recipe.held_out)
+    if held is not None and not held.path:
+        held = held.model_copy(update={"path": images.path})
+    changes: dict[str, Any] = {
+        "model": recipe.model.other(model, _text(weights), _text(labels)),
+        "data": images,
+        "held_out": held,
+        "initial": _text(initial) or recipe.initial,
+        "preset": preset or recipe.preset,
+    }
+    return recipe.model_copy(update=changes)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _watch(bar: Bar) -> Any:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from patchlight.cli.common import (
     SOME_FAILED,
@@ -31,13 +30,13 @@ from patchlight.cli.common import (
     read_settings,
     say,
 )
+from patchlight.cli.complete import complete_kind, complete_methods, complete_metrics, complete_preset
 from patchlight.cli.measure import Done, Task, find_maps, measure, with_maps
 from patchlight.errors import PatchlightError
 
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
     from patchlight.data import Data
-    from patchlight.metrics.base import Evaluation
 
 
 def evaluate(
@@ -45,9 +44,16 @@ def evaluate(
         Path | None, typer.Argument(help="What `patchlight explain … --save` wrote.", metavar="[MAPS_DIR]")
     ] = None,
     images: Annotated[Path | None, typer.Option(help="The images: a folder, or one image.")] = None,
-    metric: Annotated[str, typer.Option(help="Names, separated by commas (`patchlight metrics`).")] = "ins-del",
+    metric: Annotated[
+        str,
+        typer.Option(help="Names, separated by commas (`patchlight metrics`).", autocompletion=complete_metrics),
+    ] = "ins-del",
     method: Annotated[
-        str | None, typer.Option(help="Methods to explain with first; with MAPS_DIR, those of its methods to measure.")
+        str | None,
+        typer.Option(
+            help="Methods to explain with first; with MAPS_DIR, those of its methods to measure.",
+            autocompletion=complete_methods,
+        ),
     ] = None,
     model: Model = "pocket",
     weights: Weights = None,
@@ -57,9 +63,16 @@ def evaluate(
         str | None, typer.Option(help="Class asked about, a name or index, or 'label'; else what the maps explain.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Kind of data set at --images, for its labels, boxes and masks.", metavar="KIND")
+        str | None,
+        typer.Option(
+            help="Kind of data set at --images, for its labels, boxes and masks.",
+            metavar="KIND",
+            autocompletion=complete_kind,
+        ),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Preset of every metric, such as tis.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Preset of every metric, such as tis.", autocompletion=complete_preset)
+    ] = None,
     settings: Settings = None,
     plugin: Plugin = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="File for one line per image and metric.")] = None,
@@ -164,6 +177,8 @@ def _number(value: float) -> float | None:
 
 def _report(done: Done, as_json: bool) -> None:
     """A line per method and a column per metric, or everything as JSON."""
+    from rich.table import Table
+
     from patchlight.statistics import FEWEST
 
     task = done.task
@@ -172,31 +187,17 @@ def _report(done: Done, as_json: bool) -> None:
         print_json(about | {"results": list(_rows(done)), "errors": done.errors, "warnings": done.warnings})
         return
     measured = [(method, own) for method, own in done.found.items() if own]
-    headings = [f"{name} {_arrow(one.higher_is_better)}" for name, one in measured[0][1].items()]
+    headings = [f"{name} {one.arrow}" for name, one in measured[0][1].items()]
     counts = {len(done.names[method]) for method, _ in measured}
     title = f"{done.model}, {' to '.join(map(str, sorted({min(counts), max(counts)})))} image(s), mean [95 % interval]"
     table = Table("method", *headings, title=title, title_justify="left", title_style="bold")
     for method, own in measured:
-        table.add_row(method, *(_cell(one) for one in own.values()))
+        table.add_row(method, *(one.summary for one in own.values()))
     console().print(table)
     if min(one.count for _, own in measured for one in own.values()) < FEWEST:
         print(f"no interval where fewer than {FEWEST} images have a value: too few to say how sure a mean is")
     if done.errors:
         print(f"{len(done.errors)} failed; the means are over the others")
-
-
-def _arrow(higher: bool) -> str:
-    return "↑" if higher else "↓"
-
-
-def _cell(evaluation: Evaluation) -> str:
-    if evaluation.count == 0:
-        return "no value"
-    low, high = evaluation.interval()
-    interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
-    left_out = len(evaluation) - evaluation.count
-    undefined = f", {left_out} undefined" if left_out else ""
-    return f"{evaluation.mean:.4g}{interval}{undefined}"
 
 
 def _write_csv(done: Done, path: Path) -> None:

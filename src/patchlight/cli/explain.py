@@ -7,12 +7,11 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from patchlight.cli.common import (
     SOME_FAILED,
@@ -35,6 +34,7 @@ from patchlight.cli.common import (
     read_settings,
     say,
 )
+from patchlight.cli.complete import complete_methods, one_of
 from patchlight.errors import NotFinite, PatchlightError
 
 if TYPE_CHECKING:
@@ -75,7 +75,11 @@ def demo(
 def explain(
     paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH...")],
     method: Annotated[
-        str, typer.Option(help="Names, separated by commas (`patchlight methods`); or inside, or all.")
+        str,
+        typer.Option(
+            help="Names, separated by commas (`patchlight methods`); or inside, or all.",
+            autocompletion=complete_methods,
+        ),
     ] = "genatt",
     model: Model = "pocket",
     weights: Weights = None,
@@ -88,7 +92,10 @@ def explain(
     plugin: Plugin = None,
     explainer: Annotated[Path | None, typer.Option(help="Folder of a trained explainer, for method diffmask.")] = None,
     save: Annotated[str | None, typer.Option(help="Folder for the raw scores, one attribution per method.")] = None,
-    score: Annotated[str | None, typer.Option(help="What is explained: logit or probability.")] = None,
+    score: Annotated[
+        str | None,
+        typer.Option(help="What is explained: logit or probability.", autocompletion=one_of("logit", "probability")),
+    ] = None,
     seed: Seed = 0,
     device: Device = "cpu",
     batch_size: Annotated[
@@ -298,6 +305,8 @@ def _check_outputs(task: Task) -> None:
 
 def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
     """Explain batch by batch: one batch of tensors and small pictures is all that is held at a time."""
+    from patchlight.attribution import Attribution
+
     with progress("loading the model") as bar:
         vit = load()
         target = _target(task, vit)
@@ -314,7 +323,7 @@ def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
                         rows.append((one, maps, top[0]))
             bar.update(bar.task_ids[0], completed=min(begin + size, len(task.items)))
         if task.figure is not None and rows:
-            together = {name: joined([maps[name] for _, maps, _ in rows]) for name in task.methods}
+            together = {name: Attribution.joined([maps[name] for _, maps, _ in rows]) for name in task.methods}
             _draw([one.picture for one, _, _ in rows], together, [top for _, _, top in rows], vit, task.figure)
             done.written.append(str(task.figure))
     return done
@@ -430,22 +439,6 @@ def _draw(
     figure(pictures, maps, predictions=top, vit=vit, path=path)
 
 
-def joined(parts: list[Attribution]) -> Attribution:
-    """The attributions of single images as one."""
-    import torch
-
-    against = [part.against for part in parts if part.against is not None]
-    return replace(
-        parts[0],
-        scores=torch.cat([part.scores for part in parts]),
-        target=torch.cat([part.target for part in parts]),
-        against=torch.cat(against) if against else None,
-        labels=tuple(label for part in parts for label in part.labels),
-        against_labels=tuple(label for part in parts for label in part.against_labels),
-        images=tuple(image for part in parts for image in part.images),
-    )
-
-
 def _report(done: Done, as_json: bool) -> None:
     """The predictions as a table and the files written, or all of it as JSON."""
     task = done.task
@@ -454,6 +447,8 @@ def _report(done: Done, as_json: bool) -> None:
         found = {"images": done.images, "errors": done.errors, "warnings": done.warnings, "written": done.written}
         print_json(about | found)
         return
+    from rich.table import Table
+
     from patchlight.viz import percent, short
 
     table = Table(title=f"Predictions of {done.model}", title_justify="left", title_style="bold")

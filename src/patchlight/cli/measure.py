@@ -137,7 +137,6 @@ def measure(task: Task, vit: Anatomy, data: Data, advance: Callable[[int], None]
 def _maps(task: Task, vit: Anatomy, batch: Batch, done: Done) -> Iterator[tuple[str, list[int], Attribution]]:
     """By method: which images of the batch have a map, and the maps."""
     from patchlight.attribution import Attribution
-    from patchlight.cli.explain import joined
     from patchlight.engine import explain
     from patchlight.fingerprints import of_images
     from patchlight.metrics.evaluation import check_model
@@ -173,7 +172,7 @@ def _maps(task: Task, vit: Anatomy, batch: Batch, done: Done) -> Iterator[tuple[
             except PatchlightError as error:
                 done.fail(name, str(error))
         if rows:
-            yield method, rows, joined(each)
+            yield method, rows, Attribution.joined(each)
 
 
 def _by_label(task: Task, vit: Anatomy) -> bool:

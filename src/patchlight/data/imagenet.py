@@ -98,7 +98,7 @@ def class_names() -> tuple[str, ...]:
 @cache
 def synset_indices() -> dict[str, int]:
     """The class index of each of ImageNet's 1,000 synsets, as timm lists them."""
-    from timm.data import ImageNetInfo
+    from timm.data.imagenet_info import ImageNetInfo
 
     return {str(synset): i for i, synset in enumerate(ImageNetInfo().label_names())}
 

@@ -61,10 +61,7 @@ class TokenSubsets:
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         vit.check_droppable()
         owner, keep = _there(self.owner[part], embedded), _there(self.keep[part], embedded)
-        prefix = torch.arange(vit.prefix, device=keep.device).expand(len(keep), -1)
-        kept = torch.cat([prefix, keep + vit.prefix], 1)
-        rows = (kept + embedded.shape[1] * owner[:, None]).flatten()
-        return embedded.flatten(0, 1).index_select(0, rows).view(*kept.shape, -1), keep
+        return vit.gather(embedded, keep, owner), keep
 
 
 @dataclass(frozen=True)

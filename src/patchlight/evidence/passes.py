@@ -206,7 +206,7 @@ class _Runner:
                     self.values[j][layer] = self.jobs[j].of(record)
         record.forget()
         if self.closing:
-            del self.records[layer]
+            self.records.pop(layer).seen.clear()  # the graph holds on to the record until the backward is over
 
     def explain(self, scores: Tensor, last: bool) -> tuple[list[dict[int, Any]], End]:
         """The backward of one class: its values by job and layer, and the bias terms behind the last block."""

@@ -118,8 +118,10 @@ def rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None, ru
     plain = F.rms_norm(x, shape, weight, eps)
     if rule.norm == "plain" or not x.requires_grad:
         return plain
-    scale = plain.detach() / torch.where(x == 0, torch.ones_like(x), x).detach()
-    return _same_value(plain, x * scale)
+    axes = tuple(range(-len(shape), 0))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    scale = torch.rsqrt(x.detach().square().mean(axes, keepdim=True) + eps)
+    return _same_value(plain, x * (scale if weight is None else scale * weight.detach()))
 
 
 class _RatioActivation(torch.autograd.Function):

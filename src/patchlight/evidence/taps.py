@@ -81,7 +81,7 @@ class Taps(TorchFunctionMode):
         handler = _HANDLERS.get(getattr(func, "__name__", ""))
         if handler is None:
             return func(*args, **(kwargs or {}))
-        return handler(self, func, *args, **(kwargs or {}))
+        return getattr(self, handler)(func, *args, **(kwargs or {}))
 
     def _observer(self) -> rules.Observer | None:
         if "G" not in self.needs:
@@ -96,7 +96,8 @@ class Taps(TorchFunctionMode):
 
         return seen
 
-    def _attend(self, scores: Tensor) -> Tensor:
+    def attend(self, scores: Tensor) -> Tensor:
+        """The attention matrix [B,H,N,N] of its scores; a kind of tap that changes attention changes this."""
         watched = bool(self.needs & {"A", "G", "v"})
         if watched and self._attention is not None:
             raise Unsupported("a block takes more than one softmax, so it has no one attention matrix")
@@ -111,7 +112,7 @@ class Taps(TorchFunctionMode):
         dtype = kwargs.get("dtype")
         if scores.ndim != 4 or dim not in (-1, 3):
             return func(scores, *args, **kwargs)  # type: ignore[no-any-return]
-        return self._attend(scores if dtype is None else scores.to(dtype))
+        return self.attend(scores if dtype is None else scores.to(dtype))
 
     def scaled_dot_product_attention(
         self,
@@ -141,7 +142,7 @@ class Taps(TorchFunctionMode):
         scores = self._product(query * factor, key.transpose(-2, -1))
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        return self._product(self._attend(scores), value)
+        return self._product(self.attend(scores), value)
 
     def multi_head_attention_forward(
         self,
@@ -274,18 +275,12 @@ class Taps(TorchFunctionMode):
         return func(x.detach() if self.rule.norm == "frozen" else x)  # type: ignore[no-any-return]
 
 
-_HANDLERS: dict[str, Callable[..., Any]] = {
-    "softmax": Taps.softmax,
-    "scaled_dot_product_attention": Taps.scaled_dot_product_attention,
-    "multi_head_attention_forward": Taps.multi_head_attention_forward,
-    **dict.fromkeys(("matmul", "__matmul__", "bmm"), Taps.matmul),
-    "layer_norm": Taps.layer_norm,
-    "rms_norm": Taps.rms_norm,
-    "gelu": Taps.gelu,
-    "silu": Taps.silu,
-    "linear": Taps.linear,
-    **dict.fromkeys(("add", "__add__", "add_", "__iadd__"), Taps.add),
-    **dict.fromkeys(("mul", "__mul__", "multiply"), Taps.gate),
-    **dict.fromkeys(("sigmoid", "tanh", "erf"), Taps.squash),
-    "rsqrt": Taps.rsqrt,
+_HANDLERS = {
+    **{name: name for name in ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")},
+    **{name: name for name in ("layer_norm", "rms_norm", "gelu", "silu", "linear", "rsqrt")},
+    **dict.fromkeys(("matmul", "__matmul__", "bmm"), "matmul"),
+    **dict.fromkeys(("add", "__add__", "add_", "__iadd__"), "add"),
+    **dict.fromkeys(("mul", "__mul__", "multiply"), "gate"),
+    **dict.fromkeys(("sigmoid", "tanh", "erf"), "squash"),
 }
+"""By the name of a torch function, the method of a tap that is called in its place."""

@@ -18,7 +18,7 @@ from patchlight.evidence.taps import Taps
 from patchlight.methods.base import Ask, register_method
 from patchlight.methods.masking import owners
 from patchlight.registry import Settings
-from patchlight.targets import score_of
+from patchlight.targets import log_probabilities, score_of
 
 Offset = Literal["min", "none"]
 
@@ -33,7 +33,7 @@ class Suppress(Taps):
         super().__init__(PLAIN, frozenset({"A"}), Record(-1, factors), in_block=True)
         self.factors, self.offset = factors, offset
 
-    def _attend(self, scores: Tensor) -> Tensor:
+    def attend(self, scores: Tensor) -> Tensor:
         factors = self.factors[:, None, None, -scores.shape[-1] :].to(scores)
         lowest = scores.amin(-1, keepdim=True) if self.offset == "min" else 0
         return ((scores - lowest) * factors).softmax(-1)
@@ -70,13 +70,6 @@ def suppression(tokens: Tensor, prefix: int, factor: float, kappa: float, neighb
         similar = similar & torch.zeros_like(similar).scatter(-1, best, True)
     scaled = torch.where(similar, (1 - factor) * (1 - cosine) + factor, 1.0).masked_fill(itself, factor)
     return F.pad(scaled, (prefix, 0), value=1.0)
-
-
-def log_probabilities(logits: Tensor, sigmoid: bool) -> Tensor:
-    """log p of every class; a head with one output has two."""
-    if logits.shape[1] == 1:
-        return F.logsigmoid(torch.cat([-logits, logits], 1))
-    return F.logsigmoid(logits) if sigmoid else logits.log_softmax(1)
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:

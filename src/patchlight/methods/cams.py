@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from patchlight.engine import finish, job
 from patchlight.errors import PatchlightError
 from patchlight.evidence.passes import LayerJob
 from patchlight.evidence.record import Evidence
-from patchlight.methods.base import Ask, Composition, LayerMaps, register_method
+from patchlight.methods.base import Ask, Composition, LayerMaps, Needs, register_method
 from patchlight.methods.compositions import block_index
 from patchlight.methods.gradients import input_times_gradient, token_ixg
 from patchlight.methods.requests import resolve
@@ -66,6 +66,18 @@ def _at_layer(maps: LayerMaps, layer: int | str = NORM1) -> Tensor:
 
 
 AT_LAYER = Composition(_at_layer, lambda depth, s: (_index(s["layer"], depth),))
+
+
+class _Shared(TypedDict):
+    needs: Needs
+    combine: Composition
+    features: bool
+    composed: Settings
+    presets: Mapping[str, Settings]
+
+
+_CAM = _Shared(needs=cam_needs, combine=AT_LAYER, features=True, composed=_COMPOSED, presets=_PRESETS)
+_WITHOUT_MEANS = _Shared(needs=cam_needs, combine=AT_LAYER, features=True, composed=_AT_INPUT, presets=_PLACES)
 
 
 def activations(b: Evidence, layer: int | str) -> tuple[Tensor, Tensor]:
@@ -191,11 +203,7 @@ def gradcam_pp(
     "xgradcam",
     paper="Fu et al., BMVC 2020, on tokens",
     exact=False,
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    **_CAM,
 )
 def xgradcam(
     b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
@@ -213,11 +221,7 @@ def xgradcam(
     "xgradcam+",
     paper="SkipPLUS, CVPR-W 2024",
     aliases=("xgradcam-abs",),
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
-    composed=_COMPOSED,
-    presets=_PRESETS,
+    **_CAM,
 )
 def xgradcam_abs(
     b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
@@ -232,11 +236,7 @@ def xgradcam_abs(
 @register_method(
     "hirescam",
     paper="Draelos & Carin, 2020, on tokens",
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
-    composed=_AT_INPUT,
-    presets=_PLACES,
+    **_WITHOUT_MEANS,
     advice=degenerate_hirescam,
 )
 def hirescam(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tensor:
@@ -250,11 +250,7 @@ def hirescam(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tens
     "gradcam-elementwise",
     paper="the grad-cam library, on tokens",
     aliases=("gradcamelementwise",),
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
-    composed=_AT_INPUT,
-    presets=_PLACES,
+    **_WITHOUT_MEANS,
 )
 def gradcam_elementwise(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tensor:
     """Element-wise Grad-CAM: map_i = sum_k ReLU(g_ik a_ik). Not negative, unless `eigen`."""
@@ -265,11 +261,7 @@ def gradcam_elementwise(b: Evidence, layer: int | str = NORM1, eigen: bool = Fal
 @register_method(
     "layercam",
     paper="Jiang et al., TIP 2021, on tokens",
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
-    composed=_AT_INPUT,
-    presets=_PLACES,
+    **_WITHOUT_MEANS,
 )
 def layercam(
     b: Evidence,

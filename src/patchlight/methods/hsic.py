@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.evidence.ablation import Count, PixelMasks
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.masking import at_level, owners
+from patchlight.resize import to_pixels
 
 Sampler = Literal["sobol", "lhs"]
 _AT_ONCE = 2**24
@@ -88,5 +88,5 @@ def hsic(
     shown = PixelMasks(owners(ask, n), masks.view(n, grid, grid).repeat(count, 1, 1), filling)
     outputs = ask.score_variants(shown).view(count, n, -1).mT
     cells = hsic_of(masks, outputs.flatten(0, 1), floor).view(count, -1, grid, grid)
-    image = F.interpolate(cells, ask.images.shape[-2:], mode="bicubic", align_corners=False).to(ask.images)
+    image = to_pixels(cells, ask.images.shape[-2:], mode="bicubic").to(ask.images)
     return at_level(image, level, ask)

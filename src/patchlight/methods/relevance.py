@@ -8,14 +8,13 @@ by patents in some places; see to it that your use is allowed where you are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy, Ends, Parts, affine, linear
+from patchlight.anatomy.base import Affine, Anatomy, Ends, Parts, affine, linear
 from patchlight.evidence.passes import Pass
 from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.compositions import ADDITIVE, LAST
@@ -80,17 +79,6 @@ def pixel_rule(images: Tensor, weight: Tensor, R: Tensor, stride: Any) -> Tensor
     return torch.stack([x * F.conv_transpose2d(share, w, stride=stride) for x, w in terms]).sum(0)
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A linear map in the pass's type."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
 class Inside(NamedTuple):
     """What a block computes, from the tokens x that enter it to y."""
 
@@ -112,13 +100,19 @@ class Inside(NamedTuple):
 
 
 class Block:
-    """A pre-norm block with its weights in the pass's type; the model's own are never touched."""
+    """A pre-norm block by its parts, with their weights in the pass's type; the model's own are never touched.
+
+    It is written out, and not run as the model has it under taps whose backward is relevance: the rules are those of
+    whole maps (an adapter's several products are one), of products before they are scaled, and of skips, which the
+    functions a block calls do not tell apart; what a tap does not know would pass a gradient on in silence, where
+    `Parts` refuses; and the weights of one block at a time, not of the model, are held in float64.
+    """
 
     def __init__(self, parts: Parts, heads: int, like: Tensor) -> None:
         assert parts.qkv is not None
         self.parts, self.heads = parts, heads
-        self.qkv = Linear(*(None if t is None else t.detach().to(like) for t in parts.qkv()))  # type: ignore[arg-type]
-        self.out, self.fc1, self.fc2 = (_linear(p, like) for p in (parts.out, parts.fc1, parts.fc2))
+        self.qkv = Affine(*parts.qkv()).to(like)
+        self.out, self.fc1, self.fc2 = (linear(p).to(like) for p in (parts.out, parts.fc1, parts.fc2))
         self.scale1, self.scale2 = (1.0 if s is None else s.detach().to(like) for s in (parts.scale1, parts.scale2))
 
     def __call__(self, x: Tensor) -> Inside:
@@ -181,7 +175,7 @@ class Relevance:
 
         Relevance starts as 1 at the target's logit, a - b for a pair and -y for label 0 of a one-output head.
         """
-        head = _linear(self.ends.head, self.like)
+        head = linear(self.ends.head).to(self.like)
         x = self.tokens[-1].detach().requires_grad_()
         with torch.enable_grad():
             n = _norm(self.ends.norm, x)[:, 0]
@@ -219,11 +213,6 @@ class Relevance:
             grid = R[:, self.vit.prefix :].transpose(1, 2).unflatten(2, self.vit.grid)
             weight = self.ends.projection.weight.detach().to(self.like)
             return pixel_rule(self.images, weight, grid, self.ends.projection.stride)
-
-
-def _linear(part: nn.Module | None, like: Tensor) -> Linear:
-    found = linear(part)
-    return Linear(found.weight.detach().to(like), None if found.bias is None else found.bias.detach().to(like))
 
 
 def _norm(norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from patchlight.methods.base import (
     OwnPasses,
     ReadsBlocks,
 )
-from patchlight.registry import Settings, settled
+from patchlight.registry import Listed, Settings, settled
 from patchlight.targets import Score
 
 
@@ -200,8 +200,13 @@ class MethodInfo:
     supported: bool | None = None
     reason: str = ""
 
+    def cells(self) -> dict[str, str]:
+        works = {} if self.supported is None else {"works": "yes" if self.supported else f"no: {self.reason}"}
+        told = {"paper": self.paper, "cost": self.cost, "what it shows": self.summary}
+        return {"method": self.name, **works, **told, "settings": ", ".join(self.settings)}
 
-def list_methods(vit: Anatomy | nn.Module | None = None) -> list[MethodInfo]:
+
+def list_methods(vit: Anatomy | nn.Module | None = None) -> Listed[MethodInfo]:
     """All methods; with a model, which of them work on it and why the others do not.
 
     >>> "genatt" in [m.name for m in list_methods()]
@@ -211,7 +216,7 @@ def list_methods(vit: Anatomy | nn.Module | None = None) -> list[MethodInfo]:
         from patchlight.anatomy.load import wrap
 
         vit = wrap(vit)
-    rows = []
+    rows: Listed[MethodInfo] = Listed()
     for name, method in METHODS.items():
         reason = refusal(resolve(name), vit) if vit is not None else None
         settings = {key: str(setting) for key, setting in method.settings(method.composition).items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -28,27 +28,20 @@ class Unseen(Taps):
         super().__init__(PLAIN, frozenset(), Record(-1, seen), in_block=True)
         self.seen = seen[:, None, None]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") == "scaled_dot_product_attention":
-            return self._fused(func, *args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def _fused(
+    def scaled_dot_product_attention(
         self,
         func: Callable[..., Any],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attn_mask: Tensor | None = None,
-        *a: Any,
-        **b: Any,
-    ) -> Any:
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         bias = self.seen if attn_mask is None else attn_mask.masked_fill(~self.seen, -torch.inf)
-        return func(q, k, v, bias, *a, **b)
+        return func(query, key, value, bias, *rest, **kwargs)  # type: ignore[no-any-return]
 
-    def _attend(self, scores: Tensor) -> Tensor:
+    def attend(self, scores: Tensor) -> Tensor:
         return scores.masked_fill(~self.seen, -torch.inf).softmax(-1)
 
 

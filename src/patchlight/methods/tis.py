@@ -16,6 +16,7 @@ from patchlight.evidence.fills import Fill, fill_images
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
 from patchlight.evidence.passes import LayerJob
 from patchlight.methods.base import Ask, register_method
+from patchlight.methods.masking import owners
 from patchlight.registry import Settings
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
@@ -73,7 +74,7 @@ def sampled_scores(
     """
     batch, count, patches = centroids.shape
     order = ranked_patches(centroids)
-    owner = torch.arange(batch).repeat_interleave(count)
+    owner = owners(ask, count)
     filled = fill_images(fill, ask.images, ask.vit, ask.seed)
     lists: list[Variants] = []
     masks = []

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import Count, Rendered
 from patchlight.methods.base import Ask, register_method
 from patchlight.methods.cams import NORM1, feature_maps, place
+from patchlight.methods.masking import owners
 from patchlight.methods.rise import draw_grids
 from patchlight.registry import Settings
-from patchlight.resize import fitted, to_pixels
+from patchlight.resize import axis_matrix, fitted, to_pixels
 
 Variant = Literal["full", 1, 2, 3, 4, 5]
 Noise = Callable[[Tensor], Tensor]
@@ -38,11 +38,6 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     return f"{vit.name} has no first norm in its blocks" if reads and vit.parts(0).norm1 is None else None
 
 
-def upsampler(patches: int, pixels: int) -> Tensor:
-    """U [pixels,patches]: bilinear upsampling of one axis as a matrix, pixel centres aligned."""
-    return F.interpolate(torch.eye(patches, dtype=torch.float64)[None], pixels, mode="linear")[0].T
-
-
 def _corners(patches: int, pixels: int) -> Tensor:
     """The first and last pixel between each two patch centres: a bilinear map takes its extremes there."""
     cell = ((torch.arange(pixels) + 0.5) * patches / pixels - 0.5).floor()
@@ -57,7 +52,7 @@ def scaled(maps: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     Upsampling keeps constants, so the pixel map's own minimum and range do it at patch resolution. A constant map
     becomes 0.
     """
-    rows, columns = (upsampler(p, s)[_corners(p, s)].to(maps) for p, s in zip(maps.shape[-2:], size, strict=True))
+    rows, columns = (axis_matrix(p, s)[_corners(p, s)].to(maps) for p, s in zip(maps.shape[-2:], size, strict=True))
     pixels = (rows @ maps @ columns.T).flatten(-2)
     low, high = pixels.amin(-1), pixels.amax(-1)
     span = high - low
@@ -68,7 +63,7 @@ def scaled(maps: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 def cosine_distances(masks: Tensor, size: tuple[int, int]) -> Tensor:
     """1 - cos of the upsampled masks [...,D,D], from masks [...,D,h,w]: <U m_i, U m_j> = m_i^T (U^T U) m_j."""
-    grams = [(u.T @ u).to(masks) for u in (upsampler(p, s) for p, s in zip(masks.shape[-2:], size, strict=True))]
+    grams = [(u.T @ u).to(masks) for u in (axis_matrix(p, s) for p, s in zip(masks.shape[-2:], size, strict=True))]
     gram = masks.flatten(-2) @ (grams[0] @ masks @ grams[1]).flatten(-2).mT
     norm = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     cosine = gram / (norm[..., :, None] * norm[..., None, :]).clamp_min(torch.finfo(gram.dtype).tiny)
@@ -201,7 +196,7 @@ def saliency(scores: Tensor, masks: Tensor, size: tuple[int, int], corrected: bo
     Not `corrected` for coverage: S(x) = sum_i s_i M_i(x). Sums are taken before upsampling, which is linear.
     """
     masks = masks.double()
-    rows, columns = (upsampler(p, s).to(masks) for p, s in zip(masks.shape[-2:], size, strict=True))
+    rows, columns = (axis_matrix(p, s).to(masks) for p, s in zip(masks.shape[-2:], size, strict=True))
     total = rows @ torch.einsum("kt,khw->thw", scores.double(), masks) @ columns.T
     return _covered(total, rows @ masks.sum(0) @ columns.T) if corrected else total
 
@@ -258,7 +253,7 @@ def vit_cx(
 
     if variant == 2:
         grids = draw_grids(random_masks, 7, 0.5, size, ask.generator()).to(ask.images)
-        owner = torch.arange(len(ask.images)).repeat_interleave(random_masks)
+        owner = owners(ask, random_masks)
         random = scored(lambda index: grids.masks(index % random_masks)[:, None], owner)
         random = random.view(len(features), random_masks, -1).mT
         wider = grids.to(random)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -18,10 +18,14 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, UndefinedMetric, warn
 from patchlight.evidence.ablation import ABLATION, Ablation, Unit
-from patchlight.registry import Entry, Registry, Setting, Settings, in_words, settings_of, settled
+from patchlight.frames import frame, stacked
+from patchlight.registry import Entry, Listed, Registry, Setting, Settings, in_words, settings_of, settled
 from patchlight.resize import to_cells, to_pixels
 from patchlight.statistics import FEWEST, bootstrapped, percentiles
 from patchlight.targets import Targets, predicted
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Upsampling = Literal["nearest", "bilinear", "bicubic"]
 TargetClass = Literal["given", "label", "prediction"]
@@ -29,6 +33,7 @@ TargetClass = Literal["given", "label", "prediction"]
 MapFunction = Callable[[Anatomy, Tensor, Targets, int], Tensor]
 """From a model, images [B,C,H,W], their classes and a seed to maps [B,h,w]."""
 Sums = Mapping[str, Tensor]
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,8 @@ class Metric(Entry):
     `needs`: annotations it reads, of labels, boxes and masks ("boxes or masks": either). `explains`: it explains
     images itself, so it needs a method and not only maps. `combine`: the data set's number from the sums of `parts`
     over images; without it, the mean of the values. `words`: by preset, a paper's own words for the values of a
-    setting. `ablates`: it scores variants of the images.
+    setting. `ablates`: it scores variants of the images. `stochastic`: its values depend on the seed even where a map
+    has no ties.
     """
 
     higher_is_better: bool | Callable[[Settings], bool] = True
@@ -178,6 +184,7 @@ class Metric(Entry):
     words: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     combine: Callable[[Sums], Tensor] | None = None
     ablates: bool = False
+    stochastic: bool = False
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -206,6 +213,11 @@ class MetricInfo:
     settings: dict[str, str]
     presets: tuple[str, ...]
 
+    def cells(self) -> dict[str, str]:
+        better = "higher" if self.higher_is_better else "lower"
+        told = {"needs": ", ".join(self.needs), "paper": self.paper, "cost": self.cost, "what it says": self.summary}
+        return {"metric": self.name, "better": better, **told, "settings": ", ".join(self.settings)}
+
 
 METRICS: Registry[Metric] = Registry(
     "metric",
@@ -231,6 +243,7 @@ class AboutMetric(TypedDict, total=False):
     words: Mapping[str, Mapping[str, Mapping[str, Any]]]
     combine: Callable[[Sums], Tensor]
     ablates: bool
+    stochastic: bool
 
 
 F = TypeVar("F", bound=Callable[..., "Measured"])
@@ -246,9 +259,9 @@ def register_metric(name: str, **about: Unpack[AboutMetric]) -> Callable[[F], F]
     return register
 
 
-def list_metrics() -> list[MetricInfo]:
+def list_metrics() -> Listed[MetricInfo]:
     """All metrics: name, paper, direction, bounds, annotations needed, cost and settings."""
-    rows = []
+    rows: Listed[MetricInfo] = Listed()
     for name, entry in METRICS.items():
         defaults = {key: setting.default for key, setting in entry.settings.items()}
         settings = {key: str(setting) for key, setting in entry.settings.items()}
@@ -335,17 +348,21 @@ class Evaluation:
 
     @property
     def mean(self) -> float:
+        if not self.count:
+            return float("nan")
         return float(self.resampled(torch.ones(1, len(self), dtype=torch.float64))[0])
 
     def resampled(self, weights: Tensor) -> Tensor:
-        """The data set's number [S] when image i counts weights[s,i] times."""
-        return resample(self.values, self.parts, self.combine, weights)
+        """The data set's number [S] when image i counts weights[s,i] times; images without a value do not count."""
+        weights = weights * self.values.isfinite()
+        if self.combine is None:
+            return (weights @ self.values.nan_to_num()) / weights.sum(1)
+        sums = {key: torch.tensordot(weights, part.double().nan_to_num(), 1) for key, part in self.parts.items()}
+        return self.combine(sums)
 
     def interval(self, confidence: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """A bootstrap interval of `mean` over images; NaN where fewer than six have a value, too few for one."""
-        if self.count < FEWEST:
-            return float("nan"), float("nan")
-        return percentiles(bootstrapped({"": self.resampled}, len(self), samples, seed)[""], confidence)
+        return intervals({"": self}, confidence, samples, seed)[""]
 
     @staticmethod
     def joined(parts: Sequence[Evaluation]) -> Evaluation:
@@ -359,21 +376,76 @@ class Evaluation:
             parts={key: torch.cat([part.parts[key] for part in parts]) for key in parts[0].parts},
         )
 
+    @property
+    def arrow(self) -> str:
+        """↑ where higher is better, else ↓."""
+        return "↑" if self.higher_is_better else "↓"
+
+    @property
+    def summary(self) -> str:
+        """The mean, its interval, and how many images have no value: "0.412 [0.38, 0.45], 2 undefined"."""
+        if self.count == 0:
+            return "no value"
+        low, high = self.interval()
+        left_out = len(self) - self.count
+        interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
+        return f"{self.mean:.4g}{interval}{f', {left_out} undefined' if left_out else ''}"
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table with a row per image: image, metric, value, and the reason where there is no value."""
+        images = range(len(self))
+        reasons = self.reasons or ("",) * len(self)
+        return frame({"image": images, "metric": self.metric, "value": self.values.numpy(), "reason": reasons})
+
+    def _repr_html_(self) -> str:
+        return Evaluations({self.metric: self})._repr_html_()
+
     def __repr__(self) -> str:
         left_out = f", {len(self) - self.count} undefined" if self.count < len(self) else ""
         better = "higher" if self.higher_is_better else "lower"
         return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){left_out}; {better} is better>"
 
 
-def resample(
-    values: Tensor, parts: Mapping[str, Tensor], combine: Callable[[Sums], Tensor] | None, weights: Tensor
-) -> Tensor:
-    """The data set's number [S] under weights [S,B] of the images; images without a value do not count."""
-    weights = weights * values.isfinite()
-    if combine is None:
-        return (weights @ values.nan_to_num()) / weights.sum(1)
-    sums = {key: torch.tensordot(weights, part.double().nan_to_num(), 1) for key, part in parts.items()}
-    return combine(sums)
+class Evaluations(dict[str, Any]):
+    """Evaluations by metric, or by method and there by metric where several were asked: a dict that shows itself."""
+
+    def __init__(self, found: Mapping[str, Any], by: Literal["metric", "method"] = "metric") -> None:
+        super().__init__(found)
+        self.by = by
+
+    @property
+    def table(self) -> dict[str, dict[str, Evaluation]]:
+        """By method and metric; where no methods are told apart, there is one without a name."""
+        if self.by == "metric":
+            return {"": dict(self)}
+        return {m: {own.metric: own} if isinstance(own, Evaluation) else dict(own) for m, own in self.items()}
+
+    def to_frame(self) -> DataFrame:
+        """The tables of all, below each other, with the labels as `method` and `metric`."""
+        parts = []
+        for method, own in self.table.items():
+            for metric, one in own.items():
+                part = one.to_frame().assign(metric=metric)
+                if self.by == "method":
+                    part.insert(1, "method", method)
+                parts.append(part)
+        return stacked(parts)
+
+    def _repr_html_(self) -> str:
+        from patchlight.viz import evaluations_html
+
+        return evaluations_html(self.table)
+
+
+def intervals(
+    evaluations: Mapping[K, Evaluation], confidence: float = 0.95, samples: int = 1000, seed: int = 0
+) -> dict[K, tuple[float, float]]:
+    """The interval of each of these evaluations of the same images, from the same resamples."""
+    enough = {key: one.resampled for key, one in evaluations.items() if one.count >= FEWEST}
+    images = max(map(len, evaluations.values()), default=0)
+    spread = bootstrapped(enough, images, samples, seed) if enough else {}
+    nothing = (float("nan"), float("nan"))
+    return {key: percentiles(spread[key], confidence) if key in spread else nothing for key in evaluations}
 
 
 def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
@@ -18,10 +18,11 @@ from patchlight.engine import compute
 from patchlight.errors import PatchlightError, UndefinedMetric, integer, warn
 from patchlight.evidence.ablation import ABLATION
 from patchlight.fingerprints import fingerprint, of_images
-from patchlight.images import in_batches
-from patchlight.methods.requests import resolve
+from patchlight.images import Note, in_batches
+from patchlight.methods.requests import Request, check_supported, resolve
 from patchlight.metrics.base import (
     Evaluation,
+    Evaluations,
     MapFunction,
     Measure,
     Measured,
@@ -38,6 +39,15 @@ from patchlight.targets import Score, Target, Targets, predicted, resolve_target
 
 @overload
 def evaluate(
+    vit: Anatomy | nn.Module,
+    images: Any,
+    maps: Mapping[str, Any],
+    metric: Asked = ...,
+    target: Target = ...,
+    **options: Any,
+) -> Evaluations: ...
+@overload
+def evaluate(
     vit: Anatomy | nn.Module, images: Any, maps: Any, metric: str = ..., target: Target = ..., **options: Any
 ) -> Evaluation: ...
 @overload
@@ -45,16 +55,16 @@ def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,
     maps: Any,
-    metric: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    metric: Sequence[str] | Mapping[str, Mapping[str, Any]] | Sequence[MetricRequest],
     target: Target = ...,
     **options: Any,
-) -> dict[str, Evaluation]: ...
+) -> Evaluations: ...
 @undisturbed
 def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,
     maps: Any,
-    metric: Asked = "ins-del",
+    metric: Asked | Sequence[MetricRequest] = "ins-del",
     target: Target = None,
     *,
     labels: Any = None,
@@ -62,42 +72,102 @@ def evaluate(
     masks: Any = None,
     seed: int = 0,
     batch_size: int = 16,
-    progress: Progress | bool | None = None,
+    progress: Progress | bool = True,
     current: bool = False,
     **settings: Any,
-) -> Evaluation | dict[str, Evaluation]:
+) -> Evaluation | Evaluations:
     """Measure maps of images: an Attribution, an array [B,h,w], a method's name, or a callable that explains.
 
-    `images` and `progress` are as in `explain`: a generator or DataLoader is read as it comes. A callable takes
-    (vit, images [B,C,H,W], targets, seed) and gives maps [B,h,w].
+    A dict of these, such as `explain` gives for several methods, gives a dict by its labels. `images` and `progress`
+    are as in `explain`: a generator or DataLoader is read as it comes, and explained with the methods that are given by
+    name (or as a dict with their settings), all in one pass. A callable takes (vit, images [B,C,H,W], targets, seed)
+    and gives maps [B,h,w].
 
     `metric`: a name, a list, or a dict of names and settings (a setting `metric` makes the name a free label); the
     latter two give a dict. `target`: the class asked about; by default the one an Attribution explains, else the
-    prediction. `labels` are the true classes (default: the target; None where one is not known), `boxes` one [n,4] per
+    prediction. `labels` are the true classes (default: the target; None where one is not known); True takes those that
+    come with a loader's images, as (images, labels), which must be classes of this model. `boxes` are one [n,4] per
     image and `masks` [B,H,W] on the canvas the model sees (`patchlight.data` makes them). `current` says that an
     Attribution is what its method makes of these very images, classes and seed, so that a metric which explains images
     itself need not begin with it. Further keywords are the metric's settings.
 
     >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean      # doctest: +SKIP
     """
-    vit = wrap(vit)
+    requests = resolve_all(
+        metric, settings, MetricRequest, "metric", lambda label, own: resolve_metric(label, own, _OPTIONS)
+    )
+    several = isinstance(maps, Mapping)
+    given = Annotations(labels, boxes, masks)
+    found = measure(
+        wrap(vit), images, maps if several else {"": maps}, requests, target, given, seed, batch_size, progress, current
+    )
+    each = {label: own[metric] if isinstance(metric, str) else own for label, own in found.items()}
+    return Evaluations(each, "method") if several else each[""]
+
+
+_OPTIONS = ("target", "labels", "boxes", "masks", "seed", "batch_size", "progress", "current")
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """What is known of the images besides their maps, as `evaluate` takes it."""
+
+    labels: Any = None
+    boxes: Sequence[Any] | None = None
+    masks: Any = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the maps of one label come from: they are given (`scores`), or made of each batch.
+
+    `targets` are the classes that given maps explain, `images` the hashes of what they were made of.
+    """
+
+    scores: Tensor | None = None
+    request: Request | None = None
+    method: MapFunction | None = None
+    targets: Targets | None = None
+    images: tuple[str, ...] = ()
+
+
+Watch = Callable[[Tensor, Targets, Mapping[str, Tensor]], None]
+"""Told of every batch: its images [b,C,H,W], the classes asked about and the maps [b,h,w] by label."""
+
+
+def measure(
+    vit: Anatomy,
+    images: Any,
+    maps: Mapping[str, Any],
+    requests: Sequence[MetricRequest],
+    target: Target,
+    annotations: Annotations,
+    seed: int,
+    batch_size: int,
+    progress: Progress | bool,
+    current: bool = False,
+    note: Note | None = None,
+    watch: Watch | None = None,
+) -> dict[str, Evaluations]:
+    """By label of the maps, every metric asked: batch by batch, of which nothing but the values is kept."""
     vit.renew()
     seed, batch_size = integer("seed", seed, 0), integer("batch_size", batch_size, 1)
-    requests = resolve_all(metric, settings, "metric", lambda label, own: resolve_metric(label, own, _OPTIONS))
-    count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels)
-    count = _length(maps) if count is None else count
-    scores, method, explained = _maps(maps, count, vit, seed)
-    targets = resolve_targets(target, count, vit.classes, vit.labels) or explained
-    if targets is not None and targets.count != 1:
-        raise PatchlightError(f"maps of {targets.count} classes an image were given; a metric measures one at a time")
-    for request in requests:
-        _check_needs(request, method, {"labels": labels, "boxes": boxes, "masks": masks})
-    known = _known(count, labels, boxes, masks)
-    truth = _labels(labels, known, vit) if labels is not None else None
-    canvas = _masks(masks, known, vit) if masks is not None else None
-    frames = _boxes(boxes, known, vit) if boxes is not None else None
-    found: list[list[Measured]] = [[] for _ in requests]
-    undefined: dict[int, str] = {}
+    read: list[Any] | None = [] if annotations.labels is True else None
+    count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels, note, read)
+    count = next(filter(None, map(_length, maps.values())), None) if count is None else count
+    sources = {label: _source(own, count, vit) for label, own in maps.items()}
+    if not sources:
+        raise PatchlightError(
+            "no maps were given; give an Attribution, an array [B,h,w], a method's name or a callable"
+        )
+    asked = resolve_targets(target, count, vit.classes, vit.labels)
+    for source in sources.values():
+        _check_one_class(asked or source.targets)
+        for request in requests:
+            _check_needs(request, source.method, annotations)
+    annotated = _annotated(annotations, count, vit, read)
+    found: dict[tuple[str, str], list[Measured]] = {(label, r.label): [] for label in sources for r in requests}
+    undefined: dict[str, dict[int, str]] = {label: {} for label in sources}
     kept: dict[Any, Any] = {}
     begin = 0
     with telling(progress, "measuring") as tell:
@@ -105,41 +175,108 @@ def evaluate(
             batch = vit.place(images_of_batch)
             part = slice(begin, begin + len(batch))
             _check_count(part.stop, count, more=True)
-            if isinstance(maps, Attribution):
-                _check_images(maps.images[part], batch, begin)
-            chosen = targets.part(begin, len(batch), count) if targets is not None else predicted(vit.logits(batch))
-            own = scores[part].to(vit.device) if scores is not None else made_by(method, vit, batch, chosen, seed)
-            own, bad = _finite(own, begin)
-            undefined |= bad
-            given = Measure(
-                vit,
-                batch,
-                own,
-                chosen,
-                truth[part] if truth is not None else None if target is None else chosen.index[:, 0],
-                frames[part] if frames is not None else None,
-                canvas[part].to(vit.device) if canvas is not None else None,
-                method,
-                seed,
-                kept=kept,
-                current=current or scores is None,
-            )
-            for results, request in zip(found, requests, strict=True):
-                ablation = {key: request.settings[key] for key in ABLATION} if request.metric.ablates else {}
-                own_settings = {k: v for k, v in request.settings.items() if k not in ablation}
-                measured = request.metric.function(replace(given, ablation_settings=ablation), **own_settings)
-                results.append(_only_labelled(request, given, measured))
+            _check_images(sources.values(), part, batch)
+            chosen, explained = _explained(vit, batch, sources, asked, part, count, seed)
+            if watch is not None:
+                watch(batch, chosen[next(iter(sources))], explained)
+            truth, frames, canvas = annotated(part)
+            for n, (label, source) in enumerate(sources.items()):
+                own, bad = _finite(explained.pop(label), begin, label)
+                undefined[label] |= bad
+                given = Measure(
+                    vit,
+                    batch,
+                    own,
+                    chosen[label],
+                    truth if truth is not None else None if target is None else chosen[label].index[:, 0],
+                    frames,
+                    canvas,
+                    source.method,
+                    seed,
+                    kept=kept,
+                    current=current or source.scores is None,
+                )
+                for m, request in enumerate(requests):
+                    ablation = {key: request.settings[key] for key in ABLATION} if request.metric.ablates else {}
+                    own_settings = {k: v for k, v in request.settings.items() if k not in ablation}
+                    measured = request.metric.function(replace(given, ablation_settings=ablation), **own_settings)
+                    found[label, request.label].append(_only_labelled(request, given, measured))
+                    tell(begin + len(batch) * (n + (m + 1) / len(requests)) / len(sources), count)
             begin = part.stop
             tell(begin, count)
     _check_count(begin, count)
-    together = {
-        request.label: _evaluation(request, results, undefined)
-        for request, results in zip(requests, found, strict=True)
+    return {
+        label: Evaluations({r.label: _evaluation(r, found[label, r.label], undefined[label], label) for r in requests})
+        for label in sources
     }
-    return together[metric] if isinstance(metric, str) else together
 
 
-_OPTIONS = ("target", "labels", "boxes", "masks", "seed", "batch_size", "progress", "current")
+def _explained(
+    vit: Anatomy,
+    batch: Tensor,
+    sources: Mapping[str, Source],
+    asked: Targets | None,
+    part: slice,
+    count: int | None,
+    seed: int,
+) -> tuple[dict[str, Targets], dict[str, Tensor]]:
+    """By label, the classes asked about and the maps [b,h,w] of one batch; all methods explain it in one pass."""
+    guess: list[Targets] = []
+
+    def classes(source: Source) -> Targets:
+        given = asked or source.targets
+        if given is not None:
+            return given.part(part.start, len(batch), count)
+        if not guess:
+            guess.append(predicted(vit.logits(batch)))
+        return guess[0]
+
+    chosen = {label: classes(source) for label, source in sources.items()}
+    together = {label: source.request for label, source in sources.items() if source.request is not None}
+    made: dict[str, Tensor] = {}
+    if together:
+        found = _computed(vit, batch, list(together.values()), chosen[next(iter(together))], seed)
+        made = dict(zip(together, found, strict=True))
+    maps = {}
+    for label, source in sources.items():
+        if source.scores is not None:
+            maps[label] = source.scores[part].to(vit.device)
+        elif label in made:
+            maps[label] = checked_maps(made[label].detach(), len(batch), vit).to(vit.device)
+        else:
+            maps[label] = made_by(source.method, vit, batch, chosen[label], seed)
+    return chosen, maps
+
+
+def _computed(vit: Anatomy, images: Tensor, requests: Sequence[Request], targets: Targets, seed: int) -> list[Tensor]:
+    """The maps [B,h,w] of methods, without their warnings: a metric has its own for maps that say nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [maps[:, 0] for maps in compute(vit, images, requests, targets, seed)[1]]
+
+
+Beside = tuple[Tensor | None, Sequence[Tensor] | None, Tensor | None]
+
+
+def _annotated(
+    given: Annotations, count: int | None, vit: Anatomy, read: list[Any] | None
+) -> Callable[[slice], Beside]:
+    """Labels, boxes and masks of some of the images, all checked; labels that come with the images are in `read`."""
+    labels = None if read is not None else given.labels
+    known = _known(count, labels, given.boxes, given.masks)
+    truth = _labels(labels, known, vit) if labels is not None else None
+    canvas = _masks(given.masks, known, vit) if given.masks is not None else None
+    frames = _boxes(given.boxes, known, vit) if given.boxes is not None else None
+
+    def of(part: slice) -> Beside:
+        own = truth[part] if truth is not None else None
+        return (
+            own if read is None else _labels(read[part], part.stop - part.start, vit),
+            frames[part] if frames is not None else None,
+            canvas[part].to(vit.device) if canvas is not None else None,
+        )
+
+    return of
 
 
 def _length(maps: Any) -> int | None:
@@ -162,27 +299,31 @@ def _check_count(seen: int, count: int | None, more: bool = False) -> None:
         raise PatchlightError(f"there are maps of {count} images, but {'at least ' if more else ''}{seen} images came")
 
 
-def _maps(
-    maps: Any, count: int | None, vit: Anatomy, seed: int
-) -> tuple[Tensor | None, MapFunction | None, Targets | None]:
-    """The maps [B,h,w] where they are given, what makes them where that is known, and the classes explained."""
+def _source(maps: Any, count: int | None, vit: Anatomy) -> Source:
+    """Maps as they were given, or what makes them; of an Attribution, both where its method is known."""
     if isinstance(maps, str):
-        return None, map_function(maps), None
+        maps = resolve(maps)
+    elif isinstance(maps, Mapping) and "method" in maps:
+        maps = resolve(str(maps["method"]), maps)
+    if isinstance(maps, Request):
+        check_supported(maps, vit)
+        return Source(request=maps, method=_maps_by(maps))
     if isinstance(maps, Attribution):
         if maps.scores.ndim != 3:
             raise PatchlightError("this attribution explains several classes an image; measure them one at a time")
         check_model(maps, vit)
         own = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
-        return checked_maps(maps.scores, len(maps) if count is None else count, vit), _maker_of(maps), own
+        scores = checked_maps(maps.scores, len(maps) if count is None else count, vit)
+        return Source(scores, method=_maker_of(maps), targets=own, images=maps.images)
     if callable(maps):
-        return None, maps, None
+        return Source(method=maps)
     try:
         tensor = maps if isinstance(maps, Tensor) else torch.as_tensor(np.asarray(maps))
     except (TypeError, ValueError) as error:
         raise PatchlightError(
             f"maps are a {type(maps).__name__}; give an Attribution, an array [B,h,w], a method's name or a callable"
         ) from error
-    return checked_maps(tensor, len(tensor) if count is None else count, vit), None, None
+    return Source(checked_maps(tensor, len(tensor) if count is None else count, vit))
 
 
 def check_model(maps: Attribution, vit: Anatomy) -> None:
@@ -202,27 +343,31 @@ def check_model(maps: Attribution, vit: Anatomy) -> None:
         )
 
 
-def _check_images(explained: Sequence[str], batch: Tensor, first: int) -> None:
+def _check_images(sources: Iterable[Source], part: slice, batch: Tensor) -> None:
     """Refuse images that are not those the maps were made of; nothing is known of older maps."""
-    pairs = zip(explained, of_images(batch) if explained else (), strict=False)
-    wrong = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
-    if wrong is not None:
-        raise PatchlightError(
-            f"image {first + wrong} is not the one its map was made of; give the same images in the same order, or "
-            f"maps.scores to measure the maps on these"
-        )
+    known = [source.images[part] for source in sources if source.images]
+    seen = of_images(batch) if known else ()
+    for explained in known:
+        wrong = next((i for i, (one, other) in enumerate(zip(explained, seen, strict=False)) if one != other), None)
+        if wrong is not None:
+            raise PatchlightError(
+                f"image {part.start + wrong} is not the one its map was made of; give the same images in the same "
+                f"order, or maps.scores to measure the maps on these"
+            )
+
+
+def _check_one_class(targets: Targets | None) -> None:
+    if targets is not None and targets.count != 1:
+        raise PatchlightError(f"maps of {targets.count} classes an image were given; a metric measures one at a time")
 
 
 def map_function(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> MapFunction:
     """A registered method as a function that makes maps."""
-    request = resolve(name, settings, score)
+    return _maps_by(resolve(name, settings, score))
 
-    def maps(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return compute(vit, images, [request], targets, seed)[1][0][:, 0]
 
-    return maps
+def _maps_by(request: Request) -> MapFunction:
+    return lambda vit, images, targets, seed: _computed(vit, images, [request], targets, seed)[0]
 
 
 def _maker_of(maps: Attribution) -> MapFunction | None:
@@ -240,14 +385,14 @@ def _maker_of(maps: Attribution) -> MapFunction | None:
     return None if score is None else map_function(maps.method, settings, score)  # type: ignore[arg-type]
 
 
-def _finite(maps: Tensor, first: int) -> tuple[Tensor, dict[int, str]]:
+def _finite(maps: Tensor, first: int, label: str) -> tuple[Tensor, dict[int, str]]:
     """Maps without NaN, and the images that had one; constant maps are told."""
     flat = maps.flatten(1)
     broken = (~flat.isfinite()).any(1)
     bad = {first + int(i): "the map holds NaN or infinite values" for i in broken.nonzero().flatten()}
     dead = (constant(flat) & ~broken).nonzero().flatten()
     if len(dead) and flat.shape[1] > 1:
-        names = ", ".join(str(first + int(i)) for i in dead[:8])
+        names = ", ".join(str(first + int(i)) for i in dead[:8]) + (f" by {label}" if label else "")
         warn(
             f"the map of image {names} is constant: its order is a seeded draw, and its value that of a random map",
             UndefinedMetric,
@@ -255,14 +400,14 @@ def _finite(maps: Tensor, first: int) -> tuple[Tensor, dict[int, str]]:
     return torch.where(broken[:, None, None], 0, maps), bad
 
 
-def _check_needs(request: MetricRequest, method: MapFunction | None, given: Mapping[str, Any]) -> None:
+def _check_needs(request: MetricRequest, method: MapFunction | None, given: Annotations) -> None:
     if request.metric.explains and method is None:
         raise PatchlightError(
             f"'{request.metric.name}' explains images itself, so it needs a method: give an Attribution, a method's "
             f"name or a callable instead of maps"
         )
     needs = sorted(request.metric.needs)
-    missing = [need for need in needs if all(given.get(one) is None for one in need.split(" or "))]
+    missing = [need for need in needs if all(getattr(given, one) is None for one in need.split(" or "))]
     if missing:
         first = missing[0].split(" or ")[0]
         raise PatchlightError(f"'{request.metric.name}' needs {' and '.join(missing)}; give {first}=… (or --data KIND)")
@@ -321,7 +466,9 @@ def _boxes(boxes: Sequence[Any], count: int, vit: Anatomy) -> list[Tensor]:
     return checked_boxes
 
 
-def _evaluation(request: MetricRequest, found: Sequence[Measured], undefined: Mapping[int, str]) -> Evaluation:
+def _evaluation(
+    request: MetricRequest, found: Sequence[Measured], undefined: Mapping[int, str], label: str
+) -> Evaluation:
     values = torch.cat([m.values.detach().double().cpu() for m in found])
     reasons = [""] * len(values)
     first = 0
@@ -338,8 +485,9 @@ def _evaluation(request: MetricRequest, found: Sequence[Measured], undefined: Ma
         values[i] = float("nan")
     missing = [i for i, reason in enumerate(reasons) if reason]
     if missing:
+        whose = f"{request.label} of {label}" if label else request.label
         warn(
-            f"{request.label}: no value for {len(missing)} of {len(values)} images, which do not count "
+            f"{whose}: no value for {len(missing)} of {len(values)} images, which do not count "
             f"(image {missing[0]}: {reasons[missing[0]]})",
             UndefinedMetric,
         )

@@ -13,14 +13,13 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, Measured, TargetClass, Upsampling, register_metric
 from patchlight.metrics.deletion import Integrator, Share, area, count_cells, probability, removed_logits
-from patchlight.targets import Targets
+from patchlight.targets import Targets, kl_divergence, log_probabilities
 
 Direction = Literal["positive", "negative"]
 Quantity = Literal["accuracy", "probability", "kl", "nll"]
@@ -41,31 +40,12 @@ def levels(cells: int, points: int, low: float, high: float) -> tuple[Tensor, Te
     return x, (x * cells + 1e-6).long()
 
 
-def _log_probabilities(logits: Tensor, ask: Measure) -> tuple[Tensor, Tensor | None]:
-    """log p [...,C] and, where each class is a yes or no of its own, log(1 - p)."""
-    if logits.shape[-1] == 1:
-        return F.logsigmoid(torch.cat([-logits, logits], -1)), None
-    if ask.vit.sigmoid:
-        return F.logsigmoid(logits), F.logsigmoid(-logits)
-    return logits.log_softmax(-1), None
-
-
 def log_probability(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
     """log p(class) [B,P] of logits [B,P,C], at least log 1e-12."""
     if targets.against is not None:
         raise PatchlightError("a pair of classes has no logarithm of its probability; give target= one class per image")
     index = targets.index.to(logits.device)[:, None].expand(-1, logits.shape[1], 1)
-    log_p = _log_probabilities(logits, ask)[0]
-    return log_p.gather(-1, index)[..., 0].clamp_min(_LOG_FLOOR)
-
-
-def kl_divergence(clean: Tensor, logits: Tensor, ask: Measure) -> Tensor:
-    """KL(p_clean || p_k) [B,P] from logits [B,1,C] and [B,P,C]; summed over classes that are each a yes or no."""
-    (log_p, log_not_p), (log_q, log_not_q) = _log_probabilities(clean, ask), _log_probabilities(logits, ask)
-    total = (log_p.exp() * (log_p - log_q)).sum(-1)
-    if log_not_p is not None and log_not_q is not None:
-        total = total + (log_not_p.exp() * (log_not_p - log_not_q)).sum(-1)
-    return total.clamp_min(0)
+    return log_probabilities(logits, ask.vit.sigmoid).gather(-1, index)[..., 0].clamp_min(_LOG_FLOOR)
 
 
 def accuracy(logits: Tensor, targets: Targets) -> Tensor:
@@ -80,7 +60,7 @@ def _quantity(ask: Measure, quantity: Quantity, logits: Tensor, targets: Targets
     if quantity == "probability":
         return probability(logits, targets, ask)
     if quantity == "kl":
-        return kl_divergence(ask.logits()[:, None], logits, ask)
+        return kl_divergence(ask.logits()[:, None], logits, ask.vit.sigmoid).clamp_min(0)
     return -log_probability(logits, targets, ask)
 
 

@@ -29,6 +29,7 @@ def draws(shape: tuple[int, ...], n: int, radius: float, seed: int) -> Tensor:
     higher_is_better=False,
     bounds=(0.0, float("inf")),
     explains=True,
+    stochastic=True,
     cost="samples (10) explanations",
     presets={
         "tis": {"samples": 10, "radius": 0.02, "norm": "l2", "reseed": False},

@@ -195,6 +195,7 @@ def _randomised_maps(ask: Measure, order: Order) -> tuple[Tensor, list[Tensor]]:
     higher_is_better=False,
     bounds=(-1.0, 1.0),
     explains=True,
+    stochastic=True,
     cost="depth + 3 explanations",
 )
 def randomisation(
@@ -221,7 +222,9 @@ def randomisation(
     return replace(found, reasons={**found.reasons, **lost})
 
 
-@register_metric("random-floor", paper="Adebayo et al., NeurIPS 2018", higher_is_better=False, bounds=(-1.0, 1.0))
+@register_metric(
+    "random-floor", paper="Adebayo et al., NeurIPS 2018", higher_is_better=False, bounds=(-1.0, 1.0), stochastic=True
+)
 def random_floor(
     ask: Measure,
     samples: Count = 10,

@@ -2,16 +2,20 @@
 
 from patchlight.viz.figures import figure, figure_bytes, figure_format, in_words, percent, short
 from patchlight.viz.heat import overlay, robust_scale
-from patchlight.viz.notebook import heat_html
+from patchlight.viz.notebook import evaluations_html, figure_html, heat_html, maps_html, table_html
 
 __all__ = [
+    "evaluations_html",
     "figure",
     "figure_bytes",
     "figure_format",
+    "figure_html",
     "heat_html",
     "in_words",
+    "maps_html",
     "overlay",
     "percent",
     "robust_scale",
     "short",
+    "table_html",
 ]

@@ -18,12 +18,14 @@ from patchlight.attribution import Attribution
 from patchlight.errors import PatchlightError, known_keywords
 from patchlight.files import write_whole
 from patchlight.images import Picture, Preprocess, open_image
+from patchlight.photos import SIDE, as_picture
 from patchlight.viz.heat import GREY, blend, is_signed, robust_scale, seen, tint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from patchlight.anatomy.base import Anatomy
+    from patchlight.viz.shown import ShownFigure
 
 Prediction = tuple[str, float] | str
 
@@ -51,43 +53,42 @@ class _Column:
 
 @known_keywords
 def figure(
-    images: Picture | Tensor | Sequence[Picture],
+    images: Picture | Tensor | Sequence[Picture] | None,
     maps: Attribution | Mapping[str, Attribution] | Sequence[Attribution],
     *,
     predictions: Sequence[Prediction] | None = None,
     titles: Sequence[str] | None = None,
     vit: Anatomy | nn.Module | None = None,
     path: str | Path | None = None,
-) -> Figure:
+) -> ShownFigure:
     """One row per image, one column per method: the photographs, and each method's heat over them.
 
     More than ten columns are set in bands below each other.
 
     `maps` is what `explain` gives, or a list of attributions of the same images. `images` are what the maps explain:
-    paths, PIL images or the preprocessed tensor. Row labels are `predictions`, as (label, probability) or in words;
+    paths, PIL images or the preprocessed tensor; or None for the small photographs that `explain` keeps of the first
+    16. Row labels are `predictions`, as (label, probability) or in words;
     without them those of `vit`; without it the explained class. An explained class other than the predicted one is
     named below it. `titles` replace the methods' names. Every map is scaled by itself, and the figure says so. With
     `path` it is also written there (png, jpg, webp, pdf or svg).
 
     >>> pl.figure(images, pl.explain(vit, images, ["genatt", "rollout"]), vit=vit, path="cats.png")  # doctest: +SKIP
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     from patchlight.anatomy.load import wrap
+    from patchlight.viz.shown import ShownFigure
 
     maps = _by_name(maps)
     vit = None if vit is None else wrap(vit)
     if path is not None:
         figure_format(path)
     first = next(iter(maps.values()))
-    images = _listed(images)
-    pictures = _pictures(images, first, vit)
+    shown = [] if images is None else _listed(images)
+    pictures = _kept(first) if images is None else _pictures(shown, first, vit)
     _check_counts(maps, len(pictures))
     alike = len({att.named for att in maps.values()}) == 1
     columns = [column for name, att in maps.items() for column in _columns(name, att, alike)]
     headings = _headings([c.title for c in columns] if titles is None else titles, len(columns))
-    labels = _row_labels(images, first, predictions, vit, alike)
+    labels = _row_labels(shown, first, predictions, vit if shown else None, alike)
     kinds = sorted({c.signed for c in columns})
 
     bands = _bands(len(columns))
@@ -100,8 +101,7 @@ def figure(
     width = left + EDGE + max(grid_width, *(_scale_inches(signed) for signed in kinds))
     height = len(bands) * band + bottom
     dpi = DPI * min(1.0, (DENSE / (len(pictures) * (len(columns) + 1))) ** 0.5)
-    fig = Figure(figsize=(width, height), dpi=max(dpi, COARSEST), facecolor="white")
-    FigureCanvasAgg(fig)
+    fig = ShownFigure(figsize=(width, height), dpi=max(dpi, COARSEST), facecolor="white")
 
     def place(picture: Any, x: float, y: float, w: float, h: float) -> None:
         axes = fig.add_axes((x / width, y / height, w / width, h / height))
@@ -111,9 +111,9 @@ def figure(
     def write(words: str, x: float, y: float, size: float = WORDS, **how: Any) -> None:
         fig.text(x / width, y / height, words, size=size, linespacing=1.25, **how)
 
-    for b, shown in enumerate(bands):
+    for b, places in enumerate(bands):
         below = height - b * band - top
-        for c, index in enumerate(shown):
+        for c, index in enumerate(places):
             middle = left + (c + 1) * (CELL + GAP) + CELL / 2
             for n, line in enumerate(reversed(headings[index].split("\n"))):
                 write(line, middle, below + 0.07 + n * LINE, ha="center", va="baseline")
@@ -121,7 +121,7 @@ def figure(
             y = below - r * (tall + GAP) - tall
             write(label, left - 0.1, y + tall / 2, ha="right", va="center", multialignment="right")
             place(picture, left, y, CELL, tall)
-            for c, index in enumerate(shown):
+            for c, index in enumerate(places):
                 column = columns[index]
                 scale = robust_scale(column.scores[r], column.signed)
                 heat = blend(picture, column.scores[r], scale, covers=column.covers)
@@ -248,6 +248,13 @@ def _picture(image: Picture | Tensor, att: Attribution, preprocess: Preprocess |
     if preprocess is None:
         raise PatchlightError("to show a preprocessed tensor, give vit=, which knows how it was normalised")
     return seen(preprocess.picture(image), att.image_size)
+
+
+def _kept(att: Attribution) -> list[Image.Image]:
+    """The photographs that an attribution has of all its images."""
+    if len(att.photos) < len(att):
+        raise PatchlightError(f"{len(att.photos)} photographs of {len(att)} images are kept; give the images to show")
+    return [as_picture(photo, SIDE) for photo in att.photos]
 
 
 def _listed(images: Any) -> list[Any]:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.errors import PatchlightError, known_keywords, nearest
 from patchlight.images import Picture, Preprocess, open_image
-from patchlight.resize import fitted
+from patchlight.resize import Mode, at_size
 
-Mode = Literal["nearest", "bilinear", "bicubic"]
 Pixels = NDArray[np.float64]
 
 HEAT, SIGNED = "inferno", "RdBu_r"
@@ -109,12 +107,7 @@ def upsample(
 
     `covers` is the share of the height and width that they lie on, from the top left.
     """
-    if mode not in ("nearest", "bilinear", "bicubic"):
-        raise PatchlightError(f"no upsampling is called '{mode}'; give nearest, bilinear or bicubic")
-    extent = tuple(max(1, round(side * share)) for side, share in zip(size, covers, strict=True))
-    shrinks = extent[0] < scores.shape[0] or extent[1] < scores.shape[1]
-    smooth: dict[str, Any] = {} if mode == "nearest" else {"align_corners": False, "antialias": shrinks}
-    return fitted(F.interpolate(scores[None, None].float(), extent, mode=mode, **smooth), size)[0, 0]
+    return at_size(scores.float(), size, covers, mode, averaged=True)
 
 
 def blend(

@@ -1,7 +1,7 @@
 """The bundled model ``pocket``: a plain ViT of 4.0 million parameters for CIFAR-10's ten classes.
 
 It stands in for a user's own classifier in the demonstration, the tests and the benchmarks, so that these need no
-download. ``POCKET.md`` beside this file is its model card and ``train_pocket.py`` the script that made it.
+download. ``POCKET.md`` beside this file is its model card; ``tools/train_pocket.py`` made it.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def test_train_then_explain(folder: Path, tmp_path: Path) -> None:
     [
         (["--data", "nowhere"], "'nowhere' does not exist"),
         ([], "no data was given"),
-        (["--recipe", "nothing.toml"], "there is no recipe"),
+        (["--recipe", "nothing.toml"], "no recipe at 'nothing.toml'"),
         (["--data", "FOLDER", "--set", "gate_rat=1"], "no setting 'gate_rat'"),
         (["--data", "FOLDER", "--set", "batch_size=64"], "fewer than one batch of 64"),
         (["--data", "FOLDER/cat"], "fewer than one batch of 32"),
@@ -91,7 +91,7 @@ def test_recipes_are_valid(tmp_path: Path) -> None:
     imagenet = read_recipe(ROOT / "recipes" / "diffmask-imagenet.toml").training()
     assert (imagenet.alpha, imagenet.gate_rate, imagenet.baseline_rate, imagenet.lambda_rate) == (20, 1e-5, 5e-3, 0.15)
     (tmp_path / "bad.toml").write_text("[modle]\nname = 'x'\n")
-    with pytest.raises(PatchlightError, match="wrong 'modle'"):
+    with pytest.raises(PatchlightError, match="line 1: there is no key 'modle'; did you mean 'model'"):
         read_recipe(tmp_path / "bad.toml")
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.errors import PatchlightError
+from patchlight.targets import kl_divergence
 from patchlight.trained.diffmask.gates import DiffMask, Gates, aggregate, load, masked_logits, new_gates, observe
-from patchlight.trained.diffmask.objective import divergence
 from tests.families import build, images
-from tests.trained.diffmask.toys import pictures, toy
+from tests.trained.toys import pictures, toy
 
 
 def literal(gates: Gates, h0: Tensor, states: list[Tensor]) -> Tensor:
@@ -88,7 +88,7 @@ def test_open_gates_change_nothing_and_closed_ones_hide_the_image(family: str) -
         patches, log_keep = gates(seen.h0, seen.states, uniform)
         logits = masked_logits(vit, x, patches)
         assert torch.allclose(logits, seen.logits, atol=1e-4)
-        assert float(divergence(seen.logits, logits, vit.sigmoid).abs().max()) < 1e-5
+        assert float(kl_divergence(seen.logits, logits, vit.sigmoid).abs().max()) < 1e-5
         assert float(log_keep.abs().max()) == 0
         gates.beta.fill_(-1e4)
         hidden = masked_logits(vit, x, gates(seen.h0, seen.states, uniform)[0])

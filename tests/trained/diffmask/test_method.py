@@ -14,7 +14,7 @@ from patchlight.methods.diffmask import SHIPPED
 from patchlight.testing import check_method
 from patchlight.trained.diffmask.gates import DiffMask, aggregate, new_gates, observe
 from tests.families import FAMILIES, HIERARCHICAL, STRUCTURAL, images, shared
-from tests.trained.diffmask.toys import pictures, toy
+from tests.trained.toys import pictures, toy
 
 GATED = [family for family in FAMILIES if family not in HIERARCHICAL]
 

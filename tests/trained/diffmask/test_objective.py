@@ -1,4 +1,4 @@
-"""The Lagrangian's parts: divergences, penalties, multipliers and the look-ahead optimiser."""
+"""The Lagrangian's parts: penalties and multipliers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,9 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from patchlight.trained.diffmask.objective import Lookahead, Multipliers, divergence, penalty
+from patchlight.trained.diffmask.objective import Multipliers, penalty
 from patchlight.trained.diffmask.settings import Settings
-
-
-def test_divergence_is_the_kl_of_distributions() -> None:
-    a, b = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0))
-    want = F.kl_div(b.log_softmax(1), a.softmax(1), reduction="none").sum(1)
-    assert torch.allclose(divergence(a, b), want, atol=1e-6)
-    assert float(divergence(a, a).abs().max()) < 1e-6
-    p, q = torch.distributions.Bernoulli(logits=a), torch.distributions.Bernoulli(logits=b)
-    assert torch.allclose(divergence(a, b, sigmoid=True), torch.distributions.kl_divergence(p, q).sum(1), atol=1e-5)
 
 
 def test_penalties() -> None:
@@ -48,45 +38,6 @@ def test_multipliers_rise_or_fall_with_the_constraint(update: str, rises: bool) 
     for _ in range(1500):
         lambdas.step(1, torch.tensor(50.0 if rises else 0.0), 0.1)
     assert float(lambdas[1]) == 200
-
-
-def test_lookahead_steps_back_half_way_every_sixth_step() -> None:
-    fast = torch.nn.Parameter(torch.zeros(1))
-    plain = torch.nn.Parameter(torch.zeros(1))
-    ours = Lookahead(torch.optim.Adam([fast], 0.1), {"x": fast})
-    adam = torch.optim.Adam([plain], 0.1)
-    slow = None
-    for step in range(1, 13):
-        for parameter, optimiser in ((fast, ours), (plain, adam)):
-            parameter.grad = torch.ones(1)
-            optimiser.step()
-        if step == 6:
-            slow = plain.detach().clone()
-        if step < 12:
-            assert torch.allclose(fast, plain)
-    assert slow is not None
-    assert torch.allclose(fast, slow + 0.5 * (plain - slow))
-
-
-def test_optimiser_state_survives_as_plain_tensors() -> None:
-    def made() -> tuple[torch.nn.Parameter, Lookahead]:
-        parameter = torch.nn.Parameter(torch.ones(3))
-        return parameter, Lookahead(torch.optim.Adam([parameter], 0.05), {"x": parameter})
-
-    def go(parameter: torch.nn.Parameter, optimiser: Lookahead, steps: range) -> None:
-        for step in steps:
-            parameter.grad = torch.tensor([1.0, -1.0, 0.1]) * (step + 1)
-            optimiser.step()
-
-    whole, first = made()
-    go(whole, first, range(20))
-    half, second = made()
-    go(half, second, range(9))
-    again, third = made()
-    again.data.copy_(half.data)
-    third.restore(second.state())
-    go(again, third, range(9, 20))
-    assert torch.equal(whole, again)
 
 
 def test_rates_fall_with_the_square_of_the_width_beyond_256() -> None:

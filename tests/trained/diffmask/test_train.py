@@ -21,14 +21,14 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.errors import PatchlightError, Unsupported
-from patchlight.evidence.precision import tf32
+from patchlight.targets import kl_divergence
+from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask import DiffMask, Progress, Settings, TrainingWarning
 from patchlight.trained.diffmask.calibration import calibrate, finish
 from patchlight.trained.diffmask.gates import aggregate, masked_logits, new_gates, observe
-from patchlight.trained.diffmask.objective import divergence
-from patchlight.trained.diffmask.train import _Run, lowered
+from patchlight.trained.diffmask.train import GateLearner
 from tests.families import shared
-from tests.trained.diffmask.toys import batches, pictures, toy
+from tests.trained.toys import batches, pictures, toy
 
 QUICK: dict[str, Any] = {"steps": 14, "batch_size": 4, "warmup": 4, "log_every": 3, "checkpoint_steps": 4}
 
@@ -39,6 +39,11 @@ def weights(dm: DiffMask) -> dict[str, Tensor]:
 
 def same(a: DiffMask, b: DiffMask) -> bool:
     return all(torch.equal(weights(a)[key], value) for key, value in weights(b).items())
+
+
+def learner(**changes: Any) -> GateLearner:
+    vit = toy()
+    return GateLearner(vit, batches(), Settings(**{**QUICK, **changes}), Devices(vit))
 
 
 def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None:
@@ -86,7 +91,8 @@ def test_at_the_end_beta_is_raised_until_the_mask_itself_keeps_the_output() -> N
 
         def divergence_at(shift: float) -> Tensor:
             z = (aggregate(u + shift) > 0.5).float()[..., None]
-            return divergence(seen.logits, masked_logits(vit, pictures(24), torch.lerp(gates.baseline, seen.h0, z)))
+            masked = masked_logits(vit, pictures(24), torch.lerp(gates.baseline, seen.h0, z))
+            return kl_divergence(seen.logits, masked, vit.sigmoid)
 
         def bound(shift: float) -> float:
             kl = divergence_at(shift)
@@ -102,24 +108,10 @@ def test_at_the_end_beta_is_raised_until_the_mask_itself_keeps_the_output() -> N
 
 
 def test_half_of_the_batches_use_all_gates() -> None:
-    run = _Run(toy(), batches(), Settings(**QUICK), None, None, None)
-    drawn = [run._draw(np.random.default_rng([0, step])) for step in range(400)]
+    gates = learner()
+    drawn = [gates.draw(np.random.default_rng([0, step])) for step in range(400)]
     assert sum(k == 3 for k in drawn) / 400 == pytest.approx(0.5 + 0.5 / 4, abs=0.06)
     assert set(drawn) == {0, 1, 2, 3}
-
-
-def test_bfloat16_weights_are_those_autocast_would_make() -> None:
-    vit = toy()
-    before = {k: v.clone() for k, v in vit.model.state_dict().items()}
-    settings = Settings(precision="bf16", **QUICK)
-    low = lowered(vit, settings)
-    assert low.net.head.weight.dtype == torch.bfloat16  # type: ignore[union-attr]
-    assert vit.model.head.weight.dtype == torch.float32  # type: ignore[union-attr]
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        want, found = (v.readout(v.run(v.embed(pictures(2)))) for v in (vit, low))
-    assert torch.equal(found, want)
-    pl.diffmask.train(vit, batches(), settings)
-    assert all(torch.equal(before[k], v) for k, v in vit.model.state_dict().items())
 
 
 def test_a_patch_the_model_cannot_see_is_masked_and_one_it_reads_is_kept() -> None:
@@ -157,7 +149,7 @@ torch.set_num_threads(1)
 import patchlight as pl
 from patchlight.trained.diffmask import Settings
 from tests.trained.diffmask.test_train import QUICK
-from tests.trained.diffmask.toys import batches, toy
+from tests.trained.toys import batches, toy
 pl.diffmask.train(toy(), batches(), Settings(**{**QUICK, "log_every": 1}), lambda now: time.sleep(0.15), sys.argv[1])
 """
 
@@ -240,21 +232,11 @@ def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(tmp_path: Path) -
         assert '"step": 8' in file.metadata()["about"]
 
 
-@pytest.mark.parametrize(
-    ("loader", "told"),
-    [
-        ([], "no images to train on"),
-        ([(pictures(4), torch.zeros(4))], "all of class 0"),
-        ([(pictures(4), torch.tensor([0, 1, 2, 9]))], "label 9, but toy has 5 classes"),
-        ([torch.zeros(2, 3, 8, 8)], r"this model takes \[B,3,16,16\]"),
-        ([torch.full((2, 3, 16, 16), torch.nan)], "NaN or infinity"),
-        (["cat.jpg"], "a batch is a str"),
-        (iter([pictures(4)]), "walked only once"),
-    ],
-)
-def test_bad_data_is_refused_in_one_sentence(loader: Any, told: str) -> None:
-    with pytest.raises(PatchlightError, match=told):
-        pl.diffmask.train(toy(), loader, Settings())
+def test_bad_data_is_refused_before_any_work() -> None:
+    with pytest.raises(PatchlightError, match="no images to train on"):
+        pl.diffmask.train(toy(), [], Settings())
+    with pytest.raises(PatchlightError, match="no images to calibrate on"):
+        pl.diffmask.train(toy(), batches(), Settings(), held_out=[])
 
 
 def test_bad_settings_and_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,10 +272,10 @@ def test_both_failures_are_told_with_what_to_change() -> None:
 
 @pytest.mark.parametrize(("steps", "early", "late"), [(30_000, 999, 1000), (900, 299, 300)])
 def test_nothing_masked_is_told_once_the_gates_had_time_to_shut(steps: int, early: int, late: int) -> None:
-    run = _Run(toy(), batches(), Settings(**{**QUICK, "steps": steps}), None, None, None)
+    gates = learner(steps=steps)
 
     def told(step: int) -> None:
-        run._warn(Progress(step, steps, kl=0.0, kept=1.0, agreement=1.0, loss=0.0, multiplier=5.0, seconds=1.0))
+        gates.warn(Progress(step, steps, kl=0.0, kept=1.0, agreement=1.0, loss=0.0, multiplier=5.0, seconds=1.0))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", TrainingWarning)
@@ -307,26 +289,8 @@ def test_images_at_another_price_are_not_reported(prices: float, mean: float, mo
     def numbered(clean: Tensor, masked: Tensor, sigmoid: bool) -> Tensor:
         return 0 * masked.sum(1) + torch.arange(len(masked))
 
-    monkeypatch.setattr(sys.modules["patchlight.trained.diffmask.train"], "divergence", numbered)
-    run = _Run(toy(), batches(), Settings(prices=prices, **QUICK), None, None, None)
-    run._one(run.gates, pictures(4))
-    assert float(run.window[0][0]) == pytest.approx(mean)
-
-
-def test_tf32_is_allowed_inside_alone() -> None:
-    products: Any = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    with tf32():
-        assert products.fp32_precision == "tf32"
-    assert products.fp32_precision == before
-    told: list[Any] = []
-    pl.diffmask.train(
-        toy(),
-        batches(),
-        Settings(precision="bf16", **QUICK),
-        callback=lambda progress: told.append(products.fp32_precision),
-    )
-    assert set(told) <= {before}, "on a CPU nothing is touched"
+    monkeypatch.setattr(sys.modules["patchlight.trained.diffmask.train"], "kl_divergence", numbered)
+    assert float(learner(prices=prices).step(pictures(4), 0)[0]) == pytest.approx(mean)
 
 
 def test_settings_that_do_not_go_together() -> None:
@@ -345,12 +309,6 @@ def test_gates_can_begin_from_others() -> None:
     assert all(torch.allclose(weights(first)[k], v, atol=1e-6) for k, v in weights(second).items())
 
 
-def test_tensorboard_files_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    pl.diffmask.train(toy(), batches(), Settings(tensorboard=True, **{**QUICK, "steps": 3}), out=tmp_path)
-    assert list(tmp_path.glob("events.out.*"))
-
-
 TWO = """
 import sys
 import torch
@@ -360,7 +318,7 @@ from safetensors.torch import save_file
 import patchlight as pl
 from patchlight.trained.diffmask import Settings
 from tests.trained.diffmask.test_train import QUICK
-from tests.trained.diffmask.toys import batches, toy
+from tests.trained.toys import batches, toy
 dm = pl.diffmask.train(toy(), batches(), Settings(**QUICK), out=sys.argv[1])
 save_file(dict(dm.gates.state_dict()), f"{sys.argv[1]}/rank-{PartialState().process_index}.safetensors")
 """

@@ -3,8 +3,9 @@
 `train` makes an explainer, `DiffMask.save` and `load` keep it, and method `diffmask` explains with it.
 """
 
+from patchlight.errors import TrainingWarning
 from patchlight.trained.diffmask.gates import DiffMask, load
-from patchlight.trained.diffmask.settings import Progress, Settings, TrainingWarning
+from patchlight.trained.diffmask.settings import Progress, Settings
 from patchlight.trained.diffmask.train import train
 
 __all__ = ["DiffMask", "Progress", "Settings", "TrainingWarning", "load", "train"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.targets import kl_divergence
 from patchlight.trained.diffmask.gates import Gates, aggregate, masked_logits, observe
-from patchlight.trained.diffmask.objective import divergence
 
 
 def calibrate(gates: Gates, h0: Tensor, states: Tensor, share: float) -> float:
@@ -67,7 +67,7 @@ def finish(
             kept = aggregate(u + shift) > 0.5
             with cast():
                 masked = masked_logits(vit, images, torch.where(kept[..., None], h0, gates.baseline.to(h0)))
-            kl = divergence(logits, masked, vit.sigmoid).double()
+            kl = kl_divergence(logits, masked, vit.sigmoid).double()
             sums += torch.stack([torch.ones_like(kl), kl, kl**2, kept.double().mean(1)]).sum(1)
         count, kl_sum, squares, share = sums.tolist()
         mean = kl_sum / count

@@ -1,27 +1,21 @@
-"""The gates of VISION DIFFMASK: one small network per hidden state, and the explainer that is saved and loaded."""
+"""The gates of VISION DIFFMASK: one small network per hidden state, and the explainer made of them."""
 
 from __future__ import annotations
 
-import copy
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
-from weakref import WeakKeyDictionary
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
-from patchlight.files import write_whole
-from patchlight.fingerprints import stamp
 from patchlight.trained.diffmask import hard_concrete
+from patchlight.trained.explainer import Explainer
 
-FORMAT = 2
 GRADES = 31
 """Shifts that a graded map is the mean of."""
 Map = Literal["expected", "keep", "graded"]
@@ -173,59 +167,23 @@ def new_gates(vit: Anatomy, seed: int = 0, **options: Any) -> Gates:
     return Gates(vit.depth + 2, vit.width, seed=seed, **options).to(vit.device)
 
 
-@dataclass(frozen=True, eq=False)
-class DiffMask:
+class DiffMask(Explainer[Gates]):
     """A trained explainer: the gates, what model they were made for, and how they were trained."""
 
-    gates: Gates
-    model: dict[str, Any]
-    signature: Tensor
-    about: dict[str, Any] = field(default_factory=dict)
-    _ready: dict[Any, Gates] = field(default_factory=dict, repr=False)
+    kind, weights, title, format = "diffmask", "gates", "DiffMask", 2
+
+    @property
+    def gates(self) -> Gates:
+        return self.network
+
+    def options(self) -> dict[str, Any]:
+        return {"alpha": self.gates.alpha}
 
     @staticmethod
-    def of(gates: Gates, vit: Anatomy, **about: Any) -> DiffMask:
-        return DiffMask(gates.requires_grad_(False).eval(), described(vit), signature(vit), about)
-
-    def mismatch(self, vit: Anatomy) -> str | None:
-        """Why these gates do not belong to a model; None when they do."""
-        mine, other = self.model, described(vit)
-        wrong = [key for key in mine if key != "name" and mine[key] != other[key]]
-        if wrong:
-            told = " and ".join(f"{mine[key]} {key.replace('_', ' ')}, not {other[key]}" for key in wrong)
-            return f"the explainer was made for {mine['name']} with {told}"
-        now = stamp(vit.model)
-        seen = _SEEN.setdefault(self, WeakKeyDictionary())
-        known, fits = seen.get(vit, (None, False))
-        if known != now:  # reading weights takes many small copies from a device, so only when they changed
-            fits = self._signed(vit)
-            seen[vit] = (now, fits)
-        return None if fits else f"the explainer was made for other weights of {mine['name']}"
-
-    def _signed(self, vit: Anatomy) -> bool:
-        here, mine = signature(vit), self.signature
-        if here.shape != mine.shape:
-            return False
-        return float(((here - mine).abs() / (here.abs() + mine.abs() + 1e-6)).mean()) <= 5e-3
-
-    def on(self, like: Tensor) -> Gates:
-        """The gates in a tensor's type and on its device."""
-        key = (like.device, like.dtype)
-        if key not in self._ready:
-            self._ready[key] = copy.deepcopy(self.gates).to(like)
-        return self._ready[key]
-
-    def save(self, folder: str | Path) -> Path:
-        """Write `gates.safetensors` and `diffmask.json` into a folder; an explainer that lies there is replaced."""
-        from safetensors.torch import save
-
-        folder = Path(folder)
-        tensors = {name: value.detach().cpu().contiguous() for name, value in self.gates.state_dict().items()}
-        write_whole(folder / "gates.safetensors", save({**tensors, "signature": self.signature}))
-        known = {"format": FORMAT, "kind": "diffmask", "model": self.model, "alpha": self.gates.alpha}
-        text = json.dumps({**known, "about": self.about}, indent=1)
-        write_whole(folder / "diffmask.json", text.encode() + b"\n")
-        return folder
+    def build(weights: dict[str, Tensor], options: dict[str, Any]) -> Gates:
+        gates = Gates(len(weights["beta"]), len(weights["baseline"]), options["alpha"])
+        gates.load_state_dict(weights)
+        return gates
 
     def __repr__(self) -> str:
         grid = "x".join(map(str, self.model["patch_grid"]))
@@ -234,57 +192,6 @@ class DiffMask:
         )
 
 
-_SEEN: WeakKeyDictionary[DiffMask, WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
-"""By explainer and model: where its weights were when they were last compared, and whether they fitted."""
-
-
 def load(folder: str | Path, vit: Anatomy | None = None) -> DiffMask:
     """Read an explainer; with a model, refuse one that was made for another."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    folder = Path(folder)
-    try:
-        about = json.loads((folder / "diffmask.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "gates.safetensors")
-        if about["kind"] != "diffmask":
-            raise PatchlightError(f"'{folder}' holds an explainer of another kind, '{about['kind']}'")
-        if about["format"] != FORMAT:
-            age = "an earlier" if about["format"] < FORMAT else "a later"
-            raise PatchlightError(
-                f"'{folder}' was made by {age} Patchlight (format {about['format']}, this one reads {FORMAT}); "
-                "train it again, or explain with that version"
-            )
-        model = {k: tuple(v) if isinstance(v, list) else v for k, v in about["model"].items()}
-        signed = tensors.pop("signature")
-        count, width = len(tensors["beta"]), len(tensors["baseline"])
-        gates = Gates(count, width, about["alpha"])
-        gates.load_state_dict({k: v.float() for k, v in tensors.items()})
-    except FileNotFoundError as error:
-        name = Path(cast(str, error.filename)).name
-        raise PatchlightError(f"'{folder}' holds no DiffMask explainer ({name} is missing)") from error
-    except (json.JSONDecodeError, SafetensorError, KeyError, TypeError, RuntimeError, NotADirectoryError) as error:
-        raise PatchlightError(f"the explainer in '{folder}' is damaged: {str(error).splitlines()[0]}") from error
-    explainer = DiffMask(gates.requires_grad_(False).eval(), model, signed, about["about"])
-    reason = None if vit is None else explainer.mismatch(vit)
-    if reason is not None:
-        raise PatchlightError(f"'{folder}' does not fit {cast(Anatomy, vit).name}: {reason}")
-    return explainer
-
-
-def described(vit: Anatomy) -> dict[str, Any]:
-    """What must agree between the model gates were made for and the one they explain."""
-    return {
-        "name": vit.name,
-        "blocks": vit.depth,
-        "patch_grid": vit.grid,
-        "prefix_tokens": vit.prefix,
-        "classes": vit.classes,
-        "image_size": vit.preprocess.size,
-    }
-
-
-def signature(vit: Anatomy) -> Tensor:
-    """Four numbers of every weight: enough to tell one training from another, in any precision."""
-    some = [p.detach().flatten()[:4].float() for p in vit.model.parameters()]
-    return torch.cat(some).cpu()
+    return DiffMask.read(folder, vit)

@@ -24,7 +24,7 @@ def sample(u: Tensor, uniform: Tensor) -> Tensor:
 
 def sample_product(u: Tensor, uniform: Tensor) -> Tensor:
     """prod_i z_i [B,P] of one sample for each of the locations u [S,B,P]."""
-    product: Tensor = _SampleProduct.apply(u, uniform)  # type: ignore[no-untyped-call]
+    product: Tensor = _SampleProduct.apply(u, uniform)
     return product
 
 
@@ -42,7 +42,7 @@ class _SampleProduct(torch.autograd.Function):
         return product
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         z, product = ctx.saved_tensors
         slope = (z - LOW) * (HIGH - z) / (TEMPERATURE * (HIGH - LOW)) / z
         return torch.where(z > 0, slope, 0) * (gradient * product), None

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchlight.trained.optimiser import Lookahead
+
 Penalty = Literal["keep", "log-keep"]
 Update = Literal["ascent", "code"]
-
-
-def divergence(clean: Tensor, masked: Tensor, sigmoid: bool = False) -> Tensor:
-    """KL(p_clean || p_masked) [B] of softmax outputs; of sigmoid outputs, the sum over them."""
-    if not sigmoid:
-        p = clean.log_softmax(-1)
-        return (p.exp() * (p - masked.log_softmax(-1))).sum(-1)
-    p = clean.sigmoid()
-    on, off = F.logsigmoid(clean) - F.logsigmoid(masked), F.logsigmoid(-clean) - F.logsigmoid(-masked)
-    return (p * on + (1 - p) * off).sum(-1)
 
 
 def penalty(log_keep: Tensor, kind: Penalty = "log-keep", floor: float = 0.0) -> Tensor:
@@ -68,65 +60,7 @@ class Multipliers:
     def state(self) -> dict[str, Tensor]:
         return {"values": torch.stack([v.detach() for v in self.values]).cpu(), **self.optimiser.state()}
 
-    def restore(self, state: dict[str, Tensor]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         for value, was in zip(self.values, state["values"], strict=True):
             value.data.copy_(was)
         self.optimiser.restore({k: v for k, v in state.items() if k != "values"})
-
-
-class Lookahead:
-    """Adam with slow weights: every `every` steps slow += rate (fast - slow), and the fast ones start again from there.
-
-    The slow copy of a weight is made at the first such step; a weight without a gradient is passed over.
-    """
-
-    def __init__(
-        self, adam: torch.optim.Adam, names: dict[str, torch.nn.Parameter], every: int = 6, rate: float = 0.5
-    ) -> None:
-        self.adam, self.names, self.every, self.rate = adam, names, every, rate
-        self.slow: dict[str, Tensor] = {}
-        self.taken = 0
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.adam.step()
-        self.taken += 1
-        if self.taken % self.every:
-            return
-        moved = {name: fast for name, fast in self.names.items() if fast.grad is not None}
-        if any(name in self.slow for name in moved):
-            names = [name for name in moved if name in self.slow]
-            fast, slow = [moved[name].data for name in names], [self.slow[name] for name in names]
-            torch._foreach_lerp_(slow, fast, self.rate)
-            torch._foreach_copy_(fast, slow)
-        self.slow |= {name: fast.detach().clone() for name, fast in moved.items() if name not in self.slow}
-
-    def set_rates(self, factor: float) -> None:
-        """Scale every group's own rate: warm-up."""
-        for group in self.adam.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything that a later `restore` needs, as plain tensors by name."""
-        found = {"taken": torch.tensor(self.taken), **{f"slow.{k}": v.clone() for k, v in self.slow.items()}}
-        for name, key, value in self._moments():
-            found[f"adam.{name}.{key}"] = torch.as_tensor(value).clone()
-        return found
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        self.taken = int(state["taken"])
-        for key, value in state.items():
-            kind, _, rest = key.partition(".")
-            if kind == "slow":
-                self.slow[rest] = value.to(self.names[rest]).clone()
-            elif kind == "adam":
-                name, _, moment = rest.rpartition(".")
-                parameter = self.names[name]
-                fused = self.adam.defaults["fused"]
-                kept = value.to(parameter.device if fused or moment != "step" else "cpu").clone()
-                self.adam.state[parameter][moment] = kept
-
-    def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        for name, parameter in self.names.items():
-            for key, value in self.adam.state.get(parameter, {}).items():
-                yield name, key, value

@@ -2,98 +2,62 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.data import Data, open_data
+from patchlight.data import Data
 from patchlight.errors import PatchlightError
 from patchlight.images import to_batch
+from patchlight.recipes import parse_as, read_text
+from patchlight.specs import DataSpec, ModelSpec, Spec, kind_and_path
 from patchlight.trained.diffmask.settings import Settings
 
 
-class Model(BaseModel):
-    """The model that is explained."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = "pocket"
-    weights: Path | None = None
-    labels: Path | None = None
-    mean: tuple[float, float, float] | None = None
-    """Colour statistics, where they are not the model's own."""
-    std: tuple[float, float, float] | None = None
-
-
-class Images(BaseModel):
-    """The data set, as `patchlight.data.open_data` takes it; other keys are its options."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    path: Path | None = None
-    kind: str = "auto"
-    skip: int = Field(default=0, ge=0)
-    """Pass over the first so many images."""
-    limit: int | None = Field(default=None, ge=1)
-    """Only so many images."""
-
-
-class Recipe(BaseModel):
+class TrainingRecipe(Spec):
     """Everything `patchlight diffmask train` needs."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: Model = Model()
-    data: Images = Images()
-    held_out: Images | None = None
+    model: ModelSpec = ModelSpec(name="pocket")
+    data: DataSpec | None = None
+    held_out: DataSpec | None = None
     """Images the model was not trained on, for the last calibration; in the folder of `data` if none is named."""
     preset: str = "default"
-    initial: Path | None = None
+    initial: str | None = None
     """An explainer whose gates training begins with."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = Field(default_factory=dict)
 
     def training(self, **changes: Any) -> Settings:
         """The settings, with these of them changed."""
         return Settings.preset(self.preset, **{**self.settings, **changes})
 
 
-def read_recipe(path: str | Path) -> Recipe:
+def read_recipe(path: str | Path) -> TrainingRecipe:
     """A recipe from a TOML file, or one sentence about what is wrong with it."""
-    try:
-        return Recipe(**tomllib.loads(Path(path).read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise PatchlightError(f"there is no recipe '{path}'") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PatchlightError(f"recipe '{path}' is no TOML: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise PatchlightError(f"recipe '{path}' has a wrong '{where}': {first['msg']}") from error
+    return parse_as(TrainingRecipe, read_text(path), str(path))
 
 
-def open_images(images: Images, vit: Anatomy) -> Data:
-    """The data set of a recipe; `auto` is CIFAR-10 where its files lie there, else a folder of images."""
-    if images.path is None:
-        raise PatchlightError("no data was given; name a folder of images or of CIFAR-10 with --data")
-    options = dict(images.model_extra or {})
-    kind = images.kind
-    if kind == "auto":
-        kind = "cifar10" if _is_cifar10(images.path) else "folder"
-    if kind == "cifar10":
-        options.setdefault("split", "train")
-    data = open_data(kind, images.path, **options)
+def data_at(given: str, spec: DataSpec | None = None) -> DataSpec:
+    """The data at `DIR` or `KIND:DIR`, else as `spec` says.
+
+    Without either, a `DIR` is CIFAR-10 where its files lie there, else a folder of images.
+    """
+    kind, path = kind_and_path(given)
+    found = "cifar10" if _is_cifar10(Path(path)) else "folder"
+    return DataSpec(kind=kind or found, path=path) if spec is None else spec.at(given)
+
+
+def open_images(spec: DataSpec, vit: Anatomy, seed: int = 0) -> Data:
+    """The images of a recipe, of CIFAR-10 those for training; refused where they have more classes than the model."""
+    split = {"split": spec.options.get("split", "train")} if spec.kind == "cifar10" else {}
+    data = spec.open(**split)
     known = max(vit.classes, 2)
     if data.labels is not None and len(data.labels) > known:
-        raise PatchlightError(f"'{images.path}' has {len(data.labels)} classes, but {vit.name} has {known}")
-    if images.skip >= len(data) > 0:
-        raise PatchlightError(f"skip={images.skip} leaves nothing of '{images.path}', which has {len(data)} images")
-    end = len(data) if images.limit is None else min(images.skip + images.limit, len(data))
-    return data if (images.skip, end) == (0, len(data)) else data.select(range(images.skip, end))
+        raise PatchlightError(f"'{spec.path}' has {len(data.labels)} classes, but {vit.name} has {known}")
+    return data.select(spec.chosen(len(data), seed))
 
 
 def _is_cifar10(path: Path) -> bool:

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from patchlight.errors import PatchlightError, nearest
-from patchlight.evidence.precision import Precision
 from patchlight.trained.diffmask.objective import Penalty, Update
-
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+from patchlight.trained.settings import Positive, Training, read_settings
 
 
-class TrainingWarning(UserWarning):
-    """Training has drifted into one of its two failures, with what to change."""
-
-
-class Settings(BaseModel):
+class Settings(Training):
     """How DiffMask is trained. The defaults are ours, made to converge from any seed; `preset` gives the paper's."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    free: ClassVar[frozenset[str]] = Training.free | {"finish"}
 
-    steps: Count | None = None
-    """Batches in all; by default `epochs` over the data."""
-    epochs: Positive = 1.0
-    batch_size: Count = 32
-    seed: int = 0
     alpha: Positive = 15.0
     beta: float = 8.0
     calibrate: Annotated[float, Field(gt=0, lt=1)] | None = 0.8
@@ -61,12 +49,6 @@ class Settings(BaseModel):
     finish: Annotated[int, Field(ge=0)] = 8
     """Batches on which beta is set at the end: raised, where need be, until the patches above 0.5 alone keep the mean
     divergence, and two standard errors more, within the margin. 0 leaves beta as trained."""
-    precision: Precision = "full"
-    """Of the frozen model's forwards and backward; gates stay in float32, with TF32 products on CUDA unless full."""
-    log_every: Count = 20
-    checkpoint_minutes: Positive = 5.0
-    checkpoint_steps: Count | None = None
-    tensorboard: bool = False
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -85,7 +67,7 @@ class Settings(BaseModel):
         """`default`; `paper`: the published rates and ascent; `code`: what the released code does."""
         if name not in PRESETS:
             raise PatchlightError(f"no DiffMask preset is called '{name}'; {nearest(name, PRESETS)}")
-        return read_settings({**PRESETS[name], **changes})
+        return read_settings(Settings, "DiffMask", {**PRESETS[name], **changes}, REMOVED)
 
 
 _PAPER: dict[str, Any] = {
@@ -102,23 +84,6 @@ _PAPER: dict[str, Any] = {
 }
 PRESETS: dict[str, dict[str, Any]] = {"default": {}, "paper": _PAPER, "code": {**_PAPER, "lambda_update": "code"}}
 REMOVED = {"normalise", "clip"}
-_FREE = {"steps", "epochs", "finish", "log_every", "checkpoint_minutes", "checkpoint_steps", "tensorboard"}
-"""Settings that may change between a checkpoint and its resumption."""
-
-
-def read_settings(values: dict[str, Any]) -> Settings:
-    """Settings from a dict, or one sentence about the first that is wrong."""
-    try:
-        return Settings(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            hint = "it was taken out" if key in REMOVED else nearest(key, Settings.model_fields)
-            raise PatchlightError(f"DiffMask has no setting '{key}'; {hint}") from error
-        if not key:
-            raise PatchlightError(f"these settings of DiffMask do not go together: {first['ctx']['error']}") from error
-        raise PatchlightError(f"setting {key}={first['input']!r} of DiffMask is not valid: {first['msg']}") from error
 
 
 @dataclass(frozen=True)
@@ -138,8 +103,3 @@ class Progress:
 
 
 Callback = Callable[[Progress], None]
-
-
-def fixed(settings: Settings) -> dict[str, Any]:
-    """The settings that a checkpoint must share with the run that takes it up."""
-    return {k: v for k, v in settings.model_dump().items() if k not in _FREE}

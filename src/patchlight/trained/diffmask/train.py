@@ -1,14 +1,9 @@
-"""Training DiffMask beside a frozen model: a short loop that can be killed at any moment and goes on where it was.
-
-Every draw is a function of the seed and the step alone, so a checkpoint holds weights and optimiser, no random state.
-"""
+"""Training DiffMask beside a frozen model: what a step of the shared loop does, and beta at its end."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,15 +15,18 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
-from patchlight.errors import PatchlightError, Unsupported, warn
-from patchlight.evidence.precision import chosen, tf32
-from patchlight.files import check_writable
-from patchlight.trained.diffmask.batches import check_data, epoch_of, images_and_labels, length_of
+from patchlight.errors import PatchlightError, TrainingWarning, Unsupported, warn
+from patchlight.targets import kl_divergence
+from patchlight.trained import loop
+from patchlight.trained.batches import check_data, epoch_of, images_and_labels
+from patchlight.trained.checkpoint import Parts
+from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask.calibration import Finish, calibrate, finish
-from patchlight.trained.diffmask.checkpoint import append_metrics, cut_metrics, read_checkpoint, write_checkpoint
 from patchlight.trained.diffmask.gates import DiffMask, Gates, masked_logits, new_gates, observe, why_not
-from patchlight.trained.diffmask.objective import Lookahead, Multipliers, divergence, penalty
-from patchlight.trained.diffmask.settings import Callback, Progress, Settings, TrainingWarning, fixed
+from patchlight.trained.diffmask.objective import Multipliers, penalty
+from patchlight.trained.diffmask.settings import Callback, Progress, Settings
+from patchlight.trained.optimiser import Lookahead
+from patchlight.trained.precision import casting, lowered, training
 
 SLOPE = 0.4 / math.log(10)
 """How many alphas a factor e of the price shifts the gates: 0.4 for a factor of ten."""
@@ -57,88 +55,70 @@ def train(
     not trained on (without it, of the training images, on which a model is surer and the divergence smaller). `initial`
     are gates to begin with. Under `accelerate launch` every process takes its share of the batches.
     """
-    vit, settings = wrap(vit), settings or Settings()
-    settings = settings.model_copy(update={"precision": chosen(settings.precision, vit.device, vit.dtype)})
+    vit = wrap(vit)
+    settings = (settings or Settings()).decided(vit)
+    folder = None if out is None else Path(out)
     reason = why_not(vit)
     if reason is not None:
         raise Unsupported(f"DiffMask cannot be trained here: {reason}")
     check_data(vit, loader)
     if held_out is not None:
         check_data(vit, held_out, "calibrate on")
-    frozen = lowered(vit, settings)
-    run = _Run(frozen, loader, settings, Path(out) if out is not None else None, initial, callback)
-    if run.out is not None:
-        check_writable(run.out)
-        run.resume(resume)
-    # The gradient of the gates' weights, a narrow product, is slow in full float32.
-    rounded = tf32() if settings.precision != "full" and vit.device.type == "cuda" else contextlib.nullcontext()
-    with frozen.steady(), torch.inference_mode(False), torch.enable_grad(), rounded:
-        run.go()
-        run.finish(loader if held_out is None else held_out)
-    explainer = DiffMask.of(run.gates, vit, settings=settings.model_dump(), result=run.summary())
-    if run.out is not None and run.main:
-        explainer.save(run.out)
+    frozen = lowered(vit, settings.precision)
+    devices = Devices(frozen)
+    shared = devices.share(loader)
+    learner = GateLearner(frozen, shared, settings, devices, initial)
+    with training(frozen, settings.precision):
+        result = loop.run(learner, shared, settings, devices, callback, folder, resume)
+        done = learner.finish(loader if held_out is None else held_out)
+    if done is not None:
+        result["finish"] = asdict(done)
+    explainer = DiffMask.of(learner.network, vit, settings=settings.model_dump(), result=result)
+    if folder is not None and devices.main:
+        explainer.save(folder)
     return explainer
 
 
-class _Run:
-    """The state of one training."""
+class GateLearner(loop.Learner[Progress]):
+    """Gates, their multipliers, and what moves both."""
+
+    network: Gates
+    columns = ("kl", "kept", "agreement", "loss")
+    remedy = "lower gate_rate and baseline_rate"
 
     def __init__(
         self,
         vit: Anatomy,
         loader: Iterable[Any],
         settings: Settings,
-        out: Path | None,
-        initial: DiffMask | None,
-        callback: Callback | None,
+        devices: Devices,
+        initial: DiffMask | None = None,
     ) -> None:
-        self.vit, self.settings, self.out, self.callback = vit, settings, out, callback
-        self.accelerator = _accelerator(vit)
-        self.main = bool(self.accelerator.is_main_process)
-        if self.accelerator.num_processes > 1:
-            vit.model.to(self.accelerator.device)
-            loader = self.accelerator.prepare(loader)
-        self.loader, self.device = loader, vit.device
-        self.gates = self._first_gates(initial)
+        s = settings
+        self.vit, self.settings, self.devices = vit, settings, devices
+        self.network = gates = self._first_gates(loader, initial)
+        self.joined = devices.joined(gates)
         self.multipliers = Multipliers(
-            self.gates.count,
-            settings.lambda_start,
-            settings.lambda_low,
-            settings.lambda_high,
-            settings.lambda_rate,
-            settings.lambda_update,
-            self.device,
+            gates.count, s.lambda_start, s.lambda_low, s.lambda_high, s.lambda_rate, s.lambda_update, vit.device
         )
-        names = {n: p for n, p in self.gates.named_parameters() if p.requires_grad}
-        gate_rate, baseline_rate = settings.rates(self.gates.width)
+        names = {n: p for n, p in gates.named_parameters() if p.requires_grad}
+        gate_rate, baseline_rate = s.rates(gates.width)
         groups = [
             {"params": [p for n, p in names.items() if n != "baseline"], "lr": gate_rate},
             {"params": [p for n, p in names.items() if n == "baseline"], "lr": baseline_rate},
         ]
         for group in groups:
             group["initial_lr"] = group["lr"]
-        adam = torch.optim.Adam([g for g in groups if g["params"]], fused=self.device.type == "cuda")
+        adam = torch.optim.Adam([g for g in groups if g["params"]], fused=vit.device.type == "cuda")
         self.optimiser = Lookahead(adam, names)
-        self.generator = torch.Generator(self.device)
-        self.step, self.saved, self.epoch_length = 0, 0, 0
-        self.steps = settings.steps or math.ceil(settings.epochs * length_of(loader))
-        self.done = torch.zeros(3, self.gates.count)
+        self.generator = torch.Generator(vit.device)
+        self.done = torch.zeros(3, gates.count)
         """By gate: running agreement and kept share, and how often it was drawn; `weighted` draws read them."""
-        self.window: list[Tensor] = []
-        self.last: Progress | None = None
-        self.finished: Finish | None = None
-        self.began = time.monotonic()
         self.warned: set[str] = set()
 
-    def _first_gates(self, initial: DiffMask | None) -> Gates:
+    def _first_gates(self, loader: Iterable[Any], initial: DiffMask | None) -> Gates:
         s, vit = self.settings, self.vit
-        options = {
-            "alpha": s.alpha,
-            "beta": s.beta,
-            "learn_baseline": s.baseline == "learned",
-        }
-        gates = new_gates(vit, s.seed, **options)
+        gates = new_gates(vit, s.seed, alpha=s.alpha, beta=s.beta, learn_baseline=s.baseline == "learned")
         if initial is not None:
             if (initial.gates.count, initial.gates.width) != (gates.count, gates.width):
                 raise PatchlightError(
@@ -147,95 +127,52 @@ class _Run:
                 )
             gates.load_state_dict(initial.gates.state_dict())
         elif s.calibrate is not None:
-            images, _ = images_and_labels(next(epoch_of(self.loader, s.seed, 0)))
-            with vit.steady(), self._cast():
+            images, _ = images_and_labels(next(epoch_of(loader, s.seed, 0)))
+            with vit.steady(), casting(vit, s.precision):
                 seen = observe(vit, vit.place(images))
             calibrate(gates, seen.h0, torch.stack(seen.states), s.calibrate)
         return gates
 
-    def go(self) -> None:
-        """All steps from where the run stands."""
-        model = self.accelerator.prepare_model(self.gates) if self.accelerator.num_processes > 1 else self.gates
-        saved_at = time.monotonic()
-        while self.step < self.steps:
-            epoch = self.step // self.epoch_length if self.epoch_length else 0
-            position = epoch * self.epoch_length
-            for batch in epoch_of(self.loader, self.settings.seed, epoch):
-                position += 1
-                if position <= self.step:
-                    continue
-                self._one(model, batch)
-                if self.step % self.settings.log_every == 0 or self.step == self.steps:
-                    self._report()
-                due = time.monotonic() - saved_at > 60 * self.settings.checkpoint_minutes
-                every = self.settings.checkpoint_steps
-                if due or self.step == self.steps or (every is not None and self.step % every == 0):
-                    self._save()
-                    saved_at = time.monotonic()
-                if self.step == self.steps:
-                    return
-            if position == epoch * self.epoch_length:
-                raise PatchlightError("the loader gave no batch; give one that can be walked once for each epoch")
-            self.epoch_length = position if not self.epoch_length else self.epoch_length
-
-    def finish(self, loader: Iterable[Any]) -> None:
-        """The last calibration, which the checkpoint does not hold: a longer run goes on from gates as trained.
-
-        Several processes all read the same batches, and so agree.
-        """
-        s = self.settings
-        if s.finish == 0:
-            return
-        some = itertools.islice(epoch_of(loader, s.seed, LAST_EPOCH), s.finish)
-        batches = (self.vit.place(images_and_labels(batch)[0]) for batch in some)
-        self.finished = finish(self.gates, self.vit, batches, s.margin, self._cast)
-        if self.finished.shift > 0 and self.finished.kept > 0.99 and self.step >= 200:
-            told = f"{self.finished.kept:.1%} of the patches must be kept to hold the margin {s.margin:g}"
-            warn(f"{told}: train longer, or raise margin", TrainingWarning)
-
-    def _one(self, model: nn.Module, batch: Any) -> None:
+    def step(self, batch: Any, index: int) -> Tensor:
         vit, s = self.vit, self.settings
-        images, _ = images_and_labels(batch)
-        images = vit.place(images)
-        rng = np.random.default_rng([s.seed, self.step])
-        k = self._draw(rng)
-        noise = int(rng.integers(2**62)) + int(self.accelerator.process_index)
-        self.optimiser.set_rates(min(1.0, (self.step + 1) / s.warmup) if s.warmup else 1.0)
-        with self._cast():
+        images = vit.place(images_and_labels(batch)[0])
+        rng = np.random.default_rng([s.seed, index])
+        k = self.draw(rng)
+        generator = self.generator.manual_seed(int(rng.integers(2**62)) + self.devices.rank)
+        self.optimiser.set_rates(min(1.0, (index + 1) / s.warmup) if s.warmup else 1.0)
+        with casting(vit, s.precision):
             seen = observe(vit, images)
-        generator = self.generator.manual_seed(noise)
-        uniform = torch.rand(k + 1, *seen.h0.shape[:2], generator=generator, device=self.device, dtype=seen.h0.dtype)
+        uniform = torch.rand(k + 1, *seen.h0.shape[:2], generator=generator, device=vit.device, dtype=seen.h0.dtype)
         price = self._prices(len(images), generator)
-        patches, log_keep = model(seen.h0, torch.stack(seen.states[: k + 1]), uniform, price * (s.alpha * SLOPE))
-        with self._cast():
+        patches, log_keep = self.joined(seen.h0, torch.stack(seen.states[: k + 1]), uniform, price * (s.alpha * SLOPE))
+        with casting(vit, s.precision):
             logits = masked_logits(vit, images, patches)
-        kl = divergence(seen.logits, logits, vit.sigmoid)
+        kl = kl_divergence(seen.logits, logits, vit.sigmoid)
         cost = penalty(log_keep, s.penalty, s.floor)
         weight = self.multipliers[k] * price.exp()
         loss = torch.addcmul(cost, weight, kl - s.margin)
-        self.accelerator.backward(loss.mean())
+        self.devices.backward(loss.mean())
         self.optimiser.step()
         self.optimiser.adam.zero_grad(set_to_none=True)
         with torch.no_grad():
             same = (logits > 0) == (seen.logits > 0) if vit.sigmoid else logits.argmax(1) == seen.logits.argmax(1)
             agreed = same.view(len(same), -1).to(kl).mean(1)
             told = torch.stack([kl, penalty(log_keep, "keep"), agreed, loss])
-            told = (told if s.prices == 1 else told[:, ::2]).mean(1).float()
-            if self.accelerator.num_processes > 1:
-                told = self.accelerator.reduce(told, "mean")
+            told = self.devices.mean((told if s.prices == 1 else told[:, ::2]).mean(1).float())
             self.multipliers.step(k, told[0], s.margin)
-        self.window.append(told)
         if s.gates == "weighted":
             self._remember(k, told)
-        self.step += 1
+        return told
 
     def _prices(self, count: int, generator: torch.Generator) -> Tensor:
         """The logarithm of every image's price [B]: 0 for the even ones, uniform for the odd."""
-        price = (torch.rand(count, generator=generator, device=self.device) * 2 - 1) * math.log(self.settings.prices)
+        drawn = torch.rand(count, generator=generator, device=self.vit.device)
+        price = (drawn * 2 - 1) * math.log(self.settings.prices)
         price[::2] = 0
         return price
 
-    def _draw(self, rng: np.random.Generator) -> int:
+    def draw(self, rng: np.random.Generator) -> int:
+        """The last gate k of a batch."""
         shares = self._shares()
         if self.settings.gates == "weighted":
             agreement, kept, drawn = self.done.numpy()
@@ -244,7 +181,8 @@ class _Run:
 
     def _shares(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """How often each k is the last gate of a batch."""
-        shares = np.full(self.gates.count, 1 / self.gates.count)
+        count = self.network.count
+        shares = np.full(count, 1 / count)
         if self.settings.gates in ("half", "all"):
             shares *= 0.5 if self.settings.gates == "half" else 0.0
             shares[-1] += 1 - shares.sum()
@@ -255,42 +193,19 @@ class _Run:
         self.done[:2, k] = torch.where(self.done[2, k] > 0, decay * self.done[:2, k] + (1 - decay) * new, new)
         self.done[2, k] += 1
 
-    def _cast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.settings.precision == "bf16":
-            return torch.autocast(self.vit.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
+    def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> Progress:
+        multiplier = torch.stack([v.detach() for v in self.multipliers.values]).mean().item()
+        now = Progress(step, steps, **means, multiplier=multiplier, seconds=seconds)
+        self.warn(now)
+        return now
 
-    def _report(self) -> None:
-        kl, kept, agreement, loss = torch.stack(self.window).mean(0).tolist()
-        self.window.clear()
-        self._check_finite(loss)
-        lambdas = torch.stack([v.detach() for v in self.multipliers.values]).mean().item()
-        seconds = time.monotonic() - self.began
-        self.last = Progress(self.step, self.steps, kl, kept, agreement, loss, lambdas, seconds)
-        self._warn(self.last)
-        if not self.main:
-            return
-        if self.out is not None:
-            append_metrics(self.out / "metrics.csv", self.last)
-            if self.settings.tensorboard:
-                self._tensorboard(self.last)
-        if self.callback is not None:
-            self.callback(self.last)
-
-    def _check_finite(self, loss: float) -> None:
-        if math.isfinite(loss) and all(bool(torch.isfinite(p).all()) for p in self.optimiser.names.values()):
-            return
-        kept = f"; the checkpoint of step {self.saved} is kept in '{self.out}'" if self.saved else ""
-        raise PatchlightError(
-            f"the loss became {loss} by step {self.step}{kept}; check the images, or lower gate_rate and baseline_rate"
-        )
-
-    def _warn(self, now: Progress) -> None:
+    def warn(self, now: Progress) -> None:
+        """Tell, once each, of the two ways in which training fails."""
         if now.step < max(2 * self.settings.warmup, 200):
             return
         told = {
             "everything": now.kept < 0.01 and now.kl > 2 * self.settings.margin,
-            "nothing": now.kept > 0.99 and now.step >= min(self.steps / 3, LATE),
+            "nothing": now.kept > 0.99 and now.step >= min(now.steps / 3, LATE),
         }
         advice = {
             "everything": "everything is masked and the output is lost: lower gate_rate and baseline_rate (the wider "
@@ -302,83 +217,32 @@ class _Run:
             share = f"kept {now.kept:.1%}, KL {now.kl:.3g}"
             warn(f"step {now.step}: {advice[name]} ({share})", TrainingWarning)
 
-    def _tensorboard(self, now: Progress) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise PatchlightError("tensorboard is not installed; pip install patchlight[train]") from error
-        with SummaryWriter(str(self.out)) as writer:  # type: ignore[no-untyped-call]
-            for name in ("kl", "kept", "agreement", "loss", "multiplier"):
-                writer.add_scalar(name, getattr(now, name), now.step)  # type: ignore[no-untyped-call]
+    def state(self) -> Parts:
+        return {
+            "gates": self.network.state_dict(),
+            "optimiser": self.optimiser.state(),
+            "multipliers": self.multipliers.state(),
+            "draws": {"done": self.done},
+        }
 
-    def summary(self) -> dict[str, Any]:
-        """What is kept about the training: its last report, and all gates at the end."""
-        told: dict[str, Any] = {} if self.last is None else asdict(self.last)
-        return told if self.finished is None else {**told, "finish": asdict(self.finished)}
+    def restore(self, parts: Parts) -> None:
+        self.network.load_state_dict(parts["gates"])
+        self.optimiser.restore(parts["optimiser"])
+        self.multipliers.restore(parts["multipliers"])
+        self.done = parts["draws"]["done"]
 
-    def _save(self) -> None:
-        """One file, whole or not at all; nothing that is not finite is ever written."""
-        if self.out is None:
-            return
-        if self.window:
-            self._check_finite(float(torch.stack(self.window)[:, 3].mean()))
-        if self.main:
-            parts = {
-                "gates": dict(self.gates.state_dict()),
-                "optimiser": self.optimiser.state(),
-                "multipliers": self.multipliers.state(),
-                "draws": {"done": self.done},
-                "window": {"told": torch.stack(self.window) if self.window else torch.empty(0, 4)},
-            }
-            about = {"step": self.step, "settings": fixed(self.settings), "epoch": self.epoch_length}
-            about["last"] = None if self.last is None else asdict(self.last)
-            write_checkpoint(self.out / "checkpoint.safetensors", about, parts)
-        self.saved = self.step
+    def finish(self, loader: Iterable[Any]) -> Finish | None:
+        """The last calibration, which the checkpoint does not hold: a longer run goes on from gates as trained.
 
-    def resume(self, wanted: bool) -> None:
-        """Take up the checkpoint in `out`, where there is one."""
-        assert self.out is not None
-        path = self.out / "checkpoint.safetensors"
-        if not wanted or not path.is_file():
-            if (self.out / "metrics.csv").exists():
-                (self.out / "metrics.csv").unlink()
-            return
-        about, parts = read_checkpoint(path)
-        if about["settings"] != fixed(self.settings):
-            mine = fixed(self.settings)
-            other = sorted(k for k in mine if mine[k] != about["settings"].get(k))
-            raise PatchlightError(
-                f"'{self.out}' holds a run with another {', '.join(other)}; choose another folder, or do not resume"
-            )
-        try:
-            self.gates.load_state_dict(parts["gates"])
-            self.optimiser.restore(parts["optimiser"])
-            self.multipliers.restore(parts["multipliers"])
-            self.done = parts["draws"]["done"]
-        except (KeyError, RuntimeError) as error:
-            raise PatchlightError(f"the checkpoint in '{self.out}' was made for another model") from error
-        self.window = list(parts["window"]["told"].to(self.device))
-        self.step = self.saved = int(about["step"])
-        self.epoch_length = int(about["epoch"])
-        self.last = Progress(**about["last"]) if about.get("last") else None
-        cut_metrics(self.out / "metrics.csv", self.step)
-
-
-def lowered(vit: Anatomy, settings: Settings) -> Anatomy:
-    """The frozen model; under `precision="bf16"` a view whose linear maps and convolutions have bfloat16 weights.
-
-    Autocast would cast them at every use, to the same values: a third of all launches of a small model's forward.
-    """
-    if settings.precision != "bf16" or not vit.castable:
-        return vit
-    return vit.view(torch.bfloat16, only=(nn.Linear, nn.Conv2d))
-
-
-def _accelerator(vit: Anatomy) -> Any:
-    try:
-        from accelerate import Accelerator
-    except ImportError as error:
-        raise PatchlightError(
-            "training needs accelerate, which is not installed; pip install patchlight[train]"
-        ) from error
-    return Accelerator(cpu=vit.device.type == "cpu", device_placement=False)
+        Several processes all read the same batches, and so agree.
+        """
+        vit, s = self.vit, self.settings
+        if s.finish == 0:
+            return None
+        some = itertools.islice(epoch_of(loader, s.seed, LAST_EPOCH), s.finish)
+        batches = (vit.place(images_and_labels(batch)[0]) for batch in some)
+        done = finish(self.network, vit, batches, s.margin, lambda: casting(vit, s.precision))
+        if done.shift > 0 and done.kept > 0.99 and self.optimiser.taken >= 200:
+            told = f"{done.kept:.1%} of the patches must be kept to hold the margin {s.margin:g}"
+            warn(f"{told}: train longer, or raise margin", TrainingWarning)
+        return done

@@ -1,6 +1,6 @@
 """Train the bundled model ``pocket``: a small plain Vision Transformer for CIFAR-10, from scratch.
 
-    python -m patchlight.zoo.train_pocket --data CIFAR_DIR --out DIR
+    python -m tools.train_pocket --data CIFAR_DIR --out DIR
 
 The script has two stages and uses CIFAR-10's 50,000 training images alone.
 
@@ -39,7 +39,9 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from patchlight.zoo.cifar10 import CLASSES, MEAN, STD, load_cifar10
+from patchlight.data.cifar import CIFAR10, read_cifar10
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 ARCHITECTURE: dict[str, Any] = {
     "img_size": 32,
@@ -58,9 +60,6 @@ ARCHITECTURE: dict[str, Any] = {
 
 def log(*words: object) -> None:
     print(*words, flush=True)
-
-
-# ---------------------------------------------------------------------------------------------------- augmentation
 
 
 def uniform(n: int, low: float, high: float, device: torch.device) -> Tensor:
@@ -154,9 +153,6 @@ def mix(x: Tensor, target: Tensor, mixup: float, cutmix: float) -> tuple[Tensor,
     return torch.lerp(x, other, blend), torch.lerp(target, other_target, weight[:, None])
 
 
-# ---------------------------------------------------------------------------------------------------------- teacher
-
-
 class ConvUnit(nn.Sequential):
     def __init__(self, inside: int, outside: int, pool: bool = False) -> None:
         layers: list[nn.Module] = [nn.Conv2d(inside, outside, 3, padding=1, bias=False)]
@@ -185,14 +181,11 @@ class Teacher(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(ConvUnit(3, 64), Stage(64, 128), Stage(128, 256), Stage(256, 512))
-        self.head = nn.Linear(512, len(CLASSES))
+        self.head = nn.Linear(512, len(CIFAR10))
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.body(x).amax(dim=(2, 3))) * 0.25
         return logits
-
-
-# ---------------------------------------------------------------------------------------------------------- student
 
 
 def build_student(drop_path: float) -> VisionTransformer:
@@ -213,19 +206,24 @@ def build_student(drop_path: float) -> VisionTransformer:
         rows = line[:, None, :].expand(side, side, -1)
         columns = line[None, :, :].expand(side, side, -1)
         position = torch.cat([rows, columns], dim=2).reshape(side * side, width)
+        assert model.pos_embed is not None
         model.pos_embed[0, 1:] = 0.3 * position
-        for block in model.blocks:
-            qkv, proj = block.attn.qkv, block.attn.proj
+        for qkv, proj in zip(weights(model, "attn.qkv"), weights(model, "attn.proj"), strict=True):
             for head in range(heads):
                 at = slice(head * size, (head + 1) * size)
                 u, s, vh = torch.linalg.svd(0.7 * torch.randn(width, width) / math.sqrt(width) + 0.7 * torch.eye(width))
                 root = s[:size].sqrt()[:, None]
-                qkv.weight[:width][at] = root * u[:, :size].T
-                qkv.weight[width : 2 * width][at] = root * vh[:size]
+                qkv[:width][at] = root * u[:, :size].T
+                qkv[width : 2 * width][at] = root * vh[:size]
             u, s, vh = torch.linalg.svd(0.4 * torch.randn(width, width) / math.sqrt(width) - 0.4 * torch.eye(width))
-            qkv.weight[2 * width :] = s.sqrt()[:, None] * vh
-            proj.weight.copy_(u * s.sqrt())
+            qkv[2 * width :] = s.sqrt()[:, None] * vh
+            proj.copy_(u * s.sqrt())
     return model
+
+
+def weights(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """The weight of the layer of this name in every block, in order."""
+    return [p for full, p in model.named_parameters() if full.endswith(f".{name}.weight")]
 
 
 def orthogonalise(stack: Tensor) -> Tensor:
@@ -249,12 +247,10 @@ class Muon:
     def __init__(self, model: VisionTransformer, weight_decay: float, transform: Callable[[Tensor], Tensor]) -> None:
         self.weight_decay = weight_decay
         self.transform = transform
-        blocks = list(model.blocks)
-        self.qkv = [block.attn.qkv.weight for block in blocks]
-        self.proj = [block.attn.proj.weight for block in blocks]
-        self.up = [block.mlp.fc1.weight for block in blocks]
-        self.down = [block.mlp.fc2.weight for block in blocks]
-        self.params: list[Tensor] = [*self.qkv, *self.proj, *self.up, *self.down]
+        self.blocks = len(model.blocks)
+        self.params: list[Tensor] = [
+            p for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2") for p in weights(model, name)
+        ]
         self.momentum = [torch.zeros_like(p) for p in self.params]
 
     @torch.no_grad()
@@ -262,8 +258,7 @@ class Muon:
         grads = [p.grad for p in self.params if p.grad is not None]
         torch._foreach_lerp_(self.momentum, grads, 0.05)
         looked_ahead = torch._foreach_lerp(grads, self.momentum, 0.95)
-        n = len(self.qkv)
-        width = self.proj[0].shape[0]
+        n, width = self.blocks, self.params[0].shape[1]
         thirds = torch.stack(looked_ahead[:n]).view(3 * n, width, width)
         square = torch.cat([thirds, torch.stack(looked_ahead[n : 2 * n])])
         wide = torch.cat([torch.stack(looked_ahead[2 * n : 3 * n]).mT, torch.stack(looked_ahead[3 * n :])])
@@ -279,14 +274,11 @@ class Muon:
         torch._foreach_add_(self.params, updates, alpha=-lr)
 
 
-# --------------------------------------------------------------------------------------------------------- training
-
-
 def batches(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     order = torch.randperm(len(images), device=images.device)
     for start in range(0, len(order) - size + 1, size):
         index = order[start : start + size]
-        yield images[index], F.one_hot(labels[index], len(CLASSES)).float()
+        yield images[index], F.one_hot(labels[index], len(CIFAR10)).float()
 
 
 def normalise(images: Tensor) -> Tensor:
@@ -371,7 +363,7 @@ def train_student(
         betas=(0.9, 0.99),
         fused=device.type == "cuda",
     )
-    floats = [list(average.parameters()), list(student.parameters())]
+    floats: list[list[Tensor]] = [list(average.parameters()), list(student.parameters())]
     per_epoch = len(images) // args.batch
     steps, warm = args.epochs * per_epoch, min(args.warmup, args.epochs / 5) * per_epoch
     heat = args.temperature
@@ -413,9 +405,6 @@ def train_student(
     return average
 
 
-# ----------------------------------------------------------------------------------------------------------- output
-
-
 def save_weights(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in model.state_dict().items()}
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
@@ -439,7 +428,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the bundled CIFAR-10 model 'pocket' from scratch.")
-    parser.add_argument("--data", required=True, help="folder with CIFAR-10 (see patchlight.zoo.cifar10)")
+    parser.add_argument("--data", required=True, help="folder with CIFAR-10 (see patchlight.data.cifar)")
     parser.add_argument("--out", required=True, help="folder for the results")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -464,15 +453,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_tensors(folder: str, limit: int | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    raw = load_cifar10(folder)
+    def tensors(split: str) -> tuple[Tensor, Tensor]:
+        pixels, labels = (torch.tensor(array[:limit], device=device) for array in read_cifar10(folder, split))
+        return pixels.permute(0, 3, 1, 2).contiguous(), labels.long()
 
-    def pictures(array: Any) -> Tensor:
-        return torch.tensor(array[:limit], device=device).permute(0, 3, 1, 2).contiguous()
-
-    def numbers(array: Any) -> Tensor:
-        return torch.tensor(array[:limit], device=device).long()
-
-    return pictures(raw.x_train), numbers(raw.y_train), pictures(raw.x_test), numbers(raw.y_test)
+    return *tensors("train"), *tensors("test")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -524,14 +509,14 @@ def main(argv: list[str] | None = None) -> int:
     tensors = safetensors.torch.load_file(weights, device=str(device))
     stored.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     right = accuracy(stored, data[2], data[3], mixed_precision=False)
-    by_class = {name: round(right[data[3] == i].float().mean().item(), 4) for i, name in enumerate(CLASSES)}
+    by_class = {name: round(right[data[3] == i].float().mean().item(), 4) for i, name in enumerate(CIFAR10)}
     description = {
         "name": "pocket",
         "library": "timm.models.vision_transformer.VisionTransformer",
         "architecture": ARCHITECTURE,
         "parameters": sum(p.numel() for p in stored.parameters()),
         "dtype": "float16",
-        "classes": list(CLASSES),
+        "classes": list(CIFAR10),
         "mean": list(MEAN),
         "std": list(STD),
         "preprocess": "RGB, shorter side resized to 32 with antialiasing (bicubic), centre crop 32x32, scaled to 0..1, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import patchlight as pl
-from patchlight import cli
+import tools.listed
+from patchlight import cli, listed
 from patchlight.methods.base import METHODS, Ablates
+from patchlight.methods.requests import resolve
 from tests import families
 from tests.test_images import noise, png_header
 
@@ -66,6 +69,96 @@ def test_help_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(command in done.stdout for command in ("demo", "explain", "methods", "models"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("methods", ("genatt", "paper")),
+        ("methods tis", ("keep: float > 0",)),
+        ("metrics --json", ("deletion",)),
+        ("metrics gini", ("sparseness",)),
+        ("models deit_tiny*", ("deit_tiny_patch16_224",)),
+        ("explain --help", ("--method",)),
+    ],
+)
+def test_what_there_is_is_told_without_torch(arguments: str, words: tuple[str, ...]) -> None:
+    code = (
+        f"import sys; from patchlight.cli import app; app({arguments.split()!r}, standalone_mode=False);"
+        "assert not {'torch', 'timm', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(word in done.stdout for word in words)
+
+
+def test_the_bundled_table_is_what_the_registries_say() -> None:
+    made = json.loads(tools.listed.text(tools.listed.made()))
+    same_timm = made["timm"] == listed.table()["timm"]
+    for key in made if same_timm else set(made) - {"timm", "models"}:
+        assert made[key] == listed.table()[key], f"{key} changed; `python -m tools.listed` brings the table up to date"
+
+
+def test_a_table_older_than_its_sources_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {**listed.table(), "methods": [], "metrics": [], "models": ["gone"]}
+    (tmp_path / "listed.json").write_text(tools.listed.text(old))
+    monkeypatch.setattr(listed, "TABLE", tmp_path / "listed.json")
+    listed.table.cache_clear()
+    assert listed.rows("methods") == [], "this one is believed, since its sums are right"
+    old["sources"] = {**old["sources"], "methods/tis.py": "0" * 12}
+    (tmp_path / "listed.json").write_text(tools.listed.text(old))
+    listed.table.cache_clear()
+    try:
+        assert "genatt" in run("methods").stdout
+        assert "deletion" in run("metrics").stdout
+        assert "pocket" in run("models").stdout
+    finally:
+        listed.table.cache_clear()
+
+
+def completed(words: str) -> list[str]:
+    """What bash is offered for the last of these words."""
+    typed = words.split(" ")
+    asked = {"_PATCHLIGHT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(typed) - 1)}
+    result = CliRunner().invoke(cli.app, [], env=asked, prog_name="patchlight")
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result.stdout.split()
+
+
+def test_names_are_completed() -> None:
+    assert {"explain", "evaluate", "methods", "bench"} <= set(completed("patchlight "))
+    assert completed("patchlight explain a.jpg --meth") == ["--method"]
+    assert completed("patchlight explain a.jpg --method roll") == ["rollout"]
+    assert completed("patchlight explain a.jpg --method insi") == ["inside"]
+    assert completed("patchlight explain a.jpg --method genatt,ixg.pl") == ["genatt,ixg.plus"]
+    assert completed("patchlight explain a.jpg --method inputxgradient.skipplus.l") == ["inputxgradient.skipplus.libra"]
+    assert "decompx.skipplus" in completed("patchlight methods decompx.")
+    assert completed("patchlight methods rise.plus") == [], "it has no layer maps to sum"
+    assert completed("patchlight methods nothing.") == []
+    assert completed("patchlight explain a.jpg --score ") == ["logit", "probability"]
+    assert "deit_tiny_patch16_224" in completed("patchlight methods --model deit_t")
+    assert completed("patchlight evaluate --metric deletion,inserti") == ["deletion,insertion"]
+    assert "rise" in completed("patchlight evaluate --metric deletion --preset ")
+    assert completed("patchlight evaluate --data imagenet-seg") == ["imagenet-segmentation"]
+    assert completed("patchlight explain --method rollout,ixg.plus --set rollout.d") == ["rollout.discard="]
+    assert completed("patchlight bench run a.toml --target ") == ["label", "prediction"]
+
+
+def test_every_composition_and_rule_that_is_offered_is_taken() -> None:
+    for row in listed.table()["methods"]:
+        offered = completed(f"patchlight methods {row['name']}.")
+        assert {resolve(name).name for name in offered} == set(offered)
+
+
+def test_a_shell_is_answered_without_torch() -> None:
+    code = (
+        "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules));"
+        "sys.argv[0] = 'patchlight'; from patchlight.cli import main; main()"
+    )
+    asked = {"_PATCHLIGHT_COMPLETE": "complete_bash", "COMP_WORDS": "patchlight methods tokent", "COMP_CWORD": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked})
+    assert done.stdout.split() == ["tokentm", "False"], done.stderr
+    shown = subprocess.run([sys.executable, "-c", code, "--show-completion", "bash"], capture_output=True, text=True)
+    assert "_PATCHLIGHT_COMPLETE=complete_bash" in shown.stdout
 
 
 def test_one_image_one_figure(folder: Path, tiny: pl.Anatomy) -> None:

@@ -1,4 +1,4 @@
-"""The batches DiffMask is trained on: what a loader may give, in which order, and what is refused before any work."""
+"""The batches of a training: what a loader may give, in which order, and what is refused before any work."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def epoch_of(loader: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
         yield from batches
 
 
-def length_of(loader: Iterable[Any]) -> int:
+def length_of(loader: Any) -> int:
     try:
-        return len(loader)  # type: ignore[arg-type]
+        return len(loader)
     except TypeError as error:
         raise PatchlightError("the loader does not say how many batches it has; give settings with steps") from error
 
@@ -66,5 +66,5 @@ def check_data(vit: Anatomy, loader: Iterable[Any], use: str = "train on", look:
         raise PatchlightError(f"the data has a label {highest}, but {vit.name} has {known} classes (0 to {known - 1})")
     if len(found) == 1 and use == "train on":
         raise PatchlightError(
-            f"the first {count} images are all of class {highest}; DiffMask needs several classes, in mixed order"
+            f"the first {count} images are all of class {highest}; training needs several classes, in mixed order"
         )

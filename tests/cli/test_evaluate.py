@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 import patchlight as pl
 from patchlight.data import Data, Sample
 from patchlight.images import open_image
-from tests.test_cli import folder as folder
-from tests.test_cli import refused, run
-from tests.test_cli import tiny as tiny
+from tests.cli.test_cli import folder as folder
+from tests.cli.test_cli import refused, run
+from tests.cli.test_cli import tiny as tiny
 from tests.test_images import noise
 
 QUICK = ("--set", "insertion.steps=4", "--set", "deletion.steps=4")

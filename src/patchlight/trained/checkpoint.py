@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +12,42 @@ from torch import Tensor
 
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
-from patchlight.trained.diffmask.settings import Progress
 
 Parts = Mapping[str, Mapping[str, Tensor]]
+"""Named tensors, by the part of a training they belong to."""
 
 
 def write_checkpoint(path: Path, about: Mapping[str, Any], parts: Parts) -> None:
-    """Named tensors by part, and what there is to say about them, as one safetensors file."""
+    """The parts, and what there is to say about them, as one safetensors file."""
     from safetensors.torch import save
 
     tensors = {f"{a}/{b}": t.detach().cpu().contiguous() for a, part in parts.items() for b, t in part.items()}
     write_whole(path, save(tensors, {"about": json.dumps(about)}))
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], Parts]:
+    """What was said, and the parts; one without tensors is empty."""
     from safetensors import SafetensorError, safe_open
 
+    parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     try:
         with safe_open(path, "pt") as file:
             about: dict[str, Any] = json.loads(file.metadata()["about"])
-            parts: dict[str, dict[str, Tensor]] = {"gates": {}, "optimiser": {}, "multipliers": {}}
             for key in file.keys():  # noqa: SIM118
                 part, _, name = key.partition("/")
-                parts.setdefault(part, {})[name] = file.get_tensor(key)
+                parts[part][name] = file.get_tensor(key)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise PatchlightError(f"'{path}' is damaged; remove it to start again") from error
     return about, parts
 
 
-_COLUMNS = [f.name for f in fields(Progress)]
-
-
-def append_metrics(path: Path, now: Progress) -> None:
+def append_metrics(path: Path, row: Mapping[str, float]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
+    first = not path.exists()
     with path.open("a", encoding="utf-8") as file:
-        if new:
-            file.write(",".join(_COLUMNS) + "\n")
-        file.write(",".join(f"{getattr(now, c):.6g}" for c in _COLUMNS) + "\n")
+        if first:
+            file.write(",".join(row) + "\n")
+        file.write(",".join(f"{value:.6g}" for value in row.values()) + "\n")
 
 
 def cut_metrics(path: Path, step: int) -> None:

@@ -1,7 +1,7 @@
-"""Measure the stored model again: ``python -m patchlight.zoo.evaluate --data CIFAR_DIR``.
+"""Measure the stored model again: ``python -m tools.evaluate_pocket --data CIFAR_DIR``.
 
 Reads ``pocket.safetensors`` as float32 and classifies all 10,000 CIFAR-10 test images once each, on the CPU, with no
-test-time augmentation. ``CIFAR_DIR`` may hold any layout that :func:`patchlight.zoo.cifar10.load_cifar10` reads.
+test-time augmentation. ``CIFAR_DIR`` may hold any layout that ``patchlight.data.cifar.read_cifar10`` knows.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 
 import torch
 
+from patchlight.data.cifar import read_cifar10
 from patchlight.zoo import pocket
-from patchlight.zoo.cifar10 import load_cifar10
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,8 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     if not pocket.check_file():
         print(f"{pocket.WEIGHTS} is not the file that pocket.json describes (SHA-256 differs)", file=sys.stderr)
         return 1
-    data = load_cifar10(args.data)
-    images, labels = torch.tensor(data.x_test), torch.tensor(data.y_test).long()
+    images, labels = (torch.tensor(array) for array in read_cifar10(args.data))
     mean, std = torch.tensor(about["mean"]), torch.tensor(about["std"])
     model = pocket.build()
     began = time.perf_counter()

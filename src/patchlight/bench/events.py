@@ -1,0 +1,73 @@
+"""What a run tells while it goes on; whoever listens is given one of these at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from patchlight.bench.rows import Row
+
+
+@dataclass(frozen=True)
+class Planning:
+    """So many of the images have been read."""
+
+    event: ClassVar[str] = "plan"
+    read: int
+    images: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """The plan is made, and what is done already is known; `images` are those of one model."""
+
+    event: ClassVar[str] = "start"
+    shards: int
+    done: int
+    notes: Sequence[str]
+    images: int
+    models: Sequence[str]
+    folder: str
+
+
+@dataclass(frozen=True)
+class ShardStart:
+    """A shard is begun."""
+
+    event: ClassVar[str] = "shard"
+    model: str
+    images: int
+    key: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage of a shard, "explain" or "measure", is over for these methods."""
+
+    event: ClassVar[str] = "step"
+    stage: str
+    method: str
+
+
+@dataclass(frozen=True)
+class ShardEnd:
+    """A shard is stored."""
+
+    event: ClassVar[str] = "done"
+    key: str
+    seconds: float
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class End:
+    """The run is over; `failures` are values that failed, by reason."""
+
+    event: ClassVar[str] = "end"
+    failures: Mapping[str, int]
+    shards: int
+
+
+Event = Planning | Start | ShardStart | Step | ShardEnd | End
+Listener = Callable[[Event], None]

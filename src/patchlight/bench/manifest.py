@@ -1,0 +1,77 @@
+"""manifest.json: what a run is, and what it was begun with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from patchlight.bench.plan import digest_of
+from patchlight.bench.recipe import Recipe
+from patchlight.bench.rows import FORMAT
+from patchlight.errors import PatchlightError
+from patchlight.files import write_whole
+
+
+class PlannedShard(BaseModel):
+    """A shard as the manifest lists it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    place: str
+    key: str
+    model: str
+    images: tuple[str, ...]
+    indices: tuple[int, ...]
+
+
+class Manifest(BaseModel):
+    """A run: the recipe as it was run, overrides and all; its text; and what a resumed run must have in common with it.
+
+    `versions` are those it was begun with.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    resolved: Recipe
+    recipe: str
+    quick: bool
+    notes: tuple[str, ...]
+    device: str
+    chunk: int
+    threads: int
+    versions: dict[str, str]
+    shards: tuple[PlannedShard, ...]
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest in a file; None where there is none. One that is damaged, or of another format, is refused."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise PatchlightError(f"'{path}' cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError):
+        told = None
+    made = told.get("format") if isinstance(told, dict) else None
+    if isinstance(made, int) and not isinstance(made, bool) and made != FORMAT:
+        newer = made > FORMAT
+        raise PatchlightError(
+            f"'{path.parent}' was made by {'a newer' if newer else 'an earlier'} Patchlight (format {made}, here "
+            f"{FORMAT}); {'update Patchlight to read it' if newer else 'give another --out, and run it again'}"
+        )
+    damaged = f"'{path}' is damaged; delete it, and the same `bench run` goes on with what is done"
+    if not isinstance(told, dict) or told.pop("sum", None) != digest_of(told):
+        raise PatchlightError(damaged)
+    try:
+        return Manifest.model_validate(told)
+    except ValidationError as error:
+        raise PatchlightError(damaged) from error
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    whole = {"format": FORMAT, **manifest.model_dump(mode="json")}
+    whole = json.loads(json.dumps(whole))
+    write_whole(path, json.dumps({**whole, "sum": digest_of(whole)}, indent=1).encode(), durable=True)

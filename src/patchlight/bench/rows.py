@@ -1,0 +1,182 @@
+"""What a shard leaves: a row for each image, method and metric, and maps; and how they are written and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from patchlight.errors import PatchlightError
+from patchlight.images import Preprocess
+from patchlight.metrics.base import Evaluation
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError as error:
+    raise PatchlightError("the benchmark needs pyarrow, jinja2 and plotly: pip install 'patchlight[bench]'") from error
+
+FORMAT = 2
+TIMING = ("explain_seconds", "measure_seconds")
+SCHEMA = pa.schema(
+    [
+        ("model", pa.string()),
+        ("image", pa.string()),
+        ("target", pa.int64()),
+        ("method", pa.string()),
+        ("metric", pa.string()),
+        ("cell", pa.string()),
+        ("value", pa.float64()),
+        ("note", pa.string()),
+        ("error", pa.string()),
+        ("curve", pa.list_(pa.float32())),
+        ("parts", pa.map_(pa.string(), pa.list_(pa.float64()))),
+        *((name, pa.float64()) for name in TIMING),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One image under one method and metric; `cell` is the hash of what the value depends on.
+
+    `note` says why a value does not exist, or is worth little; `error` why it failed. `curve` is over the metric's `x`,
+    `parts` are what its micro average is made of, each flat.
+    """
+
+    model: str
+    image: str
+    method: str
+    metric: str
+    cell: str
+    target: int | None = None
+    value: float | None = None
+    note: str = ""
+    error: str = ""
+    curve: Sequence[float] | None = None
+    parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    explain_seconds: float | None = None
+    measure_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is true of a metric for all images: `x` [P] of its curves, direction, bounds, and the shapes of parts."""
+
+    x: Sequence[float] | None = None
+    higher_is_better: bool = True
+    bounds: Sequence[float] = (0.0, 1.0)
+    parts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(evaluation: Evaluation) -> Facts:
+        return Facts(
+            x=None if evaluation.x is None else evaluation.x.tolist(),
+            higher_is_better=evaluation.higher_is_better,
+            bounds=list(evaluation.bounds),
+            parts={name: list(part.shape[1:]) for name, part in evaluation.parts.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Maps [n,h,w] by method, the images they are of, the classes they explain, and how the model saw the images."""
+
+    scores: Mapping[str, Tensor] = field(default_factory=dict)
+    images: Sequence[str] = ()
+    classes: Sequence[str] = ()
+    preprocess: Preprocess | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    """What running a shard gave: rows, maps, and facts by metric."""
+
+    rows: Sequence[Row]
+    maps: Maps
+    facts: Mapping[str, Facts] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Before:
+    """What is known already, by cell: rows, facts about the metric, and maps."""
+
+    rows: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    facts: Mapping[str, Facts] = field(default_factory=dict)
+    maps: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def failed(rows: Iterable[Row]) -> int:
+    """How many of these failed."""
+    return sum(bool(row.error) for row in rows)
+
+
+def table_bytes(done: Done) -> bytes:
+    """Rows and facts as Parquet."""
+    facts = {metric: asdict(own) for metric, own in done.facts.items()}
+    schema = SCHEMA.with_metadata({"facts": json.dumps(facts), "format": str(FORMAT)})
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist([vars(row) for row in done.rows], schema), sink, compression="zstd")
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def table_of(data: bytes | None, columns: list[str] | None = None) -> Any:
+    """The table in a Parquet file, with these columns of it; None where it is none."""
+    try:
+        if data is None:
+            return None
+        # without threads: a pool that still works when the interpreter ends aborts it
+        return pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(columns, use_threads=False)
+    except (pa.ArrowException, OSError):
+        return None
+
+
+def known_columns(table: Any) -> Any:
+    """A table without what a newer version added."""
+    return table.select([name for name in SCHEMA.names if name in table.column_names])
+
+
+def rows_of(table: Any) -> list[Row]:
+    return [Row(**{**row, "parts": dict(row["parts"] or ())}) for row in known_columns(table).to_pylist()]
+
+
+def facts_of(table: Any) -> dict[str, Facts]:
+    """By metric, what the table says of it."""
+    found = json.loads((table.schema.metadata or {}).get(b"facts", b"{}"))
+    return {metric: Facts(**_known(Facts, own)) for metric, own in found.items() if own}
+
+
+def _known(kind: Any, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What is told of a dataclass, without what a newer version added."""
+    return {f.name: about[f.name] for f in fields(kind) if f.name in about}
+
+
+def map_bytes(maps: Maps) -> bytes:
+    """Maps as safetensors."""
+    from safetensors.torch import save
+
+    assert maps.preprocess is not None
+    about = {"images": maps.images, "classes": maps.classes, "preprocess": asdict(maps.preprocess)}
+    tensors = {name: scores.contiguous() for name, scores in maps.scores.items()}
+    data: bytes = save(tensors, {key: json.dumps(value) for key, value in about.items()})
+    return data
+
+
+def maps_of(path: Path) -> Maps:
+    """The maps in a safetensors file, without what a newer version added; none where it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            told = file.metadata() or {}
+        about = {name: json.loads(told[name]) for name in ("images", "classes", "preprocess") if name in told}
+    except (OSError, ValueError, SafetensorError):
+        return Maps()
+    cut = {key: tuple(v) if isinstance(v, list) else v for key, v in about.pop("preprocess", {}).items()}
+    return Maps(scores, **about, preprocess=Preprocess(**_known(Preprocess, cut)) if cut else None)

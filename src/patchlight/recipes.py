@@ -1,0 +1,120 @@
+"""Recipes as files: TOML, checked against the model that says what a recipe holds. An error names the line."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from patchlight.errors import PatchlightError, nearest
+
+R = TypeVar("R", bound=BaseModel)
+Keys = tuple[str, ...]
+DEEPEST = 16
+"""Tables and lists inside each other, at most; a recipe has five."""
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a recipe."""
+    path = Path(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        near = [p.stem for p in Path("recipes").glob("*.toml")]
+        hint = f"; {nearest(path.stem, near)}" if near else ""
+        raise PatchlightError(f"no recipe at '{path}'{hint}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise PatchlightError(
+            f"'{path}' cannot be read as a recipe: {getattr(error, 'strerror', None) or error}"
+        ) from error
+
+
+def parse_as(kind: type[R], text: str, where: str) -> R:
+    """A recipe of this kind from TOML; `where` is what an error calls it."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        at = int(line.group(1)) if line else text.count("\n") + 1
+        raise PatchlightError(f"{where}, line {at}: not TOML: {str(error).split(' (at')[0]}") from error
+    except RecursionError as error:
+        raise PatchlightError(f"{where} is nested too deeply; a recipe has tables in tables, and no more") from error
+    if _depth(content) > DEEPEST:
+        raise PatchlightError(f"{where} is nested too deeply; a recipe has tables in tables, and no more")
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        # An unknown section tells more than the missing one it was meant to be.
+        first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+        keys = tuple(str(key) for key in first["loc"])
+        raise at_line(text, where, keys, _in_words(kind, first, keys)) from error
+
+
+def at_line(text: str, where: str, keys: Keys, sentence: object) -> PatchlightError:
+    """An error about what these keys hold."""
+    return PatchlightError(f"{where}, line {line_of(keys, key_lines(text))}: {sentence}")
+
+
+def _depth(value: Any) -> int:
+    """How many tables and lists lie inside each other."""
+    level, depth = [value], 0
+    while level:
+        level = [one for each in level for one in (each.values() if isinstance(each, dict) else each)]
+        level = [one for one in level if isinstance(one, dict | list)]
+        depth += 1
+    return depth
+
+
+def _in_words(kind: type[BaseModel], error: Any, keys: Keys) -> str:
+    name = ".".join(keys)
+    if error["type"] == "missing":
+        return f"'{name}' is missing"
+    if error["type"] == "extra_forbidden":
+        return f"there is no key '{name}'; {nearest(keys[-1], _beside(kind, keys))}"
+    return f"'{name}': {error['msg']}, not {error['input']!r}"
+
+
+def _beside(kind: type[BaseModel], keys: Keys) -> Iterable[str]:
+    """The keys that may stand where the last of these does."""
+    for key in keys[:-1]:
+        field = kind.model_fields.get(key)
+        parts = () if field is None else (field.annotation, *get_args(field.annotation))
+        kind = next((part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)), kind)
+    return kind.model_fields
+
+
+_HEADER = re.compile(r"^\s*\[\[?\s*(.+?)\s*\]\]?\s*(#.*)?$")
+_KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")
+_WORD = re.compile(r"""[\w-]+|"[^"]*"|'[^']*'""")
+
+
+def key_lines(text: str) -> dict[Keys, int]:
+    """The line (from 1) of every table and key of a TOML text; keys inside inline tables stand on their table's."""
+    found: dict[Keys, int] = {}
+    table: Keys = ()
+    inside = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if not inside:
+            key, header = _KEY.match(line), _HEADER.match(line)
+            if key:
+                found.setdefault((*table, *_words(key.group(1))), number)
+            elif header:
+                table = _words(header.group(1))
+                found.setdefault(table, number)
+        for quotes in ('"""', "'''"):
+            if line.count(quotes) % 2 and inside in ("", quotes):
+                inside = "" if inside else quotes
+    return found
+
+
+def _words(key: str) -> Keys:
+    return tuple(word.strip("\"'") for word in _WORD.findall(key))
+
+
+def line_of(keys: Keys, lines: dict[Keys, int]) -> int:
+    """The line of a key, else of the nearest table around it, else the first."""
+    return next((lines[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in lines), 1)

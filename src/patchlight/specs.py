@@ -1,0 +1,209 @@
+"""What a recipe names: a model, the data, a method, a metric. Recipes of the benchmark and of training share them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from patchlight.errors import PatchlightError
+
+if TYPE_CHECKING:
+    from patchlight.anatomy.base import Anatomy
+    from patchlight.data import Data
+    from patchlight.methods.requests import Request
+    from patchlight.metrics.base import MetricRequest
+
+Whole = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+Many = Annotated[int, Field(strict=True, ge=1)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Spread = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
+
+
+class Spec(BaseModel):
+    """A part of a recipe; a key it does not know is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OpenSpec(BaseModel):
+    """A part of a recipe whose other keys are settings of what it names."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+    def changed(self, **changes: Any) -> Self:
+        """The same with other values."""
+        try:
+            return type(self).model_validate({**self.model_dump(), **changes})
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise PatchlightError(f"setting {key}={first['input']!r} is not valid: {first['msg']}") from error
+
+    def __reduce__(self) -> Any:
+        return type(self).model_validate, (self.model_dump(),)  # another process resolves it for itself
+
+
+def _short(key: str) -> Any:
+    """A lone string stands for this key."""
+    return model_validator(mode="before")(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+class PreprocessSpec(Spec):
+    """Where a model's preprocessing is replaced; None leaves the model's own."""
+
+    size: tuple[Many, Many] | None = None
+    mean: tuple[Number, Number, Number] | None = None
+    std: tuple[Spread, Spread, Spread] | None = None
+    crop_pct: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None
+    fit: Literal["crop", "squash"] | None = None
+
+
+class ModelSpec(Spec):
+    """A model, by a name `load` knows; `stands_for` is the recipe's model in whose place the user gave this one."""
+
+    name: str
+    weights: str | None = None
+    labels: str | None = None
+    stage: Whole | None = None
+    preprocess: PreprocessSpec = PreprocessSpec()
+    stands_for: str = ""
+
+    _by_name = _short("name")
+
+    def load(self, device: str = "cpu") -> Anatomy:
+        """The model, shown its images as the recipe says."""
+        from patchlight.anatomy.load import load
+
+        options: dict[str, Any] = {} if self.stage is None else {"stage": self.stage}
+        vit = load(self.name, weights=self.weights, labels=self.labels, device=device, **options)
+        changed = self.preprocess.model_dump(exclude_none=True)
+        size = changed.get("size", vit.preprocess.size)
+        if tuple(size) != tuple(vit.preprocess.size):
+            asked, own = (" x ".join(map(str, each)) for each in (size, vit.preprocess.size))
+            raise PatchlightError(f"images of {asked} do not fit {vit.name}, which takes {own}; leave out size")
+        vit.preprocess = replace(vit.preprocess, **changed)
+        return vit
+
+    def other(self, name: str | None = None, weights: str | None = None, labels: str | None = None) -> ModelSpec:
+        """This model with other weights or class names; of a model of another name, nothing else is this one's."""
+        if name is not None and name != self.name:
+            return ModelSpec(name=name, weights=weights, labels=labels)
+        return self.model_copy(update={"weights": weights or self.weights, "labels": labels or self.labels})
+
+
+class DataSpec(Spec):
+    """The images: kind, path and options for `open_data`, and which of them.
+
+    The first `skip` are passed over; of the others, `images` are picked `spread` evenly over the list, `first`, or at
+    `random` (seeded). `stands_for` is the recipe's kind in whose place the user gave this one.
+    """
+
+    kind: str
+    path: str = ""
+    options: dict[str, Any] = {}
+    skip: Annotated[int, Field(strict=True, ge=0)] = 0
+    images: Many | None = None
+    pick: Literal["spread", "first", "random"] = "spread"
+    stands_for: str = ""
+
+    def at(self, given: str) -> DataSpec:
+        """The data at `DIR` or `KIND:DIR`."""
+        kind, path = kind_and_path(given)
+        if kind in ("", self.kind):
+            return self.model_copy(update={"path": path})
+        return self.model_copy(update={"kind": kind, "path": path, "options": {}, "stands_for": self.kind})
+
+    def open(self, **options: Any) -> Data:
+        """The whole data set, with these options besides its own."""
+        from patchlight.data import KINDS, open_data
+
+        if not self.path and not KINDS.find(self.kind).made_up:
+            raise PatchlightError(
+                f"the recipe needs '{self.kind}' data; say where with --data DIR (or --data KIND:DIR)"
+            )
+        return open_data(self.kind, self.path, **{**self.options, **options})
+
+    def chosen(self, total: int, seed: int = 0) -> Sequence[int]:
+        """Which of `total` images: all behind `skip` where `images` are not given, or there are no more than these."""
+        import torch
+
+        left = total - self.skip
+        if left < 1:
+            skipped = f" behind the first {self.skip}" if total else ""
+            raise PatchlightError(f"there are no images in '{self.path}'{skipped}")
+        count = left if self.images is None else min(self.images, left)
+        if self.pick == "random" and count < left:
+            drawn = torch.randperm(left, generator=torch.Generator().manual_seed(seed))[:count]
+            return [self.skip + i for i in sorted(drawn.tolist())]
+        every = left if self.pick == "spread" else count
+        return [self.skip + i * every // count for i in range(count)]
+
+
+def kind_and_path(given: str) -> tuple[str, str]:
+    """`KIND:DIR` as kind and path; the kind of a plain `DIR` is empty."""
+    from patchlight.data import KINDS
+
+    kind, _, path = given.partition(":")
+    return (kind, path) if kind in KINDS and ":" in given else ("", given)
+
+
+class MethodSpec(OpenSpec):
+    """A registered method; all other keys are its settings.
+
+    `upsampling` says how its map becomes pixels where that is the method's own affair; it wins over the metrics'.
+    """
+
+    method: str
+    upsampling: Literal["nearest", "bilinear", "bicubic"] | None = None
+
+    _by_name = _short("method")
+
+    @cached_property
+    def request(self) -> Request:
+        """The method with its settings, resolved once."""
+        from patchlight.methods.requests import resolve
+
+        return resolve(self.method, self.settings)
+
+    @property
+    def registered(self) -> str:
+        """The name the method is registered under."""
+        return self.request.method.name
+
+    def measured_by(self, metric: MetricSpec) -> MetricRequest:
+        """The metric as it measures this method."""
+        asked = metric.request
+        if self.upsampling is None or "upsampling" not in asked.metric.settings:
+            return asked
+        return replace(asked, settings={**asked.settings, "upsampling": self.upsampling})
+
+
+class MetricSpec(OpenSpec):
+    """A registered metric; all other keys are its settings. Tables show value x `scale` with `digits` decimals."""
+
+    metric: str
+    scale: Number = 1.0
+    digits: Annotated[int, Field(strict=True, ge=0, le=8)] = 3
+
+    _by_name = _short("metric")
+
+    @cached_property
+    def request(self) -> MetricRequest:
+        """The metric with its settings, resolved once."""
+        from patchlight.metrics.base import resolve_metric
+
+        return resolve_metric(self.metric, self.settings)
+
+    @property
+    def registered(self) -> str:
+        """The name the metric is registered under."""
+        return self.request.metric.name

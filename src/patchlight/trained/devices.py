@@ -1,0 +1,44 @@
+"""Several devices through Accelerate: each process takes its share of the batches, and all take the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError
+
+
+class Devices:
+    """This process among those of `accelerate launch`; alone, it leaves loader and network as they are."""
+
+    def __init__(self, vit: Anatomy) -> None:
+        try:
+            from accelerate import Accelerator
+        except ImportError as error:
+            raise PatchlightError(
+                "training needs accelerate, which is not installed; pip install patchlight[train]"
+            ) from error
+        self._accelerator = Accelerator(cpu=vit.device.type == "cpu", device_placement=False)
+        self._alone = self._accelerator.num_processes == 1
+        self.rank = int(self._accelerator.process_index)
+        self.main = bool(self._accelerator.is_main_process)
+        if not self._alone:
+            vit.model.to(self._accelerator.device)
+
+    def share(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """A loader of this process's batches."""
+        return loader if self._alone else self._accelerator.prepare(loader)
+
+    def joined(self, network: nn.Module) -> nn.Module:
+        """The network as every step must call it, so that its gradients are those of all processes."""
+        return network if self._alone else self._accelerator.prepare_model(network)
+
+    def backward(self, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
+
+    def mean(self, numbers: Tensor) -> Tensor:
+        """Their mean over all processes."""
+        return numbers if self._alone else self._accelerator.reduce(numbers, "mean")

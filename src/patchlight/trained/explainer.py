@@ -1,0 +1,144 @@
+"""An explainer: a trained network, the model it was made for, and the folder it is kept in."""
+
+from __future__ import annotations
+
+import copy
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError
+from patchlight.files import write_whole
+from patchlight.fingerprints import stamp
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class Explainer(ABC, Generic[Network]):
+    """A trained network, what model it was made for, and how it was trained."""
+
+    kind: ClassVar[str]
+    """What its JSON file is called; `weights`: its safetensors file."""
+    weights: ClassVar[str]
+    title: ClassVar[str]
+    format: ClassVar[int]
+
+    network: Network
+    model: dict[str, Any]
+    signature: Tensor
+    about: dict[str, Any] = field(default_factory=dict)
+    _ready: dict[Any, Network] = field(default_factory=dict, repr=False)
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """What `build` needs besides the weights."""
+
+    @staticmethod
+    @abstractmethod
+    def build(weights: dict[str, Tensor], options: dict[str, Any]) -> Network:
+        """The network again."""
+
+    @classmethod
+    def of(cls, network: Network, vit: Anatomy, **about: Any) -> Self:
+        return cls(network.requires_grad_(False).eval(), described(vit), signature(vit), about)
+
+    def mismatch(self, vit: Anatomy) -> str | None:
+        """Why this explainer does not belong to a model; None when it does."""
+        mine, other = self.model, described(vit)
+        wrong = [key for key in mine if key != "name" and mine[key] != other[key]]
+        if wrong:
+            told = " and ".join(f"{mine[key]} {key.replace('_', ' ')}, not {other[key]}" for key in wrong)
+            return f"the explainer was made for {mine['name']} with {told}"
+        now = stamp(vit.model)
+        seen = _SEEN.setdefault(self, WeakKeyDictionary())
+        known, fits = seen.get(vit, (None, False))
+        if known != now:  # reading weights takes many small copies from a device, so only when they changed
+            fits = self._signed(vit)
+            seen[vit] = (now, fits)
+        return None if fits else f"the explainer was made for other weights of {mine['name']}"
+
+    def _signed(self, vit: Anatomy) -> bool:
+        here, mine = signature(vit), self.signature
+        if here.shape != mine.shape:
+            return False
+        return float(((here - mine).abs() / (here.abs() + mine.abs() + 1e-6)).mean()) <= 5e-3
+
+    def on(self, like: Tensor) -> Network:
+        """The network in a tensor's type and on its device."""
+        key = (like.device, like.dtype)
+        if key not in self._ready:
+            self._ready[key] = copy.deepcopy(self.network).to(like)
+        return self._ready[key]
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the weights and a JSON file into a folder; an explainer of this kind that lies there is replaced."""
+        from safetensors.torch import save
+
+        folder = Path(folder)
+        tensors = {name: value.detach().cpu().contiguous() for name, value in self.network.state_dict().items()}
+        write_whole(folder / f"{self.weights}.safetensors", save({**tensors, "signature": self.signature}))
+        known = {"format": self.format, "kind": self.kind, "model": self.model, **self.options()}
+        text = json.dumps({**known, "about": self.about}, indent=1)
+        write_whole(folder / f"{self.kind}.json", text.encode() + b"\n")
+        return folder
+
+    @classmethod
+    def read(cls, folder: str | Path, vit: Anatomy | None = None) -> Self:
+        """The explainer in a folder; with a model, one that was made for another is refused."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        folder = Path(folder)
+        try:
+            about = json.loads((folder / f"{cls.kind}.json").read_text(encoding="utf-8"))
+            tensors = load_file(folder / f"{cls.weights}.safetensors")
+            if about["kind"] != cls.kind:
+                raise PatchlightError(f"'{folder}' holds an explainer of another kind, '{about['kind']}'")
+            if about["format"] != cls.format:
+                age = "an earlier" if about["format"] < cls.format else "a later"
+                raise PatchlightError(
+                    f"'{folder}' was made by {age} Patchlight (format {about['format']}, this one reads {cls.format}); "
+                    "train it again, or explain with that version"
+                )
+            model = {k: tuple(v) if isinstance(v, list) else v for k, v in about["model"].items()}
+            signed = tensors.pop("signature")
+            network = cls.build({k: v.float() for k, v in tensors.items()}, about)
+        except FileNotFoundError as error:
+            name = Path(error.filename).name
+            raise PatchlightError(f"'{folder}' holds no {cls.title} explainer ({name} is missing)") from error
+        except (json.JSONDecodeError, SafetensorError, KeyError, TypeError, RuntimeError, NotADirectoryError) as error:
+            raise PatchlightError(f"the explainer in '{folder}' is damaged: {str(error).splitlines()[0]}") from error
+        explainer = cls(network.requires_grad_(False).eval(), model, signed, about["about"])
+        if vit is not None and (reason := explainer.mismatch(vit)) is not None:
+            raise PatchlightError(f"'{folder}' does not fit {vit.name}: {reason}")
+        return explainer
+
+
+_SEEN: WeakKeyDictionary[Explainer[Any], WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
+"""By explainer and model: where its weights were when they were last compared, and whether they fitted."""
+
+
+def described(vit: Anatomy) -> dict[str, Any]:
+    """What must agree between the model an explainer was made for and the one it explains."""
+    return {
+        "name": vit.name,
+        "blocks": vit.depth,
+        "patch_grid": vit.grid,
+        "prefix_tokens": vit.prefix,
+        "classes": vit.classes,
+        "image_size": vit.preprocess.size,
+    }
+
+
+def signature(vit: Anatomy) -> Tensor:
+    """Four numbers of every weight: enough to tell one training from another, in any precision."""
+    some = [p.detach().flatten()[:4].float() for p in vit.model.parameters()]
+    return torch.cat(some).cpu()

@@ -1,0 +1,193 @@
+"""The loop of every training: it can be killed at any moment and goes on where it was.
+
+A learner's draws are functions of the seed and the step alone, so a checkpoint holds weights and optimiser, no random
+state.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from patchlight.errors import PatchlightError
+from patchlight.files import check_writable
+from patchlight.trained.batches import epoch_of, length_of
+from patchlight.trained.checkpoint import Parts, append_metrics, cut_metrics, read_checkpoint, write_checkpoint
+from patchlight.trained.devices import Devices
+from patchlight.trained.settings import Training
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Report = TypeVar("Report", bound="DataclassInstance")
+"""How far a training is: numbers, `step`, `steps` and `seconds` among them."""
+
+
+class Learner(ABC, Generic[Report]):
+    """What is trained: a network beside a frozen model, and all that moves with it."""
+
+    network: nn.Module
+    columns: tuple[str, ...]
+    """The names of what `step` returns; `loss` is one of them."""
+    remedy: str
+    """What to change when the loss is not a number."""
+
+    @abstractmethod
+    def step(self, batch: Any, index: int) -> Tensor:
+        """Forward, backward and optimiser for a batch, `index` batches after the first; the numbers of `columns`."""
+
+    @abstractmethod
+    def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> Report:
+        """What is told of the means of `columns` since the last report; the place to warn."""
+
+    @abstractmethod
+    def state(self) -> Parts:
+        """All that `restore` needs to go on to the same weights."""
+
+    @abstractmethod
+    def restore(self, parts: Parts) -> None:
+        """Take up a state; a KeyError or RuntimeError where it is another model's."""
+
+
+def run(
+    learner: Learner[Report],
+    loader: Iterable[Any],
+    settings: Training,
+    devices: Devices,
+    callback: Callable[[Report], None] | None = None,
+    out: Path | None = None,
+    resume: bool = True,
+) -> dict[str, Any]:
+    """Take all steps, from the checkpoint in `out` on where there is one; returns the last report, by name.
+
+    `out` gets `checkpoint.safetensors` and `metrics.csv`, and TensorBoard's files where they are wanted.
+    """
+    loop = _Loop(learner, loader, settings, devices, callback, out)
+    if out is not None:
+        check_writable(out)
+        loop.resume(out, resume)
+    loop.go()
+    return loop.last
+
+
+class _Loop(Generic[Report]):
+    """Where a run stands."""
+
+    def __init__(
+        self,
+        learner: Learner[Report],
+        loader: Iterable[Any],
+        settings: Training,
+        devices: Devices,
+        callback: Callable[[Report], None] | None,
+        out: Path | None,
+    ) -> None:
+        self.learner, self.loader, self.settings, self.devices = learner, loader, settings, devices
+        self.callback, self.out = callback, out
+        self.steps = settings.steps or math.ceil(settings.epochs * length_of(loader))
+        self.step, self.saved, self.epoch_length = 0, 0, 0
+        self.window: list[Tensor] = []
+        """What the steps since the last report returned."""
+        self.last: dict[str, Any] = {}
+        self.began = time.monotonic()
+
+    def go(self) -> None:
+        """All steps from where the run stands."""
+        every, saved_at = self.settings.checkpoint_steps, time.monotonic()
+        while self.step < self.steps:
+            epoch = self.step // self.epoch_length if self.epoch_length else 0
+            position = epoch * self.epoch_length
+            for batch in epoch_of(self.loader, self.settings.seed, epoch):
+                position += 1
+                if position <= self.step:
+                    continue
+                self.window.append(self.learner.step(batch, self.step))
+                self.step += 1
+                if self.step % self.settings.log_every == 0 or self.step == self.steps:
+                    self._report()
+                due = time.monotonic() - saved_at > 60 * self.settings.checkpoint_minutes
+                if due or self.step == self.steps or (every is not None and self.step % every == 0):
+                    self._save()
+                    saved_at = time.monotonic()
+                if self.step == self.steps:
+                    return
+            if position == epoch * self.epoch_length:
+                raise PatchlightError("the loader gave no batch; give one that can be walked once for each epoch")
+            self.epoch_length = position if not self.epoch_length else self.epoch_length
+
+    def _report(self) -> None:
+        means = self._finite_means()
+        self.window.clear()
+        now = self.learner.report(self.step, self.steps, means, time.monotonic() - self.began)
+        self.last = asdict(now)
+        if not self.devices.main:
+            return
+        if self.out is not None:
+            append_metrics(self.out / "metrics.csv", self.last)
+            if self.settings.tensorboard:
+                _tensorboard(self.out, self.last)
+        if self.callback is not None:
+            self.callback(now)
+
+    def _finite_means(self) -> dict[str, float]:
+        means = dict(zip(self.learner.columns, torch.stack(self.window).mean(0).tolist(), strict=True))
+        loss: float = means["loss"]
+        if not math.isfinite(loss) or not all(bool(p.isfinite().all()) for p in self.learner.network.parameters()):
+            kept = f"; the checkpoint of step {self.saved} is kept in '{self.out}'" if self.saved else ""
+            told = f"the loss became {loss} by step {self.step}{kept}"
+            raise PatchlightError(f"{told}; check the images, or {self.learner.remedy}")
+        return means
+
+    def _save(self) -> None:
+        """One file, whole or not at all; nothing that is not finite is ever written."""
+        if self.out is None:
+            return
+        if self.window:
+            self._finite_means()
+        if self.devices.main:
+            told = torch.stack(self.window) if self.window else torch.empty(0, len(self.learner.columns))
+            about = {"step": self.step, "settings": self.settings.fixed(), "epoch": self.epoch_length}
+            about["last"] = self.last or None
+            parts = {**self.learner.state(), "window": {"told": told}}
+            write_checkpoint(self.out / "checkpoint.safetensors", about, parts)
+        self.saved = self.step
+
+    def resume(self, out: Path, wanted: bool) -> None:
+        """Take up the checkpoint in `out`, where there is one."""
+        path, metrics = out / "checkpoint.safetensors", out / "metrics.csv"
+        if not wanted or not path.is_file():
+            metrics.unlink(missing_ok=True)
+            return
+        about, parts = read_checkpoint(path)
+        mine, theirs = self.settings.fixed(), about["settings"]
+        if mine != theirs:
+            other = ", ".join(sorted(k for k in mine if mine[k] != theirs.get(k)))
+            raise PatchlightError(f"'{out}' holds a run with another {other}; choose another folder, or do not resume")
+        try:
+            self.learner.restore(parts)
+        except (KeyError, RuntimeError) as error:
+            raise PatchlightError(f"the checkpoint in '{out}' was made for another model") from error
+        device = next(self.learner.network.parameters()).device
+        self.window = list(parts["window"]["told"].to(device))
+        self.step = self.saved = int(about["step"])
+        self.epoch_length = int(about["epoch"])
+        self.last = about["last"] or {}
+        cut_metrics(metrics, self.step)
+
+
+def _tensorboard(out: Path, row: dict[str, Any]) -> None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise PatchlightError("tensorboard is not installed; pip install patchlight[train]") from error
+    with SummaryWriter(str(out)) as writer:
+        for name in (key for key in row if key not in ("step", "steps", "seconds")):
+            writer.add_scalar(name, row[name], row["step"])

@@ -1,0 +1,74 @@
+"""Optimisers whose state is kept by the names of weights, as plain tensors; and the look-ahead step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def moments(optimiser: torch.optim.Optimizer, names: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Everything that a later `restore_moments` needs, as `<weight>.<moment>`."""
+    return {
+        f"{name}.{key}": torch.as_tensor(value).clone()
+        for name, parameter in names.items()
+        for key, value in optimiser.state.get(parameter, {}).items()
+    }
+
+
+def restore_moments(
+    optimiser: torch.optim.Optimizer, names: Mapping[str, nn.Parameter], state: Mapping[str, Tensor]
+) -> None:
+    for key, value in state.items():
+        name, _, moment = key.rpartition(".")
+        parameter = names[name]
+        counts = moment == "step" and not optimiser.defaults.get("fused")  # which torch keeps on the CPU
+        optimiser.state[parameter][moment] = value.to("cpu" if counts else parameter.device).clone()
+
+
+class Lookahead:
+    """Adam with slow weights: every `every` steps slow += rate (fast - slow), and the fast ones start again from there.
+
+    The slow copy of a weight is made at the first such step; a weight without a gradient is passed over.
+    """
+
+    def __init__(
+        self, adam: torch.optim.Adam, names: dict[str, nn.Parameter], every: int = 6, rate: float = 0.5
+    ) -> None:
+        self.adam, self.names, self.every, self.rate = adam, names, every, rate
+        self.slow: dict[str, Tensor] = {}
+        self.taken = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.adam.step()
+        self.taken += 1
+        if self.taken % self.every:
+            return
+        moved = {name: fast for name, fast in self.names.items() if fast.grad is not None}
+        if any(name in self.slow for name in moved):
+            names = [name for name in moved if name in self.slow]
+            fast, slow = [moved[name].data for name in names], [self.slow[name] for name in names]
+            torch._foreach_lerp_(slow, fast, self.rate)
+            torch._foreach_copy_(fast, slow)
+        self.slow |= {name: fast.detach().clone() for name, fast in moved.items() if name not in self.slow}
+
+    def set_rates(self, factor: float) -> None:
+        """Scale every group's own rate: warm-up."""
+        for group in self.adam.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that a later `restore` needs, as plain tensors by name."""
+        slow = {f"slow.{name}": value.clone() for name, value in self.slow.items()}
+        adam = {f"adam.{key}": value for key, value in moments(self.adam, self.names).items()}
+        return {"taken": torch.tensor(self.taken), **slow, **adam}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.taken = int(state["taken"])
+        slow, adam = (
+            {k.removeprefix(part): v for k, v in state.items() if k.startswith(part)} for part in ("slow.", "adam.")
+        )
+        self.slow = {name: value.to(self.names[name]).clone() for name, value in slow.items()}
+        restore_moments(self.adam, self.names, adam)

@@ -1,0 +1,233 @@
+"""The contract over every registered metric: one small model that is not square in CI, other kinds in test-all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.metrics.base import METRICS, MapFunction
+from patchlight.targets import Targets
+from patchlight.testing import check_metric
+from tests.families import images, shared
+from tests.literal.toys import linear
+
+FAMILIES = ("vit-wide", "siglip", "swin")
+TOKENS = ("token-deletion", "token-insertion")
+COUNT = 3
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Three images with an object in each: a box, the mask of an ellipse-like part of it, and a true class."""
+
+    vit: Anatomy
+    images: Tensor
+    labels: list[int]
+    boxes: list[list[list[int]]]
+    masks: Tensor
+
+    @property
+    def region(self) -> Tensor:
+        """The pixels in the boxes [B,H,W]."""
+        found = torch.zeros(self.masks.shape)
+        for i, some in enumerate(self.boxes):
+            for left, top, right, bottom in some:
+                found[i, top:bottom, left:right] = 1
+        return found
+
+    @property
+    def share(self) -> Tensor:
+        """The object's share of the labelled pixels [B]."""
+        return (self.masks == 1).double().mean((1, 2)) / (self.masks >= 0).double().mean((1, 2))
+
+
+@cache
+def scene(family: str) -> Scene:
+    vit = shared(family)
+    batch = images(vit, COUNT)
+    height, width = vit.preprocess.size
+    boxes = [
+        [[2, 4, width // 2, height // 2 + 3]],
+        [[width // 4, 0, width // 2, height], [0, 5, 9, 20]],
+        [[1, 2, width - 2, height - 3]],
+    ]
+    masks = torch.zeros(COUNT, height, width, dtype=torch.long)
+    masks[0, 6 : height // 2, 4 : width // 2] = 1
+    masks[1, 3 : height - 9, width // 4 : width // 2] = 1
+    masks[2, 5 : height - 5, 7 : width - 9] = 1
+    masks[:, :, -4:] = -1
+    labels = vit.logits(batch).argmax(1).tolist()
+    labels[1] = (labels[1] + 1) % vit.classes
+    return Scene(vit, batch, labels, boxes, masks)
+
+
+def needed(scene: Scene, name: str) -> dict[str, Any]:
+    """The annotations a metric asks for; where it takes boxes or masks, it gets boxes."""
+    names = {need.split(" or ")[0] for need in METRICS[name].needs}
+    if METRICS[name].ablates:
+        names.add("labels")
+    return {key: getattr(scene, key) for key in names}
+
+
+def object_and_around(scene: Scene) -> tuple[Tensor, Tensor]:
+    ripple = 0.01 * torch.rand(scene.masks.shape, generator=torch.Generator().manual_seed(0))
+    heat = (scene.masks == 1).float() + ripple
+    return heat, -heat
+
+
+def boxed_and_around(scene: Scene) -> tuple[Tensor, Tensor]:
+    corner = torch.zeros_like(scene.region)
+    corner[:, -3:, -3:] = 1
+    return scene.region, corner
+
+
+def one_and_all(scene: Scene) -> tuple[Tensor, Tensor]:
+    one, all_ = torch.zeros(COUNT, *scene.vit.grid), torch.ones(COUNT, *scene.vit.grid)
+    one[:, 1, 1] = 1
+    all_[:, 0, 0] = 0.9
+    return one, all_
+
+
+def whole_and_double(scene: Scene) -> tuple[Tensor, Tensor]:
+    """Maps that sum to the logit of the prediction, and to twice as much."""
+    score = scene.vit.logits(scene.images).amax(1)
+    ramp = torch.arange(1.0, 1 + scene.vit.grid[0] * scene.vit.grid[1]).view(scene.vit.grid)
+    maps = ramp / ramp.sum() * score[:, None, None]
+    return maps, 2 * maps
+
+
+def still_and_nervous(scene: Scene) -> tuple[MapFunction, MapFunction]:
+    def still(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
+        return torch.arange(vit.grid[0] * vit.grid[1]).float().view(1, *vit.grid).expand(len(given), -1, -1)
+
+    def nervous(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
+        return given[:, 0].mul(1e4).sin()
+
+    return still, nervous
+
+
+def model_and_image(scene: Scene) -> tuple[MapFunction, MapFunction]:
+    def model(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
+        with torch.no_grad():
+            return vit.patches(vit.run(vit.embed(given)).sum(-1))
+
+    def image(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
+        return F.adaptive_avg_pool2d(given.mean(1), vit.grid)
+
+    return model, image
+
+
+def another_and_the_same_noise(scene: Scene) -> tuple[Tensor, Tensor]:
+    size = scene.vit.preprocess.size
+    same = torch.rand(10, *size, generator=torch.Generator().manual_seed(0))[:1].expand(COUNT, -1, -1)
+    return torch.rand(COUNT, *size, generator=torch.Generator().manual_seed(9)), same
+
+
+Pair = Callable[[Scene], tuple[Any, Any]]
+PREFERS: dict[str, Pair] = {
+    **dict.fromkeys(("pointing-game", "energy-pointing", "gt-known-loc", "top1-loc", "max-box-acc"), boxed_and_around),
+    **dict.fromkeys(("ap", "pixel-accuracy", "miou", "map", "f1"), object_and_around),
+    "sparseness": one_and_all,
+    "completeness-error": whole_and_double,
+    "max-sensitivity": still_and_nervous,
+    "randomisation": model_and_image,
+    "random-floor": another_and_the_same_noise,
+}
+"""Of each metric, maps of which it must prefer the first; those that take parts of images away: see below."""
+ABLATING = sorted(name for name, entry in METRICS.items() if entry.ablates)
+
+
+def loose(values: Tensor, scene: Scene) -> Tensor:
+    """Values of images whose object covers less than half of them; the others have none."""
+    return torch.where(scene.region.mean((1, 2)) < 0.5, values, torch.nan)
+
+
+def whole_image_hits(scene: Scene) -> Tensor:
+    """Whether the whole image, which is what noise above 0.2 spans, meets a box with an IoU of a half."""
+    height, width = scene.masks.shape[1:]
+    largest = [max((r - x) * (b - y) for x, y, r, b in some) for some in scene.boxes]
+    return torch.tensor([float(size >= 0.5 * height * width) for size in largest]).double()
+
+
+def known(scene: Scene) -> Tensor:
+    return scene.vit.logits(scene.images).argmax(1) == torch.tensor(scene.labels)
+
+
+def two_ious(scene: Scene) -> Tensor:
+    """Half of object and background are above the mean: I / U = (p / 2) / (p + (1 - p) / 2)."""
+    p = scene.share
+    return (p / (1 + p) + (1 - p) / (2 - p)) / 2
+
+
+CHANCE: dict[str, Callable[[Scene], Tensor]] = {
+    "pointing-game": lambda s: loose(s.region.double().mean((1, 2)), s),
+    "energy-pointing": lambda s: loose(s.region.double().mean((1, 2)), s),
+    "ap": lambda s: s.share,
+    "pixel-accuracy": lambda s: torch.full((COUNT,), 0.5).double(),
+    "miou": two_ious,
+    "map": lambda s: torch.full((COUNT,), 0.5).double(),
+    "f1": lambda s: 2 * s.share / (1 + 2 * s.share),
+    "gt-known-loc": whole_image_hits,
+    "top1-loc": lambda s: whole_image_hits(s) * known(s),
+    "sparseness": lambda s: torch.full((COUNT,), 1 / 3).double(),
+    "ins-del": lambda s: torch.zeros(COUNT).double(),
+    "max-sensitivity": lambda s: torch.zeros(COUNT).double(),
+    "randomisation": lambda s: torch.ones(COUNT).double(),
+    "random-floor": lambda s: torch.zeros(COUNT).double(),
+}
+"""The value of maps drawn from U(0, 1), where it can be written down; of explainers, of one that draws so by seed."""
+
+
+@pytest.mark.parametrize("name", sorted(METRICS))
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.slow if i else ()) for i, f in enumerate(FAMILIES)]
+)
+def test_contract(name: str, family: str) -> None:
+    given = scene(family)
+    better, worse = (None, None) if name in ABLATING else PREFERS[name](given)
+    found = check_metric(
+        name,
+        given.vit,
+        given.images,
+        shared(family, torch.float64),
+        better=better,
+        worse=worse,
+        chance=CHANCE[name](given) if name in CHANCE else None,
+        **needed(given, name),
+    )
+    assert (found is None) == (family == "swin" and name in TOKENS), "refused"
+
+
+def variants() -> list[tuple[str, dict[str, Any]]]:
+    """Metrics that take parts of images away: as they are, by every preset, and where settings turn the direction."""
+    found = [(name, given) for name in ABLATING for given in ({}, *({"preset": p} for p in METRICS[name].presets))]
+    for direction in ("positive", "negative"):
+        found += [("perturbation", {"direction": direction, "quantity": q}) for q in ("probability", "kl", "nll")]
+    found += [("perturbation", {"integrator": how, "unit": "patch"}) for how in ("unit", "width")]
+    return found + [(name, {"quantity": "aopc", "form": f}) for name in TOKENS for f in ("area", "percent", "higher")]
+
+
+@pytest.mark.parametrize(("name", "settings"), variants())
+def test_parts_in_the_order_of_their_worth(name: str, settings: dict[str, Any]) -> None:
+    """Of two classes whose logits are sums over pixels, the best order of removal is known: that of each pixel's share.
+
+    Nothing stands where pixels are missing.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vit = linear(classes=2)
+    batch = torch.randn(COUNT, 3, *vit.preprocess.size, generator=generator, dtype=torch.float64)
+    labels = vit.logits(batch).argmax(1)
+    weight = vit.model.weight.detach()
+    worth = ((weight[labels] - weight[1 - labels]) * batch).sum(1)
+    fills = {key: "zero" for key in ("fill", "deletion_fill") if key in METRICS[name].settings}
+    given = {**fills, **settings}
+    found = check_metric(name, vit, batch, None, given, labels=labels.tolist(), better=worth, worse=-worth)
+    assert (found is None) == (settings.get("preset") == "vit-shapley"), "only that drops every token"

@@ -1,0 +1,133 @@
+"""What recipes name: which images, whose preprocessing, and names that are resolved once."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import patchlight as pl
+from patchlight import engine
+from patchlight.bench.local import run
+from patchlight.bench.plan import plan
+from patchlight.bench.recipe import override, parse
+from patchlight.bench.shard import How, run_shard
+from patchlight.errors import PatchlightError
+from patchlight.methods import requests
+from patchlight.metrics import base, evaluation
+from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec, PreprocessSpec
+from patchlight.trained.diffmask.recipe import data_at, read_recipe
+from tests.bench.small import pictures, recipe, text
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"images": 9}, [0, 1, 2, 3, 4, 5]),
+        ({"images": 3}, [0, 2, 4]),
+        ({"images": 3, "pick": "first"}, [0, 1, 2]),
+        ({"skip": 2}, [2, 3, 4, 5]),
+        ({"skip": 2, "images": 2}, [2, 4]),
+        ({"skip": 2, "images": 3, "pick": "first"}, [2, 3, 4]),
+        ({"skip": 4, "images": 3, "pick": "random"}, [4, 5]),
+    ],
+)
+def test_which_images(about: dict[str, Any], expected: list[int]) -> None:
+    assert list(DataSpec(kind="folder", **about).chosen(6)) == expected
+
+
+def test_images_at_random_follow_the_seed() -> None:
+    spec = DataSpec(kind="folder", images=10, skip=5, pick="random")
+    drawn = [list(spec.chosen(100, seed)) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0] == sorted(set(drawn[0]))
+    assert all(5 <= i < 100 for i in drawn[0])
+    with pytest.raises(PatchlightError, match="no images in 'x' behind the first 5"):
+        DataSpec(kind="folder", path="x", skip=5).chosen(5)
+
+
+def test_the_images_of_a_training_are_the_first_ones() -> None:
+    cifar = read_recipe(RECIPES / "diffmask-cifar10.toml")
+    assert cifar.data is not None
+    assert cifar.held_out is not None
+    assert list(cifar.data.chosen(50_000)) == list(range(40_000))
+    assert list(cifar.held_out.chosen(10_000)) == list(range(1000, 1512))
+    assert (cifar.data.options, cifar.held_out.options) == ({"split": "train"}, {"split": "test"})
+
+
+def test_data_at_a_folder_or_of_a_kind(tmp_path: Path) -> None:
+    spec = DataSpec(kind="cifar10", options={"split": "test"}, images=5)
+    assert spec.at("/x") == spec.at("cifar10:/x") == spec.model_copy(update={"path": "/x"})
+    other = spec.at("pets:/x")
+    assert (other.kind, other.path, other.options, other.images, other.stands_for) == ("pets", "/x", {}, 5, "cifar10")
+    assert spec.at("C:/x").path == "C:/x"
+    assert data_at(str(tmp_path)).kind == "folder"
+    (tmp_path / "data_batch_1.bin").touch()
+    assert data_at(str(tmp_path)).kind == "cifar10"
+    assert data_at(f"folder:{tmp_path}").kind == "folder"
+
+
+def test_a_model_of_another_name_keeps_nothing_of_the_recipes() -> None:
+    own = ModelSpec(name="a", weights="w", labels="l", stage=2, preprocess=PreprocessSpec(crop_pct=0.5))
+    assert own.other() == own.other("a") == own
+    assert own.other("a", "v") == own.model_copy(update={"weights": "v"})
+    assert own.other("b", labels="m") == ModelSpec(name="b", labels="m")
+
+
+def test_a_model_is_shown_images_as_the_recipe_says(tmp_path: Path) -> None:
+    (tmp_path / "labels.txt").write_text("\n".join(f"class {i}" for i in range(10)))
+    plain = pl.load("pocket").preprocess
+    spec = ModelSpec.model_validate(
+        {"name": "pocket", "labels": str(tmp_path / "labels.txt"), "preprocess": {"mean": [0.5, 0.5, 0.5]}}
+    )
+    vit = spec.load()
+    assert (vit.preprocess.mean, vit.preprocess.std) == ((0.5, 0.5, 0.5), plain.std)
+    assert vit.label(3) == "class 3"
+
+
+def test_a_name_is_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(counts: list[str], original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(label: str, *args: Any, **options: Any) -> Any:
+            counts.append(label)
+            return original(label, *args, **options)
+
+        return call
+
+    resolved: list[str] = []
+    anew: list[str] = []
+    monkeypatch.setattr(requests, "resolve", counted(resolved, requests.resolve))
+    monkeypatch.setattr(base, "resolve_metric", counted(resolved, base.resolve_metric))
+    monkeypatch.setattr(engine, "resolve", counted(anew, engine.resolve))
+    monkeypatch.setattr(evaluation, "resolve_metric", counted(anew, evaluation.resolve_metric))
+    read = parse(text(pictures(tmp_path / "images", 4)).partition("[quick.")[0])
+    run(override(read, seed=1), tmp_path / "run")
+    assert sorted(resolved) == ["deletion", "genatt", "insertion", "random", "rollout", "rollout"]
+    assert not anew
+
+
+def test_explain_and_evaluate_take_what_is_resolved() -> None:
+    vit, images = pl.load("pocket"), torch.rand(2, 3, 32, 32)
+    method = MethodSpec.model_validate({"method": "rollout", "fusion": "max"})
+    maps = pl.explain(vit, images, [method.request])["rollout"]
+    assert torch.equal(maps.scores, pl.explain(vit, images, "rollout", fusion="max").scores)
+    metric = MetricSpec.model_validate({"metric": "deletion", "steps": 3})
+    found = pl.evaluate(vit, images, maps, [metric.request])["deletion"]
+    assert torch.equal(found.values, pl.evaluate(vit, images, maps, "deletion", steps=3).values)
+    with pytest.raises(PatchlightError, match="is no method"):
+        pl.explain(vit, images, [metric.request])  # type: ignore[list-item]
+
+
+def test_a_shard_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    shard = plan(recipe(pictures(tmp_path / "images", 2))).shards[0]
+    run_shard(shard, How())
+    sent = pickle.loads(pickle.dumps(shard))
+    assert (sent.key, sent.cells, sent.methods) == (shard.key, shard.cells, shard.methods)
+    values = [[row.value for row in run_shard(one, How()).rows] for one in (shard, sent)]
+    assert values[0] == values[1]

@@ -1,0 +1,7 @@
+"""What makes the files that come with Patchlight. Not part of the package: run in a clone, as `python -m tools.NAME`.
+
+`train_pocket` makes `zoo/pocket.safetensors`, `.json` and `-curve.csv`, and `evaluate_pocket` measures them again;
+`figures` (`make figures`) draws pictures of README and docs; `listed` writes the tables that `patchlight methods` and
+`patchlight metrics` read. Gates in `zoo/pocket-diffmask` are a recipe's:
+`patchlight diffmask train --recipe recipes/diffmask-cifar10.toml`.
+"""

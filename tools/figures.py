@@ -1,0 +1,54 @@
+"""Draw the pictures of the README and of docs/ that need only what is bundled: `make figures`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from PIL import Image
+
+import patchlight as pl
+from patchlight.cli.explain import demo
+from patchlight.zoo import pocket
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def draw_demo(folder: Path) -> None:
+    """The two figures of `patchlight demo`."""
+    with tempfile.TemporaryDirectory() as drawn:
+        demo(Path(drawn))
+        for name in ("demo", "two-classes"):
+            shutil.copyfile(Path(drawn) / f"patchlight-{name}.png", folder / f"{name}.png")
+
+
+def draw_gates(path: Path, photos: tuple[str, ...] = ("dog.jpg", "cat.jpg")) -> None:
+    """What the gates of the bundled model keep of some photographs: 0, then 0 and 1, and so on."""
+    vit = pl.load("pocket")
+    count = vit.depth + 2
+    figure = Figure(figsize=(0.9 * (count + 1), 1.04 * len(photos)), layout="constrained")
+    axes = figure.subplots(len(photos), count + 1, squeeze=False)
+    for row, photo in zip(axes, photos, strict=True):
+        row[0].imshow(vit.preprocess.crop(Image.open(pocket.PHOTOS / photo)))
+        for gate, axis in enumerate(row[1:]):
+            with warnings.catch_warnings():  # the first gates keep everything
+                warnings.simplefilter("ignore", pl.DegenerateMap)
+                maps = pl.explain(vit, pocket.PHOTOS / photo, "diffmask", gate=gate)
+            axis.imshow(maps.scores[0].numpy(), cmap="inferno", vmin=0, vmax=1)
+            if photo == photos[0]:
+                axis.set_title(f"0–{gate}" if gate else "0", fontsize=8)
+        for axis in row:
+            axis.axis("off")
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    draw_demo(DOCS)
+    draw_gates(DOCS / "results" / "diffmask-layers.png")
+
+
+if __name__ == "__main__":
+    main()
