@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.images import Preprocess
+from patchlight.resize import to_pixels
 
 MOST, SIDE = 16, 224
 """How many pictures are kept, and the longer side of each at most."""
@@ -44,7 +44,7 @@ class Photos:
         scale = SIDE / max(seen.shape[-2:])
         if scale < 1:
             size = [round(side * scale) for side in seen.shape[-2:]]
-            seen = F.interpolate(seen, size, mode="bilinear", antialias=True)
+            seen = to_pixels(seen, size, averaged=True)
         small = (seen * 255).round().byte().cpu()
         self.kept.extend(self.sharp.get(begin + i, one) for i, one in enumerate(small))
 

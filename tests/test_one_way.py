@@ -1,0 +1,32 @@
+"""One way to do each thing: what only one module does, no other does beside it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import patchlight
+
+SOURCE = Path(patchlight.__file__).parent
+ONLY = {
+    "interpolate": {"resize.py"},
+    "log_softmax": {"targets.py"},
+    "logsigmoid": {"targets.py", "trained/diffmask/hard_concrete.py"},
+    "kl_div": set(),
+    "index_select": {"anatomy/base.py"},
+}
+"""By the name of a torch function, the files that call it: the upsampler, log-probabilities (and those of DiffMask's
+gates, which are of no class), the gatherer of tokens. KL is `targets.kl_divergence`."""
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_one_place_calls(name: str) -> None:
+    callers = {
+        file.relative_to(SOURCE).as_posix()
+        for file in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == name
+    }
+    assert callers == ONLY[name]
