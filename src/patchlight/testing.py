@@ -263,7 +263,7 @@ def check_metric(
     left as it was found. A constant map is told in a warning, and has a value within the bounds or none; one that holds
     NaN, or lies on an image that misses an annotation, has none, a reason and a warning. The others keep their values.
 
-    `better` and `worse` are maps [B,h,w] of these images, or explainers, of which the metric must prefer the first.
+    `better` and `worse` are maps [B,h,w] of these images, or functions that make some: it must prefer the first.
     `chance` [B] is the closed form of its value on maps drawn from U(0, 1), where it has one; NaN for images that have
     no value. `double` is the same model in float64: where it is given, batches are compared there, out of reach of
     rounding. Returns what it found on random maps; None where it refuses the model, which it must do in a sentence.
@@ -319,7 +319,7 @@ class _Trial:
 
     @property
     def maps(self) -> Tensor | MapFunction:
-        """Smooth random maps without ties; for a metric that explains anew, an explainer that reads the model."""
+        """Smooth random maps without ties; for a metric that explains itself, a function that reads the model."""
         return _tokens_size if self.request.metric.explains else self.smooth()
 
     def smooth(self) -> Tensor:
@@ -356,7 +356,7 @@ class _Trial:
 
 @torch.no_grad()
 def _tokens_size(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-    """An explainer: the size of each patch's last token."""
+    """Maps of the size of each patch's last token."""
     return vit.patches(torch.linalg.vector_norm(vit.run(vit.embed(images)), dim=-1))
 
 
