@@ -123,3 +123,16 @@ def test_moving_a_wrapped_model_moves_what_explains_it() -> None:
     vit.model.cuda()
     there = pl.explain(vit, batch, "genatt", target=1).scores
     torch.testing.assert_close(here, there, atol=1e-5, rtol=1e-3)
+
+
+def test_tf32_rounds_the_variants_and_nothing_after() -> None:
+    vit = pl.wrap(build("vit").model.cuda())
+    batch = images(vit, 2)
+    full, tf32, bf16, after = (
+        pl.explain(vit, batch, "occlusion", target=1, score="logit", precision=precision).scores
+        for precision in ("full", "tf32", "bf16", "full")
+    )
+    assert torch.equal(full, after), "the flag was left set"
+    near, far = (float((full - one).abs().max() / full.abs().max()) for one in (tf32, bf16))
+    assert 0 < near < far
+    assert near < 0.05

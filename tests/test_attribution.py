@@ -39,14 +39,14 @@ def test_a_mask_has_its_fraction(h: int, w: int, fraction: float) -> None:
 
 def test_upsampling_keeps_what_it_should() -> None:
     att = attribution(torch.arange(8.0).reshape(1, 2, 2, 2))
-    near = att.upsample(mode="nearest")
+    near = att.upsample(upsampling="nearest")
     assert near.shape == (1, 2, 8, 8)
     assert torch.equal(near[..., ::4, ::4], att.scores)
     assert att.upsample(5).shape == (1, 2, 5, 5)
     flat = attribution(torch.full((1, 3, 3), 2.5))
     torch.testing.assert_close(flat.upsample((7, 9)), torch.full((1, 7, 9), 2.5))
     with pytest.raises(pl.PatchlightError, match="'area'"):
-        att.upsample(4, mode="area")  # type: ignore[arg-type]
+        att.upsample(4, upsampling="area")  # type: ignore[arg-type]
 
 
 def test_joined_attributions_are_those_of_one_call() -> None:

@@ -230,7 +230,28 @@ def test_a_crash_without_annotations_is_no_refusal() -> None:
     assert checked(reads_labels, labels=[0, 1], needs={"labels"}) is not None
 
 
-def test_a_metric_that_explains_images_needs_a_method() -> None:
+def test_a_number_for_an_image_without_annotations_is_found_out() -> None:
+    boxes = [[[0, 0, 9, 9]], [[3, 3, 20, 20]]]
+
+    def silent(ask: Measure) -> Measured:
+        return Measured(share(ask))
+
+    def honest(ask: Measure) -> Measured:
+        return Measured(share(ask), reasons={i: "it has no boxes" for i, b in enumerate(ask.boxes or ()) if not len(b)})
+
+    def loud(ask: Measure) -> Measured:
+        """One image without boxes, and none has a value."""
+        nothing = any(not len(box) for box in ask.boxes or ())
+        return Measured(share(ask), reasons=dict.fromkeys(range(len(ask.maps)), "no boxes") if nothing else {})
+
+    with pytest.raises(AssertionError, match="an image without boxes has a value"):
+        checked(silent, boxes=boxes, needs={"boxes"})
+    with pytest.raises(AssertionError, match="beside an image without boxes and without: other images have a value"):
+        checked(loud, boxes=boxes, needs={"boxes"})
+    assert checked(honest, boxes=boxes, needs={"boxes"}) is not None
+
+
+def test_a_metric_that_explains_needs_a_method() -> None:
     def moves(ask: Measure) -> Measured:
         again = ask.explain(ask.vit, ask.images * 1.01, ask.targets, ask.seed)
         return Measured((again - ask.maps).abs().mean((1, 2)))

@@ -27,7 +27,7 @@ from patchlight.files import write_whole
 from patchlight.frames import frame, stacked
 from patchlight.images import MAX_PIXELS, Preprocess
 from patchlight.photos import MOST
-from patchlight.resize import Mode, at_size
+from patchlight.resize import Upsampling, at_size
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -153,10 +153,10 @@ class Attribution:
             photos=_joined_photos(parts),
         )
 
-    def upsample(self, size: int | tuple[int, int] | None = None, mode: Mode = "bilinear") -> Tensor:
+    def upsample(self, size: int | tuple[int, int] | None = None, upsampling: Upsampling = "bilinear") -> Tensor:
         """Scores at another resolution, the model's input size by default: [..., H, W]."""
         size = self.image_size if size is None else (size, size) if isinstance(size, int) else size
-        return at_size(self.scores, size, self.covers, mode)
+        return at_size(self.scores, size, self.covers, upsampling)
 
     def top_patches(self, k: int = 10) -> Tensor:
         """The k highest-scoring cells as (row, column), best first: [..., k, 2]. Ties keep reading order."""

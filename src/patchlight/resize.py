@@ -15,14 +15,15 @@ from torch.nn import functional as F
 
 from patchlight.errors import PatchlightError
 
-Mode = Literal["nearest", "bilinear", "bicubic"]
+Upsampling = Literal["nearest", "bilinear", "bicubic"]
+"""How cells become pixels."""
 
 
 def to_pixels(
     values: Tensor,
     size: Sequence[int],
     extent: Sequence[int] | None = None,
-    mode: Mode = "bilinear",
+    upsampling: Upsampling = "bilinear",
     align_corners: bool = False,
     averaged: bool = False,
 ) -> Tensor:
@@ -35,19 +36,19 @@ def to_pixels(
     flat = values.reshape(-1, 1, *values.shape[-2:])
     extent = tuple(size if extent is None else extent)
     shrinks = extent[0] < values.shape[-2] or extent[1] < values.shape[-1]
-    smooth = {} if mode == "nearest" else {"align_corners": align_corners, "antialias": averaged and shrinks}
-    out = F.interpolate(flat, extent, mode=mode, **smooth)
+    smooth = {} if upsampling == "nearest" else {"align_corners": align_corners, "antialias": averaged and shrinks}
+    out = F.interpolate(flat, extent, mode=upsampling, **smooth)
     return fitted(out, size).reshape(*values.shape[:-2], *size)
 
 
 def at_size(
-    scores: Tensor, size: Sequence[int], covers: tuple[float, float], mode: Mode, averaged: bool = False
+    scores: Tensor, size: Sequence[int], covers: tuple[float, float], upsampling: Upsampling, averaged: bool = False
 ) -> Tensor:
     """Scores [...,h,w] at any size, where they lie on that share of its height and width, from the top left."""
-    if mode not in ("nearest", "bilinear", "bicubic"):
-        raise PatchlightError(f"no upsampling is called '{mode}'; give nearest, bilinear or bicubic")
+    if upsampling not in ("nearest", "bilinear", "bicubic"):
+        raise PatchlightError(f"no upsampling is called '{upsampling}'; give nearest, bilinear or bicubic")
     extent = [max(1, round(side * share)) for side, share in zip(size, covers, strict=True)]
-    return to_pixels(scores, size, extent, mode, averaged=averaged)
+    return to_pixels(scores, size, extent, upsampling, averaged=averaged)
 
 
 def axis_matrix(cells: int, pixels: int) -> Tensor:

@@ -101,8 +101,8 @@ def test_what_works_and_what_is_refused(family: str) -> None:
         vit.run(vit.embed(batch), keep=torch.zeros(2, 3, dtype=torch.long))
     with pytest.raises(Unsupported, match="cannot drop tokens"):
         Ablation(vit, batch).logits(TokenSubsets(torch.arange(2), torch.zeros(2, 3, dtype=torch.long)))
-    with pytest.raises(Unsupported, match="mode='pixels' works"):
-        pl.explain(vit, batch, "kernel-shap", mode="tokens")
+    with pytest.raises(Unsupported, match="unit='patch' works"):
+        pl.explain(vit, batch, "kernel-shap", unit="token")
 
 
 @pytest.mark.parametrize("family", HIERARCHICAL)

@@ -28,7 +28,7 @@ from patchlight.bench.local import run
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import override, parse
 from patchlight.bench.rows import TIMING
-from patchlight.bench.shard import How, run_shard
+from patchlight.bench.shard import Resources, run_shard
 from patchlight.bench.store import Store
 from patchlight.cli import app
 from patchlight.data import Data, Sample
@@ -197,7 +197,7 @@ def test_white_box_methods_share_one_call(images: Path, monkeypatch: pytest.Monk
         return original(vit, batch, methods, *args, **options)
 
     monkeypatch.setattr(shard_room, "explain", counted)
-    run_shard(plan(recipe(images)).shards[0], How())
+    run_shard(plan(recipe(images)).shards[0], Resources())
     assert asked == [["GenAtt", "Rollout (max)", "Rollout"], ["Random"]]
 
 
@@ -381,15 +381,15 @@ def test_class_names_of_a_folder_are_looked_up_among_the_models(tmp_path: Path) 
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / "a.jpg").write_bytes(photo.read_bytes())
     asked = override(recipe(tmp_path / "images"), target="label")
-    rows = run_shard(plan(asked).shards[0], How()).rows
+    rows = run_shard(plan(asked).shards[0], Resources()).rows
     assert {(row.image, row.target) for row in rows} == {
         (f"{name}/a.jpg", labels.index(name)) for name in ("truck", "dog")
     }
     (tmp_path / "images" / "truck").rename(tmp_path / "images" / "trukc")
     shard_room.opened.cache_clear()
     with pytest.raises(PatchlightError, match=r"has class 'trukc', which is not one; did you mean 'truck'\?"):
-        run_shard(plan(asked).shards[0], How())
-    predicted = run_shard(plan(override(asked, target="prediction")).shards[0], How()).rows
+        run_shard(plan(asked).shards[0], Resources())
+    predicted = run_shard(plan(override(asked, target="prediction")).shards[0], Resources()).rows
     assert all(row.value is not None for row in predicted)
 
 
@@ -513,13 +513,13 @@ def test_an_image_that_changes_after_planning_is_noticed(tmp_path: Path) -> None
         picture.putpixel((0, 0), (1, 2, 3))
         picture.save(folder / "1.png")
     shard_room.opened.cache_clear()
-    rows = run_shard(shard, How()).rows
+    rows = run_shard(shard, Resources()).rows
     assert {row.error for row in rows if row.image == "0.png"} == {""}
     told = "'1.png' has changed since the run was planned; run the same command again"
     assert {row.error for row in rows if row.image == "1.png"} == {told}
     (folder / "1.png").unlink()
     shard_room.opened.cache_clear()
-    assert {row.error for row in run_shard(shard, How()).rows if row.image == "1.png"} == {told}
+    assert {row.error for row in run_shard(shard, Resources()).rows if row.image == "1.png"} == {told}
 
 
 def test_a_metric_without_its_annotations_is_told_at_planning(images: Path) -> None:

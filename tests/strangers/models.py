@@ -233,7 +233,7 @@ def _covers(model: Any, grid: tuple[int, int], extent: tuple[int, int]) -> None:
             moved = vit.patches((vit.embed(changed) - before).norm(dim=-1))[0]
             assert divmod(int(moved.argmax()), grid[1]) == (y, x)
     att = pl.explain(vit, batch, "rollout")
-    up = att.upsample(mode="nearest")
+    up = att.upsample(upsampling="nearest")
     assert up.shape[-2:] == vit.preprocess.size
     size = vit.preprocess.size
     bottom, right = min(extent[0], size[0]), min(extent[1], size[1])
@@ -262,7 +262,7 @@ def occlusion_hides_whole_patches_where_they_lie(folder: Path) -> None:
         hidden = batch.clone()
         hidden[..., 16:32, 32:48] = 0
         drop = base - vit.model(hidden)[0, 2]
-    up = found.upsample(mode="nearest")[0]
+    up = found.upsample(upsampling="nearest")[0]
     close(up[20, 40], drop, 1e-3)
 
 

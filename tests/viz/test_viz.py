@@ -77,7 +77,9 @@ def test_rounding_below_zero_is_not_a_sign() -> None:
 
 def test_signed_heat_is_red_for_blue_against_and_grey_at_zero() -> None:
     scores = torch.tensor([[1.0, 1.0, 0.0, 0.0, -1.0, -1.0]]).repeat(6, 1)
-    picture = np.asarray(overlay(scores, Image.new("RGB", (224, 224), "grey"), (224, 224), mode="nearest")).astype(int)
+    picture = np.asarray(
+        overlay(scores, Image.new("RGB", (224, 224), "grey"), (224, 224), upsampling="nearest")
+    ).astype(int)
     left, middle, right = picture[112, 10], picture[112, 112], picture[112, -10]
     assert left[0] > left[2] + 80
     assert right[2] > right[0] + 80
@@ -124,9 +126,9 @@ def test_heat_lies_on_the_extent_of_the_grid() -> None:
     image = Image.new("RGB", (320, 320), "grey")
     for extent, edge in ((16, 8), (64, 32), (None, 16)):
         att = attribution(scores, extent=None if extent is None else (extent, extent))
-        hot = np.asarray(att.overlay(image, mode="nearest").convert("L"))[0] > 128
+        hot = np.asarray(att.overlay(image, upsampling="nearest").convert("L"))[0] > 128
         assert hot.sum() == edge / 32 * len(hot)
-        assert int(att.upsample(mode="nearest")[0, 0].sum()) == edge
+        assert int(att.upsample(upsampling="nearest")[0, 0].sum()) == edge
 
 
 def test_preprocess_survives_saving(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from patchlight.bench.events import End, Listener, ShardEnd, ShardStart, Start
 from patchlight.bench.manifest import Manifest, PlannedShard
 from patchlight.bench.plan import Plan, Shard, plan
 from patchlight.bench.recipe import Recipe
-from patchlight.bench.shard import How, loaded, opened, run_shard
+from patchlight.bench.shard import Resources, loaded, opened, run_shard
 from patchlight.bench.store import Store
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import free_chunk
@@ -54,25 +54,25 @@ def run(
         _check_same_run(store, earlier, recipe, device)
         opened.cache_clear()  # the data may have changed since this process last looked
         whole = plan(recipe, listen=listen, device=device)
-        how, notes = _how(earlier, device, whole)
+        resources, notes = _resources(earlier, device, whole)
         store.arrange(whole.shards)
         notes += [f"{told}: made again" for told in store.damaged(whole.shards)]
         todo = store.missing(whole.shards, failed_too=not retry)
-        store.write_manifest(_manifest(whole, text, quick, how, earlier, notes))
+        store.write_manifest(_manifest(whole, text, quick, resources, earlier, notes))
         total, done = len(whole.shards), len(whole.shards) - len(todo)
         listen(Start(total, done, notes, whole.images, list(recipe.models), str(store.folder)))
-        partly = sum(_run_one(store, shard, how, retry, listen) for shard in todo)
+        partly = sum(_run_one(store, shard, resources, retry, listen) for shard in todo)
         end = Summary(total, done, partly, store.failures(), (*whole.notes, *notes))
         listen(End(end.failures, end.shards))
         return end
 
 
-def _run_one(store: Store, shard: Shard, how: How, retry: bool, listen: Listener) -> bool:
+def _run_one(store: Store, shard: Shard, resources: Resources, retry: bool, listen: Listener) -> bool:
     """Run and keep a shard; whether part of it was done before."""
     begin = time.perf_counter()
     known = store.before(shard, failed_too=not retry)
     listen(ShardStart(shard.label, len(shard.names), shard.key))
-    done = run_shard(shard, how, known, listen)
+    done = run_shard(shard, resources, known, listen)
     store.write(shard, done)
     listen(ShardEnd(shard.key, time.perf_counter() - begin, done.rows))
     return not known.rows.keys().isdisjoint(shard.cells.values())
@@ -93,10 +93,10 @@ def _check_same_run(store: Store, earlier: Manifest | None, recipe: Recipe, devi
         )
 
 
-def _how(earlier: Manifest | None, device: str, whole: Plan) -> tuple[How, list[str]]:
+def _resources(earlier: Manifest | None, device: str, whole: Plan) -> tuple[Resources, list[str]]:
     """Chunk and threads of the run as it was begun, else of this machine, and notes where they changed."""
     if earlier is None:
-        return How(device, free_chunk(loaded(whole.shards[0], device))), []
+        return Resources(device, free_chunk(loaded(whole.shards[0], device))), []
     notes = []
     if earlier.threads != torch.get_num_threads():
         torch.set_num_threads(earlier.threads)
@@ -104,11 +104,11 @@ def _how(earlier: Manifest | None, device: str, whole: Plan) -> tuple[How, list[
     changed = sorted(name for name, version in versions().items() if earlier.versions.get(name) != version)
     if changed:
         notes.append(f"{OTHER_VERSION} {', '.join(changed)}")
-    return How(device, earlier.chunk), notes
+    return Resources(device, earlier.chunk), notes
 
 
 def _manifest(
-    whole: Plan, text: str, quick: bool, how: How, earlier: Manifest | None, notes: Sequence[str]
+    whole: Plan, text: str, quick: bool, resources: Resources, earlier: Manifest | None, notes: Sequence[str]
 ) -> Manifest:
     """What the run is; versions are those it was begun with, and notes of a change of them stay."""
     changed = [*(earlier.notes if earlier else ()), *notes]
@@ -117,8 +117,8 @@ def _manifest(
         recipe=text,
         quick=quick,
         notes=(*whole.notes, *dict.fromkeys(note for note in changed if note.startswith(OTHER_VERSION))),
-        device=how.device,
-        chunk=how.chunk,
+        device=resources.device,
+        chunk=resources.chunk,
         threads=torch.get_num_threads(),
         versions=earlier.versions if earlier else versions(),
         shards=tuple(

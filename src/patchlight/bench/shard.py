@@ -32,8 +32,8 @@ Q = TypeVar("Q", Request, MetricRequest)
 
 
 @dataclass(frozen=True)
-class How:
-    """Where and how shards run, no part of their keys; `chunk` is how many variants are scored at once."""
+class Resources:
+    """What shards run on, no part of their keys; `chunk` is how many variants are scored at once."""
 
     device: str = "cpu"
     chunk: int = 64
@@ -64,14 +64,16 @@ class Work:
         return replace(request, label=label, settings={**request.settings, **own})
 
 
-def run_shard(shard: Shard, how: How, before: Before | None = None, listen: Listener = lambda event: None) -> Done:
+def run_shard(
+    shard: Shard, resources: Resources, before: Before | None = None, listen: Listener = lambda event: None
+) -> Done:
     """The rows and maps of a shard: a function of its spec alone, less what is known `before`.
 
     Methods that read the same pass are explained in one call, the others one by one; each method's maps serve all
     metrics. What fails becomes rows with the reason.
     """
     before = before or Before()
-    work = _begun(shard, how)
+    work = _begun(shard, resources)
     known = {pair: cell for pair, cell in shard.cells.items() if len(before.rows.get(cell, ())) == len(shard.names)}
     missing = {m: [n for n in shard.metrics if (m, n) not in known] for m in shard.methods}
     missing = {m: metrics for m, metrics in missing.items() if metrics}
@@ -108,9 +110,9 @@ def loaded(shard: Shard, device: str) -> Anatomy:
     return vit
 
 
-def _begun(shard: Shard, how: How) -> Work:
+def _begun(shard: Shard, resources: Resources) -> Work:
     """The shard's model and images; those without a class are failures where classes are explained."""
-    vit = loaded(shard, how.device)
+    vit = loaded(shard, resources.device)
     data, foreign = opened(shard.data.model_dump_json(), vit.classes, tuple(vit.labels or ()))
     if foreign and shard.target == "label":
         raise PatchlightError(
@@ -122,7 +124,7 @@ def _begun(shard: Shard, how: How) -> Work:
         batch = replace(batch, labels=None)
     elif shard.target == "label":
         batch = labelled(batch)
-    return Work(shard, vit, batch, _targets(shard, vit, batch), how.chunk)
+    return Work(shard, vit, batch, _targets(shard, vit, batch), resources.chunk)
 
 
 @lru_cache(maxsize=2)

@@ -247,8 +247,8 @@ class Board:
         from rich.text import Text
 
         spent = time.monotonic() - self.begun
-        fresh = self.done - self.before
-        left = spent / fresh * (self.shards - self.done) if fresh else None
+        since = self.done - self.before
+        left = spent / since * (self.shards - self.done) if since else None
         line = f"{self.done} of {self.shards} shards"
         line += f" ({self.before} done already)" if self.before else ""
         line += f"  {self.images / spent:.2f} images/s, {clock(left)} left" if left is not None else ""

@@ -88,5 +88,5 @@ def hsic(
     shown = PixelMasks(owners(ask, n), masks.view(n, grid, grid).repeat(count, 1, 1), filling)
     outputs = ask.score_variants(shown).view(count, n, -1).mT
     cells = hsic_of(masks, outputs.flatten(0, 1), floor).view(count, -1, grid, grid)
-    image = to_pixels(cells, ask.images.shape[-2:], mode="bicubic").to(ask.images)
+    image = to_pixels(cells, ask.images.shape[-2:], upsampling="bicubic").to(ask.images)
     return at_level(image, level, ask)

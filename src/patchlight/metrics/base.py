@@ -20,14 +20,13 @@ from patchlight.errors import PatchlightError, UndefinedMetric, warn
 from patchlight.evidence.ablation import ABLATION, Ablation, Unit
 from patchlight.frames import frame, stacked
 from patchlight.registry import Entry, Listed, Registry, Setting, Settings, in_words, settings_of, settled
-from patchlight.resize import to_cells, to_pixels
+from patchlight.resize import Upsampling, to_cells, to_pixels
 from patchlight.statistics import FEWEST, bootstrapped, percentiles
 from patchlight.targets import Targets, predicted
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-Upsampling = Literal["nearest", "bilinear", "bicubic"]
 TargetClass = Literal["given", "label", "prediction"]
 """The class the map explains, the true one, or the model's own prediction."""
 MapFunction = Callable[[Anatomy, Tensor, Targets, int], Tensor]
@@ -104,25 +103,25 @@ class Measure:
             return predicted(self.once("clean", lambda: self.vit.logits(self.images)) if rounded else self.logits())
         return self.targets
 
-    def upsampled(self, mode: Upsampling = "bilinear") -> Tensor:
+    def upsampled(self, upsampling: Upsampling = "bilinear") -> Tensor:
         """The maps at the images' size [B,H,W]."""
-        return to_pixels(self.maps, self.size, self.vit.extent, mode)
+        return to_pixels(self.maps, self.size, self.vit.extent, upsampling)
 
     def on_grid(self) -> Tensor:
         """The maps on the patch grid [B,h,w]; finer ones are averaged over each patch."""
         return on_grid(self.maps, self.vit)
 
-    def ranks(self, unit: Unit = "pixel", mode: Upsampling = "bilinear", lowest_first: bool = False) -> Tensor:
+    def ranks(self, unit: Unit = "pixel", upsampling: Upsampling = "bilinear", lowest_first: bool = False) -> Tensor:
         """The place of each pixel [B,H,W] or patch [B,h,w] in falling order of the map, 0 the highest.
 
         Ties are ordered by one permutation, drawn from the seed.
         """
 
         def make() -> Tensor:
-            maps = self.upsampled(mode) if unit == "pixel" else self.on_grid()
+            maps = self.upsampled(upsampling) if unit == "pixel" else self.on_grid()
             return ranked(-maps if lowest_first else maps, self.seed)
 
-        ranks: Tensor = self.once(("ranks", unit, mode, lowest_first), make)
+        ranks: Tensor = self.once(("ranks", unit, upsampling, lowest_first), make)
         return ranks
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Level
-from patchlight.metrics.base import Measure, Measured, Upsampling, register_metric
+from patchlight.metrics.base import Measure, Measured, register_metric
+from patchlight.resize import Upsampling
 from patchlight.targets import score_of
 
 Small = Annotated[float, Field(ge=0)]

@@ -15,8 +15,8 @@ from torch import Tensor
 from patchlight.errors import Unsupported
 from patchlight.evidence.ablation import Count, RankThresholds, TokenSubsets, Unit
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.metrics.base import Measure, Measured, TargetClass, Upsampling, register_metric
-from patchlight.resize import to_pixels
+from patchlight.metrics.base import Measure, Measured, TargetClass, register_metric
+from patchlight.resize import Upsampling, to_pixels
 from patchlight.targets import Targets, score_of
 
 Integrator = Literal["trapezoid", "mean", "unit", "width"]

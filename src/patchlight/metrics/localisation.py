@@ -17,7 +17,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.metrics.base import Measure, Measured, Sums, Upsampling, register_metric
+from patchlight.metrics.base import Measure, Measured, Sums, register_metric
+from patchlight.resize import Upsampling
 from patchlight.statistics import tie_ends
 from patchlight.targets import predicted
 

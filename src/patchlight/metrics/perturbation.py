@@ -17,8 +17,9 @@ from torch import Tensor
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill
-from patchlight.metrics.base import Measure, Measured, TargetClass, Upsampling, register_metric
+from patchlight.metrics.base import Measure, Measured, TargetClass, register_metric
 from patchlight.metrics.deletion import Integrator, Share, area, count_cells, probability, removed_logits
+from patchlight.resize import Upsampling
 from patchlight.targets import Targets, kl_divergence, log_probabilities
 
 Direction = Literal["positive", "negative"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchlight.errors import PatchlightError, known_keywords, nearest
 from patchlight.images import Picture, Preprocess, open_image
-from patchlight.resize import Mode, at_size
+from patchlight.resize import Upsampling, at_size
 
 Pixels = NDArray[np.float64]
 
@@ -101,13 +101,13 @@ def seen(image: Picture, size: tuple[int, int], preprocess: Preprocess | None = 
 
 
 def upsample(
-    scores: Tensor, size: Sequence[int], mode: Mode = "bilinear", covers: tuple[float, float] = (1.0, 1.0)
+    scores: Tensor, size: Sequence[int], upsampling: Upsampling = "bilinear", covers: tuple[float, float] = (1.0, 1.0)
 ) -> Tensor:
     """Scores [h,w] at another size; averaged where that is smaller.
 
     `covers` is the share of the height and width that they lie on, from the top left.
     """
-    return at_size(scores.float(), size, covers, mode, averaged=True)
+    return at_size(scores.float(), size, covers, upsampling, averaged=True)
 
 
 def blend(
@@ -116,11 +116,11 @@ def blend(
     scale: Scale,
     cmap: Any = None,
     alpha: float = ALPHA,
-    mode: Mode = "bilinear",
+    upsampling: Upsampling = "bilinear",
     covers: tuple[float, float] = (1.0, 1.0),
 ) -> Image.Image:
     """Scores [h,w] as heat over a picture that shows exactly what they are about."""
-    values = scale(upsample(scores, picture.size[::-1], mode, covers)).double().numpy()
+    values = scale(upsample(scores, picture.size[::-1], upsampling, covers)).double().numpy()
     rgb, opacity = tint(values, scale.signed, cmap, alpha)
     darkest, contrast = GREY[scale.signed]
     grey = darkest + contrast * np.asarray(picture.convert("L"), dtype=np.float64)[..., None] / 255
@@ -137,7 +137,7 @@ def overlay(
     cmap: Any = None,
     alpha: float = ALPHA,
     signed: bool | None = None,
-    mode: Mode = "bilinear",
+    upsampling: Upsampling = "bilinear",
     covers: tuple[float, float] = (1.0, 1.0),
 ) -> Image.Image:
     """Scores [h,w] as heat over `image` (PIL or path, any size), cut the way the model cut it to its input `size`.
@@ -151,4 +151,4 @@ def overlay(
         raise PatchlightError(f"alpha {alpha} is not in [0, 1]")
     if scores.ndim != 2:
         raise PatchlightError(f"an overlay takes scores [h,w]; these have shape {list(scores.shape)}")
-    return blend(seen(image, size, preprocess), scores, robust_scale(scores, signed), cmap, alpha, mode, covers)
+    return blend(seen(image, size, preprocess), scores, robust_scale(scores, signed), cmap, alpha, upsampling, covers)
