@@ -32,6 +32,8 @@ from patchlight.resize import Upsampling, at_size
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from patchlight.viz.shown import ShownFigure
+
 _FORMAT = 1
 _ABOUT, _SCORES = "attribution.json", "scores.safetensors"
 _TENSORS, _UNSAVED = ("scores", "target", "against"), ("photos",)
@@ -293,6 +295,12 @@ class Attributions(dict[str, Attribution]):
     def to_frame(self) -> DataFrame:
         """The tables of all, below each other; `method` is the label."""
         return stacked(att.to_frame().assign(method=label) for label, att in self.items())
+
+    def figure(self, path: str | Path | None = None) -> ShownFigure:
+        """The maps over the small photographs kept of the first images; `pl.figure` takes the images themselves."""
+        from patchlight.viz import photo_figure
+
+        return photo_figure(self, path)
 
     def _repr_html_(self) -> str:
         from patchlight.viz import maps_html
