@@ -158,7 +158,7 @@ def test_wrong_presets_are_told() -> None:
 
 def test_what_is_asked_is_a_name_a_list_or_a_dict() -> None:
     def pairs(asked: Any, **settings: Any) -> list[tuple[str, dict[str, Any]]]:
-        return resolve_all(asked, settings, "cake", lambda label, own: (label, dict(own)))
+        return resolve_all(asked, settings, tuple, "cake", lambda label, own: (label, dict(own)))
 
     assert pairs("cake", hot=True) == [("cake", {"hot": True})]
     assert pairs(["cake", "pie", "cake"], hot=True) == [("cake", {"hot": True}), ("pie", {"hot": True})]
@@ -166,6 +166,8 @@ def test_what_is_asked_is_a_name_a_list_or_a_dict() -> None:
         ("mine", {"hot": True, "steps": 2}),
         ("pie", {"hot": False}),
     ]
+    resolved = [("mine", {"steps": 2})]
+    assert pairs(resolved, hot=True) == resolved, "what is resolved stays"
     for nothing in ([], {}, ()):
         with pytest.raises(PatchlightError, match="no cake was named; give a name, a list of names, or a dict"):
             pairs(nothing)

@@ -230,17 +230,38 @@ def test_a_crash_without_annotations_is_no_refusal() -> None:
     assert checked(reads_labels, labels=[0, 1], needs={"labels"}) is not None
 
 
-def test_a_metric_that_explains_anew_needs_a_method() -> None:
+def test_a_number_for_an_image_without_annotations_is_found_out() -> None:
+    boxes = [[[0, 0, 9, 9]], [[3, 3, 20, 20]]]
+
+    def silent(ask: Measure) -> Measured:
+        return Measured(share(ask))
+
+    def honest(ask: Measure) -> Measured:
+        return Measured(share(ask), reasons={i: "it has no boxes" for i, b in enumerate(ask.boxes or ()) if not len(b)})
+
+    def loud(ask: Measure) -> Measured:
+        """One image without boxes, and none has a value."""
+        nothing = any(not len(box) for box in ask.boxes or ())
+        return Measured(share(ask), reasons=dict.fromkeys(range(len(ask.maps)), "no boxes") if nothing else {})
+
+    with pytest.raises(AssertionError, match="an image without boxes has a value"):
+        checked(silent, boxes=boxes, needs={"boxes"})
+    with pytest.raises(AssertionError, match="beside an image without boxes and without: other images have a value"):
+        checked(loud, boxes=boxes, needs={"boxes"})
+    assert checked(honest, boxes=boxes, needs={"boxes"}) is not None
+
+
+def test_a_metric_that_explains_needs_a_method() -> None:
     def moves(ask: Measure) -> Measured:
-        again = ask.anew(ask.vit, ask.images * 1.01, ask.targets, ask.seed)
+        again = ask.explain(ask.vit, ask.images * 1.01, ask.targets, ask.seed)
         return Measured((again - ask.maps).abs().mean((1, 2)))
 
     def reseeds(ask: Measure) -> Measured:
         noise = torch.rand(ask.images.shape[1:], generator=torch.Generator().manual_seed(ask.seed))
-        again = ask.anew(ask.vit, ask.images + noise.to(ask.images), ask.targets, ask.seed)
+        again = ask.explain(ask.vit, ask.images + noise.to(ask.images), ask.targets, ask.seed)
         return Measured((again - ask.maps).abs().mean((1, 2)))
 
-    about: dict[str, Any] = {"again": True, "higher_is_better": False, "bounds": (0.0, torch.inf)}
+    about: dict[str, Any] = {"explains": True, "higher_is_better": False, "bounds": (0.0, torch.inf)}
     assert checked(moves, **about) is not None
     assert checked(reseeds, **about, stochastic=True) is not None
     with pytest.raises(AssertionError, match="another seed changes"):

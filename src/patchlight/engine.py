@@ -185,9 +185,8 @@ def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
     if own is None or "start" not in own.settings:
         return None
     given = accepted(own.function, request.settings)
-    settings = {
-        key: value for key, value in given.items() if key not in ("start", "terms")
-    }  # a tail is no sum of tails
+    # a tail is no sum of tails
+    settings = {key: value for key, value in given.items() if key not in ("start", "terms")}
     return lambda maps, start: own.function(maps, start=start, **settings)
 
 

@@ -260,8 +260,8 @@ def check_metric(
     One value per image and a rising curve's axis, values within the bounds that it declares, batch = loop = among other
     metrics (which keep theirs), maps of patches and of pixels, the same seed the same values (and another seed other
     ones just where the metric is `stochastic`, on maps without ties), a refusal without each annotation, and a model
-    left as it was found. A map that is constant, or holds NaN, or lies on an image that misses an annotation, is told
-    in a warning; it has a value within the bounds, or none and a reason, and the other images keep theirs.
+    left as it was found. A constant map is told in a warning, and has a value within the bounds or none; one that holds
+    NaN, or lies on an image that misses an annotation, has none, a reason and a warning. The others keep their values.
 
     `better` and `worse` are maps [B,h,w] of these images, or functions that make some: it must prefer the first.
     `chance` [B] is the closed form of its value on maps drawn from U(0, 1), where it has one; NaN for images that have
@@ -461,13 +461,14 @@ def _check_annotations(trial: _Trial, first: Evaluation) -> None:
             partial = replace(trial, notes={**trial.notes, kind: _first_missing(trial.notes[kind])})
             found, warned = partial.run(trial.maps)
             _check_values(trial, found, warned, whole=False)
+            assert bool(found.values[0].isnan()), f"an image without {kind} has a value"
             _agree(found.values[1:], first.values[1:], f"beside an image without {kind} and without")
 
 
 def _first_missing(note: Any) -> Any:
-    """Annotations of which the first image has none: an empty mask, no boxes, an unknown class."""
+    """Annotations of which the first image has none: no pixel labelled, no boxes, an unknown class."""
     if isinstance(note, Tensor):
-        return torch.cat([torch.zeros_like(note[:1]), note[1:]])
+        return torch.cat([torch.full_like(note[:1], -1), note[1:]])
     return [None if isinstance(note[0], int) else [], *note[1:]]
 
 

@@ -203,7 +203,7 @@ def test_what_is_exactly_zero(rule: str) -> None:
         ("softplus, whole", 0.5),
     ):
         (found,) = gradients(rule, CASES[name].function, (zero,), one)
-        torch.testing.assert_close(found, slope * one, rtol=0, atol=1e-6, msg=f"{name} at 0")
+        torch.testing.assert_close(found, slope * one, rtol=0, atol=2e-6, msg=f"{name} at 0")
     x, g = X.clone(), drawn(2, 3, 6, seed=16)
     x[0, 1, 2] = 0
     expected = each((2, 3), lambda p: literal.rms_norm("libra" if rule != "plain" else rule, x[p], WEIGHT, EPS, g[p]))

@@ -20,6 +20,10 @@ class ShownFigure(Figure):
         super().__init__(*args, **kwargs)
         FigureCanvasAgg(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        FigureCanvasAgg(self)  # matplotlib takes a canvas that draws nothing
+
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
         """The picture, and how large a page should show it."""
         width, height = self.page_size
