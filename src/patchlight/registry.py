@@ -61,11 +61,15 @@ class Registry(Mapping[str, N], Generic[N]):
 
     def find(self, name: str) -> N:
         """The one of that name or alias; else an error that says which names are near."""
-        self._load()
-        entry = self._entries.get(self._aliases.get(name, name))
+        entry = self.named(name)
         if entry is None:
             raise PatchlightError(f"no {self.noun} is called '{name}'; {nearest(name, [*self, *self._aliases])}")
         return entry
+
+    def named(self, name: str) -> N | None:
+        """The one of that name or alias, where there is one."""
+        self._load()
+        return self._entries.get(self._aliases.get(name, name))
 
     def _load(self) -> None:
         for room in self._rooms:  # a look-up each once they are there; another thread's import is waited for
