@@ -46,6 +46,14 @@ def learner(**changes: Any) -> GateLearner:
     return GateLearner(vit, batches(), Settings(**{**QUICK, **changes}), Devices(vit))
 
 
+def test_progress_is_told_in_steps() -> None:
+    told: list[tuple[int, int | None]] = []
+    means: list[Progress] = []
+    pl.diffmask.train(toy(), batches(), Settings(**QUICK), means.append, progress=lambda *now: told.append(now))
+    assert told == [(3, 14), (6, 14), (9, 14), (12, 14), (14, 14)]
+    assert [now.step for now in means] == [step for step, _ in told]
+
+
 def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None:
     vit = toy()
     before = {k: v.clone() for k, v in vit.model.state_dict().items()}
