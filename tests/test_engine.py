@@ -139,6 +139,7 @@ def test_aliases_of_rules_and_compositions_stand_behind_a_name_too() -> None:
         ("random.plus", {}, "has no layer maps"),
         ("rollout.plus", {}, "product over all blocks already"),
         ("rawatt.libra", {}, "uses no gradient"),
+        ("rise.libra", {}, "uses no gradient"),
         ("rollout", {"stat": 1}, "no setting 'stat'; did you mean 'start'"),
         ("rollout", {"fusion": "sum"}, "fusion='sum' of 'rollout' is not valid"),
         ("rollout", {"discard": 1.5}, "discard=1.5 of 'rollout' is not valid"),

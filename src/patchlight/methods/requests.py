@@ -114,7 +114,7 @@ def _rule(method: Method, ruled: str | None) -> Rule:
         return RULES[own]
     if isinstance(method, OwnPasses) and not method.ruled:
         raise PatchlightError(f"'{method.name}' has relevance rules of its own; '{ruled}' cannot replace them")
-    if not method.class_specific:
+    if isinstance(method, Ablates) or not method.class_specific:
         raise PatchlightError(f"'{method.name}' uses no gradient, so the backward rule '{ruled}' changes nothing")
     if own not in ("plain", ruled):
         raise PatchlightError(f"'{method.name}' has its own backward rule ({own}); '{ruled}' cannot replace it")
