@@ -140,9 +140,11 @@ class Attribution:
     @staticmethod
     def joined(parts: Sequence[Attribution]) -> Attribution:
         """The attributions of one method and model, for several batches of images, as one."""
-        if len({(part.scores.shape[1:], part.against is None) for part in parts}) != 1:
+        if len({(p.method, p.model, p.weights, p.scores.shape[1:], p.against is None) for p in parts}) != 1:
             told = ", ".join(map(repr, parts)) or "none"
-            raise PatchlightError(f"attributions of one resolution and kind of target can be joined; given: {told}")
+            raise PatchlightError(
+                f"attributions of one method, model, resolution and kind of target can be joined; given: {told}"
+            )
         against = [part.against for part in parts if part.against is not None]
         return replace(
             parts[0],
