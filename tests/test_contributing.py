@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,30 +17,24 @@ from typer.testing import CliRunner
 import patchlight as pl
 from patchlight.anatomy.families import FAMILIES
 from patchlight.cli import app
-from patchlight.data.base import KINDS
-from patchlight.evidence.rules import RULES
-from patchlight.methods.base import COMPOSITIONS, METHODS
-from patchlight.metrics.base import METRICS
+from patchlight.methods.base import METHODS
 from patchlight.testing import check_method, check_metric, contract_names
 from tests.families import images, shared
+from tests.registries import restored
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"```python ([\w-]+)\n(.*?)```", TEXT, re.DOTALL))
-REGISTRIES: tuple[Any, ...] = (METHODS, METRICS, RULES, COMPOSITIONS, KINDS, FAMILIES)
 
 
 @pytest.fixture
 def plugin(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """The example of that name in a file, loaded; what it registered is taken out again."""
-    before = [set(registry) for registry in REGISTRIES]
     file = tmp_path / "mine.py"
     file.write_text(EXAMPLES[request.param], encoding="utf-8")
-    pl.load_plugin(file)
-    pl.load_plugin(file)  # once is enough
-    yield file
-    for registry, known in zip(REGISTRIES, before, strict=True):
-        for name in set(registry) - known:
-            registry.remove(name)
+    with restored():
+        pl.load_plugin(file)
+        pl.load_plugin(file)  # once is enough
+        yield file
 
 
 def test_there_is_an_example_of_everything() -> None:

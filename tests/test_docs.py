@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from patchlight.zoo import pocket
+from tests.registries import restored
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,8 +26,9 @@ def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "photos").symlink_to(pocket.PHOTOS)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "example"}
-    for block in blocks:
-        exec(compile(block, page, "exec"), names)
+    with restored():
+        for block in blocks:
+            exec(compile(block, page, "exec"), names)
 
 
 @pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda p: p.name)

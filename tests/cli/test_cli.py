@@ -157,7 +157,9 @@ def test_a_shell_is_answered_without_torch() -> None:
     asked = {"_PATCHLIGHT_COMPLETE": "complete_bash", "COMP_WORDS": "patchlight methods tokent", "COMP_CWORD": "2"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked})
     assert done.stdout.split() == ["tokentm", "False"], done.stderr
-    shown = subprocess.run([sys.executable, "-c", code, "--show-completion", "bash"], capture_output=True, text=True)
+    named = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # typer asks which shell runs it
+    command = [sys.executable, "-c", code, "--show-completion", "bash"]
+    shown = subprocess.run(command, capture_output=True, text=True, env=named)
     assert "_PATCHLIGHT_COMPLETE=complete_bash" in shown.stdout
 
 

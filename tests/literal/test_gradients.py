@@ -270,7 +270,7 @@ def test_averaging_along_the_path() -> None:
     torch.testing.assert_close(maps(vit, batch, "ig.libra", TARGET, **settings), grid(vit, ixg), **CLOSE)
     found = maps(vit, batch, "ig", TARGET, **settings | {"integrand": "decompx.skipplus"})
     torch.testing.assert_close(found, grid(vit, skip), **CLOSE)
-    with pytest.raises(pl.PatchlightError, match="white-box"):
+    with pytest.raises(pl.PatchlightError, match="give a layer map of tokens"):
         maps(vit, batch, "ig", TARGET, integrand="smoothgrad")
 
 
