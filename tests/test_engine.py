@@ -121,6 +121,8 @@ def test_wrong_images_are_explained(given: object, message: str) -> None:
         ("ixg.plus.skipplus", {}, "two compositions"),
         ("ixg.rollout", {}, "multiplies token-to-token matrices"),
         ("random.plus", {}, "has no layer maps"),
+        ("skipplus", {}, "'skipplus' is no method but follows one, as in 'ixg.skipplus'"),
+        ("libra", {}, "'libra' is no method but follows one, as in 'ixg.libra'"),
         ("rollout.plus", {}, "product over all blocks already"),
         ("rawatt.libra", {}, "uses no gradient"),
         ("rollout", {"stat": 1}, "no setting 'stat'; did you mean 'start'"),
