@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import patchlight as pl
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 JOURNEYS = {
@@ -46,3 +48,9 @@ def test_every_room_is_on_the_page() -> None:
     rooms = [name if name.endswith(".py") else f"{name}/" for name in rooms]
     missing = [name for name in rooms if f"`{name}`" not in PAGE and name != "testing.py"]
     assert not missing, f"docs/architecture.md says nothing about {missing}"
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    table = PAGE.partition("\n## Public names\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`(\w+)`", table)
+    assert sorted(named) == pl.__all__

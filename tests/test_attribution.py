@@ -60,8 +60,10 @@ def test_joined_attributions_are_those_of_one_call() -> None:
             assert ours is theirs is None or torch.equal(ours, theirs), key
         assert (joined.named, joined.images) == (whole.named, whole.images)
     one, other = attribution(torch.zeros(1, 2, 2)), attribution(torch.zeros(1, 3, 3))
-    with pytest.raises(pl.PatchlightError, match=r"of one resolution.*2x2.*3x3"):
+    with pytest.raises(pl.PatchlightError, match=r"of one method, model, resolution.*2x2.*3x3"):
         pl.Attribution.joined([one, other])
+    with pytest.raises(pl.PatchlightError, match="of one method"):
+        pl.Attribution.joined([whole, pl.explain(vit, batch, "rawatt")])
     with pytest.raises(pl.PatchlightError, match="given: none"):
         pl.Attribution.joined([])
 

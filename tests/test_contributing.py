@@ -175,6 +175,19 @@ def test_a_broken_plugin_is_told_in_a_sentence(text: str, words: str, tmp_path: 
     assert CliRunner().invoke(app, ["methods", "--plugin", str(tmp_path / "none.py")]).exit_code == 2
 
 
+def test_a_plugin_that_broke_halfway_can_be_mended(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(EXAMPLES["layer-map"] + "nothing\n", encoding="utf-8")
+    with pytest.raises(pl.PatchlightError, match="name 'nothing' is not defined"):
+        pl.load_plugin(file)
+    file.write_text(EXAMPLES["layer-map"].replace("power: float = 1.0", "power: float = 2.5"), encoding="utf-8")
+    try:
+        pl.load_plugin(file)
+        assert METHODS["positive-gradient"].settings(pl.LAST)["power"].default == 2.5
+    finally:
+        METHODS.remove("positive-gradient")
+
+
 def test_what_a_layer_map_does_not_declare_it_cannot_read() -> None:
     @pl.register_method("greedy", paper="none", needs={"A"}, combine=pl.LAST, matrix=True)
     def greedy(b: pl.Evidence) -> torch.Tensor:

@@ -16,7 +16,9 @@ from PIL import Image
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import _warn_if_degenerate, compute
-from patchlight.methods.base import METHODS, LayerMap
+from patchlight.evidence.rules import RULES
+from patchlight.methods.base import COMPOSITIONS, METHODS, LayerMap
+from patchlight.methods.compositions import PLUS
 from patchlight.methods.requests import resolve
 from patchlight.registry import Setting
 from tests.families import build, images, shared
@@ -111,6 +113,20 @@ def test_wrong_images_are_explained(given: object, message: str) -> None:
         pl.explain(shared("vit"), given)
 
 
+def test_aliases_of_rules_and_compositions_stand_behind_a_name_too() -> None:
+    pl.register_rule(pl.Rule("a-rule", paper="a test", norm="frozen", aliases=("its-alias",)))
+    pl.register_composition("all-blocks", span=PLUS.span, aliases=("every-block",))(PLUS.function)
+    try:
+        request = resolve("ixg.every-block.its-alias")
+        assert request.name == "ixg.all-blocks.a-rule"
+        assert request.rule.norm == "frozen"
+        with pytest.raises(pl.PatchlightError, match="two backward rules"):
+            resolve("ixg.a-rule.its-alias")
+    finally:
+        RULES.remove("a-rule")
+        COMPOSITIONS.remove("all-blocks")
+
+
 @pytest.mark.parametrize(
     ("method", "settings", "message"),
     [
@@ -125,6 +141,7 @@ def test_wrong_images_are_explained(given: object, message: str) -> None:
         ("libra", {}, "'libra' is no method but follows one, as in 'ixg.libra'"),
         ("rollout.plus", {}, "product over all blocks already"),
         ("rawatt.libra", {}, "uses no gradient"),
+        ("rise.libra", {}, "uses no gradient"),
         ("rollout", {"stat": 1}, "no setting 'stat'; did you mean 'start'"),
         ("rollout", {"fusion": "sum"}, "fusion='sum' of 'rollout' is not valid"),
         ("rollout", {"discard": 1.5}, "discard=1.5 of 'rollout' is not valid"),

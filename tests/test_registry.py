@@ -56,6 +56,19 @@ def test_a_name_is_taken_once(cakes: Registry[Entry], name: str) -> None:
         cakes.find("fine")
 
 
+def test_a_cell_that_is_run_twice_replaces_what_it_registered(cakes: Registry[Entry]) -> None:
+    cell = "def mine(dough):\n    pass\nregister('mine', mine, '', aliases)"
+    names: dict[str, Any] = {"__name__": "__main__", "register": lambda *told: cakes.add(Entry(*told))}
+    exec(cell, {**names, "aliases": ("ours",)})
+    first = cakes.find("ours")
+    exec(cell, {**names, "aliases": ("yours",)})
+    assert cakes.find("yours") is cakes["mine"] is not first
+    with pytest.raises(PatchlightError, match="no cake is called 'ours'"):
+        cakes.find("ours")
+    with pytest.raises(PatchlightError, match="a cake called 'mine' is registered already"):
+        exec(cell, {**names, "__name__": "elsewhere", "aliases": ()})
+
+
 def test_a_wrong_name_is_told_with_the_nearest(cakes: Registry[Entry]) -> None:
     with pytest.raises(PatchlightError, match="no cake is called 'gatau'; did you mean 'gateau'"):
         cakes.find("gatau")

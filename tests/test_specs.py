@@ -15,7 +15,7 @@ from patchlight import engine
 from patchlight.bench.local import run
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import override, parse
-from patchlight.bench.shard import How, run_shard
+from patchlight.bench.shard import Resources, run_shard
 from patchlight.errors import PatchlightError
 from patchlight.methods import requests
 from patchlight.metrics import base, evaluation
@@ -126,8 +126,8 @@ def test_explain_and_evaluate_take_what_is_resolved() -> None:
 
 def test_a_shard_can_be_sent_to_another_process(tmp_path: Path) -> None:
     shard = plan(recipe(pictures(tmp_path / "images", 2))).shards[0]
-    run_shard(shard, How())
+    run_shard(shard, Resources())
     sent = pickle.loads(pickle.dumps(shard))
     assert (sent.key, sent.cells, sent.methods) == (shard.key, shard.cells, shard.methods)
-    values = [[row.value for row in run_shard(one, How()).rows] for one in (shard, sent)]
+    values = [[row.value for row in run_shard(one, Resources()).rows] for one in (shard, sent)]
     assert values[0] == values[1]

@@ -17,9 +17,11 @@ _HOMES = {
     "AssumedPreprocess": "patchlight.errors",
     "Comparison": "patchlight.comparison",
     "Attribution": "patchlight.attribution",
+    "Attributions": "patchlight.attribution",
     "Composition": "patchlight.methods.base",
     "DegenerateMap": "patchlight.errors",
     "Evaluation": "patchlight.metrics.base",
+    "Evaluations": "patchlight.metrics.base",
     "Evidence": "patchlight.evidence.record",
     "FIRST": "patchlight.methods.compositions",
     "LAST": "patchlight.methods.compositions",
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from patchlight.anatomy.load import load as load
     from patchlight.anatomy.load import wrap as wrap
     from patchlight.attribution import Attribution as Attribution
+    from patchlight.attribution import Attributions as Attributions
     from patchlight.comparison import Comparison as Comparison
     from patchlight.comparison import compare as compare
     from patchlight.data import open_data as open_data
@@ -100,6 +103,7 @@ if TYPE_CHECKING:
     from patchlight.methods.compositions import SUM as SUM
     from patchlight.methods.requests import list_methods as list_methods
     from patchlight.metrics.base import Evaluation as Evaluation
+    from patchlight.metrics.base import Evaluations as Evaluations
     from patchlight.metrics.base import Measure as Measure
     from patchlight.metrics.base import Measured as Measured
     from patchlight.metrics.base import list_metrics as list_metrics

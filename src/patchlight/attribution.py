@@ -32,6 +32,8 @@ from patchlight.resize import Upsampling, at_size
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from patchlight.viz.shown import ShownFigure
+
 _FORMAT = 1
 _ABOUT, _SCORES = "attribution.json", "scores.safetensors"
 _TENSORS, _UNSAVED = ("scores", "target", "against"), ("photos",)
@@ -138,9 +140,11 @@ class Attribution:
     @staticmethod
     def joined(parts: Sequence[Attribution]) -> Attribution:
         """The attributions of one method and model, for several batches of images, as one."""
-        if len({(part.scores.shape[1:], part.against is None) for part in parts}) != 1:
+        if len({(p.method, p.model, p.weights, p.scores.shape[1:], p.against is None) for p in parts}) != 1:
             told = ", ".join(map(repr, parts)) or "none"
-            raise PatchlightError(f"attributions of one resolution and kind of target can be joined; given: {told}")
+            raise PatchlightError(
+                f"attributions of one method, model, resolution and kind of target can be joined; given: {told}"
+            )
         against = [part.against for part in parts if part.against is not None]
         return replace(
             parts[0],
@@ -293,6 +297,12 @@ class Attributions(dict[str, Attribution]):
     def to_frame(self) -> DataFrame:
         """The tables of all, below each other; `method` is the label."""
         return stacked(att.to_frame().assign(method=label) for label, att in self.items())
+
+    def figure(self, path: str | Path | None = None) -> ShownFigure:
+        """The maps over the small photographs kept of the first images; `pl.figure` takes the images themselves."""
+        from patchlight.viz import photo_figure
+
+        return photo_figure(self, path)
 
     def _repr_html_(self) -> str:
         from patchlight.viz import maps_html

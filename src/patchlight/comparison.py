@@ -184,9 +184,7 @@ class Comparison:
 
     def figure(self, path: str | Path | None = None) -> ShownFigure:
         """The maps of the first images, a row per image and a column per method; with `path` it is written there."""
-        from patchlight.viz import figure
-
-        return figure(None, self.maps, path=path)
+        return self.maps.figure(path)
 
     def __str__(self) -> str:
         rows = [["method", *(f"{name} {self._arrow(name)}" for name in self.metrics)]]

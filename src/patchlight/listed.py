@@ -18,7 +18,15 @@ from patchlight.plugins import GROUP
 
 TABLE = Path(__file__).with_name("listed.json")
 _HERE = Path(__file__).parent
-_SOURCES = ("methods/*.py", "metrics/*.py", "evidence/*.py", "data/*.py", "registry.py", "anatomy/load.py")
+_SOURCES = (
+    "methods/*.py",
+    "metrics/*.py",
+    "evidence/*.py",
+    "data/*.py",
+    "registry.py",
+    "anatomy/load.py",
+    "cli/tables.py",
+)
 
 
 @cache

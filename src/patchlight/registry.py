@@ -45,9 +45,14 @@ class Registry(Mapping[str, N], Generic[N]):
         self._aliases: dict[str, str] = {}
 
     def add(self, entry: N) -> N:
+        """Register under name and aliases, which must be free, or of the same function before it was redefined."""
+        old = self._entries.get(entry.name)
+        replaced = () if old is None or not _redefines(entry, old) else (old.name, *old.aliases)
         for key in (entry.name, *entry.aliases):
-            if key in self._entries or key in self._aliases:
+            if key not in replaced and (key in self._entries or key in self._aliases):
                 raise PatchlightError(f"a {self.noun} called '{key}' is registered already")
+        for alias in replaced[1:]:
+            del self._aliases[alias]
         self._entries[entry.name] = entry
         self._aliases.update(dict.fromkeys(entry.aliases, entry.name))
         return entry
@@ -61,11 +66,15 @@ class Registry(Mapping[str, N], Generic[N]):
 
     def find(self, name: str) -> N:
         """The one of that name or alias; else an error that says which names are near."""
-        self._load()
-        entry = self._entries.get(self._aliases.get(name, name))
+        entry = self.named(name)
         if entry is None:
             raise PatchlightError(f"no {self.noun} is called '{name}'; {nearest(name, [*self, *self._aliases])}")
         return entry
+
+    def named(self, name: str) -> N | None:
+        """The one of that name or alias, where there is one."""
+        self._load()
+        return self._entries.get(self._aliases.get(name, name))
 
     def _load(self) -> None:
         for room in self._rooms:  # a look-up each once they are there; another thread's import is waited for
@@ -83,6 +92,14 @@ class Registry(Mapping[str, N], Generic[N]):
     def __len__(self) -> int:
         self._load()
         return len(self._entries)
+
+
+def _redefines(entry: Named, old: Named) -> bool:
+    """Whether a notebook's cell, or a file that was mended, defines the same function once more."""
+    new, before = (getattr(one, "function", None) for one in (entry, old))
+    if new is None or before is None or new is before or "<locals>" in new.__qualname__:
+        return False
+    return (new.__module__, new.__qualname__) == (before.__module__, before.__qualname__)
 
 
 class Told(Protocol):

@@ -235,10 +235,10 @@ def _check_untouched(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def contract_names() -> list[str]:
-    """Every registered method, and each wrapper once on a method it fits."""
-    wrapped = ["genatt.libra", "ixg.plus", "ixg.skipplus.libra", "rawatt.plus", "genatt.rollout", "gradcam.skipplus"]
-    wrapped += ["ixg.conservative", "genatt.attnlrp"]
-    return [*METHODS, *wrapped]
+    """Every registered method, and each composition and rule once on a method it fits."""
+    followed = ["genatt.libra", "ixg.plus", "ixg.skipplus.libra", "rawatt.plus", "genatt.rollout", "gradcam.skipplus"]
+    followed += ["ixg.conservative", "genatt.attnlrp"]
+    return [*METHODS, *followed]
 
 
 def check_metric(

@@ -206,10 +206,10 @@ def test_attcam_says_why_it_is_empty() -> None:
 
 
 @pytest.mark.parametrize(("name", "instead"), [("gradsam", "genatt"), ("cat", "ixg"), ("attcat", "attixg")])
-@pytest.mark.parametrize("wrapper", ["plus", "skipplus"])
-def test_sums_refuse_another_sum(name: str, instead: str, wrapper: str) -> None:
-    with pytest.raises(PatchlightError, match=rf"'{name}' cannot be followed by.*'{instead}\.{wrapper}'"):
-        resolve(f"{name}.{wrapper}")
+@pytest.mark.parametrize("composition", ["plus", "skipplus"])
+def test_sums_refuse_another_sum(name: str, instead: str, composition: str) -> None:
+    with pytest.raises(PatchlightError, match=rf"'{name}' cannot be followed by.*'{instead}\.{composition}'"):
+        resolve(f"{name}.{composition}")
 
 
 @pytest.mark.parametrize("family", PLAIN)

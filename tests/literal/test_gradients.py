@@ -258,7 +258,7 @@ def test_integrated_gradients_of_the_baseline_are_zero() -> None:
 
 
 def test_averaging_along_the_path() -> None:
-    """LibraGrad's wrapper: maps at a_k x_0, averaged; for IxG that is sum a_k x g(a_k x) / K."""
+    """As LibraGrad averages it: maps at a_k x_0, averaged; for IxG that is sum a_k x g(a_k x) / K."""
     vit, batch = model("vit")
     x = vit.embed(batch).detach()
     ixg, skip = torch.zeros(x.shape[:2], dtype=x.dtype), torch.zeros(x.shape[:2], dtype=x.dtype)

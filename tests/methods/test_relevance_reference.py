@@ -60,9 +60,9 @@ def test_relevance_rollout() -> None:
     ranked(ours, reference("lrp_rollout_ours_start0")["maps"][1], 0.85)
 
 
-@pytest.mark.parametrize("wrapper", ["plus", "skipplus", "rollout"])
-def test_globenc(wrapper: str) -> None:
-    maps, theirs = explained(f"globenc.{wrapper}", PORT), reference(f"lg_globenc_{wrapper}")["maps"]
+@pytest.mark.parametrize("composition", ["plus", "skipplus", "rollout"])
+def test_globenc(composition: str) -> None:
+    maps, theirs = explained(f"globenc.{composition}", PORT), reference(f"lg_globenc_{composition}")["maps"]
     for i in range(4):
         close(maps[i], theirs[i], 1e-4, f"image {i}")
 

@@ -223,11 +223,12 @@ def test_a_figure_shows_itself_at_its_own_size() -> None:
 
 def test_a_figure_of_kept_photographs(tmp_path: Path) -> None:
     vit = shared("vit")
-    att = pl.explain(vit, images(vit, 3), "genatt")
-    drawn = pl.figure(None, att, vit=vit)
-    assert len([a for a in drawn.axes if a.get_position().height * drawn.get_figheight() > 1]) == 6
-    with pytest.raises(pl.PatchlightError, match="0 photographs of 3 images are kept; give the images"):
-        pl.figure(None, replace(att, photos=()))
+    maps = pl.explain(vit, images(vit, 18), ["genatt"])
+    drawn = maps.figure(tmp_path / "f.png")
+    assert len([a for a in drawn.axes if a.get_position().height * drawn.get_figheight() > 1]) == 2 * MOST
+    assert Image.open(tmp_path / "f.png").size[0] > 200
+    with pytest.raises(pl.PatchlightError, match="no photographs with them; give the images"):
+        Attributions(a=replace(maps["genatt"], photos=())).figure()
 
 
 def test_tables_for_pandas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,7 +376,11 @@ def _made(name: str, function: Callable[..., Any], about: dict[str, Any]) -> Met
 
 
 def register_composition(
-    name: str, *, span: Callable[[int, Settings], Iterable[int]], matrices_only: bool = False
+    name: str,
+    *,
+    span: Callable[[int, Settings], Iterable[int]],
+    matrices_only: bool = False,
+    aliases: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Tensor]], Composition]:
     """Register a function of LayerMaps as a composition that may stand behind a method's name.
 
@@ -385,6 +389,6 @@ def register_composition(
     """
 
     def register(function: Callable[..., Tensor]) -> Composition:
-        return COMPOSITIONS.add(Composition(function, span, name, matrices_only))
+        return COMPOSITIONS.add(Composition(function, span, name, matrices_only, aliases))
 
     return register

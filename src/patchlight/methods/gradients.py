@@ -238,9 +238,9 @@ def ig(
 
     x is x_0 (CLS and position embedding included), or the image at level="pixel"; x' holds `baseline` everywhere.
     `quadrature`: Gauss-Legendre, the right Riemann sum a_k = k/K, or `linspace` with both ends and weights 1/K.
-    `integrand` names a white-box method (with wrappers): its maps along the path of tokens are averaged instead, as
-    LibraGrad's wrapper does (for ixg that has a factor a_k more than the textbook). K = `steps` forwards, K backwards.
-    Near tokens of 0 the first norm's epsilon makes s change fast: a complete token map takes hundreds of steps.
+    `integrand` names a layer map, with its composition and rule: its maps along the path of tokens are averaged, as
+    LibraGrad does (for ixg that has a factor a_k more than the textbook). K = `steps` forwards, K backwards. Near
+    tokens of 0 the first norm's epsilon makes s change fast: a complete token map takes hundreds of steps.
     """
     x = _explained(ask, level)
     points, weights = nodes(steps, quadrature)
@@ -258,7 +258,7 @@ def _averaged_maps(ask: Ask, integrand: str, level: Level, path: Iterable[Tensor
     request = resolve(integrand)
     if not request.in_pass or request.level != "token" or level != "token":
         raise PatchlightError(
-            f"integrand='{integrand}' cannot be averaged along a path; give a token-level white-box method, as 'ixg'"
+            f"integrand='{integrand}' cannot be averaged along a path; give a layer map of tokens, as 'ixg'"
         )
     if request.rule.name != "plain":
         ask = replace(ask, rule=request.rule)

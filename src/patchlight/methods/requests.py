@@ -11,7 +11,7 @@ from torch import nn
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
 from patchlight.evidence.record import BACKWARD
-from patchlight.evidence.rules import RULES, Rule
+from patchlight.evidence.rules import PLAIN, RULES, Rule
 from patchlight.methods.base import (
     COMPOSITIONS,
     METHODS,
@@ -95,16 +95,17 @@ def _behind(asked: str, words: Sequence[str]) -> tuple[str | None, str | None]:
     composed: str | None = None
     ruled: str | None = None
     for word in words:
-        if word in RULES and word != "plain":
+        rule, composition = RULES.named(word), COMPOSITIONS.named(word)
+        if rule is not None and rule is not PLAIN:
             if ruled is not None:
                 raise PatchlightError(f"'{asked}' has two backward rules, '{ruled}' and '{word}'; give one")
-            ruled = word
-        elif word in COMPOSITIONS:
+            ruled = rule.name
+        elif composition is not None:
             if composed is not None:
                 raise PatchlightError(f"'{asked}' has two compositions, '{composed}' and '{word}'; give one")
-            composed = word
+            composed = composition.name
         else:
-            valid = [*COMPOSITIONS, *(rule for rule in RULES if rule != "plain")]
+            valid = [*COMPOSITIONS, *(name for name in RULES if name != PLAIN.name)]
             raise PatchlightError(f"no composition or rule is called '{word}' (in '{asked}'); {nearest(word, valid)}")
     return composed, ruled
 
@@ -115,7 +116,7 @@ def _rule(method: Method, ruled: str | None) -> Rule:
         return RULES[own]
     if isinstance(method, OwnPasses) and not method.ruled:
         raise PatchlightError(f"'{method.name}' has relevance rules of its own; '{ruled}' cannot replace them")
-    if not method.class_specific:
+    if isinstance(method, Ablates) or not method.class_specific:
         raise PatchlightError(f"'{method.name}' uses no gradient, so the backward rule '{ruled}' changes nothing")
     if own not in ("plain", ruled):
         raise PatchlightError(f"'{method.name}' has its own backward rule ({own}); '{ruled}' cannot replace it")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from patchlight.errors import PatchlightError
 from patchlight.files import check_writable
+from patchlight.progress import Progress, Tell, telling
 from patchlight.trained.batches import epoch_of, length_of
 from patchlight.trained.checkpoint import Parts, append_metrics, cut_metrics, read_checkpoint, write_checkpoint
 from patchlight.trained.devices import Devices
@@ -65,16 +66,19 @@ def run(
     callback: Callable[[Report], None] | None = None,
     out: Path | None = None,
     resume: bool = True,
+    progress: Progress | bool = True,
 ) -> dict[str, Any]:
     """Take all steps, from the checkpoint in `out` on where there is one; returns the last report, by name.
 
-    `out` gets `checkpoint.safetensors` and `metrics.csv`, and TensorBoard's files where they are wanted.
+    `progress` is as in `explain`, of steps. `out` gets `checkpoint.safetensors` and `metrics.csv`, and TensorBoard's
+    files where they are wanted.
     """
     loop = _Loop(learner, loader, settings, devices, callback, out)
     if out is not None:
         check_writable(out)
         loop.resume(out, resume)
-    loop.go()
+    with telling(progress if devices.main else False, "training") as tell:
+        loop.go(tell)
     return loop.last
 
 
@@ -99,7 +103,7 @@ class _Loop(Generic[Report]):
         self.last: dict[str, Any] = {}
         self.began = time.monotonic()
 
-    def go(self) -> None:
+    def go(self, tell: Tell) -> None:
         """All steps from where the run stands."""
         every, saved_at = self.settings.checkpoint_steps, time.monotonic()
         while self.step < self.steps:
@@ -111,6 +115,7 @@ class _Loop(Generic[Report]):
                     continue
                 self.window.append(self.learner.step(batch, self.step))
                 self.step += 1
+                tell(self.step, self.steps)
                 if self.step % self.settings.log_every == 0 or self.step == self.steps:
                     self._report()
                 due = time.monotonic() - saved_at > 60 * self.settings.checkpoint_minutes

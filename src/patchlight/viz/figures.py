@@ -53,7 +53,7 @@ class _Column:
 
 @known_keywords
 def figure(
-    images: Picture | Tensor | Sequence[Picture] | None,
+    images: Picture | Tensor | Sequence[Picture],
     maps: Attribution | Mapping[str, Attribution] | Sequence[Attribution],
     *,
     predictions: Sequence[Prediction] | None = None,
@@ -66,8 +66,7 @@ def figure(
     More than ten columns are set in bands below each other.
 
     `maps` is what `explain` gives, or a list of attributions of the same images. `images` are what the maps explain:
-    paths, PIL images or the preprocessed tensor; or None for the small photographs that `explain` keeps of the first
-    16. Row labels are `predictions`, as (label, probability) or in words;
+    paths, PIL images or the preprocessed tensor. Row labels are `predictions`, as (label, probability) or in words;
     without them those of `vit`; without it the explained class. An explained class other than the predicted one is
     named below it. `titles` replace the methods' names. Every map is scaled by itself, and the figure says so. With
     `path` it is also written there (png, jpg, webp, pdf or svg).
@@ -75,22 +74,52 @@ def figure(
     >>> pl.figure(images, pl.explain(vit, images, ["genatt", "rollout"]), vit=vit, path="cats.png")  # doctest: +SKIP
     """
     from patchlight.anatomy.load import wrap
-    from patchlight.viz.shown import ShownFigure
 
     maps = _by_name(maps)
     vit = None if vit is None else wrap(vit)
+    first, shown = next(iter(maps.values())), _listed(images)
+    return _figure(maps, _pictures(shown, first, vit), shown, predictions, titles, vit, path)
+
+
+def photo_figure(maps: Mapping[str, Attribution], path: str | Path | None = None) -> ShownFigure:
+    """The figure of maps over the small photographs that they have with them, a row for each."""
+    maps = _by_name(maps)
+    first = next(iter(maps.values()))
+    if not first.photos:
+        raise PatchlightError("these maps have no photographs with them; give the images to pl.figure")
+    rows = {name: att[: len(first.photos)] for name, att in maps.items()}
+    return _figure(rows, [as_picture(photo, SIDE) for photo in first.photos], path=path)
+
+
+def _figure(
+    maps: Mapping[str, Attribution],
+    pictures: Sequence[Image.Image],
+    images: Sequence[Any] = (),
+    predictions: Sequence[Prediction] | None = None,
+    titles: Sequence[str] | None = None,
+    vit: Anatomy | None = None,
+    path: str | Path | None = None,
+) -> ShownFigure:
     if path is not None:
         figure_format(path)
-    first = next(iter(maps.values()))
-    shown = [] if images is None else _listed(images)
-    pictures = _kept(first) if images is None else _pictures(shown, first, vit)
     _check_counts(maps, len(pictures))
     alike = len({att.named for att in maps.values()}) == 1
     columns = [column for name, att in maps.items() for column in _columns(name, att, alike)]
     headings = _headings([c.title for c in columns] if titles is None else titles, len(columns))
-    labels = _row_labels(shown, first, predictions, vit if shown else None, alike)
-    kinds = sorted({c.signed for c in columns})
+    labels = _row_labels(images, next(iter(maps.values())), predictions, vit, alike)
+    fig = _drawn(columns, headings, pictures, labels)
+    if path is not None:
+        write_whole(path, figure_bytes(fig, path))
+    return fig
 
+
+def _drawn(
+    columns: Sequence[_Column], headings: Sequence[str], pictures: Sequence[Image.Image], labels: Sequence[str]
+) -> ShownFigure:
+    """Pictures, heat, headings, row labels and scales, each at its place."""
+    from patchlight.viz.shown import ShownFigure
+
+    kinds = sorted({c.signed for c in columns})
     bands = _bands(len(columns))
     tall = CELL * pictures[0].height / pictures[0].width
     left = EDGE + max(_inches(line, WORDS) for label in labels for line in label.split("\n")) + 0.1
@@ -132,8 +161,6 @@ def figure(
         write(low, left, y + 0.045, SMALL, va="center", color="0.25")
         place(_bar(signed), begin, y, _BAR, 0.09)
         write(high, begin + _BAR + 0.06, y + 0.045, SMALL, va="center", color="0.25")
-    if path is not None:
-        write_whole(path, figure_bytes(fig, path))
     return fig
 
 
@@ -248,13 +275,6 @@ def _picture(image: Picture | Tensor, att: Attribution, preprocess: Preprocess |
     if preprocess is None:
         raise PatchlightError("to show a preprocessed tensor, give vit=, which knows how it was normalised")
     return seen(preprocess.picture(image), att.image_size)
-
-
-def _kept(att: Attribution) -> list[Image.Image]:
-    """The photographs that an attribution has of all its images."""
-    if len(att.photos) < len(att):
-        raise PatchlightError(f"{len(att.photos)} photographs of {len(att)} images are kept; give the images to show")
-    return [as_picture(photo, SIDE) for photo in att.photos]
 
 
 def _listed(images: Any) -> list[Any]:

@@ -58,6 +58,13 @@ def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None
     assert not any(module._forward_hooks for module in vit.model.modules())
 
 
+def test_steps_are_told() -> None:
+    told: list[tuple[int, int | None]] = []
+    settings = Settings(**{**QUICK, "steps": 3})
+    pl.diffmask.train(toy(), batches(), settings, progress=lambda *done: told.append(done))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
 def test_every_setting_of_the_paper_and_its_code_trains() -> None:
     vit = toy()
     for preset, changes in (

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
 from patchlight.errors import PatchlightError, TrainingWarning, Unsupported, warn
+from patchlight.progress import Progress as ToldProgress
 from patchlight.targets import kl_divergence
 from patchlight.trained import loop
 from patchlight.trained.batches import check_data, epoch_of, images_and_labels
@@ -45,6 +46,7 @@ def train(
     initial: DiffMask | None = None,
     resume: bool = True,
     held_out: Iterable[Any] | None = None,
+    progress: ToldProgress | bool = True,
 ) -> DiffMask:
     """Train gates for a frozen model on batches of images, or of (images, labels): labels are only checked.
 
@@ -53,7 +55,8 @@ def train(
     and `metrics.csv` go there, and a run that was killed goes on from its last checkpoint to the same weights. At the
     end beta is set so that KL <= m holds for the mask itself, on `finish` batches of `held_out`, images the model was
     not trained on (without it, of the training images, on which a model is surer and the divergence smaller). `initial`
-    are gates to begin with. Under `accelerate launch` every process takes its share of the batches.
+    are gates to begin with. `progress` is as in `explain`, of steps; `callback` gets the numbers. Under
+    `accelerate launch` every process takes its share of the batches.
     """
     vit = wrap(vit)
     settings = (settings or Settings()).decided(vit)
@@ -69,7 +72,7 @@ def train(
     shared = devices.share(loader)
     learner = GateLearner(frozen, shared, settings, devices, initial)
     with training(frozen, settings.precision):
-        result = loop.run(learner, shared, settings, devices, callback, folder, resume)
+        result = loop.run(learner, shared, settings, devices, callback, folder, resume, progress)
         done = learner.finish(loader if held_out is None else held_out)
     if done is not None:
         result["finish"] = asdict(done)
