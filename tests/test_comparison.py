@@ -133,6 +133,9 @@ def test_several_maps_are_measured_each_by_its_own() -> None:
     assert same(found["set"], pl.evaluate(vit, batch, pl.explain(vit, batch, "rollout", start=1), "sparseness"))
     both = pl.evaluate(vit, batch, {"named": "genatt"}, ["sparseness", "deletion"], batch_size=2)
     assert list(both["named"]) == ["sparseness", "deletion"]
+    listed = pl.evaluate(vit, batch, ["rollout", "genatt"], "sparseness")
+    assert list(listed) == ["rollout", "genatt"]
+    assert same(listed["genatt"], found["named"])
 
 
 def test_wrong_maps_of_several_are_refused_and_warnings_name_theirs() -> None:
@@ -156,6 +159,17 @@ def test_wrong_maps_of_several_are_refused_and_warnings_name_theirs() -> None:
     assert (found["broken"].count, found["genatt"].count) == (2, 3)
     with pytest.raises(pl.Unsupported, match="'transatt' does not work here"):
         pl.compare(shared("siglip"), images(shared("siglip"), 2), ["genatt", "transatt"], "sparseness")
+
+
+def test_compare_takes_names_under_labels_and_says_where_settings_belong() -> None:
+    vit = shared("vit")
+    batch = images(vit, 2)
+    found = pl.compare(vit, batch, {"mine": "rollout"}, {"gini": "sparseness"})
+    assert (found.methods, found.metrics) == (["mine"], ["gini"])
+    with pytest.raises(pl.PatchlightError, match=r"no option 'steps'; settings stand by their metric or method"):
+        pl.compare(vit, batch, ["rollout"], "deletion", steps=2)  # type: ignore[call-arg]
+    with pytest.raises(pl.PatchlightError, match="no option 'metric'; did you mean 'metrics'"):
+        pl.compare(vit, batch, ["rollout"], metric="deletion")  # type: ignore[call-arg]
 
 
 def synthetic(values: dict[str, Tensor], higher: bool = True) -> pl.Comparison:

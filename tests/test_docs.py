@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import patchlight as pl
+from patchlight.cli.explain import _expanded
+from patchlight.methods.requests import resolve
+from patchlight.metrics.base import resolve_metric
 from patchlight.zoo import pocket
 from tests.registries import restored
 
@@ -36,3 +40,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda p: p.name)
+def test_names_in_words_and_commands_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert set(re.findall(r"\bpl\.(\w+)", text)) <= set(pl.__all__)
+    for option, names in re.findall(r"--(method|metric) ([a-z][^\s`]*)", text):
+        if "positive-gradient" not in names:  # a plugin's
+            for name in _expanded(names.split(",")) if option == "method" else names.split(","):
+                resolve(name) if option == "method" else resolve_metric(name)

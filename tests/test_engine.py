@@ -137,6 +137,8 @@ def test_aliases_of_rules_and_compositions_stand_behind_a_name_too() -> None:
         ("ixg.plus.skipplus", {}, "two compositions"),
         ("ixg.rollout", {}, "multiplies token-to-token matrices"),
         ("random.plus", {}, "has no layer maps"),
+        ("skipplus", {}, "'skipplus' is no method but follows one, as in 'ixg.skipplus'"),
+        ("libra", {}, "'libra' is no method but follows one, as in 'ixg.libra'"),
         ("rollout.plus", {}, "product over all blocks already"),
         ("rawatt.libra", {}, "uses no gradient"),
         ("rise.libra", {}, "uses no gradient"),

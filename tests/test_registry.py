@@ -154,7 +154,8 @@ def test_values_are_defaults_then_a_preset_then_what_is_given() -> None:
         ({"sead": 1}, "'cake' has no setting 'sead'; did you mean 'seed'"),
         ({"steps": 0}, "setting steps=0 of 'cake' is not valid: Input should be greater than or equal to 1"),
         ({"steps": "many"}, "setting steps='many' of 'cake' is not valid"),
-        ({"fill": "jam"}, "setting fill='jam' of 'cake' is not valid"),
+        ({"fill": "jam"}, "setting fill='jam' of 'cake' is not valid: give 'plum' | 'nut' or float or None"),
+        ({"n_masks": 2}, "'cake' has no setting 'n_masks'; its settings: steps, fill, hot$"),
     ],
 )
 def test_wrong_settings_are_told(given: dict[str, Any], words: str) -> None:
@@ -178,6 +179,10 @@ def test_what_is_asked_is_a_name_a_list_or_a_dict() -> None:
     assert pairs({"mine": {"steps": 2}, "pie": {"hot": False}}, hot=True) == [
         ("mine", {"hot": True, "steps": 2}),
         ("pie", {"hot": False}),
+    ]
+    assert pairs({"mine": "pie", "cake": {}}, hot=True) == [
+        ("mine", {"hot": True, "cake": "pie"}),
+        ("cake", {"hot": True}),
     ]
     resolved = [("mine", {"steps": 2})]
     assert pairs(resolved, hot=True) == resolved, "what is resolved stays"

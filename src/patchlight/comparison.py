@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attributions
 from patchlight.engine import attribution_of, default_batch_size
-from patchlight.errors import integer
+from patchlight.errors import integer, known_keywords
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.frames import frame
 from patchlight.methods.requests import Request, resolve
@@ -35,6 +35,16 @@ if TYPE_CHECKING:
     from patchlight.viz.shown import ShownFigure
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _telling(function: Callable[P, R]) -> Callable[P, R]:
+    """Say where a setting that is given as a keyword belongs."""
+    return known_keywords(function, "settings stand by their metric or method: metrics={'deletion': {'steps': 28}}")
+
+
+@_telling
 @undisturbed
 def compare(
     vit: Anatomy | nn.Module,

@@ -34,7 +34,7 @@ def explain(
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
-    method: Sequence[str] | Mapping[str, Mapping[str, Any]] | Sequence[Request],
+    method: Sequence[str] | Mapping[str, Mapping[str, Any] | str] | Sequence[Request],
     target: Target = ...,
     **options: Any,
 ) -> Attributions: ...
@@ -56,7 +56,7 @@ def explain(
 
     `images`: a preprocessed [B,C,H,W] tensor, PIL image(s) or path(s); or a generator or DataLoader of these, which is
     read as it comes (of a tuple such as (images, labels), the first part). `method`: a name, a list of names, or a dict
-    of names and their settings (a setting `method` makes the name a free label); the latter two give a dict by the
+    of names and settings (a setting `method`, or a bare name, makes the key a label); the latter two give a dict by the
     names asked, from one forward and one backward per backward rule. `target`: None (the prediction), a class index or
     label name, a list of one per image, several per image (a list of lists or [B,T]), or a tuple (a, b) for a against
     b, whatever the number of images. `score`: "logit", "probability" or a callable of the logits. `progress`: a bar
@@ -245,7 +245,7 @@ def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Target
     raise NotFinite(f"the map of image {first + i} by {request.name} is not finite: {reason}")
 
 
-_OPTIONS = ("target", "score", "seed", "batch_size", "progress", "finite")
+_OPTIONS = ("method", "target", "score", "seed", "batch_size", "progress", "finite")
 
 
 def default_batch_size(vit: Anatomy) -> int:

@@ -114,15 +114,17 @@ def integer(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
     return number
 
 
-def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function refuse a misspelt keyword with the nearest one."""
+def known_keywords(function: Callable[P, R], advice: str = "") -> Callable[P, R]:
+    """Have a function refuse a misspelt keyword with the nearest one; `advice` is for one that none is near."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         wrong = next((key for key in kwargs if key not in known), None)
         if wrong is not None:
-            raise PatchlightError(f"'{function.__name__}' has no option '{wrong}'; {nearest(wrong, known)}")
+            hint = nearest(wrong, known)
+            hint = hint if hint.startswith("did") else advice or hint
+            raise PatchlightError(f"'{function.__name__}' has no option '{wrong}'; {hint}")
         return function(*args, **kwargs)
 
     return checked

@@ -134,7 +134,8 @@ class Setting:
         try:
             return TypeAdapter(self.kind).validate_python(value)
         except ValidationError as error:
-            reason = error.errors()[0]["msg"]
+            found = error.errors()
+            reason = found[0]["msg"] if len(found) == 1 else f"give {in_words(self.kind)}"
             raise PatchlightError(f"setting {self.name}={value!r} of '{owner}' is not valid: {reason}") from error
 
     def __str__(self) -> str:
@@ -192,13 +193,19 @@ def settled(
     values = {key: setting.default for key, setting in known.items()} | dict(start)
     for key, value in given.items():
         if key not in known:
-            raise PatchlightError(f"'{owner}' has no setting '{key}'; {nearest(key, [*known, *also])}")
+            raise PatchlightError(f"'{owner}' has no setting '{key}'; {_near_setting(key, known, also)}")
         values[key] = known[key].checked(value, owner)
     return values
 
 
-Asked = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
-"""A name, a list of names, or a dict of names (or free labels) and settings."""
+def _near_setting(key: str, known: Mapping[str, Setting], also: Sequence[str]) -> str:
+    """The nearest settings; where none is near, all that there are, in their own order."""
+    hint = nearest(key, [*known, *also])
+    return hint if hint.startswith("did") or not known else f"its settings: {', '.join(known)}"
+
+
+Asked = str | Sequence[str] | Mapping[str, Mapping[str, Any] | str]
+"""A name, a list of names, or a dict of names and settings, or of free labels and names."""
 
 
 def resolve_all(
@@ -207,11 +214,12 @@ def resolve_all(
     """What was asked, each resolved from its name and settings (`settings` belong to all), if it is not yet."""
     if isinstance(asked, list | tuple) and asked and all(isinstance(one, kind) for one in asked):
         return list(asked)
-    wanted = "give a name, a list of names, or a dict of names and settings"
+    wanted = f"give a name, a list of names, or a dict of names and settings, {{label: {{'{noun}': name, …}}}}"
     if isinstance(asked, str):
         return [resolve(asked, settings)]
-    if isinstance(asked, Mapping) and all(isinstance(own, Mapping) for own in asked.values()):
-        labelled = {label: {**settings, **own} for label, own in asked.items()}
+    if isinstance(asked, Mapping) and all(isinstance(own, Mapping | str) for own in asked.values()):
+        named = {label: {noun: own} if isinstance(own, str) else own for label, own in asked.items()}
+        labelled = {label: {**settings, **own} for label, own in named.items()}
     elif isinstance(asked, Sequence) and all(isinstance(name, str) for name in asked):
         labelled = {str(name): dict(settings) for name in asked}
     else:

@@ -132,6 +132,8 @@ def test_the_commands_print_and_refuse(out: Path, tmp_path: Path) -> None:
     assert page.stat().st_size > 10_000
     printed = CliRunner().invoke(app, ["bench", "report", str(out), "--csv"])
     assert printed.stdout.startswith("model,method,metric,mean,")
+    table = CliRunner().invoke(app, ["bench", "report", str(out)])
+    assert ("note: " in printed.stderr, "note: " in table.stderr) == ("- Note: " in table.stdout, False), "told once"
     for wrong in (
         ["report", str(tmp_path / "none")],
         ["status", str(tmp_path)],

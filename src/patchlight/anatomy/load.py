@@ -333,7 +333,7 @@ def _found_by_timm(name: str, options: dict[str, Any]) -> dict[str, Any]:
     if file is None:
         raise PatchlightError(
             f"'{name}' could not be loaded: it is not in the local cache, and {endpoint()} cannot be reached "
-            f"({reason}); give weights=FILE, or pretrained=False for random weights"
+            f"({reason}); give weights=FILE (--weights), or pretrained=False for random weights"
         )
     return {"pretrained_cfg_overlay": {"file": str(file), "custom_load": file.suffix == ".npz"}}
 

@@ -149,7 +149,7 @@ def report(
             say(f"wrote {html}")
         if latex or csv or html is None:
             print(as_latex(gathered) if latex else as_csv(gathered) if csv else as_markdown(gathered), end="")
-        for note in gathered.notes:
+        for note in gathered.notes if latex or csv or html is not None else ():  # Markdown has them
             say(f"note: {note}")
 
 

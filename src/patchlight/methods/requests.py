@@ -69,6 +69,8 @@ def resolve(
     given = dict(settings or {})
     asked = str(given.pop("method", label))
     base, *words = asked.split(".")
+    if base not in METHODS and (base in COMPOSITIONS or (base in RULES and base != "plain")):
+        raise PatchlightError(f"'{base}' is no method but follows one, as in 'ixg.{base}'")
     method = METHODS.find(base)
     composed, ruled = _behind(asked, words)
     rule = _rule(method, ruled)
@@ -185,6 +187,8 @@ def check_supported(request: Request, vit: Anatomy) -> None:
     reason = refusal(request, vit)
     if reason is not None:
         others = [m.name for m in list_methods(vit) if m.supported]
+        if request.name in others:  # it is the settings that do not
+            raise Unsupported(f"'{request.name}' does not work with these settings: {reason}")
         raise Unsupported(f"'{request.name}' does not work here: {reason}; these do: {', '.join(others)}")
 
 

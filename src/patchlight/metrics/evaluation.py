@@ -41,7 +41,7 @@ from patchlight.targets import Score, Target, Targets, predicted, resolve_target
 def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,
-    maps: Mapping[str, Any],
+    maps: Mapping[str, Any] | list[str],
     metric: Asked = ...,
     target: Target = ...,
     **options: Any,
@@ -55,7 +55,7 @@ def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,
     maps: Any,
-    metric: Sequence[str] | Mapping[str, Mapping[str, Any]] | Sequence[MetricRequest],
+    metric: Sequence[str] | Mapping[str, Mapping[str, Any] | str] | Sequence[MetricRequest],
     target: Target = ...,
     **options: Any,
 ) -> Evaluations: ...
@@ -78,10 +78,10 @@ def evaluate(
 ) -> Evaluation | Evaluations:
     """Measure maps of images: an Attribution, an array [B,h,w], a method's name, or a callable that explains.
 
-    A dict of these, such as `explain` gives for several methods, gives a dict by its labels. `images` and `progress`
-    are as in `explain`: a generator or DataLoader is read as it comes, and explained with the methods that are given by
-    name (or as a dict with their settings), all in one pass. A callable takes (vit, images [B,C,H,W], targets, seed)
-    and gives maps [B,h,w].
+    A dict of these, such as `explain` gives for several methods, or a list of names gives a dict by label. `images`
+    and `progress` are as in `explain`: a generator or DataLoader is read as it comes, and explained with the methods
+    that are given by name (or as a dict with their settings), all in one pass. A callable takes (vit, images [B,C,H,W],
+    targets, seed) and gives maps [B,h,w].
 
     `metric`: a name, a list, or a dict of names and settings (a setting `metric` makes the name a free label); the
     latter two give a dict. `target`: the class asked about; by default the one an Attribution explains, else the
@@ -96,6 +96,8 @@ def evaluate(
     requests = resolve_all(
         metric, settings, MetricRequest, "metric", lambda label, own: resolve_metric(label, own, _OPTIONS)
     )
+    if isinstance(maps, list | tuple) and maps and all(isinstance(one, str) for one in maps):
+        maps = {name: name for name in maps}
     several = isinstance(maps, Mapping)
     given = Annotations(labels, boxes, masks)
     found = measure(
@@ -105,7 +107,7 @@ def evaluate(
     return Evaluations(each, "method") if several else each[""]
 
 
-_OPTIONS = ("target", "labels", "boxes", "masks", "seed", "batch_size", "progress", "current")
+_OPTIONS = ("metric", "target", "labels", "boxes", "masks", "seed", "batch_size", "progress", "current")
 
 
 @dataclass(frozen=True)
