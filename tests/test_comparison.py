@@ -168,6 +168,8 @@ def test_compare_takes_names_under_labels_and_says_where_settings_belong() -> No
     assert (found.methods, found.metrics) == (["mine"], ["gini"])
     with pytest.raises(pl.PatchlightError, match=r"no option 'steps'; settings stand by their metric or method"):
         pl.compare(vit, batch, ["rollout"], "deletion", steps=2)  # type: ignore[call-arg]
+    with pytest.raises(pl.PatchlightError, match=r"no option 'preset'; did .*\? Settings stand by their metric"):
+        pl.compare(vit, batch, ["rollout"], "deletion", preset="tis")  # type: ignore[call-arg]
     with pytest.raises(pl.PatchlightError, match="no option 'metric'; did you mean 'metrics'"):
         pl.compare(vit, batch, ["rollout"], metric="deletion")  # type: ignore[call-arg]
 

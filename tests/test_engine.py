@@ -143,6 +143,7 @@ def test_aliases_of_rules_and_compositions_stand_behind_a_name_too() -> None:
         ("rawatt.libra", {}, "uses no gradient"),
         ("rise.libra", {}, "uses no gradient"),
         ("rollout", {"stat": 1}, "no setting 'stat'; did you mean 'start'"),
+        ("rise", {"mode": "tokens"}, "no setting 'mode'; its settings: samples, grid, keep, normaliser, unit, fill"),
         ("rollout", {"fusion": "sum"}, "fusion='sum' of 'rollout' is not valid"),
         ("rollout", {"discard": 1.5}, "discard=1.5 of 'rollout' is not valid"),
         ("rollout", {"start": 3}, "block 3 does not exist; this model has blocks 0 to 2"),

@@ -245,7 +245,7 @@ def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Target
     raise NotFinite(f"the map of image {first + i} by {request.name} is not finite: {reason}")
 
 
-_OPTIONS = ("method", "target", "score", "seed", "batch_size", "progress", "finite")
+_OPTIONS = ("target", "score", "seed", "batch_size", "progress", "finite")
 
 
 def default_batch_size(vit: Anatomy) -> int:

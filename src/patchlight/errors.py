@@ -115,7 +115,7 @@ def integer(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
 
 
 def known_keywords(function: Callable[P, R], advice: str = "") -> Callable[P, R]:
-    """Have a function refuse a misspelt keyword with the nearest one; `advice` is for one that none is near."""
+    """Have a function refuse a misspelt keyword with the nearest one; `advice` is for what is none."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
 
     @wraps(function)
@@ -123,7 +123,8 @@ def known_keywords(function: Callable[P, R], advice: str = "") -> Callable[P, R]
         wrong = next((key for key in kwargs if key not in known), None)
         if wrong is not None:
             hint = nearest(wrong, known)
-            hint = hint if hint.startswith("did") else advice or hint
+            if advice:
+                hint = f"{hint} {advice[:1].upper()}{advice[1:]}" if hint.startswith("did") else advice
             raise PatchlightError(f"'{function.__name__}' has no option '{wrong}'; {hint}")
         return function(*args, **kwargs)
 
