@@ -23,6 +23,7 @@ from patchlight.bench.recipe import parse
 from patchlight.methods.base import METHODS
 from patchlight.zoo import pocket
 from tests.bench.small import pictures
+from tests.registries import restored
 
 RECIPE = """\
 name = "keys"
@@ -107,12 +108,11 @@ class World:
 @contextmanager
 def world(folder: Path) -> Iterator[World]:
     made = World(folder)
-    try:
-        yield made
-    finally:
-        made.patch.undo()
-        if "users-own" in METHODS:
-            METHODS.remove("users-own")
+    with restored():
+        try:
+            yield made
+        finally:
+            made.patch.undo()
 
 
 def nudged(path: Path, name: str = "", by: float = 1e-3) -> None:
