@@ -213,7 +213,7 @@ def test_a_local_transformers_folder(tmp_path: Path) -> None:
 
 
 def test_labels_from_files(tmp_path: Path) -> None:
-    from patchlight.anatomy.load import read_labels
+    from patchlight.anatomy.files import read_labels
 
     table = tmp_path / "classes.csv"
     table.write_text('class_index,synset,names\n1,n2,"goldfish, Carassius"\n0,n1,tench\n')

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import patchlight as pl
-from patchlight.anatomy.load import read_labels
+from patchlight.anatomy.files import read_labels
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from tests.families import CLASSES, FAMILIES, randomise
 from tests.strangers.table import command, refuses, row

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, check_finite
 from patchlight.anatomy.described import DescribedAnatomy
 from patchlight.anatomy.families import read_anatomy
+from patchlight.anatomy.files import fill, read_labels, read_weights
 from patchlight.errors import PatchlightError, nearest
 from patchlight.images import Preprocess
 from patchlight.listed import matching
@@ -93,7 +92,7 @@ def load(
     else:
         anatomy = _load_timm(rest, fetch, state, options, about)
     if state is not None:
-        _fill(anatomy.model, state, f"'{weights}'", anatomy.name)
+        fill(anatomy.model, state, f"'{weights}'", anatomy.name)
     anatomy.model.eval().requires_grad_(False)
     check_finite(anatomy.model, anatomy.name)
     try:
@@ -112,94 +111,6 @@ def list_models(pattern: str = "") -> list[str]:
     hierarchical = ("swin_transformer", "swin_transformer_v2", "pvt_v2", "twins")
     names = ["pocket", *(n for m in (*plain, *hierarchical) for n in timm.list_models(module=m))]
     return matching(names, pattern)
-
-
-def read_labels(labels: str | Path | Sequence[str] | Mapping[int, str]) -> list[str]:
-    """Class names from a list, a dictionary by index, a text file (one a line), or a CSV.
-
-    A CSV has a column `names`, `name` or `label`; where it has `class_index`, `index` or `id` too, names go by it.
-    """
-    if isinstance(labels, Mapping):
-        return _by_index(list(labels.items()), "the dictionary of labels")
-    if (
-        isinstance(labels, bytes)
-        or not isinstance(labels, str | Path | Iterable)
-        or isinstance(labels, set | frozenset)
-    ):
-        raise PatchlightError(f"labels were given as {type(labels).__name__}; give a list of names, or a file of them")
-    if not isinstance(labels, str | Path):
-        return [str(label) for label in labels]
-    path = Path(labels)
-    if not path.is_file():
-        raise PatchlightError(f"no label file at '{path}'")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        if "\0" in text:
-            raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds zero bytes")
-        names = _read_table(text, path) if path.suffix.lower() == ".csv" else text.split("\n")
-    except UnicodeDecodeError as error:
-        raise PatchlightError(f"'{path}' is not a text file in UTF-8, so no labels can be read from it") from error
-    except (csv.Error, OSError) as error:
-        raise PatchlightError(f"'{path}' cannot be read as labels: {error}") from error
-    while names and not names[-1].strip():
-        names.pop()
-    if not names:
-        raise PatchlightError(f"'{path}' holds no labels")
-    blank = next((i for i, name in enumerate(names) if not name.strip()), None)
-    if blank is not None:
-        raise PatchlightError(f"class {blank} has no name in '{path}', though later ones do")
-    return names
-
-
-def _read_table(text: str, path: Path) -> list[str]:
-    rows = list(csv.DictReader(text.splitlines(keepends=True)))
-    column = next((c for c in ("names", "name", "label", "labels") if rows and c in rows[0]), None)
-    if column is None:
-        raise PatchlightError(f"'{path}' has no column called names, name or label, or no line below it")
-    names = [row[column] or "" for row in rows]
-    order = next((c for c in ("class_index", "index", "id") if c in rows[0]), None)
-    return names if order is None else _by_index([(row[order], n) for row, n in zip(rows, names, strict=True)], path)
-
-
-def _by_index(pairs: Sequence[tuple[Any, str]], source: Path | str) -> list[str]:
-    """Names in the order of their indices, which must be 0 to n-1, each once."""
-    where = f"'{source}'" if isinstance(source, Path) else source
-    wrong = next((i for i, _ in pairs if not re.fullmatch(r"\s*[0-9]+\s*", str(i))), None)
-    if wrong is not None:
-        raise PatchlightError(f"{where} has the class index {wrong!r}; indices are whole numbers from 0")
-    names = {int(index): str(name) for index, name in pairs}
-    twice = next((i for i, count in Counter(int(i) for i, _ in pairs).items() if count > 1), None)
-    if twice is not None:
-        raise PatchlightError(f"{where} names class {twice} more than once; give each index from 0 once")
-    missing = next((i for i in range(len(names)) if i not in names), None)
-    if missing is not None:
-        raise PatchlightError(f"{where} has {len(names)} names up to class {max(names)}, but none for class {missing}")
-    return [names[i] for i in range(len(names))]
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors by name from a safetensors file, or a torch file read without unpickling code."""
-    if not path.is_file():
-        raise PatchlightError(f"no weights at '{path}'")
-    if path.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
-        raise PatchlightError(f"'{path}' cannot be read as weights; give a .safetensors, .pth, .pt or .bin file")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            tensors: dict[str, Tensor] = load_file(path)
-            return tensors
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise PatchlightError(
-            f"'{path}' cannot be read as weights: it is damaged, or holds more than plain tensors"
-        ) from error
-    for key in ("state_dict", "model"):
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise PatchlightError(f"'{path}' does not hold plain tensors by name")
-    return state
 
 
 def _checked(about: dict[str, Any]) -> dict[str, Any]:
@@ -430,28 +341,3 @@ def _taken(error: Exception) -> set[str]:
         step = step.tb_next
     cls: Any = None if step is None else step.tb_frame.f_locals.get("model_cls", step.tb_frame.f_locals.get("cls"))
     return names | set(inspect.signature(cls).parameters) if isinstance(cls, type) else names
-
-
-def _fill(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> None:
-    own = model.state_dict()
-    missing = [k for k in own if k not in state]
-    extra = [k for k in state if k not in own]
-    shapes = [k for k in own if k in state and own[k].shape != state[k].shape]
-    if missing or extra or shapes:
-        parts = [f"{len(keys)} {word} ({keys[0]})" for word, keys in (("missing", missing), ("extra", extra)) if keys]
-        parts += [f"'{k}' is {list(state[k].shape)} but must be {list(own[k].shape)}" for k in shapes[:1]]
-        raise PatchlightError(f"weights in {source} do not fit {name}: {'; '.join(parts)}")
-    other = next((k for k in own if not _same_kind(state[k], own[k])), None)
-    if other is not None:
-        found = "a tensor without values" if state[other].is_meta else str(state[other].dtype).removeprefix("torch.")
-        raise PatchlightError(
-            f"weights in {source} do not fit {name}: '{other}' is {found} but must be "
-            f"{'floating point' if own[other].is_floating_point() else str(own[other].dtype).removeprefix('torch.')}"
-        )
-    model.load_state_dict(state)
-
-
-def _same_kind(given: Tensor, own: Tensor) -> bool:
-    """Whether values can be copied without becoming others: floats of any precision into floats, else the same type."""
-    plain = given.layout is torch.strided and not given.is_quantized and not given.is_meta
-    return plain and (given.is_floating_point() if own.is_floating_point() else given.dtype == own.dtype)
