@@ -417,6 +417,8 @@ def test_a_method_is_described_with_its_wrappers() -> None:
     assert "start: int or None = None" in text
     assert "keep: float > 0" in run("methods", "tis").stdout
     assert run("--version").stdout.strip() == pl.__version__
+    module = [sys.executable, "-m", "patchlight", "--version"]
+    assert subprocess.run(module, capture_output=True, text=True, check=True).stdout.strip() == pl.__version__
 
 
 def test_an_unknown_kind_of_figure_is_refused(folder: Path, tiny: pl.Anatomy) -> None:

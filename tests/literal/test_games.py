@@ -210,6 +210,23 @@ def test_hiding_what_pads_a_coalition_is_dropping_it(family: str) -> None:
     torch.testing.assert_close(dropped[:, 4], alone, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("kind", [None, torch.bool, torch.float64])
+def test_hidden_keys_stay_hidden_beside_a_mask_of_the_model(kind: torch.dtype | None) -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    seen = torch.tensor([[True, True, False, True, True], [True, False, True, True, False]])
+    own = torch.tensor([True, True, True, True, False]).expand(2, 1, 5, 5)
+    mask = (
+        None if kind is None else own if kind == torch.bool else torch.zeros(2, 1, 5, 5).double().masked_fill(~own, -9)
+    )
+    hidden = ~seen[:, None, None]
+    with shapley.Unseen(seen):
+        found = F.scaled_dot_product_attention(q, k, v, mask)
+    scores = q @ k.mT / math.sqrt(6)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if kind == torch.bool else scores + mask
+    near(found, scores.masked_fill(hidden, -math.inf).softmax(-1) @ v, 1e-12)
+
+
 def test_the_empty_coalition_is_the_prefix_tokens_or_the_fill() -> None:
     auto = maps(shared("vit"), images(shared("vit")), "kernel-shap", samples=40)
     torch.testing.assert_close(

@@ -38,8 +38,13 @@ class Unseen(Taps):
         *rest: Any,
         **kwargs: Any,
     ) -> Tensor:
-        bias = self.seen if attn_mask is None else attn_mask.masked_fill(~self.seen, -torch.inf)
-        return func(query, key, value, bias, *rest, **kwargs)  # type: ignore[no-any-return]
+        if attn_mask is None:
+            shown = self.seen
+        elif attn_mask.dtype == torch.bool:
+            shown = attn_mask & self.seen
+        else:
+            shown = attn_mask.masked_fill(~self.seen, -torch.inf)
+        return func(query, key, value, shown, *rest, **kwargs)  # type: ignore[no-any-return]
 
     def attend(self, scores: Tensor) -> Tensor:
         return scores.masked_fill(~self.seen, -torch.inf).softmax(-1)

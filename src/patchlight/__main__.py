@@ -1,0 +1,5 @@
+"""`python -m patchlight`: the command line."""
+
+from patchlight.cli import main
+
+main()
