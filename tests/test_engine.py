@@ -15,7 +15,7 @@ from PIL import Image
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.engine import _warn_if_degenerate, compute
+from patchlight.engine import _constant, _warn_if_degenerate, compute
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import COMPOSITIONS, METHODS, LayerMap
 from patchlight.methods.compositions import PLUS
@@ -192,8 +192,8 @@ def test_a_constant_map_is_recognised_within_rounding() -> None:
     vit, request = shared("vit"), resolve("random")
     ripple = torch.linspace(0, 1, 16).view(1, 1, 4, 4)
     with pytest.warns(pl.DegenerateMap, match="the map of image 0 is constant"):
-        _warn_if_degenerate(request, vit, 0.3 + 1e-6 * ripple, 0)
-    _warn_if_degenerate(request, vit, 0.3 + 1e-5 * ripple, 0)
+        _warn_if_degenerate(request, vit, _constant(0.3 + 1e-6 * ripple), 0)
+    _warn_if_degenerate(request, vit, _constant(0.3 + 1e-5 * ripple), 0)
 
 
 def test_progress_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -15,6 +16,7 @@ from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.graphs import captured
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass, run_pass, surely_predicted
+from patchlight.evidence.precision import HALF, free_memory
 from patchlight.evidence.rules import PLAIN, Rule
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
@@ -68,12 +70,27 @@ def explain(
     >>> att = pl.explain(vit, "cat.jpg", method="genatt", target="tabby")      # doctest: +SKIP
     """
     vit = wrap(vit)
-    vit.renew()
     seed = integer("seed", seed, 0)
-    size = default_batch_size(vit) if batch_size is None else integer("batch_size", batch_size, 1)
+    size = None if batch_size is None else integer("batch_size", batch_size, 1)
     asked = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
+    with vit.settled():
+        results = _explained(vit, images, asked, target, seed, size, progress, finite)
+    return results[method] if isinstance(method, str) else results
+
+
+def _explained(
+    vit: Anatomy,
+    images: Any,
+    asked: Sequence[Request],
+    target: Target,
+    seed: int,
+    size: int | None,
+    progress: Progress | bool,
+    finite: bool,
+) -> Attributions:
     for request in asked:
         check_supported(request, vit)
+    size = default_batch_size(vit, asked) if size is None else size
     photos = Photos(vit.preprocess)
     count, batches = in_batches(images, size, vit.preprocess, vit.channels, photos.add)
     targets = resolve_targets(target, count, vit.classes, vit.labels)
@@ -85,7 +102,7 @@ def explain(
         for images_of_batch in batches:
             batch = vit.place(images_of_batch)
             wanted = None if targets is None else targets.part(begin, len(batch), count)
-            used, maps = compute(vit, batch, asked, wanted, seed, begin)
+            used, maps, size = _within_memory(vit, batch, asked, wanted, seed, begin, size)
             chosen.append(used)
             hashes.extend(of_images(batch))
             photos.see(batch)
@@ -99,11 +116,40 @@ def explain(
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
     of = {"weights": fingerprint(vit.model), "images": tuple(hashes), "photos": tuple(photos.kept)}
     explained = Targets.joined(chosen)
-    results = Attributions(
+    return Attributions(
         (request.label, attribution_of(vit, request, torch.cat(kept), explained, seed, of))
         for request, kept in zip(asked, chunks, strict=True)
     )
-    return results[method] if isinstance(method, str) else results
+
+
+def _within_memory(
+    vit: Anatomy,
+    batch: Tensor,
+    requests: Sequence[Request],
+    targets: Targets | None,
+    seed: int,
+    first: int,
+    size: int,
+) -> tuple[Targets, list[Tensor], int]:
+    """What `compute` gives for a batch, at most `size` images at once, halved when memory runs out; and that size."""
+    parts: list[tuple[Targets, list[Tensor]]] = []
+    begin = 0
+    while begin < len(batch):
+        some = batch[begin : begin + size]
+        wanted = None if targets is None else targets[begin : begin + size]
+        try:
+            parts.append(compute(vit, some, requests, wanted, seed, first + begin))
+            begin += len(some)
+        except (torch.OutOfMemoryError, MemoryError):
+            if size == 1:
+                raise PatchlightError("not even one image fits into memory; ask for fewer methods at once") from None
+            size = max(1, min(size, len(some)) // 2)
+            if vit.device.type == "cuda":
+                torch.cuda.empty_cache()
+    if len(parts) == 1:
+        return *parts[0], size
+    joined = Targets.joined([used for used, _ in parts])
+    return joined, [torch.cat(maps) for maps in zip(*(maps for _, maps in parts), strict=True)], size
 
 
 def compute(
@@ -129,8 +175,7 @@ def compute(
         vit.overflows = True  # float16 is not tried again, and the maps say so
         return compute(vit, batch, requests, targets, seed, first)
     found = [maps[i].detach() for i in range(len(requests))]
-    alike = _in_stacks(found, lambda stack: constant(stack.flatten(3)).any(2) & (stack[0, 0, 0].numel() > 1))
-    for request, dead in zip(requests, alike, strict=True):
+    for request, dead in zip(requests, _in_stacks(found, _constant), strict=True):
         _warn_if_degenerate(request, vit, dead, first)
     return targets, found
 
@@ -272,6 +317,11 @@ def _asked(request: Request, vit: Anatomy, images: Tensor, targets: Targets, see
     return finish(request, vit, result) if isinstance(result, Pass) else result
 
 
+def _constant(maps: Tensor) -> Tensor:
+    """Which images [...,B] have a map of one value among theirs [...,B,T,h,w]; one patch alone has no other."""
+    return constant(maps.flatten(-2)).any(-1) & (maps.shape[-2:] != (1, 1))
+
+
 def _warn_if_degenerate(request: Request, vit: Anatomy, dead: Tensor, first: int) -> None:
     """Say what is known about its maps beforehand, or which are constant: `dead` [B]."""
     advice = request.method.advice
@@ -304,10 +354,21 @@ def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Target
 _OPTIONS = ("target", "score", "seed", "batch_size", "progress", "finite")
 
 
-def default_batch_size(vit: Anatomy) -> int:
-    """As many images as keep attention and its gradient, all heads and blocks, in about 1.5 GB; 1 to 32."""
-    per_image = 2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2
-    return max(1, min(32, int(1.5e9 / per_image)))
+def default_batch_size(vit: Anatomy, requests: Sequence[Request] = ()) -> int:
+    """As many images as a pass over them fits into memory; a power of two up to 256 on CUDA, 1 to 32 elsewhere.
+
+    On CUDA half of the free memory is for the tokens that the backward of every block reads, about 40 numbers of four
+    bytes (half as many in half precision), and for the attention matrices where they are written. Elsewhere attention
+    and its gradient, all heads and blocks, have about 1.5 GB.
+    """
+    matrices = 2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2
+    if vit.device.type != "cuda":
+        return max(1, min(32, int(1.5e9 / matrices)))
+    written = any(r.precision(vit) not in HALF and r.needs & {"A", "G"} for r in requests)
+    wide = not requests or any(r.precision(vit) not in HALF for r in requests)
+    tokens = (160 if wide else 80) * max(vit.depth, 1) * vit.tokens * vit.width
+    fit = 0.5 * free_memory(vit.device) / (tokens + (matrices if written or not requests else 0))
+    return int(2 ** min(8, max(0, math.floor(math.log2(max(fit, 1))))))
 
 
 def attribution_of(

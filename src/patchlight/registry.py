@@ -129,10 +129,14 @@ class Setting:
     kind: Any
     default: Any
 
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self.kind)
+
     def checked(self, value: Any, owner: str) -> Any:
         """A value of this type, or one sentence about why it is none."""
         try:
-            return TypeAdapter(self.kind).validate_python(value)
+            return self._adapter.validate_python(value)
         except ValidationError as error:
             found = error.errors()
             reason = found[0]["msg"] if len(found) == 1 else f"give {in_words(self.kind)}"

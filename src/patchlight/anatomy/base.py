@@ -209,6 +209,11 @@ class Anatomy(ABC):
         Everything that explains or measures does so by itself; whoever calls `embed`, `block` or `readout` does it
         with `batch` or `steady`.
         """
+        settled: set[int] | None = getattr(_LOCAL, "settled", None)
+        if settled is not None:
+            if id(self) in settled:
+                return
+            settled.add(id(self))
         if self.twin.renew(self._open):
             self._suspect = True
         if self._suspect and self._checked:
@@ -423,6 +428,17 @@ class Anatomy(ABC):
         return row
 
     @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Inside, this thread looks once whether the model has changed, and its views follow once."""
+        before = getattr(_LOCAL, "settled", None)
+        _LOCAL.settled = set()
+        try:
+            self.renew()
+            yield
+        finally:
+            _LOCAL.settled = before
+
+    @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
         """Inside, the twin is what the model is now, and computes in its own type whatever autocast surrounds it."""
         self.renew()
@@ -464,7 +480,8 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 _LOCAL = threading.local()
-"""What this thread wants done to projected patches: the hook below stands on every twin for all threads."""
+"""What this thread wants done to projected patches (the hook below stands on every twin for all threads), and which
+anatomies it has settled."""
 
 
 def _projected(module: nn.Module, given: Any, out: Tensor) -> Tensor | None:

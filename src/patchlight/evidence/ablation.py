@@ -18,7 +18,7 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import Cancelled, PatchlightError
-from patchlight.evidence.precision import Precision, chosen, tf32
+from patchlight.evidence.precision import Decided, Precision, chosen, free_memory, tf32
 from patchlight.registry import Setting
 from patchlight.resize import to_pixels
 from patchlight.targets import Score, Targets, score_of
@@ -204,7 +204,7 @@ class Ablation:
             begin = stop
 
     @property
-    def chosen(self) -> Literal["full", "tf32", "bf16"]:
+    def chosen(self) -> Decided:
         """The precision, `auto` decided."""
         return chosen(self.precision, self.images.device, self.images.dtype)
 
@@ -271,5 +271,4 @@ def free_chunk(vit: Anatomy) -> int:
     """Variants at once: a quarter of an accelerator's free memory, at about 24 token tensors each; 64 on a CPU."""
     if vit.device.type != "cuda":
         return 64
-    free, _ = torch.cuda.mem_get_info(vit.device)
-    return int(max(1, min(1024, 0.25 * free / (24 * 4 * vit.tokens * vit.width))))
+    return int(max(1, min(1024, 0.25 * free_memory(vit.device) / (24 * 4 * vit.tokens * vit.width))))

@@ -54,6 +54,12 @@ def rounding(vit: Anatomy, precision: PassPrecision) -> contextlib.AbstractConte
     return tf32() if precision != "full" and vit.device.type == "cuda" else contextlib.nullcontext()
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors can still have on a CUDA device: the free ones, and those torch holds for later."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 @contextlib.contextmanager
 def tf32() -> Iterator[None]:
     """Inside, float32 products on CUDA may round to TF32; afterwards all is as it was.
