@@ -38,8 +38,13 @@ def feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool = True) -> 
     """W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image)) [B,n,N] at `rows`, alpha from 0 to 1, both included.
 
     The gradient is averaged before the ReLU. Without the integral it is that of the image alone. Only the last block
-    runs with a graph.
+    runs with a graph. Methods asked together share it.
     """
+    name = ("feedback", tuple(rows.tolist()), steps if with_integral else None)
+    return ask.once(name, lambda: _feedback(ask, rows, steps, with_integral))
+
+
+def _feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool) -> Tensor:
     last, batch = ask.vit.depth - 1, len(ask.images)
     alphas = (
         torch.linspace(0, 1, steps, dtype=ask.images.dtype, device=ask.images.device)
