@@ -26,6 +26,19 @@ PIXELS = -1
 """The layer index of the image itself: its evidence has x = image and g = gradient, as [B,H,W,C]."""
 
 
+def rows_at_once(vit: Anatomy) -> int:
+    """How many variants of images one pass with a backward may hold: 16, and on CUDA what fits into memory, 1 to 256.
+
+    It is a quarter of the free memory, at about 40 numbers a token, channel and block.
+    """
+    if vit.device.type != "cuda" or vit.depth == 0:
+        return 16
+    free, _ = torch.cuda.mem_get_info(vit.device)
+    free += torch.cuda.memory_reserved(vit.device) - torch.cuda.memory_allocated(vit.device)
+    each = 40 * vit.dtype.itemsize * vit.depth * vit.tokens * vit.width
+    return max(1, min(256, free // 4 // each))
+
+
 @dataclass(frozen=True)
 class LayerJob:
     """A function of the evidence of one block, of which it reads `needs`, wanted at some blocks (or at PIXELS)."""

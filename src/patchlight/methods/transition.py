@@ -10,14 +10,13 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import linear
-from patchlight.evidence.passes import LayerJob, Pass
+from patchlight.evidence.passes import LayerJob, Pass, rows_at_once
 from patchlight.evidence.record import Evidence
 from patchlight.methods.attention import head_sum
 from patchlight.methods.base import Ask, LayerMaps, register_method
 from patchlight.methods.compositions import Readout, block_index
 from patchlight.methods.tokentm import no_linear_values
 
-_ROWS_AT_ONCE = 32
 Steps = Annotated[int, Field(ge=1)]
 
 
@@ -53,7 +52,7 @@ def _feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool) -> Tensor
     )
     job = LayerJob(lambda b: b.G[:, :, rows], frozenset({"A", "G"}), (last,))
     total: Any = 0.0
-    for some in alphas.split(max(1, _ROWS_AT_ONCE // batch)):
+    for some in alphas.split(max(1, rows_at_once(ask.vit) // batch)):
         scaled = (some[:, None, None, None, None] * ask.images).flatten(0, 1)
         gradient = ask.run([job], scaled).at(last)
         total = total + gradient.unflatten(0, (len(some), batch)).sum(0)
