@@ -162,6 +162,8 @@ class Anatomy(ABC):
         """None when gradients flow through the blocks, else the reason why not."""
         self.reads_first = False
         """Whether the logits are read from the first token alone, and `first_row` gives what they are read from."""
+        self.overflows = False
+        """Whether float16 was seen to be too small for its numbers."""
         self.width = 0
         self._checked = self._suspect = False
         self._begin()
