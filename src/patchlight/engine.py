@@ -13,7 +13,8 @@ from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attribution, Attributions, versions
 from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
 from patchlight.evidence.ablation import ABLATION
-from patchlight.evidence.passes import PIXELS, LayerJob, Pass, run_pass
+from patchlight.evidence.graphs import captured
+from patchlight.evidence.passes import PIXELS, LayerJob, Pass, run_pass, surely_predicted
 from patchlight.evidence.rules import PLAIN, Rule
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
@@ -88,8 +89,8 @@ def explain(
             chosen.append(used)
             hashes.extend(of_images(batch))
             photos.see(batch)
-            for request, kept, scores in zip(asked, chunks, maps, strict=True):
-                kept.append(scores.detach().float().cpu())
+            for request, kept, scores in zip(asked, chunks, _in_stacks(maps, lambda stack: stack.float()), strict=True):
+                kept.append(scores)
                 if finite:
                     _check_finite(request, vit, batch, used, kept[-1], begin)
             begin += len(batch)
@@ -115,12 +116,10 @@ def compute(
     """
     maps: dict[int, Tensor] = {}
     for group in _groups(requests, vit):
-        rule, score = _rule_and_score([requests[i] for i in group])
-        jobs = [job(requests[i], vit) for i in group]
-        seen = run_pass(vit, batch, targets, score, rule, jobs, precision=requests[group[0]].precision(vit))
-        targets = seen.targets if targets is None else targets
-        for j, i in enumerate(group):
-            maps[i] = _finish(requests[i], vit, seen, j)
+        some = [requests[i] for i in group]
+        run = _captured if vit.device.type == "cuda" and all(r.settings["compile"] for r in some) else _passed
+        targets, found = run(vit, batch, targets, some)
+        maps.update(zip(group, found, strict=True))
     if targets is None:
         targets = predicted(vit.logits(batch))
     shared: Shared = {}
@@ -130,9 +129,56 @@ def compute(
     if _overflows(vit, requests, maps):
         vit.overflows = True  # float16 is not tried again, and the maps say so
         return compute(vit, batch, requests, targets, seed, first)
-    for i, request in enumerate(requests):
-        _warn_if_degenerate(request, vit, maps[i], first)
-    return targets, [maps[i] for i in range(len(requests))]
+    found = [maps[i].detach() for i in range(len(requests))]
+    alike = _in_stacks(found, lambda stack: constant(stack.flatten(3)).any(2) & (stack[0, 0, 0].numel() > 1))
+    for request, dead in zip(requests, alike, strict=True):
+        _warn_if_degenerate(request, vit, dead, first)
+    return targets, found
+
+
+def _in_stacks(maps: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """A function of stacks of maps [n,B,T,h,w], those of one shape at once, as it gives for each map, on the CPU."""
+    alike: dict[Any, list[int]] = {}
+    for i, scores in enumerate(maps):
+        alike.setdefault((scores.shape, scores.dtype), []).append(i)
+    there: dict[int, Tensor] = {}
+    for some in alike.values():
+        stack = torch.stack([maps[i] for i in some]) if len(some) > 1 else maps[some[0]][None]
+        there.update(zip(some, function(stack).cpu(), strict=True))
+    return [there[i] for i in range(len(maps))]
+
+
+def _passed(
+    vit: Anatomy, batch: Tensor, targets: Targets | None, requests: Sequence[Request]
+) -> tuple[Targets, list[Tensor]]:
+    """The maps [B,T,h,w] of requests that share a pass, and the classes explained."""
+    rule, score = _rule_and_score(requests)
+    jobs = [job(request, vit) for request in requests]
+    seen = run_pass(vit, batch, targets, score, rule, jobs, precision=requests[0].precision(vit))
+    maps = [_finish(request, vit, seen, j) for j, request in enumerate(requests)]
+    return seen.targets if targets is None else targets, maps
+
+
+def _captured(
+    vit: Anatomy, batch: Tensor, targets: Targets | None, requests: Sequence[Request]
+) -> tuple[Targets, list[Tensor]]:
+    """The same from CUDA graphs: one of the forward, where the class is not known yet, and one of the pass."""
+    precision = requests[0].precision(vit)
+    if targets is None:
+
+        def forward(images: Tensor) -> list[Tensor]:
+            anything = torch.zeros(len(images), 1, dtype=torch.long, device=images.device)
+            return [run_pass(vit, images, Targets(anything), precision=precision).logits]
+
+        (logits,) = captured(vit.net, precision, forward, [batch])
+        targets = surely_predicted(vit, batch, logits, precision)
+    classes = [t.to(batch.device) for t in (targets.index, targets.against) if t is not None]
+
+    def whole(images: Tensor, index: Tensor, against: Tensor | None = None) -> list[Tensor]:
+        return _passed(vit, images, Targets(index, against, targets.several), requests)[1]
+
+    key = (precision, *((r.name, r.score, repr(sorted(r.settings.items()))) for r in requests))
+    return targets, captured(vit.net, key, whole, [batch, *classes])
 
 
 def _overflows(vit: Anatomy, requests: Sequence[Request], maps: Mapping[int, Tensor]) -> bool:
@@ -146,10 +192,12 @@ def _groups(requests: Sequence[Request], vit: Anatomy) -> list[list[int]]:
     asked = [(i, request, request.precision(vit)) for i, request in enumerate(requests) if request.in_pass]
     for i, request, precision in asked:
         if request.backward:
-            groups.setdefault((precision, request.rule.name, request.score), []).append(i)
+            key = (precision, request.settings["compile"], request.rule.name, request.score)
+            groups.setdefault(key, []).append(i)
     for i, request, precision in asked:
         if not request.backward:
-            same = next((key for key in groups if key[0] == precision), (precision,))
+            alike = (precision, request.settings["compile"])
+            same = next((key for key in groups if key[:2] == alike), alike)
             groups.setdefault(same, []).append(i)
     return list(groups.values())
 
@@ -235,15 +283,14 @@ def _asked(
     return finish(request, vit, result) if isinstance(result, Pass) else result
 
 
-def _warn_if_degenerate(request: Request, vit: Anatomy, maps: Tensor, first: int) -> None:
+def _warn_if_degenerate(request: Request, vit: Anatomy, dead: Tensor, first: int) -> None:
+    """Say what is known about its maps beforehand, or which are constant: `dead` [B]."""
     advice = request.method.advice
     reason = advice({**request.settings, "rule": request.rule.name}, vit) if advice is not None else None
-    if reason is None:
-        flat = maps.detach().flatten(2)
-        dead = (first + constant(flat).any(1).nonzero().flatten()).tolist()
-        if dead and flat.shape[-1] > 1:
-            reason = f"the map of image {', '.join(map(str, dead[:8]))} is constant"
-            reason += f": {request.method.constant}" if request.method.constant else ""
+    if reason is None and bool(dead.any()):
+        images = (first + dead.nonzero().flatten()).tolist()
+        reason = f"the map of image {', '.join(map(str, images[:8]))} is constant"
+        reason += f": {request.method.constant}" if request.method.constant else ""
     if reason is not None:
         warn(f"{request.name}: {reason}", DegenerateMap)
 

@@ -36,7 +36,7 @@ def summed(seen: Attention, entry: Entry, weights: Tensor, over_rows: bool) -> T
     return out
 
 
-TILE = (64, 64, 4, 3)
+TILE = (128, 32, 4, 3)
 """A program's own tokens, those it goes over at a time, warps, and stages of loads under way."""
 _LOG2_E = 1.4426950408889634
 
@@ -94,6 +94,28 @@ def _sum_tiles(
     if unscale is not None:
         total *= tl.load(unscale + image)
     tl.store(out + (image * heads + head) * tokens + own, total, mask=own < tokens)
+
+
+def dots(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """a.a, a.b and b.b over the last axis, in one reading of both."""
+    a, b = a.contiguous(), b.contiguous()
+    width, out = a.shape[-1], torch.empty(3, *a.shape[:-1], device=a.device, dtype=torch.float32)
+    count, block = out[0].numel(), triton.next_power_of_2(width)
+    rows = max(1, 2048 // block)
+    _dots[(triton.cdiv(count, rows),)](a, b, out, count, width, ROWS=rows, BLOCK=block)
+    return out[0], out[1], out[2]
+
+
+@triton.jit
+def _dots(a, b, out, count, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, BLOCK)
+    inside = (row[:, None] < count) & (channel[None, :] < width)
+    x = tl.load(a + row[:, None] * width + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(b + row[:, None] * width + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row, tl.sum(x * x, 1), mask=row < count)
+    tl.store(out + count + row, tl.sum(x * y, 1), mask=row < count)
+    tl.store(out + 2 * count + row, tl.sum(y * y, 1), mask=row < count)
 
 
 def times_ndtr(gradient: Tensor, h: Tensor) -> Tensor:

@@ -110,7 +110,9 @@ def run_pass(
         runner = _Runner(vit, runs, rule, jobs, precision)
         try:
             logits = runner.forward(_usable(images, vit), None if tokens is None else _usable(tokens, vit))
-            targets = _predicted(vit, images, logits.detach(), precision) if targets is None else targets.repeat(1)
+            targets = (
+                surely_predicted(vit, images, logits.detach(), precision) if targets is None else targets.repeat(1)
+            )
             with torch.set_grad_enabled(runner.backward):
                 scores = score_of(logits, targets, score, vit.sigmoid)
             found, ends = [], []
@@ -125,7 +127,7 @@ def run_pass(
     return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"))
 
 
-def _predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: Decided) -> Targets:
+def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: Decided) -> Targets:
     """The predicted classes; where rounding may have changed one, it is looked up in full."""
     found = predicted(logits)
     if precision == "full" or logits.shape[1] < 2:

@@ -153,6 +153,16 @@ def written(matrix: Matrix) -> Tensor:
     return matrix.written() if isinstance(matrix, Rows) else matrix
 
 
+def lengths(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """||a||, ||b|| and a.b over the last axis."""
+    if a.is_cuda and a.dtype == b.dtype == torch.float32 and has_tiles():
+        from patchlight.evidence.kernels import dots
+
+        aa, ab, bb = dots(a, b)
+        return aa.sqrt(), bb.sqrt(), ab
+    return a.norm(dim=-1), b.norm(dim=-1), (a * b).sum(-1)
+
+
 @cache
 def has_tiles() -> bool:
     """Whether Triton is here, in which the tiles are written."""

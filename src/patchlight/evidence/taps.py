@@ -154,7 +154,7 @@ class Taps(TorchFunctionMode):
             if out is not None:
                 return out
         if "v" in self.needs:
-            self.record.seen["v"] = value.detach()
+            self.record.seen["v"] = value.detach().to(self.record.x.dtype)
         scores = self._product(query * factor, key.transpose(-2, -1))
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
@@ -220,7 +220,7 @@ class Taps(TorchFunctionMode):
             if a.data_ptr() != self._attention.data_ptr() and a.dtype == self._attention.dtype:
                 raise Unsupported("a block changes its attention between the softmax and the values")
             if "v" in self.needs:
-                self.record.seen["v"] = b.detach()
+                self.record.seen["v"] = b.detach().to(self.record.x.dtype)
         if self.rule.attention == "uniform" and a.requires_grad and b.requires_grad:
             a, b = rules.halved(a), rules.halved(b)
         return func(a, b, *args, **kwargs)  # type: ignore[no-any-return]

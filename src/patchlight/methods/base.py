@@ -191,6 +191,8 @@ class Method(Entry):
 
 PASSES = {"precision": Setting("precision", PassPrecision, "auto")}
 """The settings of everything that runs passes."""
+CAPTURED = {"compile": Setting("compile", bool, False)}
+"""Whether the shared pass is captured as a CUDA graph, which pays where small batches of one shape repeat."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,9 @@ class LayerMap(ReadsBlocks):
 
     rule: str = "plain"
     adds_end: bool = False
+
+    def settings(self, composition: Composition | None) -> dict[str, Setting]:
+        return {**super().settings(composition), **CAPTURED}
 
     @property
     def class_specific(self) -> bool:

@@ -170,6 +170,7 @@ def gradcam(b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", e
 @register_method(
     "gradcam++",
     paper="Chattopadhay et al., WACV 2018, on tokens",
+    precision="full",
     aliases=("gradcampp", "grad-cam++"),
     exact=False,
     needs=cam_needs,
@@ -202,6 +203,7 @@ def gradcam_pp(
 @register_method(
     "xgradcam",
     paper="Fu et al., BMVC 2020, on tokens",
+    precision="full",
     exact=False,
     **_CAM,
 )

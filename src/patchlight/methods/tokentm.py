@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy, linear
 from patchlight.evidence.record import Evidence
-from patchlight.evidence.rows import Entry, Matrix, times, written
+from patchlight.evidence.rows import Entry, Matrix, lengths, times, written
 from patchlight.methods.base import Composition, LayerMaps, register_method
 from patchlight.methods.compositions import Readout
 from patchlight.registry import Settings
@@ -112,7 +112,7 @@ def tokentm(
     options = (use_length, use_necc, scale)
 
     def change(before: Tensor, after: Tensor) -> Tensor:
-        return transformation_weight(before.norm(dim=-1), after.norm(dim=-1), (before * after).sum(-1), *options)
+        return transformation_weight(*lengths(before, after), *options)
 
     if where == "residual":
         weight = change(b.x, b.u)[:, None]
