@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import get_args
 
 import pytest
 import torch
 
 import patchlight as pl
+from patchlight.evidence.ablation import Ablation, TokenSubsets
+from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
 from patchlight.methods.requests import refusal, resolve
 from patchlight.testing import contract_names, spearman
 from patchlight.trained.diffmask.gates import DiffMask, new_gates
@@ -136,3 +139,25 @@ def test_tf32_rounds_the_variants_and_nothing_after() -> None:
     near, far = (float((full - one).abs().max() / full.abs().max()) for one in (tf32, bf16))
     assert 0 < near < far
     assert near < 0.05
+
+
+def test_kmeans_is_that_of_the_cpu() -> None:
+    """In float64, where no two distances are nearly equal; only the centroids that moved are compared after a while."""
+    points = torch.randn(3, 1500, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    initial = torch.stack([draw_initial(1500, 150, seed) for seed in range(3)])
+    for empty in get_args(Empty):
+        here, there = (kmeans(p, initial, empty=empty) for p in (points, points.cuda()))
+        torch.testing.assert_close(there.cpu(), here, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_first_row_scores_variants_as_whole_blocks_do(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = pl.wrap(build("vit").model.cuda())
+    batch = images(vit, 2).cuda()
+    keep = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(k))[:9] for k in range(40)])
+    ablation = Ablation(vit, batch, compile=compile)
+    assert vit.reads_first
+    row = ablation.logits(TokenSubsets(torch.arange(40) % 2, keep))
+    monkeypatch.setattr(vit, "reads_first", False)
+    whole = ablation.logits(TokenSubsets(torch.arange(40) % 2, keep))
+    torch.testing.assert_close(row, whole, atol=0.02 * float(whole.abs().max()), rtol=0)

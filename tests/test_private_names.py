@@ -17,7 +17,9 @@ OF_LIBRARIES = {
     "functools": {"_lru_cache_wrapper"},
     "named tuples": {"_fields", "_replace"},
     "torch": {"_softmax_backward_data", "_weight_norm", "_version"}
-    | {f"_foreach_{name}" for name in ("add_", "copy_", "lerp", "lerp_", "mul_")},
+    | {f"_foreach_{name}" for name in ("add_", "copy_", "lerp", "lerp_", "mul_")}
+    | {"_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu"}
+    | {f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "cudnn")},
     "nn.Module": {"_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"},
     "timm": {"_pos_embed", "_get_rel_pos_bias"},
     "torchvision": {"_process_input"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -168,9 +168,10 @@ def compute(
         maps.update(zip(group, found, strict=True))
     if targets is None:
         targets = predicted(vit.logits(batch))
+    shared: Shared = {}
     for i, request in enumerate(requests):
         if i not in maps:
-            maps[i] = ask(request, vit, batch, targets, seed)
+            maps[i] = ask(request, vit, batch, targets, seed, shared)
     if _overflows(vit, requests, maps):
         vit.overflows = True  # float16 is not tried again, and the maps say so
         return compute(vit, batch, requests, targets, seed, first)
@@ -297,21 +298,32 @@ def _finish(request: Request, vit: Anatomy, seen: Pass, j: int) -> Tensor:
     return torch.stack([finish(request, vit, seen, j, t) for t in range(seen.targets.count)], 1)
 
 
-def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+Shared = dict[int, dict[Hashable, Tensor]]
+"""What the methods of one batch keep for each other, by the number of the explained class."""
+
+
+def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int, shared: Shared) -> Tensor:
     """The maps [B,T,h,w] of a method that takes an Ask."""
     if isinstance(request.method, Ablates):
-        return _asked(request, vit, images, targets, seed)
+        return _asked(request, vit, images, targets, seed, {})
     vit = vit.wide()
     images = images.to(vit.dtype)
+
+    def of(t: int) -> Tensor:
+        return _asked(request, vit, images, targets.column(t), seed, shared.setdefault(t, {}))
+
     if not request.method.class_specific:
-        return _asked(request, vit, images, targets.column(0), seed)[:, None].expand(-1, targets.count, -1, -1)
-    return torch.stack([_asked(request, vit, images, targets.column(t), seed) for t in range(targets.count)], 1)
+        return of(0)[:, None].expand(-1, targets.count, -1, -1)
+    return torch.stack([of(t) for t in range(targets.count)], 1)
 
 
-def _asked(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-    ablation = {key: request.settings[key] for key in ABLATION if key in request.settings}
-    precision = request.precision(vit)
-    given = Ask(vit, images, targets, request.score, seed, request.rule, _blocks(request, vit), ablation, precision)
+def _asked(
+    request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int, shared: dict[Hashable, Tensor]
+) -> Tensor:
+    ablates, blocks = isinstance(request.method, Ablates), _blocks(request, vit)
+    ablation = {key: request.settings[key] for key in ABLATION} if ablates else {}
+    precision = "full" if ablates else request.precision(vit)
+    given = Ask(vit, images, targets, request.score, seed, request.rule, blocks, ablation, precision, shared)
     function = request.method.function
     result: Tensor | Pass = function(given, **accepted(function, request.settings))
     return finish(request, vit, result) if isinstance(result, Pass) else result

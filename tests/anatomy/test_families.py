@@ -152,3 +152,29 @@ def test_a_batch_does_not_mix_in_a_pass() -> None:
     whole = run_pass(vit, batch, jobs=[job]).at(0)
     alone = run_pass(vit, batch[1:2], jobs=[job]).at(0)
     torch.testing.assert_close(whole[1:2], alone, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_row_of_the_last_block(family: str) -> None:
+    """Plain ViTs that classify their first token: the last block may be computed for it alone. All others say no."""
+    vit = shared(family, torch.float64)
+    one = {"vit", "vit-wide", "vit-binary", "vit-unfused", "deit", "deit3", "dinov2-reg", "flexivit", "torchvision"}
+    assert vit.reads_first == (family in one)
+    if vit.reads_first:
+        with torch.no_grad():
+            before = vit.run(vit.embed(images(vit)), stop=vit.depth - 1)[:, :-2]
+            row, whole = vit.first_row(before), vit.block(vit.depth - 1, before)
+        torch.testing.assert_close(row, whole[:, :1], atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(vit.readout(row), vit.readout(whole), atol=1e-10, rtol=1e-10)
+
+
+def test_a_hook_on_attention_forbids_the_first_row() -> None:
+    vit = build("vit")
+    block: Any = vit.model.blocks[-1]  # type: ignore[index]
+    assert vit.reads_first
+    handle = block.attn.register_forward_hook(lambda module, given, out: 2 * out)
+    vit.renew()
+    assert not vit.reads_first
+    handle.remove()
+    vit.renew()
+    assert vit.reads_first

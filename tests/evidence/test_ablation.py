@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +12,9 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import Cancelled
-from patchlight.evidence.ablation import Ablation, PixelMasks, RankThresholds, Rendered, TokenSubsets
+from patchlight.evidence.ablation import Ablation, PixelMasks, RankThresholds, Rendered, TokenSubsets, Variants
 from patchlight.evidence.fills import fill_images
+from patchlight.evidence.precision import Precision
 from patchlight.targets import Targets
 from tests.families import PLAIN, build, images, shared
 
@@ -144,3 +148,43 @@ def test_half_precision_is_close_and_leaves_the_model_whole(
     assert torch.equal(Ablation(vit, batch).logits(variants), full)
     assert torch.equal(Ablation(vit, batch, precision="tf32").logits(variants), full), "on a CPU there is no TF32"
     assert not any("forward" in vars(m) for m in vit.model.modules()), "a convolution was left replaced"
+
+
+def _in_context(vit: Anatomy) -> Rendered:
+    """Variants whose forward runs in a context of theirs."""
+
+    @dataclass(frozen=True)
+    class Around(Rendered):
+        def around(self, part: slice) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+    batch = images(vit)
+    return Around(torch.arange(3), lambda part: batch[part])
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_in_bfloat16_the_last_block_is_computed_where_it_is_read(fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are those of whole blocks to rounding; in full precision, or in a context, the blocks run whole."""
+    vit = build("vit")
+    batch = images(vit)
+    whole: list[int] = []
+    block = type(vit).block
+
+    def counted(vit: Anatomy, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        whole.append(index)
+        return block(vit, index, tokens, positions)
+
+    monkeypatch.setattr(type(vit), "block", counted)
+
+    def run(variants: Variants, precision: Precision) -> tuple[Tensor, list[int]]:
+        whole.clear()
+        return Ablation(vit, batch, precision=precision, fine=fine).logits(variants), list(whole)
+
+    variants = subsets(vit, 7, 5)
+    row, blocks = run(variants, "bf16")
+    assert blocks == [0, 1]
+    assert run(variants, "full")[1] == run(_in_context(vit), "bf16")[1] == [0, 1, 2]
+    monkeypatch.setattr(vit, "reads_first", False)
+    all_rows, blocks = run(variants, "bf16")
+    assert blocks == [0, 1, 2]
+    torch.testing.assert_close(row, all_rows, atol=0.02 * float(all_rows.abs().max()), rtol=0)

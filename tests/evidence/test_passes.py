@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.evidence.passes import PIXELS, LayerJob, run_pass
+from patchlight.evidence.passes import PIXELS, LayerJob, rows_at_once, run_pass
 from patchlight.evidence.record import PARTS, Evidence
 from patchlight.evidence.rules import RULES
 from patchlight.targets import Targets
@@ -385,3 +386,20 @@ def test_trace_takes_a_plain_module() -> None:
                 assert torch.equal(one, two)
     assert isinstance(t.vit, Anatomy)
     assert not any((t.tokens, t.gradients, t.attention, t.attention_gradients)), "the evidence outlives the with"
+
+
+@pytest.mark.parametrize(
+    ("device", "depth", "gigabytes", "expected"),
+    [("cpu", 12, 0, 16), ("cuda", 0, 80, 16), ("cuda", 12, 11.62, 10), ("cuda", 12, 0.1, 1), ("cuda", 1, 80, 256)],
+)
+def test_rows_of_a_pass_come_from_free_memory(
+    device: str, depth: int, gigabytes: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """290.5 MB each for ViT-B/16 in float32; what torch holds but does not use is free too."""
+    vit: Any = SimpleNamespace(
+        device=torch.device(device), depth=depth, tokens=197, width=768, dtype=torch.float32, name="ViT-B/16"
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of: (int(gigabytes * 1e9) - 500, int(140e9)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda of: 1500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda of: 1000)
+    assert rows_at_once(vit) == expected

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.methods import gradients as room
+from patchlight.methods.base import Ask
 from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.close import within
@@ -151,6 +153,24 @@ def test_smoothgrad(level: str, relative: bool, base: str, reduce: str) -> None:
     expected = literal_reduce(mean, reduce)
     expected = expected if level == "pixel" else grid(vit, expected)
     torch.testing.assert_close(maps(vit, batch, "smoothgrad", TARGET, 11, reduce=reduce, **settings), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("level", ["pixel", "token"])
+@pytest.mark.parametrize(("name", "settings"), [("ig", {"steps": 7}), ("smoothgrad", {"samples": 7})])
+def test_rows_a_pass_change_only_rounding(
+    level: str, name: str, settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven variants of two images: one a pass, three a pass, or all in one."""
+    vit, batch = model("vit-wide")
+    expected = maps(vit, batch, name, TARGET, 11, level=level, **settings)
+    done: list[int] = []
+    run = Ask.run
+    monkeypatch.setattr(Ask, "run", lambda ask, jobs, *args, **kw: done.append(1) or run(ask, jobs, *args, **kw))
+    for rows, passes in ((1, 7), (7, 3), (256, 1)):
+        done.clear()
+        monkeypatch.setattr(room, "rows_at_once", lambda vit, rows=rows: rows)
+        torch.testing.assert_close(maps(vit, batch, name, TARGET, 11, level=level, **settings), expected, **CLOSE)
+        assert len(done) == passes
 
 
 def test_smoothgrad_presets_are_the_sources() -> None:

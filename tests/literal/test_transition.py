@@ -14,6 +14,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.record import Evidence
+from patchlight.methods.base import Ask
 from patchlight.methods.transition import head_importance, value_ratio
 from tests.families import images, shared
 from tests.literal.rows import TARGETS, maps, read_rows
@@ -153,3 +154,55 @@ def test_probability_and_pairs() -> None:
     assert not torch.allclose(logit, probability)
     assert torch.equal(pl.explain(vit, batch, "tam", target=1, steps=2, preset="interpretdl").scores, probability)
     assert not torch.allclose(pl.explain(vit, batch, "tam", target=(1, 2), steps=2).scores, logit)
+
+
+def _passes_of_variants(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list to which every pass over scaled images adds their number."""
+    counted: list[int] = []
+    run = Ask.run
+
+    def counts(ask: Ask, jobs: Any, images: Tensor | None = None, tokens: Tensor | None = None) -> Any:
+        if images is not None:
+            counted.append(len(images))
+        return run(ask, jobs, images, tokens)
+
+    monkeypatch.setattr(Ask, "run", counts)
+    return counted
+
+
+@pytest.mark.parametrize("family", READOUTS)
+def test_together_they_share_the_feedback(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each map is the one it has alone, to the bit, and the scaled images are run once for each class."""
+    vit = shared(family, torch.float64)
+    batch, classes = images(vit, 2), [[3, 1], [1, 5]]
+    alone = {name: pl.explain(vit, batch, name, target=classes, steps=STEPS).scores for name in METHODS}
+    scaled = _passes_of_variants(monkeypatch)
+    together = pl.explain(vit, batch, list(METHODS), target=classes, steps=STEPS)
+    assert sum(scaled) == STEPS * len(batch) * 2
+    for name, expected in alone.items():
+        assert torch.equal(together[name].scores, expected)
+        assert not torch.equal(expected[:, 0], expected[:, 1])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"steps": 3},
+        {"with_integral": False},
+        {"score": "probability"},
+        {"readout": "tokens"},
+        {"method": "tam.libra"},
+        {"precision": "bf16"},
+    ],
+)
+def test_feedback_of_other_settings_is_not_shared(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = shared("vit", torch.float32)
+    batch = images(vit, 2)
+    usual: dict[str, Any] = {"method": "tam", "steps": STEPS, "start": 0}
+    asked = {"usual": usual, "other": {**usual, **other}}
+    alone = {label: pl.explain(vit, batch, target=1, **own).scores for label, own in asked.items()}
+    scaled = _passes_of_variants(monkeypatch)
+    together = pl.explain(vit, batch, asked, target=1)
+    assert len(scaled) == 2
+    assert all(torch.equal(together[label].scores, alone[label]) for label in asked)
+    assert not torch.equal(alone["usual"], alone["other"])

@@ -160,6 +160,8 @@ class Anatomy(ABC):
         """None when a block's attention matrix can be read, else the reason why not."""
         self.gradient: str | None = None
         """None when gradients flow through the blocks, else the reason why not."""
+        self.reads_first = False
+        """Whether the logits are read from the first token alone, and `first_row` gives what they are read from."""
         self.overflows = False
         """Whether float16 was seen to be too small for its numbers."""
         self.width = 0
@@ -281,6 +283,25 @@ class Anatomy(ABC):
     def whole(self, images: Tensor) -> Any:
         """What the model itself gives for images, run on the twin."""
         return self.net(images)
+
+    def first_row(self, tokens: Tensor) -> Tensor:
+        """The last block of a plain ViT on tokens [B,N,D], its output at the first token alone [B,1,D], by its parts.
+
+        Only keys and values are computed for all tokens. `reads_first` says whether it may stand for the block.
+        """
+        parts: Any = self.parts(self.depth - 1)
+        weight, bias = parts.qkv()
+        size = len(weight) // 3
+        n = parts.norm1(tokens)
+        q = F.linear(n[:, :1], weight[:size], None if bias is None else bias[:size])
+        both = F.linear(n, weight[size:], None if bias is None else bias[size:])
+        k, v = both.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        o = F.scaled_dot_product_attention(q.unflatten(-1, (self.heads, -1)).transpose(1, 2), k, v)
+        attended = parts.out(o.transpose(1, 2).flatten(2))
+        u = tokens[:, :1] + (attended if parts.scale1 is None else attended * parts.scale1)
+        added = parts.fc2(parts.activation(parts.fc1(parts.norm2(u))))
+        row: Tensor = u + (added if parts.scale2 is None else added * parts.scale2)
+        return row
 
     def parts(self, index: int) -> Parts:
         """The named parts of a block."""

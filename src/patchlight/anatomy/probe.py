@@ -33,6 +33,7 @@ def probe(vit: Anatomy) -> None:
         logits = vit.readout(vit.run(tokens))
         vit.attention = _attention(vit, tokens)
         vit.gradient = _gradient(vit)
+        vit.reads_first = _reads_first(vit, tokens, logits)
     _compare(vit, whole, logits)
     _read_classes(vit, logits)
 
@@ -90,6 +91,30 @@ def _read_classes(vit: Anatomy, logits: Tensor) -> None:
         vit.sigmoid = classes == 1 if vit.assumed_sigmoid else vit.sigmoid
     if vit.labels is not None and len(vit.labels) != max(classes, 2 if classes == 1 else 1):
         raise PatchlightError(f"{len(vit.labels)} labels were given for a model with {classes} classes")
+
+
+def _reads_first(vit: Anatomy, tokens: Tensor, logits: Tensor) -> bool:
+    """Whether the first token of the last block, by the block's parts, is what it is, and gives the logits."""
+    if vit.depth == 0 or vit.pooling != "cls" or vit.ends() is None:
+        return False
+    parts = vit.parts(vit.depth - 1)
+    named = (parts.norm1, parts.norm2, parts.out, parts.fc1, parts.activation, parts.fc2)
+    if parts.beyond or parts.qkv is None or any(part is None for part in named):
+        return False
+    try:
+        weight = parts.qkv()[0]
+    except Unsupported:
+        return False
+    if not any(weight is own for own in vit.blocks[-1].parameters()):  # put together anew in every forward
+        return False
+    before = vit.run(tokens, stop=vit.depth - 1)
+    row = vit.first_row(before)
+    return _alike(vit.block(vit.depth - 1, before)[:, :1], row) and _alike(logits, vit.readout(row))
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    allowed = 5e-2 if a.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    return a.shape == b.shape and bool((a - b).abs().max() <= allowed * a.abs().max())
 
 
 def _gradient(vit: Anatomy) -> str | None:

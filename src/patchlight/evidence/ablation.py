@@ -179,7 +179,8 @@ class Ablation:
         if self._bf16 and isinstance(variants, RankThresholds):
             variants, images = variants.halved(), images.bfloat16()
         fine = self.fine and self._bf16 and self.vit.depth > 0
-        forward: Forward = _blocks if fine else _forward
+        first = self._bf16 and runs.decides.reads_first and around is None
+        forward: Forward = (_first if first else _blocks) if fine else (_first_forward if first else _forward)
         forward = _compiled(runs.decides, forward) if self.compile and around is None else forward
         while begin < total:
             if self.cancel is not None and self.cancel():
@@ -254,6 +255,17 @@ def _blocks(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
 
 def _forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
     return vit.readout(_blocks(vit, tokens, positions))
+
+
+def _first(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """What the last block gives to the first token alone [B,1,D], where the classifier reads no other."""
+    for index in range(vit.depth - 1):
+        tokens = vit.block(index, tokens, positions)
+    return vit.first_row(tokens)
+
+
+def _first_forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    return vit.readout(_first(vit, tokens, positions))
 
 
 def _compiled(vit: Anatomy, forward: Forward) -> Forward:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported
-from patchlight.evidence.precision import HALF, Decided, casting, lowered, rounding
+from patchlight.evidence.precision import HALF, Decided, casting, free_memory, lowered, rounding
 from patchlight.evidence.record import BACKWARD, TAPPED, End, Evidence, Record
 from patchlight.evidence.rows import has_tiles
 from patchlight.evidence.rules import PLAIN, RULES, Rule
@@ -26,6 +26,17 @@ from patchlight.targets import Score, Target, Targets, predicted, resolve_target
 
 PIXELS = -1
 """The layer index of the image itself: its evidence has x = image and g = gradient, as [B,H,W,C]."""
+
+
+def rows_at_once(vit: Anatomy) -> int:
+    """How many variants of images one pass with a backward may hold: 16, and on CUDA what fits into memory, 1 to 256.
+
+    It is a quarter of the free memory, at about 40 numbers a token, channel and block.
+    """
+    if vit.device.type != "cuda" or vit.depth == 0:
+        return 16
+    each = 40 * vit.dtype.itemsize * vit.depth * vit.tokens * vit.width
+    return max(1, min(256, free_memory(vit.device) // 4 // each))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ A method that *ablates* scores variants of the images; its function takes an `As
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, get_type_hints, overload
@@ -94,7 +94,8 @@ class Ask:
     """What a method that is no layer map is given: the model, the images, their classes, and a seed.
 
     `layers` are the blocks whose maps are wanted of a method with a composition; `ablation_settings` are chunk,
-    precision and compile of one that ablates; `precision` is that of the passes of one that does not.
+    precision and compile of one that ablates; `precision` is that of the passes of one that does not. `shared` is what
+    methods asked together about the same images and classes keep for each other.
     """
 
     vit: Anatomy
@@ -106,6 +107,7 @@ class Ask:
     layers: tuple[int, ...] = ()
     ablation_settings: Settings = field(default_factory=dict)
     precision: Decided = "full"
+    shared: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @property
     def ablation(self) -> Ablation:
@@ -119,6 +121,16 @@ class Ask:
     def generator(self) -> torch.Generator:
         """A CPU generator for small draws, seeded by the seed alone: one per image, so that a batch equals a loop."""
         return torch.Generator().manual_seed(self.seed)
+
+    def once(self, name: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        """What several methods need of the passes they run, computed once for each score, rule and precision.
+
+        `name` says all else it depends on but the model, the images, the classes and the seed.
+        """
+        key = (name, self.score, self.rule.name, self.precision)
+        if key not in self.shared:
+            self.shared[key] = compute()
+        return self.shared[key]
 
     def run(self, jobs: Iterable[LayerJob], images: Tensor | None = None, tokens: Tensor | None = None) -> Pass:
         """A pass over other images, or over tokens that enter block 0, with the same classes and score.

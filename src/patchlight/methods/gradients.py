@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Annotated, Literal
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import finish, job
 from patchlight.errors import PatchlightError
-from patchlight.evidence.passes import PIXELS, LayerJob, Pass
+from patchlight.evidence.passes import PIXELS, LayerJob, Pass, rows_at_once
 from patchlight.evidence.record import Evidence
 from patchlight.methods.base import Ask, Composition, LayerMaps, Level, register_method
 from patchlight.methods.compositions import FIRST, PLUS, block_index
@@ -27,7 +26,6 @@ Quadrature = Literal["gausslegendre", "right", "linspace"]
 Count = Annotated[int, Field(ge=1)]
 
 _ORDER = {"l1": 1, "l2": 2, "l4": 4, "linf": torch.inf}
-_ROWS = 16
 
 
 def reduced(values: Tensor, reduce: Reduce) -> Tensor:
@@ -125,23 +123,27 @@ def _explained(ask: Ask, level: Level) -> Tensor:
 def _weighted_sum(
     ask: Ask,
     level: Level,
-    variants: Iterable[Tensor],
+    variants: Callable[[slice], Tensor],
     weights: Sequence[float],
     reads: LayerJob,
     read: Callable[[Pass], Tensor],
 ) -> Tensor:
-    """sum_k w_k read(a pass over variant k of all images), several variants a pass."""
-    waiting, total = iter(variants), torch.zeros(())
+    """sum_k w_k read(a pass over variant k of all images), several variants [k,B,...] a pass, asked for in order."""
     images = len(ask.images)
-    each = max(1, _ROWS // images)
+    each = max(1, rows_at_once(ask.vit) // images)
+    factors, total = _numbers(weights, ask.images), torch.zeros(())
     for begin in range(0, len(weights), each):
-        some = torch.cat(list(islice(waiting, each)))
+        part = slice(begin, min(begin + each, len(weights)))
+        some = variants(part).flatten(0, 1)
         seen = ask.run([reads], some) if level == "pixel" else ask.run([reads], tokens=some)
         values = read(seen).unflatten(0, (-1, images))
-        factors = torch.tensor(weights[begin : begin + each], device=values.device, dtype=values.dtype)
-        part = torch.tensordot(factors, values, 1)
-        total = part if begin == 0 else total + part
+        weighted = torch.tensordot(factors[part].to(values.dtype), values, 1)
+        total = weighted if begin == 0 else total + weighted
     return total
+
+
+def _numbers(numbers: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, device=like.device, dtype=like.dtype)
 
 
 def _gradient_map(ask: Ask, level: Level, values: Tensor, reduce: Reduce) -> Tensor:
@@ -187,16 +189,18 @@ def smoothgrad(
     deviation = sigma * span.reshape(-1, *[1] * (x.ndim - 1))
     generator = torch.Generator(x.device).manual_seed(ask.seed)
 
-    def noisy() -> Iterator[Tensor]:
-        for _ in range(samples):
-            # float32 whatever the model's precision, so that a seed means one noise
-            noise = torch.randn(x.shape[1:], generator=generator, device=x.device, dtype=torch.float32)
-            yield x + deviation * noise.to(x.dtype)
+    def draw() -> Tensor:
+        # float32 whatever the model's precision, and sample by sample, so that a seed means one noise
+        return torch.randn(x.shape[1:], generator=generator, device=x.device, dtype=torch.float32)
+
+    def noisy(some: slice) -> Tensor:
+        noise = torch.stack([draw() for _ in range(some.start, some.stop)])
+        return x + deviation * noise[:, None].to(x.dtype)
 
     bases: dict[str, Callable[[Evidence], Tensor]] = {"signed": lambda e: e.g, "abs": lambda e: e.g.abs()}
     layer = PIXELS if level == "pixel" else 0
     reads = LayerJob(bases.get(base, input_times_gradient), frozenset({"x", "g"}), (layer,))
-    mean = _weighted_sum(ask, level, noisy(), [1 / samples] * samples, reads, lambda seen: seen.at(layer))
+    mean = _weighted_sum(ask, level, noisy, [1 / samples] * samples, reads, lambda seen: seen.at(layer))
     return _gradient_map(ask, level, mean, reduce)
 
 
@@ -244,17 +248,23 @@ def ig(
     """
     x = _explained(ask, level)
     points, weights = nodes(steps, quadrature)
-    path = (baseline + a * (x - baseline) for a in points)
+    span = x - baseline
+    alphas = _numbers(points, x).view(-1, *[1] * x.ndim)
+
+    def path(some: slice) -> Tensor:
+        return baseline + alphas[some] * span
+
     if integrand is not None:
         return _averaged_maps(ask, integrand, level, path, weights)
     layer = PIXELS if level == "pixel" else 0
     reads = LayerJob(lambda e: e.g, frozenset({"g"}), (layer,))
     mean = _weighted_sum(ask, level, path, weights, reads, lambda seen: seen.at(layer))
-    span = x - baseline
     return _gradient_map(ask, level, mean * (span.movedim(1, -1) if level == "pixel" else span), "sum")
 
 
-def _averaged_maps(ask: Ask, integrand: str, level: Level, path: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+def _averaged_maps(
+    ask: Ask, integrand: str, level: Level, path: Callable[[slice], Tensor], weights: Sequence[float]
+) -> Tensor:
     request = resolve(integrand)
     if not request.in_pass or request.level != "token" or level != "token":
         raise PatchlightError(

@@ -10,14 +10,13 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import linear
-from patchlight.evidence.passes import LayerJob, Pass
+from patchlight.evidence.passes import LayerJob, Pass, rows_at_once
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import written
 from patchlight.methods.base import Ask, LayerMaps, register_method
 from patchlight.methods.compositions import Readout, block_index
 from patchlight.methods.tokentm import no_linear_values
 
-_ROWS_AT_ONCE = 32
 Steps = Annotated[int, Field(ge=1)]
 
 
@@ -38,8 +37,13 @@ def feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool = True) -> 
     """W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image)) [B,n,N] at `rows`, alpha from 0 to 1, both included.
 
     The gradient is averaged before the ReLU. Without the integral it is that of the image alone. Only the last block
-    runs with a graph.
+    runs with a graph. Methods asked together share it.
     """
+    name = ("feedback", tuple(rows.tolist()), steps if with_integral else None)
+    return ask.once(name, lambda: _feedback(ask, rows, steps, with_integral))
+
+
+def _feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool) -> Tensor:
     last, batch = ask.vit.depth - 1, len(ask.images)
     alphas = (
         torch.linspace(0, 1, steps, dtype=ask.images.dtype, device=ask.images.device)
@@ -48,7 +52,7 @@ def feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool = True) -> 
     )
     job = LayerJob(lambda b: b.G[:, :, rows], frozenset({"A", "G"}), (last,))
     total: Any = 0.0
-    for some in alphas.split(max(1, _ROWS_AT_ONCE // batch)):
+    for some in alphas.split(max(1, rows_at_once(ask.vit) // batch)):
         scaled = (some[:, None, None, None, None] * ask.images).flatten(0, 1)
         gradient = ask.run([job], scaled).at(last)
         total = total + gradient.unflatten(0, (len(some), batch)).sum(0)
