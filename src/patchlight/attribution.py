@@ -78,6 +78,8 @@ class Attribution:
     labels: tuple[str, ...] = ()
     against_labels: tuple[str, ...] = ()
     seed: int = 0
+    precision: str = ""
+    """The precision it was computed in: "full", "tf32" or "bf16"; empty where not known."""
     versions: dict[str, str] = field(default_factory=dict)
     preprocess: Preprocess | None = None
     """How the images were shown to the model, so that the heat can be laid where it belongs."""

@@ -108,15 +108,16 @@ def explain(
 def compute(
     vit: Anatomy, batch: Tensor, requests: Sequence[Request], targets: Targets | None, seed: int, first: int = 0
 ) -> tuple[Targets, list[Tensor]]:
-    """The maps [B,T,h,w] of every request, in the model's own precision, on one batch (from image `first` on).
+    """The maps [B,T,h,w] of every request, each in its own precision, on one batch (from image `first` on).
 
-    White-box requests are grouped by backward rule and score; each group is one forward and one backward per class.
-    Requests without a gradient join the first group.
+    White-box requests are grouped by backward rule, score and precision; each group is one forward and one backward per
+    class. Requests without a gradient join the first group of their precision.
     """
     maps: dict[int, Tensor] = {}
-    for group in _groups(requests):
+    for group in _groups(requests, vit):
         rule, score = _rule_and_score([requests[i] for i in group])
-        seen = run_pass(vit, batch, targets, score, rule, [job(requests[i], vit) for i in group])
+        jobs = [job(requests[i], vit) for i in group]
+        seen = run_pass(vit, batch, targets, score, rule, jobs, precision=requests[group[0]].precision(vit))
         targets = seen.targets if targets is None else targets
         for j, i in enumerate(group):
             maps[i] = _finish(requests[i], vit, seen, j)
@@ -129,20 +130,17 @@ def compute(
     return targets, [maps[i] for i in range(len(requests))]
 
 
-def _groups(requests: Sequence[Request]) -> list[list[int]]:
+def _groups(requests: Sequence[Request], vit: Anatomy) -> list[list[int]]:
     groups: dict[Any, list[int]] = {}
-    forward_only: list[int] = []
-    for i, request in enumerate(requests):
-        if not request.in_pass:
-            continue
+    asked = [(i, request, request.precision(vit)) for i, request in enumerate(requests) if request.in_pass]
+    for i, request, precision in asked:
         if request.backward:
-            groups.setdefault((request.rule.name, request.score), []).append(i)
-        else:
-            forward_only.append(i)
-    if not forward_only:
-        return list(groups.values())
-    first, *rest = groups.values() if groups else [[]]
-    return [[*first, *forward_only], *rest]
+            groups.setdefault((precision, request.rule.name, request.score), []).append(i)
+    for i, request, precision in asked:
+        if not request.backward:
+            same = next((key for key in groups if key[0] == precision), (precision,))
+            groups.setdefault(same, []).append(i)
+    return list(groups.values())
 
 
 def _rule_and_score(requests: Sequence[Request]) -> tuple[Rule, Score]:
@@ -209,7 +207,8 @@ def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: 
 
 def _asked(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
     ablation = {key: request.settings[key] for key in ABLATION if key in request.settings}
-    given = Ask(vit, images, targets, request.score, seed, request.rule, _blocks(request, vit), ablation)
+    precision = request.precision(vit)
+    given = Ask(vit, images, targets, request.score, seed, request.rule, _blocks(request, vit), ablation, precision)
     function = request.method.function
     result: Tensor | Pass = function(given, **accepted(function, request.settings))
     return finish(request, vit, result) if isinstance(result, Pass) else result
@@ -272,6 +271,7 @@ def attribution_of(
         labels=tuple(vit.label(int(i)) for i in targets.index.flatten()),
         against_labels=() if targets.against is None else tuple(vit.label(int(i)) for i in targets.against[:, 0]),
         seed=seed,
+        precision=request.precision(vit),
         versions=versions(),
         preprocess=vit.preprocess,
         extent=vit.extent if request.level == "token" and tuple(vit.extent) != tuple(vit.preprocess.size) else None,

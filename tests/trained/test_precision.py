@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 import patchlight as pl
-from patchlight.evidence.precision import tf32
+from patchlight.evidence.precision import lowered, tf32
 from patchlight.trained.diffmask import Settings
-from patchlight.trained.precision import lowered
 from tests.trained.toys import batches, pictures, toy
 
 SHORT = Settings(precision="bf16", steps=4, log_every=2)

@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.precision import casting, lowered
 from patchlight.trained import loop
 from patchlight.trained.batches import images_and_labels
 from patchlight.trained.checkpoint import Parts
 from patchlight.trained.devices import Devices
 from patchlight.trained.optimiser import moments, restore_moments
-from patchlight.trained.precision import casting, lowered, training
+from patchlight.trained.precision import training
 from patchlight.trained.settings import Training
 from tests.families import randomise
 

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported
+from patchlight.evidence.precision import Decided, casting, lowered, rounding
 from patchlight.evidence.record import BACKWARD, TAPPED, End, Evidence, Record
+from patchlight.evidence.rows import has_tiles
 from patchlight.evidence.rules import PLAIN, RULES, Rule
 from patchlight.evidence.taps import Taps
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
@@ -79,15 +81,19 @@ def run_pass(
     rule: Rule = PLAIN,
     jobs: Sequence[LayerJob] = (),
     tokens: Tensor | None = None,
+    precision: Decided = "full",
 ) -> Pass:
     """One forward over `images` and one backward per class, all `jobs` done on the way.
 
     `tokens` [B,N,D] enter block 0 in place of the embedded images, where given. Blocks below the first layer that a
-    backward job wants run without a graph; with no backward job there is no backward at all.
+    backward job wants run without a graph; with no backward job there is no backward at all. In bf16 the products of
+    the embedding and the blocks are in bfloat16, the tokens between them and the readout are not, and on CUDA attention
+    stays fused whoever looks at it.
     """
     vit = vit.wide()
-    with torch.inference_mode(False), vit.steady():
-        runner = _Runner(vit, rule, jobs)
+    runs = lowered(vit, precision, products=True)
+    with torch.inference_mode(False), vit.steady(), runs.steady(), rounding(vit, precision):
+        runner = _Runner(vit, runs, rule, jobs, precision)
         logits = runner.forward(_usable(images, vit), None if tokens is None else _usable(tokens, vit))
         targets = predicted(logits) if targets is None else targets.repeat(1)
         with torch.set_grad_enabled(runner.backward):
@@ -105,11 +111,17 @@ def _usable(given: Tensor, vit: Anatomy) -> Tensor:
     return (given.clone() if given.is_inference() else given).to(vit.dtype)
 
 
+def fused_type(vit: Anatomy, precision: Decided) -> torch.dtype | None:
+    """The type in which attention stays fused though its rows are read; None where it is written out."""
+    return torch.bfloat16 if precision == "bf16" and vit.device.type == "cuda" and has_tiles() else None
+
+
 class _Runner:
     """The state of one pass: evidence by layer, and the values of the class being explained."""
 
-    def __init__(self, vit: Anatomy, rule: Rule, jobs: Sequence[LayerJob]) -> None:
-        self.vit, self.rule, self.jobs = vit, rule, jobs
+    def __init__(self, vit: Anatomy, runs: Anatomy, rule: Rule, jobs: Sequence[LayerJob], precision: Decided) -> None:
+        self.vit, self.runs, self.rule, self.jobs, self.precision = vit, runs, rule, jobs, precision
+        self.fused = fused_type(vit, precision)
         self.backward = any(job.backward for job in jobs)
         self.first = min((min(job.layers) for job in jobs if job.backward), default=vit.depth)
         self.wants = {k: [j for j, job in enumerate(jobs) if k in job.layers] for k in range(PIXELS, max(vit.depth, 1))}
@@ -122,12 +134,12 @@ class _Runner:
         self.projected: Tensor | None = None
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
-        vit = self.vit
+        vit, runs = self.vit, self.runs
         pixels = self.backward and self.first == PIXELS
         x = self.leaf = images.detach().requires_grad_(pixels)
         self.records[PIXELS] = Record(PIXELS, x.detach().movedim(1, -1))
-        with torch.set_grad_enabled(pixels), self._tapped(pixels, self.records[PIXELS], frozenset(), in_block=False):
-            x = self._embed(x) if tokens is None else tokens
+        with self._running(pixels, self.records[PIXELS], frozenset(), in_block=False):
+            x = self._embed(x).to(vit.dtype) if tokens is None else tokens
         for layer in range(vit.depth):
             graph = self.backward and layer >= self.first
             if graph and layer == self.first:
@@ -135,14 +147,14 @@ class _Runner:
             elif graph:
                 x.register_hook(self._hook(layer))
             needs = frozenset[str]().union(*(self.jobs[j].needs for j in self.wants[layer]))
-            record = Record(layer, x.detach(), vit.prefix, vit.depth, partial(vit.parts, layer))
+            record = Record(layer, x.detach(), vit.prefix, vit.depth, partial(runs.parts, layer))
             self.records[layer] = record
             if self.projected is not None:
                 record.seen["p"] = self.projected
-            with torch.set_grad_enabled(graph), self._tapped(graph, record, needs & TAPPED):
-                x = vit.block(layer, x)
+            with self._running(graph, record, needs & TAPPED):
+                x = runs.block(layer, x).to(vit.dtype)
             record.seen["y"] = x.detach()
-            with torch.no_grad():
+            with torch.no_grad(), casting(vit, self.precision):
                 for j in self.wants[layer]:
                     if not self.jobs[j].backward:
                         self.values[j][layer] = self.jobs[j].of(record)
@@ -158,6 +170,12 @@ class _Runner:
         with torch.set_grad_enabled(self.backward), self._tapped(self.backward, self.end, needs, in_block=False):
             return vit.readout(x)
 
+    @contextlib.contextmanager
+    def _running(self, graph: bool, record: Record, needs: frozenset[str], in_block: bool = True) -> Iterator[None]:
+        tapped = self._tapped(graph, record, needs, in_block)
+        with torch.set_grad_enabled(graph), casting(self.vit, self.precision), tapped:
+            yield
+
     def _feature_map(self, x: Tensor) -> Tensor:
         """A hierarchical model's tokens stand for the input of a block, which it has none of."""
         if self.backward and self.first == 0:
@@ -170,19 +188,21 @@ class _Runner:
 
     def _embed(self, images: Tensor) -> Tensor:
         if not any("p" in job.needs for job in self.jobs):
-            return self.vit.embed(images)
+            return self.runs.embed(images)
 
         def keep(patches: Tensor) -> None:
             self.projected = patches.detach().contiguous()
 
-        with self.vit.projecting(keep):
-            return self.vit.embed(images)
+        with self.runs.projecting(keep):
+            return self.runs.embed(images)
 
     def _tapped(
         self, graph: bool, record: Record, needs: frozenset[str], in_block: bool = True
     ) -> contextlib.AbstractContextManager[Any]:
         ruled = graph and self.rule.name != "plain"
-        return Taps(self.rule, needs, record, in_block) if needs or ruled else contextlib.nullcontext()
+        if not needs and not ruled:
+            return contextlib.nullcontext()
+        return Taps(self.rule, needs, record, in_block, self.fused)
 
     def _hook(self, layer: int) -> Callable[[Tensor], None]:
         def arrived(gradient: Tensor) -> None:
@@ -200,13 +220,13 @@ class _Runner:
         record = self.records[layer]
         record.seen["g"] = gradient
         record.complete()
-        with torch.no_grad():
+        with torch.no_grad(), casting(self.vit, self.precision):
             for j in self.wants[layer]:
                 if self.jobs[j].backward:
                     self.values[j][layer] = self.jobs[j].of(record)
         record.forget()
         if self.closing:
-            self.records.pop(layer).seen.clear()  # the graph holds on to the record until the backward is over
+            self.records.pop(layer).clear()  # the graph holds on to the record until the backward is over
 
     def explain(self, scores: Tensor, last: bool) -> tuple[list[dict[int, Any]], End]:
         """The backward of one class: its values by job and layer, and the bias terms behind the last block."""

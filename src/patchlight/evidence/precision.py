@@ -8,22 +8,47 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
+from patchlight.anatomy.base import Anatomy
+
+Decided = Literal["full", "tf32", "bf16"]
 Precision = Literal["auto", "full", "tf32", "bf16"]
 """`full`: the model's own type, the reference. `tf32`: float32 whose matrix products on CUDA round to TF32. `bf16`:
-blocks and head in bfloat16 (a model that cannot be cast multiplies in it). `auto`: bf16 on CUDA, full elsewhere."""
+products in bfloat16 (variants are scored in it whole, passes keep the tokens between blocks in float32). `auto`: on
+CUDA what the method says, mostly bf16; full elsewhere."""
 
 
-def chosen(precision: Precision, device: torch.device, dtype: torch.dtype) -> Literal["full", "tf32", "bf16"]:
-    """What a precision comes to for a model of this type there.
+def chosen(precision: Precision, device: torch.device, dtype: torch.dtype, auto: Decided = "bf16") -> Decided:
+    """What a precision comes to for a model of this type there; `auto` is what it means on CUDA.
 
     >>> chosen("auto", torch.device("cpu"), torch.float32)
     'full'
     """
     on_cuda = device.type == "cuda" and dtype == torch.float32
     if precision == "auto":
-        return "bf16" if on_cuda else "full"
+        return auto if on_cuda else "full"
     return "full" if precision == "tf32" and not on_cuda else precision
+
+
+def lowered(vit: Anatomy, precision: Precision, products: bool = False) -> Anatomy:
+    """The model; in `bf16` a view whose linear maps and convolutions have bfloat16 weights, patches as `products`.
+
+    Autocast would cast them at every use, to the same values: a third of all launches of a small model's forward.
+    """
+    if precision != "bf16" or not vit.castable:
+        return vit
+    return vit.view(torch.bfloat16, products, only=(nn.Linear, nn.Conv2d))
+
+
+def casting(vit: Anatomy, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    """Around every forward of a lowered model."""
+    return torch.autocast(vit.device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+
+
+def rounding(vit: Anatomy, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    """Around forwards and backwards: float32 products may round to TF32 where that is asked for."""
+    return tf32() if precision == "tf32" and vit.device.type == "cuda" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

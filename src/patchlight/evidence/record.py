@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from patchlight.errors import PatchlightError, Unsupported
+from patchlight.evidence.rows import Attention, Entry, Matrix, Rows, head_mean, signed, written
 
+T = TypeVar("T")
 BACKWARD = frozenset({"g", "gy", "gn", "G", "bias"})
 """Parts of the evidence that take a backward."""
 TAPPED = frozenset({"A", "G", "v", "n", "gn", "u", "bias"})
@@ -24,6 +26,7 @@ class Record:
     """What one pass has seen of one block so far: tensors by their letters in `Evidence`.
 
     `scalar_bias` [B] sums the bias terms that belong to no token; `shared` is what layer maps keep for each other.
+    Where attention stayed fused, `fused` has what it was given, and `dO` is the gradient of what it gave.
     """
 
     index: int
@@ -33,7 +36,9 @@ class Record:
     open_parts: Callable[[], Any] = lambda: None
     seen: dict[str, Tensor] = field(default_factory=dict)
     scalar_bias: Tensor | None = None
-    shared: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    fused: Attention | None = None
+    dO: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.seen["x"] = self.x
@@ -62,8 +67,24 @@ class Record:
         """Drop what belongs to one backward, so that the next class starts clean."""
         for name in BACKWARD:
             self.seen.pop(name, None)
-        self.scalar_bias = None
+        self.scalar_bias = self.dO = None
         self.shared.clear()
+
+    def clear(self) -> None:
+        """Drop everything that was seen."""
+        self.forget()
+        self.seen.clear()
+        self.fused = None
+
+    @property
+    def attention(self) -> Attention | None:
+        """Fused attention as it was, with the gradient of this backward."""
+        return None if self.fused is None else replace(self.fused, dO=self.dO)
+
+    def fused_part(self, name: str) -> Tensor:
+        """A, G or v of fused attention, in the type of the tokens."""
+        part: Tensor = getattr(self.attention, name)
+        return part.to(self.x.dtype)
 
     def end(self) -> End:
         return End(self.seen.get("bias"), self.scalar_bias)
@@ -94,7 +115,9 @@ class Evidence:
     gradient; v: values [B,H,N,d]. n, gn: output of the first norm and its gradient. u: tokens after attention and
     its skip. bias: sum over the block's biases b of <b, ds/dz> per token [B,N]. p: the projected patches [B,P,D],
     before positions; every block has the same.
-    `index` and `depth` say which block of how many, `prefix` how many tokens stand before the patches.
+    `matrix` gives a mean over the heads of A, G or both that is only written where it must be: whoever needs a row of
+    it, and not all of A or G, asks for that.
+    `index` and `depth` say which block of how many, `tokens` is N, and `prefix` of them stand before the patches.
     """
 
     x, y, A, v, n, u, p = (_Part() for _ in range(7))
@@ -102,7 +125,7 @@ class Evidence:
 
     def __init__(self, record: Record, needs: Iterable[str] = PARTS, reader: str = "this layer map") -> None:
         self._record, self._needs, self._reader = record, needs, reader
-        self.index, self.prefix, self.depth = record.index, record.prefix, record.depth
+        self.index, self.prefix, self.depth, self.tokens = record.index, record.prefix, record.depth, record.x.shape[1]
 
     @classmethod
     def of(
@@ -117,27 +140,62 @@ class Evidence:
 
     def read(self, name: str) -> Tensor:
         """The part of that letter; it must be declared."""
+        self._check_declared(name)
+        record = self._record
+        if name in record.seen:
+            return record.seen[name]
+        if record.fused is None or name not in ("A", "G", "v"):
+            raise Unsupported(f"`{self._reader}` reads {name}, and block {self.index} of this model shows none")
+        return self.once(name, lambda: record.fused_part(name))
+
+    def _check_declared(self, name: str) -> None:
         if name not in self._needs:
             declared = "{" + ", ".join(map(repr, sorted(self._needs))) + "}"
             raise PatchlightError(f"`{self._reader}` reads {name} but declares needs={declared}; add '{name}' to needs")
-        try:
-            return self._record.seen[name]
-        except KeyError:
-            raise Unsupported(
-                f"`{self._reader}` reads {name}, and block {self.index} of this model shows none"
-            ) from None
 
     @property
     def parts(self) -> Any:
         """The block's norms and linear maps (`Anatomy.parts`), opened when first asked for."""
         return self._record.parts
 
-    def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+    def once(self, name: str, compute: Callable[[], T]) -> T:
         """A quantity that several layer maps use, computed once per block and class."""
         shared = self._record.shared
         if name not in shared:
             shared[name] = compute()
-        return shared[name]
+        return shared[name]  # type: ignore[no-any-return]
+
+    def matrix(self, entry: Entry, columns: Tensor | None = None, rows: Tensor | None = None) -> Matrix:
+        """mean_h rows_h[i] f(A_h, G_h)[i,j] columns_h[j], f an entry such as "A" or "relu(AG)": [B,N,N], or its `Rows`.
+
+        Scales are [B,H,N], or [B,1,N] for all heads alike.
+        """
+        for name in "AG":
+            if name in entry:
+                self._check_declared(name)
+        attention = self._record.attention
+        if attention is not None:
+            return Rows(attention, entry, columns, rows)
+        if columns is None and rows is None:
+            return self.once(f"mean {entry}", lambda: head_mean(self._entries(entry)))
+        return head_mean(self._entries(entry), columns, rows)
+
+    def _entries(self, entry: Entry) -> Tensor:
+        values = self.AG if "AG" in entry else self.G if "G" in entry else self.A
+        return self.once(entry, lambda: signed(entry, values))
+
+    @property
+    def heads(self) -> int:
+        """How many heads attention has."""
+        fused = self._record.fused
+        return self.A.shape[1] if fused is None else fused.q.shape[1]
+
+    @property
+    def gradient_mean(self) -> Tensor:
+        """The mean of G over the patches it is from [B,H,N], for each to-token."""
+        self._check_declared("G")
+        attention = self._record.attention
+        return self.G[..., self.prefix :].mean(-1) if attention is None else attention.gradient_mean(self.prefix)
 
     @property
     def AG(self) -> Tensor:
@@ -146,5 +204,5 @@ class Evidence:
 
     @property
     def heads_mean(self) -> Tensor:
-        """mean_h A [B,N,N]."""
-        return self.once("heads_mean", lambda: self.A.mean(1))
+        """mean_h A [B,N,N], written."""
+        return written(self.matrix("A"))

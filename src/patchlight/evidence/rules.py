@@ -85,6 +85,19 @@ def softmax(scores: Tensor, rule: Rule, observer: Observer | None) -> Tensor:
     return result
 
 
+def attended(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values whose fused attention has the backward of `rule`.
+
+    A frozen matrix is one of constant queries and keys. Under a uniform rule each factor of both products gets half:
+    half of dv, and a quarter of dq and dk.
+    """
+    if rule.attention == "frozen":
+        return q.detach(), k.detach(), v
+    if rule.attention == "uniform" and v.requires_grad:
+        return _scaled_gradient(q, 0.25), _scaled_gradient(k, 0.25), _scaled_gradient(v, 0.5)
+    return q, k, v
+
+
 class _FrozenLayerNorm(torch.autograd.Function):
     """(x - mean) / const[std] * weight + bias."""
 
@@ -192,7 +205,11 @@ class _ScaleGradient(torch.autograd.Function):
 
 def halved(x: Tensor) -> Tensor:
     """The value x with half its gradient."""
-    result: Tensor = _ScaleGradient.apply(x, 0.5)
+    return _scaled_gradient(x, 0.5)
+
+
+def _scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    result: Tensor = _ScaleGradient.apply(x, factor)
     return result
 
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from patchlight.errors import Unsupported
 from patchlight.evidence import rules
 from patchlight.evidence.record import Record
+from patchlight.evidence.rows import Attention, attend
 from patchlight.evidence.rules import Rule
 
 _LOCAL = threading.local()
@@ -56,11 +57,17 @@ class Activation(nn.Module):
 
 
 class Taps(TorchFunctionMode):
-    """Apply `rule` to a stretch of a model, and write into `record` what `needs` names (A, G, v, n, gn, u, bias)."""
+    """Apply `rule` to a stretch of a model, and write into `record` what `needs` names (A, G, v, n, gn, u, bias).
 
-    def __init__(self, rule: Rule, needs: frozenset[str], record: Record, in_block: bool) -> None:
+    With `fused`, a type, attention stays fused in that type where it can, and the record has what its matrices are
+    made of.
+    """
+
+    def __init__(
+        self, rule: Rule, needs: frozenset[str], record: Record, in_block: bool, fused: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self.rule, self.needs, self.record, self.in_block = rule, needs, record, in_block
+        self.rule, self.needs, self.record, self.in_block, self.fused = rule, needs, record, in_block, fused
         self._outer: list[Taps | None] = []
         self._attention: Tensor | None = None
 
@@ -126,23 +133,52 @@ class Taps(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attention written out, when someone looks at it or a rule changes it; else the fused one."""
+        """The fused attention where it can be; else written out, for someone who looks at it or for a rule.
+
+        A CPU's fused backward takes longer than what is left of it under a rule.
+        """
         watched = self.needs & {"A", "G", "v"}
         graph = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        if not watched and not (graph and self.rule.attention != "plain"):
+        ruled = graph and self.rule.attention != "plain"
+        if not watched and (not ruled or query.is_cuda):
             grouped = {"enable_gqa": True} if enable_gqa else {}
-            return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped)  # type: ignore[no-any-return]
+            given = rules.attended(query, key, value, self.rule) if ruled else (query, key, value)
+            return func(*given, attn_mask, dropout_p, is_causal, scale=scale, **grouped)  # type: ignore[no-any-return]
         if is_causal:
             raise Unsupported("causal attention is not something a Vision Transformer is read with")
         if enable_gqa:  # several heads of queries share one of keys and values
             key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        if attn_mask is None:
+            out = self._in_tiles(query, key, value, factor)
+            if out is not None:
+                return out
         if "v" in self.needs:
             self.record.seen["v"] = value.detach()
-        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         scores = self._product(query * factor, key.transpose(-2, -1))
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
         return self._product(self.attend(scores), value)
+
+    def _in_tiles(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
+        """Fused attention whose matrices the record can give rows of; None where there is no such kernel."""
+        width, known = query.shape[-1], query.shape == key.shape == value.shape
+        if self.fused is None or not self.in_block or not known or query.ndim != 4 or width % 8 or width > 128:
+            return None
+        if self.record.fused is not None:
+            raise Unsupported("a block takes more than one softmax, so it has no one attention matrix")
+        q, k, v = (t.to(self.fused) for t in rules.attended(query, key, value, self.rule))
+        found = attend(q, k, v, scale)
+        if found is None:
+            return None
+        out, lse = found
+        self.record.fused = Attention(q.detach(), k.detach(), v.detach(), lse.detach(), scale)
+        if "G" in self.needs and out.requires_grad:
+            out.register_hook(self._see_dO)
+        return out
+
+    def _see_dO(self, gradient: Tensor) -> None:
+        self.record.dO = gradient
 
     def multi_head_attention_forward(
         self,

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.evidence.record import Evidence
+from patchlight.evidence.rows import Matrix, mean_row, written
 from patchlight.methods.base import register_method
 from patchlight.methods.compositions import ADDITIVE, FIRST, LAST, ROLLOUT, SUM
 from patchlight.methods.gradients import token_ixg
@@ -17,27 +18,9 @@ from patchlight.registry import Settings
 _FUSION = {"max": torch.amax, "min": torch.amin}
 
 
-def head_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """sum_h values_h * weights_h [B,N,N], of values [B,H,N,N], with no second tensor of that size."""
-    total = values[:, 0] * weights[:, 0]
-    for h in range(1, values.shape[1]):
-        total.addcmul_(values[:, h], weights[:, h])
-    return total
-
-
-def positive(b: Evidence) -> Tensor:
-    """ReLU(A * G) [B,H,N,N], which is A * ReLU(G) since A >= 0."""
-    return b.once("ReLU(AG)", lambda: b.AG.relu())
-
-
-def mean_positive(b: Evidence) -> Tensor:
-    """mean_h ReLU(A * G) [B,N,N]."""
-    return b.once("mean_h ReLU(AG)", lambda: positive(b).mean(1))
-
-
 def read_from(b: Evidence) -> Tensor:
     """mean_hi A[h,i,j] [B,N]: how much token j is read."""
-    return b.once("mean_hi A", lambda: b.heads_mean.mean(1))
+    return b.once("mean_hi A", lambda: mean_row(b.matrix("A")))
 
 
 @register_method(
@@ -50,9 +33,9 @@ def read_from(b: Evidence) -> Tensor:
     nonnegative=True,
     cost="1 forward",
 )
-def rawatt(b: Evidence) -> Tensor:
+def rawatt(b: Evidence) -> Matrix:
     """Attention of one block, mean over heads: M = mean_h A_l, its CLS row. Class-agnostic."""
-    return b.heads_mean
+    return b.matrix("A")
 
 
 @register_method(
@@ -75,18 +58,20 @@ def rollout(
     b: Evidence,
     fusion: Literal["mean", "max", "min"] = "mean",
     discard: Annotated[float, Field(ge=0, lt=1)] = 0.0,
-) -> Tensor:
+) -> Matrix:
     """Attention rollout: the CLS row of prod_l N(M_l + I), M_l the heads fused. Class-agnostic.
 
     `discard` sets that fraction of each fused matrix, its smallest entries, to zero, except the CLS-to-CLS entry.
     Presets: `chefer` starts at block 1 as that paper's scripts do, `vit-explain` discards 0.9 and normalises along
     the wrong axis as that code does, `skipplus` does not normalise.
     """
+    count = int(b.tokens**2 * discard)
+    if fusion == "mean" and not count:
+        return b.matrix("A")
     matrix = b.heads_mean if fusion == "mean" else _FUSION[fusion](b.A, 1)
-    flat = matrix.flatten(1)
-    count = int(flat.shape[1] * discard)
     if not count:
         return matrix
+    flat = matrix.flatten(1)
     smallest = flat.topk(count, 1, largest=False).indices
     keep = torch.ones_like(flat).scatter(1, smallest, 0)
     keep[:, 0] = 1
@@ -103,13 +88,13 @@ def rollout(
     nonnegative=True,
     presets={"bt": {"rectify": "mean"}},
 )
-def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Tensor:
+def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Matrix:
     """Gradient-weighted attention: the CLS row of prod_l (I + mean_h ReLU(A_l * G_l)).
 
     R <- R + E_l R from R = I, all blocks, no normalisation; [B,H,N,N] to [B,N,N]. `rectify="mean"` takes the ReLU
     after the mean over heads, as the copy in the BT code does (preset `bt`). One forward, one backward.
     """
-    return mean_positive(b) if rectify == "heads" else b.AG.mean(1).relu_()
+    return b.matrix("relu(AG)") if rectify == "heads" else written(b.matrix("AG")).relu()
 
 
 @register_method(
@@ -121,13 +106,13 @@ def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Tensor:
     nonnegative=True,
     composable="it is the sum over the blocks already; 'genatt.plus' and 'genatt.skipplus' are its layer maps summed",
 )
-def gradsam(b: Evidence) -> Tensor:
+def gradsam(b: Evidence) -> Matrix:
     """Grad-SAM: sum_l mean_h ReLU(A_l * G_l), its CLS row, which is `genatt.plus`.
 
     `readout="tokens"` averages over all to-tokens in place of the CLS row, as the original does. One forward, one
     backward.
     """
-    return mean_positive(b)
+    return b.matrix("relu(AG)")
 
 
 @register_method(
@@ -144,16 +129,15 @@ def gradsam(b: Evidence) -> Tensor:
         "map"
     ),
 )
-def attcam(b: Evidence, relu: bool = True) -> Tensor:
+def attcam(b: Evidence, relu: bool = True) -> Matrix:
     """AttCAM: each head of the last block weighted by its mean gradient, the CLS row of ReLU(mean_h w_h A_h).
 
     w[h,i] = mean of G[h,i,j] over the patches j, for each to-token i; [B,H,N,N] to [B,N,N]. The default is Chefer's
     form; preset `skipplus` has no ReLU, nor have the compositions `.plus`, `.skipplus` and `.rollout`. One forward, one
     backward.
     """
-    weights = b.G[..., b.prefix :].mean(-1, keepdim=True) / b.G.shape[1]
-    matrix = head_sum(b.A, weights)
-    return matrix.relu_() if relu else matrix
+    matrix = b.matrix("A", rows=b.gradient_mean)
+    return written(matrix).relu() if relu else matrix
 
 
 @register_method(
@@ -164,11 +148,11 @@ def attcam(b: Evidence, relu: bool = True) -> Tensor:
     combine=LAST,
     matrix=True,
 )
-def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> Tensor:
+def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> Matrix:
     """The gradient of one block's attention: the CLS row of mean_h G_l, or of mean_h |G_l| or mean_h ReLU(G_l)."""
     if sign == "signed":
-        return b.once("mean_h G", lambda: b.G.mean(1))
-    return (b.G.abs() if sign == "abs" else b.G.relu()).mean(1)
+        return b.matrix("G")
+    return b.matrix("abs(G)" if sign == "abs" else "relu(G)")
 
 
 @register_method(

@@ -21,7 +21,9 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
 from patchlight.evidence.ablation import ABLATION, Ablation, Variants
 from patchlight.evidence.passes import LayerJob, Pass, run_pass
+from patchlight.evidence.precision import Decided, Precision
 from patchlight.evidence.record import BACKWARD, PARTS, End, Evidence
+from patchlight.evidence.rows import Matrix, times
 from patchlight.evidence.rules import Rule
 from patchlight.registry import Entry, Registry, Setting, Settings, settings_of
 from patchlight.targets import Score, Targets
@@ -36,8 +38,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class LayerMaps:
     """The layer maps of one class, as compositions read them.
 
-    `values` by block: vectors [B,N] or matrices [B,N,N] (to, from); `pool` [B,N] is how the classifier reads the last
-    tokens; `end` has the bias terms behind the last block.
+    `values` by block: vectors [B,N] or matrices [B,N,N] (to, from), which may be `Rows`; `pool` [B,N] is how the
+    classifier reads the last tokens; `end` has the bias terms behind the last block.
     """
 
     values: Mapping[int, Any]
@@ -64,14 +66,9 @@ class LayerMaps:
     def vector(self, layer: int, readout: str = "pooling") -> Tensor:
         """A block's map [B,N]; of a matrix, the row the classifier reads."""
         value = self.values[layer]
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Matrix):
             raise PatchlightError("these layer maps only sum over tails of the model; use terms='tail'")
-        return value if value.ndim == 2 else times(self.start_row(readout), value)
-
-
-def times(row: Tensor, matrix: Tensor) -> Tensor:
-    """row [B,N] times matrix [B,N,N]."""
-    return (row[:, None] @ matrix)[:, 0]
+        return value if isinstance(value, Tensor) and value.ndim == 2 else times(self.start_row(readout), value)
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Ask:
     """What a method that is no layer map is given: the model, the images, their classes, and a seed.
 
     `layers` are the blocks whose maps are wanted of a method with a composition; `ablation_settings` are chunk,
-    precision and compile of one that ablates.
+    precision and compile of one that ablates; `precision` is that of the passes of one that does not.
     """
 
     vit: Anatomy
@@ -108,6 +105,7 @@ class Ask:
     rule: Rule
     layers: tuple[int, ...] = ()
     ablation_settings: Settings = field(default_factory=dict)
+    precision: Decided = "full"
 
     @property
     def ablation(self) -> Ablation:
@@ -129,7 +127,7 @@ class Ask:
         """
         images = self.images if images is None else images
         targets = self.targets.repeat(len(images if tokens is None else tokens) // len(self.images))
-        return run_pass(self.vit, images, targets, self.score, self.rule, list(jobs), tokens)
+        return run_pass(self.vit, images, targets, self.score, self.rule, list(jobs), tokens, self.precision)
 
 
 @dataclass(frozen=True)
@@ -141,6 +139,7 @@ class Method(Entry):
     score's sign does not matter to it. `advice`: why a map is degenerate, known beforehand; `constant`: why it may turn
     out constant, and what to use instead. `refuses`: why a model cannot be explained with these settings. `depends`:
     what its maps depend on besides code, settings and model, such as the weights of an explainer, as text.
+    `precision`: what "auto" means on CUDA, the fastest that keeps the order of the patches.
     """
 
     cost: str = "1 forward + 1 backward"
@@ -154,6 +153,7 @@ class Method(Entry):
     constant: str = ""
     refuses: Callable[[Settings, Anatomy], str | None] | None = None
     depends: Callable[[Settings], Any] | None = None
+    precision: Decided = "bf16"
 
     @property
     def class_specific(self) -> bool:
@@ -175,6 +175,10 @@ class Method(Entry):
         if len(self.levels) > 1:
             own["level"] = Setting("level", Level, self.levels[0])
         return own
+
+
+PASSES = {"precision": Setting("precision", Precision, "auto")}
+"""The settings of everything that runs passes."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,9 @@ class ReadsBlocks(Method):
     @property
     def composition(self) -> Composition | None:
         return self.combine
+
+    def settings(self, composition: Composition | None) -> dict[str, Setting]:
+        return {**super().settings(composition), **PASSES}
 
     def needed(self, settings: Settings) -> frozenset[str]:
         return frozenset(self.needs(settings) if callable(self.needs) else self.needs)
@@ -299,6 +306,7 @@ class _About(TypedDict, total=False):
     constant: str
     refuses: Callable[[Settings, Anatomy], str | None]
     depends: Callable[[Settings], Any]
+    precision: Decided
 
 
 class AboutBlocks(_About, total=False):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from patchlight.errors import PatchlightError
-from patchlight.methods.base import Composition, LayerMaps, register_composition, times
+from patchlight.evidence.rows import row_sums, times
+from patchlight.methods.base import Composition, LayerMaps, register_composition
 from patchlight.registry import Settings
 
 Readout = Literal["pooling", "cls", "patches", "tokens"]
@@ -70,13 +71,13 @@ def _rollout(
     """
     row = maps.start_row(readout)
     for layer in reversed(_from_start(maps.vit.depth, {"start": start})):
-        matrix: Tensor = maps.values[layer]
-        eye = torch.eye(matrix.shape[-1], device=matrix.device, dtype=matrix.dtype)
-        mixed = (1 - residual) * scale * matrix + residual * eye
-        if normalise != "none":
-            total = mixed.sum(-1)
-            mixed = mixed / (total[:, :, None] if normalise == "rows" else total[:, None, :])
-        row = times(row, mixed)
+        matrix, share = maps.values[layer], (1 - residual) * scale
+        total = 1.0 if normalise == "none" else share * row_sums(matrix) + residual
+        if normalise == "rows":
+            row = row / total
+        row = share * times(row, matrix) + residual * row
+        if normalise == "vit-explain":
+            row = row / total
     return row
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
+from patchlight.evidence.precision import Decided, chosen
 from patchlight.evidence.record import BACKWARD
 from patchlight.evidence.rules import PLAIN, RULES, Rule
 from patchlight.methods.base import (
@@ -51,6 +52,10 @@ class Request:
     def in_pass(self) -> bool:
         """Whether it is computed inside the shared pass."""
         return isinstance(self.method, LayerMap)
+
+    def precision(self, vit: Anatomy) -> Decided:
+        """What its precision comes to on a model: `auto` is decided."""
+        return chosen(self.settings.get("precision", "full"), vit.device, vit.dtype, self.method.precision)
 
     @property
     def backward(self) -> bool:

@@ -9,13 +9,14 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy, linear
 from patchlight.evidence.record import Evidence
-from patchlight.methods.attention import head_sum, positive
-from patchlight.methods.base import Composition, LayerMaps, register_method, times
+from patchlight.evidence.rows import Entry, Matrix, times, written
+from patchlight.methods.base import Composition, LayerMaps, register_method
 from patchlight.methods.compositions import Readout
 from patchlight.registry import Settings
 
 _GUARD = 1e-8
-Update = tuple[Tensor, Tensor | None, Tensor]
+Update = tuple[Matrix, Tensor | None, Tensor]
+_ENTRY: dict[str | None, Entry] = {"relu": "relu(AG)", "signed": "AG", None: "A"}
 
 
 def _updates(maps: LayerMaps, init: Literal["length", "identity"] = "length", readout: Readout = "pooling") -> Tensor:
@@ -63,7 +64,7 @@ def transformation_weight(
 
 def _ov_image(b: Evidence, source: Tensor) -> tuple[Tensor, Tensor]:
     """Length of source W_V^h W_O^h and its inner product with x, [B,H,N] each, the D-wide images never formed."""
-    heads = b.A.shape[1]
+    heads = b.heads
     projection = linear(b.parts.out).weight
     out = projection.unflatten(1, (heads, -1))
     value = F.linear(source, b.parts.value()).unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -124,11 +125,9 @@ def tokentm(
     return matrix, change(b.u, b.y if ffn_where == "residual" else b.y - b.u), length
 
 
-def _attention_update(b: Evidence, weight: Tensor, head_fusion: str, sign: str | None) -> Tensor:
+def _attention_update(b: Evidence, weight: Tensor, head_fusion: str, sign: str | None) -> Matrix:
     """mean_h [sign(G)_h * A_h diag(w_h)] [B,N,N], or the same of the means; weight [B,H,N] or [B,1,N] for all heads."""
-    columns = weight[:, :, None]
     if head_fusion == "mean_first":
-        mean = b.heads_mean * columns.mean(1)
-        return mean if sign is None else mean.mul_((b.G.relu() if sign == "relu" else b.G).mean(1))
-    heads = positive(b) if sign == "relu" else b.AG if sign == "signed" else b.A
-    return head_sum(heads, columns.expand(-1, heads.shape[1], -1, -1) / heads.shape[1])
+        mean = b.heads_mean * weight.mean(1)[:, None]
+        return mean if sign is None else mean.mul_(written(b.matrix("relu(G)" if sign == "relu" else "G")))
+    return b.matrix(_ENTRY[sign], columns=weight)

@@ -12,7 +12,7 @@ from torch import Tensor
 from patchlight.anatomy.base import linear
 from patchlight.evidence.passes import LayerJob, Pass
 from patchlight.evidence.record import Evidence
-from patchlight.methods.attention import head_sum
+from patchlight.evidence.rows import written
 from patchlight.methods.base import Ask, LayerMaps, register_method
 from patchlight.methods.compositions import Readout, block_index
 from patchlight.methods.tokentm import no_linear_values
@@ -118,6 +118,12 @@ def head_importance(b: Evidence) -> Tensor:
     return torch.where(total > 0, raw / total, 1 / raw.shape[1])
 
 
+def _by_importance(b: Evidence) -> Tensor:
+    """sum_h I_h A_h [B,N,N]."""
+    importance = head_importance(b)[..., None] * b.heads
+    return written(b.matrix("A", rows=importance.expand(-1, -1, b.A.shape[-1])))
+
+
 def value_ratio(b: Evidence) -> Tensor:
     """nu_j = ||v_j W_O^T|| / ||x_j|| [B,N]: all heads' values, their bias included, the projection's excluded."""
     image = b.v.transpose(1, 2).flatten(2) @ linear(b.parts.out).weight.T
@@ -149,7 +155,7 @@ def bt_h(
     as in `tam`. Presets: `tis` starts at block 0, `interpretdl` explains the probability.
     """
     first = _first_block(start, 3, ask.vit.depth)
-    seen = _layer_pass(ask, lambda b: head_sum(b.A, head_importance(b)[:, :, None, None]), {"A", "G"}, first)
+    seen = _layer_pass(ask, _by_importance, {"A", "G"}, first)
     rows, weights = _read_rows(ask, seen, readout)
     perception = _perception(seen.layers(), rows)
     return _read(ask, weights, perception * feedback(ask, rows, steps, with_integral))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
 from patchlight.errors import PatchlightError, TrainingWarning, Unsupported, warn
+from patchlight.evidence.precision import casting, lowered
 from patchlight.progress import Progress as ToldProgress
 from patchlight.targets import kl_divergence
 from patchlight.trained import loop
@@ -27,7 +28,7 @@ from patchlight.trained.diffmask.gates import DiffMask, Gates, masked_logits, ne
 from patchlight.trained.diffmask.objective import Multipliers, penalty
 from patchlight.trained.diffmask.settings import Callback, Progress, Settings
 from patchlight.trained.optimiser import Lookahead
-from patchlight.trained.precision import casting, lowered, training
+from patchlight.trained.precision import training
 
 SLOPE = 0.4 / math.log(10)
 """How many alphas a factor e of the price shifts the gates: 0.4 for a factor of ten."""

@@ -1,0 +1,184 @@
+"""Rows of token-to-token matrices that are never written.
+
+Fused attention keeps no matrix, but what it was given says everything about it: A_ij = exp(scale q_i.k_j - lse_i), and
+the gradient of A is G_ij = dO_i.v_j with the gradient dO that arrives at the attention's output, under every backward
+rule. A method whose map is one row of a product or sum of the blocks' matrices needs them only as operators: a row
+times the matrix, and the sums of its rows. On CUDA both come from tiles (`kernels.py`); elsewhere the matrix is written
+out for a moment, which is what the tiles are compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Entry = Literal["A", "G", "AG", "relu(G)", "relu(AG)", "abs(G)", "abs(AG)"]
+"""What stands in one head's matrix at (to, from): attention, its gradient, their product, or a part of these."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """One block's fused attention: what it was given, q, k, v [B,H,N,d], and the log-sum-exp of its scores [B,H,N].
+
+    `dO` [B,H,N,d] is the gradient of its output; None where none came, which is a gradient of zero.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    scale: float
+    dO: Tensor | None = None
+
+    @property
+    def A(self) -> Tensor:
+        """The attention matrices [B,H,N,N], written out."""
+        scores = _wide(self.q) @ _wide(self.k).mT
+        return scores.mul_(self.scale).sub_(self.lse[..., None]).exp_()
+
+    @property
+    def G(self) -> Tensor:
+        """The gradients of the attention matrices [B,H,N,N], written out."""
+        if self.dO is None:
+            return torch.zeros_like(self.A)
+        return _wide(self.dO) @ _wide(self.v).mT
+
+    def entries(self, entry: Entry) -> Tensor:
+        """The matrices [B,H,N,N] of an entry, written out."""
+        return signed(entry, self.A * self.G if "AG" in entry else self.G if "G" in entry else self.A)
+
+    def gradient_mean(self, first: int) -> Tensor:
+        """The mean of G over the from-tokens from `first` on [B,H,N], without G."""
+        if self.dO is None:
+            return torch.zeros_like(self.lse)
+        return (_wide(self.dO) @ _wide(self.v[:, :, first:]).mean(2)[..., None])[..., 0]
+
+
+def signed(entry: Entry, values: Tensor) -> Tensor:
+    """The part of A, G or A * G that an entry has: all, the positive part or the absolute value."""
+    return values.relu() if entry.startswith("relu") else values.abs() if entry.startswith("abs") else values
+
+
+def head_mean(values: Tensor, columns: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
+    """mean_h rows_h[i] values_h[i,j] columns_h[j] [B,N,N] of values [B,H,N,N], with no second tensor of that size."""
+    if columns is None and rows is None:
+        return values.mean(1)
+    heads = values.shape[1]
+    weights = torch.ones((), device=values.device, dtype=values.dtype) / heads
+    weights = weights if columns is None else weights * columns[:, :, None]
+    weights = (weights if rows is None else weights * rows[..., None]).expand(-1, heads, -1, -1)
+    total = values[:, 0] * weights[:, 0]
+    for h in range(1, heads):
+        total.addcmul_(values[:, h], weights[:, h])
+    return total
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The matrix [B,N,N] mean_h rows_h[i] f(A_h, G_h)[i,j] columns_h[j], f an entry, as an operator.
+
+    `rows` and `columns` are [B,H,N], or [B,1,N] for all heads alike; None is 1.
+    """
+
+    attention: Attention
+    entry: Entry
+    columns: Tensor | None = None
+    rows: Tensor | None = None
+
+    def pull(self, row: Tensor) -> Tensor:
+        """row [B,N] times the matrix: [B,N]."""
+        weights = row[:, None] if self.rows is None else row[:, None] * self.rows
+        return _scaled(self._summed(weights, over_rows=True), self.columns).mean(1)
+
+    def sums(self) -> Tensor:
+        """The sum of each row [B,N]."""
+        q = self.attention.q
+        weights = q.new_ones(1, 1, 1, dtype=torch.float32) if self.columns is None else self.columns
+        return _scaled(self._summed(weights, over_rows=False), self.rows).mean(1)
+
+    def written(self) -> Tensor:
+        """The matrix itself [B,N,N]."""
+        return head_mean(self.attention.entries(self.entry), self.columns, self.rows)
+
+    def _summed(self, weights: Tensor, over_rows: bool) -> Tensor:
+        """sum_i w_h[i] f_h[i,j], or over the columns sum_j f_h[i,j] w_h[j]: [B,H,N], of weights [B,H or 1,N]."""
+        seen = self.attention
+        weights = weights.expand(seen.lse.shape)
+        if "G" in self.entry and seen.dO is None:
+            return torch.zeros_like(seen.lse)
+        if seen.q.is_cuda:
+            from patchlight.evidence.kernels import summed
+
+            return summed(seen, self.entry, weights, over_rows)
+        f = seen.entries(self.entry)
+        weights = weights.to(f)
+        return ((weights[:, :, None] @ f)[:, :, 0]) if over_rows else ((f @ weights[..., None])[..., 0])
+
+
+Matrix = Tensor | Rows
+"""A matrix [B,N,N] (to, from), written or not."""
+
+
+def times(row: Tensor, matrix: Matrix) -> Tensor:
+    """row [B,N] times a matrix: [B,N]."""
+    return matrix.pull(row) if isinstance(matrix, Rows) else (row[:, None] @ matrix)[:, 0]
+
+
+def mean_row(matrix: Matrix) -> Tensor:
+    """The mean of a matrix's rows [B,N]."""
+    if isinstance(matrix, Tensor):
+        return matrix.mean(1)
+    lse = matrix.attention.lse
+    return matrix.pull(torch.full_like(lse[:, 0], 1 / lse.shape[-1]))
+
+
+def row_sums(matrix: Matrix) -> Tensor:
+    """The sums of a matrix's rows [B,N]."""
+    return matrix.sums() if isinstance(matrix, Rows) else matrix.sum(-1)
+
+
+def written(matrix: Matrix) -> Tensor:
+    """A matrix as a tensor [B,N,N]."""
+    return matrix.written() if isinstance(matrix, Rows) else matrix
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether Triton is here, in which the tiles are written."""
+    return find_spec("triton") is not None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    """Fused attention [B,H,N,d] by the kernel torch would choose, and the log-sum-exp of its scores [B,H,N].
+
+    None where that kernel does not give it.
+    """
+    ops = torch.ops.aten
+    if q.device.type == "cpu":
+        out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+        return out, lse.to(q.dtype) if q.dtype == torch.float64 else lse
+    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, False, scale=scale)
+    if choice == _FLASH:
+        out, lse, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, False, scale=scale)
+    elif choice == _CUDNN:
+        out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, scale=scale)
+    else:
+        return None
+    return out, lse.view(lse.shape[:3])
+
+
+_FLASH, _CUDNN = 1, 3
+"""The numbers of `torch.nn.attention.SDPBackend`."""
+
+
+def _scaled(values: Tensor, factors: Tensor | None) -> Tensor:
+    return values if factors is None else values * factors
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
