@@ -126,8 +126,18 @@ def compute(
     for i, request in enumerate(requests):
         if i not in maps:
             maps[i] = ask(request, vit, batch, targets, seed)
+    if _overflows(vit, requests, maps):
+        vit.overflows = True  # float16 is not tried again, and the maps say so
+        return compute(vit, batch, requests, targets, seed, first)
+    for i, request in enumerate(requests):
         _warn_if_degenerate(request, vit, maps[i], first)
     return targets, [maps[i] for i in range(len(requests))]
+
+
+def _overflows(vit: Anatomy, requests: Sequence[Request], maps: Mapping[int, Tensor]) -> bool:
+    """Whether a map that was left to "auto" has lost its numbers in float16."""
+    auto = [i for i, r in enumerate(requests) if r.settings.get("precision") == "auto" and r.precision(vit) == "fp16"]
+    return bool(auto) and not bool(torch.cat([maps[i].flatten() for i in auto]).isfinite().all())
 
 
 def _groups(requests: Sequence[Request], vit: Anatomy) -> list[list[int]]:

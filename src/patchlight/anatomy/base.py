@@ -160,6 +160,8 @@ class Anatomy(ABC):
         """None when a block's attention matrix can be read, else the reason why not."""
         self.gradient: str | None = None
         """None when gradients flow through the blocks, else the reason why not."""
+        self.overflows = False
+        """Whether float16 was seen to be too small for its numbers."""
         self.width = 0
         self._checked = self._suspect = False
         self._begin()

@@ -24,64 +24,89 @@ def summed(seen: Attention, entry: Entry, weights: Tensor, over_rows: bool) -> T
     q, k, v, dO = (t if t.stride(-1) == 1 else t.contiguous() for t in (seen.q, seen.k, seen.v, dO.to(seen.v.dtype)))
     there, here = ((q, dO), (k, v)) if over_rows else ((k, v), (q, dO))
     weights = weights.float()
-    block = 64 if tokens > 32 else 32
     strides = [s for t in (*here, *there, weights) for s in t.stride()[:3]]
-    _sum_tiles[(triton.cdiv(tokens, block), batch * heads)](
-        *here, *there, seen.lse, weights, out, tokens, heads, seen.scale * _LOG2_E, *strides,
-        WIDTH=width, PADDED=max(16, triton.next_power_of_2(width)), BLOCK=block,
-        ATTENTION="A" in entry, GRADIENT="G" in entry, SIGN=_SIGN[entry], OVER_ROWS=over_rows, num_warps=4,
+    own, other, warps, stages = TILE
+    _sum_tiles[(triton.cdiv(tokens, own), batch * heads)](
+        *here, *there, seen.lse, weights, seen.unscale if "G" in entry else None, out,
+        tokens, heads, width, seen.scale * _LOG2_E, *strides,
+        PADDED=max(16, triton.next_power_of_2(width)), OWN=own, OTHER=other,
+        ATTENTION="A" in entry, GRADIENT="G" in entry, SIGN=_SIGN[entry], OVER_ROWS=over_rows,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
 
+TILE = (64, 64, 4, 3)
+"""A program's own tokens, those it goes over at a time, warps, and stages of loads under way."""
 _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
 def _sum_tiles(
-    here_1, here_2, there_1, there_2, lse, weights, out, tokens, heads, scale,
+    here_1, here_2, there_1, there_2, lse, weights, unscale, out, tokens, heads, width, scale,
     h1b, h1h, h1n, h2b, h2h, h2n, t1b, t1h, t1n, t2b, t2h, t2n, wb, wh, wn,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
     ATTENTION: tl.constexpr, GRADIENT: tl.constexpr, SIGN: tl.constexpr, OVER_ROWS: tl.constexpr,
 ):  # fmt: skip
     """`here`: (k, v) of a program's own tokens and `there` (q, dO) of all; or the other way round across columns."""
-    image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    image = image.to(tl.int64)
-    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    channel = tl.arange(0, PADDED)
-    inside = (own[None, :] < tokens) & (channel[:, None] < WIDTH)
+    image, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    here_1 += image * h1b + head * h1h
+    here_2 += image * h2b + head * h2h
+    there_1 += image * t1b + head * t1h
+    there_2 += image * t2b + head * t2h
+    weights += image * wb + head * wh
     lse += (image * heads + head) * tokens
+    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    channel = tl.arange(0, PADDED)
+    inside = (own[None, :] < tokens) & (channel[:, None] < width)
     if ATTENTION:
-        k = tl.load(here_1 + image * h1b + head * h1h + own[None, :] * h1n + channel[:, None], mask=inside, other=0.0)
+        k = tl.load(here_1 + own[None, :] * h1n + channel[:, None], mask=inside, other=0.0)
+        if not OVER_ROWS:
+            own_lse = tl.load(lse + own, mask=own < tokens, other=0.0) * 1.4426950408889634
     if GRADIENT:
-        v = tl.load(here_2 + image * h2b + head * h2h + own[None, :] * h2n + channel[:, None], mask=inside, other=0.0)
-    if ATTENTION and not OVER_ROWS:
-        own_lse = tl.load(lse + own, mask=own < tokens, other=0.0) * 1.4426950408889634
-    total = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, tokens, BLOCK):
-        other = begin + tl.arange(0, BLOCK)
+        v = tl.load(here_2 + own[None, :] * h2n + channel[:, None], mask=inside, other=0.0)
+    stop = 0  # behind the last token with a weight: of a row that is read at CLS alone, one tile is left
+    for begin in range(0, tokens, OTHER):
+        w = tl.load(weights + (begin + tl.arange(0, OTHER)) * wn, mask=begin + tl.arange(0, OTHER) < tokens, other=0.0)
+        stop = tl.where(tl.max(tl.abs(w)) > 0, begin + OTHER, stop)
+    total = tl.zeros([OWN], tl.float32)
+    for begin in range(0, stop, OTHER):
+        other = begin + tl.arange(0, OTHER)
         valid = other < tokens
-        rows = valid[:, None] & (channel[None, :] < WIDTH)
-        w = tl.load(weights + image * wb + head * wh + other * wn, mask=valid, other=0.0)
-        if tl.max(tl.abs(w)) > 0:
-            f = tl.full([BLOCK, BLOCK], 1.0, tl.float32)
-            if ATTENTION:
-                q = tl.load(
-                    there_1 + image * t1b + head * t1h + other[:, None] * t1n + channel[None, :], mask=rows, other=0.0
-                )
-                s = tl.dot(q, k, input_precision="ieee") * scale
-                if OVER_ROWS:
-                    f = tl.exp2(s - tl.load(lse + other, mask=valid, other=0.0)[:, None] * 1.4426950408889634)
-                else:
-                    f = tl.exp2(s - own_lse[None, :])
-            if GRADIENT:
-                d = tl.load(
-                    there_2 + image * t2b + head * t2h + other[:, None] * t2n + channel[None, :], mask=rows, other=0.0
-                )
-                f *= tl.dot(d, v, input_precision="ieee")
-            if SIGN == 1:
-                f = tl.maximum(f, 0.0)
-            if SIGN == 2:
-                f = tl.abs(f)
-            total += tl.sum(tl.where(valid[:, None], f, 0.0) * w[:, None], 0)
-    tl.store(out + tl.program_id(1).to(tl.int64) * tokens + own, total, mask=own < tokens)
+        rows = valid[:, None] & (channel[None, :] < width)
+        w = tl.load(weights + other * wn, mask=valid, other=0.0)
+        f = tl.full([OTHER, OWN], 1.0, tl.float32)
+        if ATTENTION:
+            q = tl.load(there_1 + other[:, None] * t1n + channel[None, :], mask=rows, other=0.0)
+            s = tl.dot(q, k) * scale
+            if OVER_ROWS:
+                f = tl.exp2(s - tl.load(lse + other, mask=valid, other=0.0)[:, None] * 1.4426950408889634)
+            else:
+                f = tl.where(valid[:, None], tl.exp2(s - own_lse[None, :]), 0.0)
+        if GRADIENT:
+            d = tl.load(there_2 + other[:, None] * t2n + channel[None, :], mask=rows, other=0.0)
+            f *= tl.dot(d, v)
+        if SIGN == 1:
+            f = tl.maximum(f, 0.0)
+        if SIGN == 2:
+            f = tl.abs(f)
+        total += tl.sum(f * w[:, None], 0)
+    if unscale is not None:
+        total *= tl.load(unscale + image)
+    tl.store(out + (image * heads + head) * tokens + own, total, mask=own < tokens)
+
+
+def times_ndtr(gradient: Tensor, h: Tensor) -> Tensor:
+    """gradient * Phi(h), Phi the normal distribution function, in one kernel."""
+    h, gradient = h.contiguous(), gradient.contiguous()
+    out = torch.empty_like(gradient)
+    _times_ndtr[(triton.cdiv(h.numel(), 1024),)](gradient, h, out, h.numel(), BLOCK=1024)
+    return out
+
+
+@triton.jit
+def _times_ndtr(gradient, h, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(h + at, mask=at < count, other=0.0).to(tl.float32)
+    g = tl.load(gradient + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(out + at, g * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)), mask=at < count)

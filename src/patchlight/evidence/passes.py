@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported
-from patchlight.evidence.precision import Decided, casting, lowered, rounding
+from patchlight.evidence.precision import HALF, Decided, casting, lowered, rounding
 from patchlight.evidence.record import BACKWARD, TAPPED, End, Evidence, Record
 from patchlight.evidence.rows import has_tiles
 from patchlight.evidence.rules import PLAIN, RULES, Rule
@@ -86,24 +86,46 @@ def run_pass(
     """One forward over `images` and one backward per class, all `jobs` done on the way.
 
     `tokens` [B,N,D] enter block 0 in place of the embedded images, where given. Blocks below the first layer that a
-    backward job wants run without a graph; with no backward job there is no backward at all. In bf16 the products of
-    the embedding and the blocks are in bfloat16, the tokens between them and the readout are not, and on CUDA attention
-    stays fused whoever looks at it.
+    backward job wants run without a graph; with no backward job there is no backward at all. In bf16 and fp16 the
+    products of the embedding and the blocks are in such a type, the tokens between them and the readout are not, and on
+    CUDA attention stays fused whoever looks at it.
     """
     vit = vit.wide()
     runs = lowered(vit, precision, products=True)
-    with torch.inference_mode(False), vit.steady(), runs.steady(), rounding(vit, precision):
+    whole = rounding(vit, "tf32") if precision == "tf32" else contextlib.nullcontext()
+    with torch.inference_mode(False), vit.steady(), runs.steady(), whole:
         runner = _Runner(vit, runs, rule, jobs, precision)
-        logits = runner.forward(_usable(images, vit), None if tokens is None else _usable(tokens, vit))
-        targets = predicted(logits) if targets is None else targets.repeat(1)
-        with torch.set_grad_enabled(runner.backward):
-            scores = score_of(logits, targets, score, vit.sigmoid)
-        found, ends = [], []
-        for t in range(targets.count):
-            done, end = runner.explain(scores[:, t], last=t == targets.count - 1)
-            found.append(done)
-            ends.append(end)
+        try:
+            logits = runner.forward(_usable(images, vit), None if tokens is None else _usable(tokens, vit))
+            targets = _predicted(vit, images, logits.detach(), precision) if targets is None else targets.repeat(1)
+            with torch.set_grad_enabled(runner.backward):
+                scores = score_of(logits, targets, score, vit.sigmoid)
+            found, ends = [], []
+            for t in range(targets.count):
+                done, end = runner.explain(scores[:, t], last=t == targets.count - 1)
+                found.append(done)
+                ends.append(end)
+        finally:
+            runner.last = runner.cut = torch.empty(
+                0
+            )  # the graph's hooks hold the runner, which must not hold the graph
     return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"))
+
+
+def _predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: Decided) -> Targets:
+    """The predicted classes; where rounding may have changed one, it is looked up in full."""
+    found = predicted(logits)
+    if precision == "full" or logits.shape[1] < 2:
+        return found
+    first, second = logits.topk(2, 1).values.unbind(1)
+    close = (first - second < _CLOSE * logits.std(1)).nonzero().flatten()
+    if len(close):
+        found.index[close.to(found.index.device)] = predicted(vit.logits(images[close])).index
+    return found
+
+
+_CLOSE = 0.25
+"""Two classes are close when their logits differ by less standard deviations of all logits; bf16 moves one by 0.1."""
 
 
 def _usable(given: Tensor, vit: Anatomy) -> Tensor:
@@ -113,7 +135,7 @@ def _usable(given: Tensor, vit: Anatomy) -> Tensor:
 
 def fused_type(vit: Anatomy, precision: Decided) -> torch.dtype | None:
     """The type in which attention stays fused though its rows are read; None where it is written out."""
-    return torch.bfloat16 if precision == "bf16" and vit.device.type == "cuda" and has_tiles() else None
+    return HALF.get(precision) if vit.device.type == "cuda" and has_tiles() else None
 
 
 class _Runner:
@@ -121,15 +143,16 @@ class _Runner:
 
     def __init__(self, vit: Anatomy, runs: Anatomy, rule: Rule, jobs: Sequence[LayerJob], precision: Decided) -> None:
         self.vit, self.runs, self.rule, self.jobs, self.precision = vit, runs, rule, jobs, precision
-        self.fused = fused_type(vit, precision)
         self.backward = any(job.backward for job in jobs)
+        self.fused = fused_type(vit, precision)
+        self.scales = precision == "fp16" and self.backward
         self.first = min((min(job.layers) for job in jobs if job.backward), default=vit.depth)
         self.wants = {k: [j for j, job in enumerate(jobs) if k in job.layers] for k in range(PIXELS, max(vit.depth, 1))}
         self.records: dict[int, Record] = {}
         self.values: list[dict[int, Any]] = [{} for _ in jobs]
         self.finished: set[int] = set()
         self.closing = False
-        self.leaf = torch.empty(0)
+        self.leaf = self.last = self.cut = torch.empty(0)
         self.end = Record(vit.depth, torch.empty(0))
         self.projected: Tensor | None = None
 
@@ -147,14 +170,14 @@ class _Runner:
             elif graph:
                 x.register_hook(self._hook(layer))
             needs = frozenset[str]().union(*(self.jobs[j].needs for j in self.wants[layer]))
-            record = Record(layer, x.detach(), vit.prefix, vit.depth, partial(runs.parts, layer))
+            record = Record(layer, x.detach(), vit.prefix, vit.depth, partial(vit.parts, layer))
             self.records[layer] = record
             if self.projected is not None:
                 record.seen["p"] = self.projected
             with self._running(graph, record, needs & TAPPED):
                 x = runs.block(layer, x).to(vit.dtype)
             record.seen["y"] = x.detach()
-            with torch.no_grad(), casting(vit, self.precision):
+            with torch.no_grad(), rounding(vit, self.precision):
                 for j in self.wants[layer]:
                     if not self.jobs[j].backward:
                         self.values[j][layer] = self.jobs[j].of(record)
@@ -167,6 +190,9 @@ class _Runner:
         self.end = Record(vit.depth, x.detach())
         if self.backward:
             x.register_hook(self._hook(vit.depth))
+        if self.scales:
+            self.last = x
+            x = self.cut = x.detach().requires_grad_()
         with torch.set_grad_enabled(self.backward), self._tapped(self.backward, self.end, needs, in_block=False):
             return vit.readout(x)
 
@@ -220,7 +246,7 @@ class _Runner:
         record = self.records[layer]
         record.seen["g"] = gradient
         record.complete()
-        with torch.no_grad(), casting(self.vit, self.precision):
+        with torch.no_grad(), rounding(self.vit, self.precision):
             for j in self.wants[layer]:
                 if self.jobs[j].backward:
                     self.values[j][layer] = self.jobs[j].of(record)
@@ -239,17 +265,10 @@ class _Runner:
             )
         self.finished, self.closing = set(), last
         self.values = [{} if job.backward else self.values[j] for j, job in enumerate(self.jobs)]
-        try:
-            (gradient,) = torch.autograd.grad(scores.sum(), self.leaf, retain_graph=not last, allow_unused=True)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise PatchlightError(
-                f"the weights of {self.vit.name} were changed while it was explained; explain it between two steps of "
-                "its training, or explain a copy"
-            ) from error
-        if gradient is None:
-            gradient = torch.zeros_like(self.leaf)
+        outputs, weights = scores.sum(), None
+        if self.scales:
+            outputs, weights = self.last, self._scaled(self._grad(outputs, self.cut, None, last))
+        gradient = self._grad(outputs, self.leaf, weights, last)
         if self.first == PIXELS:
             gradient = gradient.movedim(1, -1)
         for layer in range(self.vit.depth, self.first, -1):
@@ -259,6 +278,33 @@ class _Runner:
         end = self.end.end()
         self.end.forget()
         return self.values, end
+
+    def _grad(self, outputs: Tensor, of: Tensor, weights: Tensor | None, last: bool) -> Tensor:
+        try:
+            (gradient,) = torch.autograd.grad(outputs, of, weights, retain_graph=not last, allow_unused=True)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise PatchlightError(
+                f"the weights of {self.vit.name} were changed while it was explained; explain it between two steps of "
+                "its training, or explain a copy"
+            ) from error
+        return torch.zeros_like(of) if gradient is None else gradient
+
+    def _scaled(self, gradient: Tensor) -> Tensor:
+        """The gradient of the last tokens where float16 is finest, each image times a power of two; records know it.
+
+        Backward each image is by itself and all is linear, so scaling changes nothing but what is lost.
+        """
+        largest = gradient.abs().flatten(1).amax(1)
+        scale = torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(_MIDDLE / largest))), 1.0)
+        for record in self.records.values():
+            record.unscale = 1 / scale
+        return gradient * scale.view(-1, *[1] * (gradient.ndim - 1))
+
+
+_MIDDLE = 64.0
+"""Where the largest gradient is put: as many powers of two below float16's largest number as gradients may grow."""
 
 
 @dataclass

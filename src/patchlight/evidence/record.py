@@ -26,7 +26,8 @@ class Record:
     """What one pass has seen of one block so far: tensors by their letters in `Evidence`.
 
     `scalar_bias` [B] sums the bias terms that belong to no token; `shared` is what layer maps keep for each other.
-    Where attention stayed fused, `fused` has what it was given, and `dO` is the gradient of what it gave.
+    Where attention stayed fused, `fused` has what it was given, and `dO` is the gradient of what it gave. Gradients
+    here are to be multiplied by `unscale` [B], where it is given.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Record:
     shared: dict[str, Any] = field(default_factory=dict)
     fused: Attention | None = None
     dO: Tensor | None = None
+    unscale: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.seen["x"] = self.x
@@ -79,7 +81,7 @@ class Record:
     @property
     def attention(self) -> Attention | None:
         """Fused attention as it was, with the gradient of this backward."""
-        return None if self.fused is None else replace(self.fused, dO=self.dO)
+        return None if self.fused is None else replace(self.fused, dO=self.dO, unscale=self.unscale)
 
     def fused_part(self, name: str) -> Tensor:
         """A, G or v of fused attention, in the type of the tokens."""
@@ -143,7 +145,10 @@ class Evidence:
         self._check_declared(name)
         record = self._record
         if name in record.seen:
-            return record.seen[name]
+            value, unscale = record.seen[name], record.unscale
+            if unscale is None or name not in BACKWARD:
+                return value
+            return self.once(name, lambda: value * unscale.view(-1, *[1] * (value.ndim - 1)))
         if record.fused is None or name not in ("A", "G", "v"):
             raise Unsupported(f"`{self._reader}` reads {name}, and block {self.index} of this model shows none")
         return self.once(name, lambda: record.fused_part(name))

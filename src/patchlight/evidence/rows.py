@@ -25,7 +25,8 @@ Entry = Literal["A", "G", "AG", "relu(G)", "relu(AG)", "abs(G)", "abs(AG)"]
 class Attention:
     """One block's fused attention: what it was given, q, k, v [B,H,N,d], and the log-sum-exp of its scores [B,H,N].
 
-    `dO` [B,H,N,d] is the gradient of its output; None where none came, which is a gradient of zero.
+    `dO` [B,H,N,d] is the gradient of its output, to be multiplied by `unscale` [B]; None where none came, which is a
+    gradient of zero.
     """
 
     q: Tensor
@@ -34,6 +35,7 @@ class Attention:
     lse: Tensor
     scale: float
     dO: Tensor | None = None
+    unscale: Tensor | None = None
 
     @property
     def A(self) -> Tensor:
@@ -46,7 +48,11 @@ class Attention:
         """The gradients of the attention matrices [B,H,N,N], written out."""
         if self.dO is None:
             return torch.zeros_like(self.A)
-        return _wide(self.dO) @ _wide(self.v).mT
+        return self._unscaled(_wide(self.dO) @ _wide(self.v).mT)
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        factors = self.unscale
+        return gradient if factors is None else gradient * factors.view(-1, *[1] * (gradient.ndim - 1))
 
     def entries(self, entry: Entry) -> Tensor:
         """The matrices [B,H,N,N] of an entry, written out."""
@@ -56,7 +62,7 @@ class Attention:
         """The mean of G over the from-tokens from `first` on [B,H,N], without G."""
         if self.dO is None:
             return torch.zeros_like(self.lse)
-        return (_wide(self.dO) @ _wide(self.v[:, :, first:]).mean(2)[..., None])[..., 0]
+        return self._unscaled((_wide(self.dO) @ _wide(self.v[:, :, first:]).mean(2)[..., None])[..., 0])
 
 
 def signed(entry: Entry, values: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchlight.evidence.rows import has_tiles
 from patchlight.registry import Registry
 
 
@@ -51,6 +52,7 @@ def register_rule(rule: Rule) -> Rule:
 
 
 Observer = Callable[[Tensor, Tensor], None]
+Ratio = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Softmax(torch.autograd.Function):
@@ -107,15 +109,18 @@ class _FrozenLayerNorm(torch.autograd.Function):
     ) -> Tensor:
         out, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(rstd, weight)
-        ctx.axes = tuple(range(-len(shape), 0))
+        ctx.shape = shape
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         rstd, weight = ctx.saved_tensors
-        inner = gradients[0] * rstd if weight is None else gradients[0] * weight * rstd
-        inner = inner - inner.mean(ctx.axes, keepdim=True)
-        return inner.to(gradients[0].dtype), None, None, None, None
+        (gradient,) = gradients
+        zeros = torch.zeros_like(gradient)  # the norm of an input of zeros has no deviation that could change
+        inner, _, _ = torch.ops.aten.native_layer_norm_backward(
+            gradient, zeros, ctx.shape, torch.zeros_like(rstd), rstd, weight, None, [True, False, False]
+        )
+        return inner, None, None, None, None
 
 
 def layer_norm(x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float, rule: Rule) -> Tensor:
@@ -138,10 +143,10 @@ def rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None, ru
 
 
 class _RatioActivation(torch.autograd.Function):
-    """f(h), with f(h)/h for its derivative."""
+    """f(h), with f(h)/h for its derivative; `ratio` multiplies a gradient by it."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, function: Callable[[Tensor], Tensor], ratio: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, h: Tensor, function: Callable[[Tensor], Tensor], ratio: Ratio) -> Tensor:
         ctx.save_for_backward(h)
         ctx.ratio = ratio
         return function(h)
@@ -149,16 +154,20 @@ class _RatioActivation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (h,) = ctx.saved_tensors
-        return gradients[0] * ctx.ratio(h), None, None
+        return ctx.ratio(gradients[0], h), None, None
 
 
-def _gelu_ratio(h: Tensor) -> Tensor:
+def _gelu_ratio(gradient: Tensor, h: Tensor) -> Tensor:
+    if h.is_cuda and h.dtype != torch.float64 and has_tiles():
+        from patchlight.evidence.kernels import times_ndtr
+
+        return times_ndtr(gradient, h)
     ratio: Tensor = torch.special.ndtr(h)
-    return ratio
+    return gradient * ratio
 
 
-def _tanh_gelu_ratio(h: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+def _tanh_gelu_ratio(gradient: Tensor, h: Tensor) -> Tensor:
+    return gradient * (0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))))
 
 
 def gelu(h: Tensor, approximate: str, rule: Rule) -> Tensor:
@@ -174,7 +183,7 @@ def silu(h: Tensor, rule: Rule) -> Tensor:
     """SiLU under `rule`; its ratio is the sigmoid."""
     if rule.activation == "plain" or not h.requires_grad:
         return F.silu(h)
-    result: Tensor = _RatioActivation.apply(h, F.silu, torch.sigmoid)
+    result: Tensor = _RatioActivation.apply(h, F.silu, lambda gradient, h: gradient * torch.sigmoid(h))
     return result
 
 
@@ -185,8 +194,8 @@ def elementwise(h: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor
         constant = function(zero.clone())
         slope = (function(zero + 1e-3) - function(zero - 1e-3)) / 2e-3
 
-    def ratio(h: Tensor) -> Tensor:
-        return torch.where(h == 0, slope, (function(h.clone()) - constant) / torch.where(h == 0, 1, h))
+    def ratio(gradient: Tensor, h: Tensor) -> Tensor:
+        return gradient * torch.where(h == 0, slope, (function(h.clone()) - constant) / torch.where(h == 0, 1, h))
 
     result: Tensor = _RatioActivation.apply(h, lambda t: function(t.clone()), ratio)
     return result, constant.flatten(0, -2)[0] if bool(constant.any()) else None

@@ -21,7 +21,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
 from patchlight.evidence.ablation import ABLATION, Ablation, Variants
 from patchlight.evidence.passes import LayerJob, Pass, run_pass
-from patchlight.evidence.precision import Decided, Precision
+from patchlight.evidence.precision import Decided, PassPrecision
 from patchlight.evidence.record import BACKWARD, PARTS, End, Evidence
 from patchlight.evidence.rows import Matrix, times
 from patchlight.evidence.rules import Rule
@@ -153,7 +153,7 @@ class Method(Entry):
     constant: str = ""
     refuses: Callable[[Settings, Anatomy], str | None] | None = None
     depends: Callable[[Settings], Any] | None = None
-    precision: Decided = "bf16"
+    precision: Decided = "fp16"
 
     @property
     def class_specific(self) -> bool:
@@ -177,7 +177,7 @@ class Method(Entry):
         return own
 
 
-PASSES = {"precision": Setting("precision", Precision, "auto")}
+PASSES = {"precision": Setting("precision", PassPrecision, "auto")}
 """The settings of everything that runs passes."""
 
 
@@ -251,6 +251,7 @@ class Ablates(Method):
     """A method that scores variants of the images: a function of an Ask with all classes at once, to [B,T,h,w]."""
 
     cost: str = "many forwards"
+    precision: Decided = "bf16"
     score: Literal["logit", "probability"] = "probability"
 
     def settings(self, composition: Composition | None) -> dict[str, Setting]:

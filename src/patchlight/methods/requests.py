@@ -55,7 +55,8 @@ class Request:
 
     def precision(self, vit: Anatomy) -> Decided:
         """What its precision comes to on a model: `auto` is decided."""
-        return chosen(self.settings.get("precision", "full"), vit.device, vit.dtype, self.method.precision)
+        auto = "tf32" if vit.overflows and self.method.precision == "fp16" else self.method.precision
+        return chosen(self.settings.get("precision", "full"), vit.device, vit.dtype, auto)
 
     @property
     def backward(self) -> bool:

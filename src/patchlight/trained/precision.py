@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.evidence.precision import Precision, tf32
+from patchlight.evidence.precision import Precision, rounding
 
 
 @contextlib.contextmanager
@@ -18,6 +18,5 @@ def training(vit: Anatomy, precision: Precision) -> Iterator[None]:
     Products may round to TF32 unless all is full: the gradient of a small network's weights, a narrow one, is slow
     otherwise.
     """
-    rounded = tf32() if precision != "full" and vit.device.type == "cuda" else contextlib.nullcontext()
-    with vit.steady(), torch.inference_mode(False), torch.enable_grad(), rounded:
+    with vit.steady(), torch.inference_mode(False), torch.enable_grad(), rounding(vit, precision):
         yield
