@@ -142,7 +142,7 @@ def test_tf32_rounds_the_variants_and_nothing_after() -> None:
 
 
 def test_kmeans_is_that_of_the_cpu() -> None:
-    """In float64, where no two distances are nearly equal; only the centroids that moved are compared after a while."""
+    """In float64, where no two distances are nearly equal."""
     points = torch.randn(3, 1500, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     initial = torch.stack([draw_initial(1500, 150, seed) for seed in range(3)])
     for empty in get_args(Empty):

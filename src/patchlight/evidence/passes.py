@@ -31,12 +31,12 @@ PIXELS = -1
 def rows_at_once(vit: Anatomy) -> int:
     """How many variants of images one pass with a backward may hold: 16, and on CUDA what fits into memory, 1 to 256.
 
-    It is a quarter of the free memory, at about 40 numbers a token, channel and block.
+    It is half of the free memory, at about 40 numbers a token, channel and block.
     """
     if vit.device.type != "cuda" or vit.depth == 0:
         return 16
     each = 40 * vit.dtype.itemsize * vit.depth * vit.tokens * vit.width
-    return max(1, min(256, free_memory(vit.device) // 4 // each))
+    return max(1, min(256, free_memory(vit.device) // 2 // each))
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,8 @@ class _Runner:
             if self.projected is not None:
                 record.seen["p"] = self.projected
             with self._running(graph, record, needs & TAPPED):
-                x = runs.block(layer, x).to(vit.dtype)
+                first = layer == vit.depth - 1 and self._first_row_is_enough()
+                x = (runs.first_row(x) if first else runs.block(layer, x)).to(vit.dtype)
             record.seen["y"] = x.detach()
             with torch.no_grad(), rounding(vit, self.precision):
                 for j in self.wants[layer]:
@@ -214,6 +215,11 @@ class _Runner:
         tapped = self._tapped(graph, record, needs, in_block)
         with torch.set_grad_enabled(graph), casting(self.vit, self.precision), tapped:
             yield
+
+    def _first_row_is_enough(self) -> bool:
+        """Whether the classifier reads the last block's first token alone, and nobody else reads anything of it."""
+        read = self.wants[self.vit.depth - 1] or any("bias" in job.needs for job in self.jobs)
+        return self.runs.reads_first and self.rule is PLAIN and not read
 
     def _feature_map(self, x: Tensor) -> Tensor:
         """A hierarchical model's tokens stand for the input of a block, which it has none of."""
