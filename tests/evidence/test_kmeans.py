@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from patchlight.evidence import kmeans as room
-from patchlight.evidence.kmeans import Nearest, draw_initial, kmeans
+from patchlight.evidence.kmeans import draw_initial, kmeans
 from tests.evidence.literal import slow_lloyd
 
 
@@ -146,30 +146,3 @@ def test_starts_are_distinct_and_drawn_from_the_seed_alone() -> None:
         assert draw_initial(50, 20, seed).tolist() == expected.tolist()
     assert len(set(draw_initial(50, 20, 0).tolist())) == 20
     assert draw_initial(50, 20, 0).tolist() != draw_initial(50, 20, 1).tolist()
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("empty", ["reseed", "zero"])
-def test_comparing_with_what_moved_is_comparing_with_all(
-    whole: bool, empty: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also among whole numbers, of which many are equally far from two centroids: the first is the nearest."""
-    points = drawn(3, 1500, 3) * 6
-    points = points.round() if whole else points
-    seen: list[tuple[bool, int]] = []
-    renewed = Nearest.renewed
-
-    def compared(before: Nearest, points: Any, centroids: Tensor, moved: Tensor, most: int) -> Nearest:
-        found, expected = renewed(before, points, centroids, moved, most), Nearest.of(points, centroids)
-        seen.append((torch.equal(found.index, expected.index), int((before.index != found.index).sum())))
-        torch.testing.assert_close(found.distance, expected.distance, atol=1e-12, rtol=0)
-        return found
-
-    monkeypatch.setattr(Nearest, "renewed", compared)
-    initial = torch.stack([draw_initial(1500, 150, seed) for seed in range(3)])
-    together = kmeans(points, initial, empty=empty)
-    assert len(seen) > 3
-    assert all(same for same, _ in seen)
-    assert sum(changed for _, changed in seen) > 20
-    for one, start, centroids in zip(points, initial, together, strict=True):
-        torch.testing.assert_close(kmeans(one[None], start, empty=empty)[0], centroids, atol=1e-12, rtol=0)
