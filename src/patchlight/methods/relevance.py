@@ -393,7 +393,7 @@ def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
     (default) are the paper's LRP baseline, which conserves nothing and reaches 1e9 and more; `rules="ours"` are those
     of TransAtt, whose sum stays 1. `level="token"` is the relevance of x_0, summed over channels.
 
-    `precision="auto"` is `full` on CUDA too: signed relevance nearly cancels. With products rounded as in TF32, one image
+    `precision="auto"` is `full` on CUDA too: signed relevance nearly cancels. Products rounded as in TF32: one image
     of 16 loses its order on `deit_tiny`: Spearman 0.997, and 0.11 with `rules="ours"`, where a skip's sum changes sign.
     """
     seen = Relevance(ask, rules, ask.precision)
