@@ -393,8 +393,8 @@ def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
     (default) are the paper's LRP baseline, which conserves nothing and reaches 1e9 and more; `rules="ours"` are those
     of TransAtt, whose sum stays 1. `level="token"` is the relevance of x_0, summed over channels.
 
-    `precision="auto"` is float64 on CUDA too: signed relevance nearly cancels, and on `deit_tiny` one image in 16 loses
-    its order with TF32 products (Spearman 0.997; 0.11 with `rules="ours"`, where the sign of a skip's sum flips).
+    `precision="auto"` is `full` on CUDA too: signed relevance nearly cancels. Products rounded as in TF32: one image
+    of 16 loses its order on `deit_tiny`: Spearman 0.997, and 0.11 with `rules="ours"`, where a skip's sum changes sign.
     """
     seen = Relevance(ask, rules, ask.precision)
     _, _, R, _ = seen.start()
@@ -443,6 +443,7 @@ def transatt(ask: Ask, rules: Rules = "ours", gradient: bool = True) -> Pass:
     Nothing is normalised. R_A,l is the relevance of the attention [B,H,N,N] under the conserving rules, G_l the
     gradient of the score. The library and the paper start at block 0 (default); preset `scripts` at block 1, as the
     evaluation scripts do.
-    `gradient=False` leaves G out, the authors' rollout of relevance.
+    `gradient=False` leaves G out, the authors' rollout of relevance. `rules="orig"` conserves nothing, and can lose the
+    order of patches in TF32; `precision="full"` keeps it.
     """
     return _attention_maps(ask, rules, gradient)
