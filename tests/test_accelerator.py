@@ -6,11 +6,13 @@ import copy
 from typing import get_args
 
 import pytest
+import timm
 import torch
 
 import patchlight as pl
 from patchlight.evidence.ablation import Ablation, TokenSubsets
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
+from patchlight.evidence.rows import Attention, Entry, Rows, lengths, row_sums, times
 from patchlight.methods.requests import refusal, resolve
 from patchlight.testing import contract_names, spearman
 from patchlight.trained.diffmask.gates import DiffMask, new_gates
@@ -113,7 +115,8 @@ def test_half_precision_models_have_the_maps_of_their_weights() -> None:
         batch = images(wide, 2).cuda().to(dtype)
         for name in ("tokentm", "globenc", "lrp", "transatt", "genatt", "ixg.plus.libra"):
             found, expected = (
-                pl.explain(v, b, name, target=1).scores for v, b in ((vit, batch), (other, batch.float()))
+                pl.explain(v, b, name, target=1, precision="full").scores
+                for v, b in ((vit, batch), (other, batch.float()))
             )
             assert bool(found.isfinite().all()), name
             assert min(spearman(a, b) for a, b in zip(found, expected, strict=True)) > 0.999, f"{name} in {dtype}"
@@ -122,9 +125,9 @@ def test_half_precision_models_have_the_maps_of_their_weights() -> None:
 def test_moving_a_wrapped_model_moves_what_explains_it() -> None:
     vit = build("vit")
     batch = images(vit, 2)
-    here = pl.explain(vit, batch, "genatt", target=1).scores
+    here = pl.explain(vit, batch, "genatt", target=1, precision="full").scores
     vit.model.cuda()
-    there = pl.explain(vit, batch, "genatt", target=1).scores
+    there = pl.explain(vit, batch, "genatt", target=1, precision="full").scores
     torch.testing.assert_close(here, there, atol=1e-5, rtol=1e-3)
 
 
@@ -161,3 +164,101 @@ def test_the_first_row_scores_variants_as_whole_blocks_do(compile: bool, monkeyp
     monkeypatch.setattr(vit, "reads_first", False)
     whole = ablation.logits(TokenSubsets(torch.arange(40) % 2, keep))
     torch.testing.assert_close(row, whole, atol=0.02 * float(whole.abs().max()), rtol=0)
+
+
+SIZES = [(5, 16, 1, 1), (17, 24, 33, 2), (50, 64, 33, 3), (63, 88, 5, 2), (197, 64, 4, 12), (261, 72, 3, 2)]
+SIZES += [(577, 80, 1, 3), (785, 32, 2, 3), (1370, 64, 2, 4), (1500, 128, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "batch", "heads", "dtype"),
+    [*((*size, torch.float16) for size in SIZES), (197, 64, 4, 12, torch.bfloat16)],
+)
+def test_tiles_are_rows_of_the_matrix(tokens: int, width: int, batch: int, heads: int, dtype: torch.dtype) -> None:
+    """Every entry, with and without scales, over rows and columns, for a dense row and one read at CLS alone."""
+    torch.manual_seed(tokens)
+    q, k, v = torch.randn(batch, tokens, 3, heads, width, device="cuda").to(dtype).permute(2, 0, 3, 1, 4).unbind(0)
+    dO = torch.randn(batch, tokens, heads, width, device="cuda").to(dtype).transpose(1, 2)
+    lse = (q.float() @ k.float().mT * width**-0.5).logsumexp(-1)
+    seen = Attention(q, k, v, lse, width**-0.5, dO, torch.rand(batch, device="cuda") + 0.5)
+    columns, scales = torch.rand(2, batch, heads, tokens, device="cuda")
+    dense, cls = torch.rand(batch, tokens, device="cuda"), torch.eye(tokens, device="cuda")[:1].expand(batch, -1)
+    for entry in get_args(Entry):
+        for rows in (Rows(seen, entry), Rows(seen, entry, columns, scales), Rows(seen, entry, columns[:, :1])):
+            whole = rows.written()
+            pairs = [(times(row, rows), times(row, whole)) for row in (dense, cls)]
+            for found, expected in [*pairs, (row_sums(rows), row_sums(whole))]:
+                assert bool(found.isfinite().all())
+                assert float((found - expected).norm()) <= 2e-5 * float(expected.norm()), (entry, tokens)
+            assert torch.equal(times(dense, rows), times(dense, rows)), "another result the second time"
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 16), (3, 17, 768), (33, 50, 1000), (2, 3, 7, 64)])
+def test_fused_elementwise_kernels(shape: tuple[int, ...]) -> None:
+    from patchlight.evidence.kernels import times_ndtr  # there is no Triton where there is no CUDA
+
+    torch.manual_seed(0)
+    a, b = 3 * torch.randn(2, *shape, device="cuda")
+    first, second, dot = lengths(a, b)
+    for found, expected in ((first, a.norm(dim=-1)), (second, b.norm(dim=-1)), (dot, (a * b).sum(-1))):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
+    expected = a.double() * torch.special.ndtr(b.double())
+    for dtype, limit in ((torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
+        found = times_ndtr(a.to(dtype), b.to(dtype)).double()
+        assert float((found - expected).norm()) <= limit * float(expected.norm())
+
+
+@pytest.mark.parametrize("family", [f for f in STRUCTURAL if not f.startswith("hf-")])
+@pytest.mark.parametrize("rule", ["", ".libra", ".conservative", ".attnlrp"])
+def test_passes_with_fused_attention_are_those_with_matrices(family: str, rule: str) -> None:
+    """In float16 with tiles beside full precision with matrices, under every rule."""
+    vit = build(family)
+    vit.model.cuda()
+    batch = images(vit, 3)
+    names = [
+        name + rule for name in ("genatt", "gradsam", "attcat", "tokentm", "ixg", "grad", "attngrad", "genatt.plus")
+    ]
+    names = [name for name in names if refusal(resolve(name), vit) is None] + ([] if rule else ["rollout"])
+    names = [name for name in names if refusal(resolve(name), vit) is None]
+    full, half = (pl.explain(vit, batch, names, target=1, precision=p) for p in ("full", "fp16"))
+    for name in names:
+        error = float((half[name].scores - full[name].scores).abs().max() / full[name].scores.abs().max())
+        assert error < 0.05, f"{name}: {error:.3f}"
+
+
+def test_nothing_of_the_size_of_a_matrix_is_kept() -> None:
+    """A model of many tokens: its float16 pass holds less than one block's attention matrices in float32 would."""
+    model = timm.create_model("vit_tiny_patch16_224", img_size=448, depth=2, num_classes=5, patch_size=8).cuda()
+    vit = pl.wrap(model)
+    batch = images(vit, 2).cuda()
+    pl.explain(vit, batch, "genatt", target=1)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    pl.explain(vit, batch, "genatt", target=1)
+    assert torch.cuda.max_memory_allocated() - before < 2 * vit.heads * vit.tokens**2 * 4
+
+
+def test_graphs_replay_what_is_computed_step_by_step() -> None:
+    vit = build("vit")
+    vit.model.cuda()
+    names = ["genatt", "rollout", "tokentm", "gradcam", "fullgrad-plus", "ixg.libra"]
+    for seed, target in ((0, 1), (1, 2), (2, [[0, 1], [2, 3]]), (3, (1, 2)), (4, None)):
+        batch = images(vit, 2) + 0.1 * torch.randn(2, 1, 1, 1, generator=torch.Generator().manual_seed(seed))
+        steps, graph = (pl.explain(vit, batch, names, target=target, compile=c) for c in (False, True))
+        for name in names:
+            torch.testing.assert_close(graph[name].scores, steps[name].scores)
+            assert torch.equal(graph[name].target, steps[name].target)
+        with torch.no_grad():  # a graph reads the weights where they lie
+            next(vit.model.parameters()).mul_(1.01)
+            vit.model.blocks[1].attn.qkv.weight.add_(0.01)
+
+
+def test_memory_is_given_back_in_half_precision() -> None:
+    vit = build("vit")
+    vit.model.cuda()
+    batch = images(vit, 2)
+    pl.explain(vit, batch, ["genatt", "ixg.libra", "rollout"])
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        pl.explain(vit, batch, ["genatt", "ixg.libra", "rollout"])
+    assert torch.cuda.memory_allocated() <= before

@@ -1,49 +1,159 @@
-"""The words for precision: what each comes to where, and a flag of the process that is put back."""
+"""Passes in less than full precision: near it, whatever the gradients' size; and what `auto` comes to."""
 
 from __future__ import annotations
 
-import threading
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from patchlight.evidence.precision import Precision, chosen, tf32
+import patchlight as pl
+from patchlight import engine
+from patchlight.errors import NotFinite
+from patchlight.evidence.passes import LayerJob, run_pass, surely_predicted
+from patchlight.evidence.precision import chosen
+from patchlight.methods import requests
+from patchlight.methods.requests import resolve
+from patchlight.targets import Targets
+from tests.families import build, images, shared
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NAMES = [
+    "genatt",
+    "ixg.plus.libra",
+    "tokentm",
+    "fullgrad-plus",
+    "gradcam",
+    "genatt.attnlrp",
+    "rollout",
+    "grad",
+    "attin",
+]
+
+
+@pytest.mark.parametrize("family", ["vit", "eva02", "reg4-gap", "torchvision", "hf-clip", "beit"])
+@pytest.mark.parametrize(("precision", "limit"), [("fp16", 0.03), ("bf16", 0.2)])
+def test_maps_in_half_precision_are_near_those_in_full(family: str, precision: str, limit: float) -> None:
+    vit = shared(family)
+    batch = images(vit, 2)
+    full, half = (pl.explain(vit, batch, NAMES[:8], target=1, precision=p) for p in ("full", precision))
+    for name, attribution in full.items():
+        error = float((half[name].scores - attribution.scores).abs().max() / attribution.scores.abs().max())
+        assert 0 < error < limit, f"{name}: {error:.4f}"
+        assert (half[name].precision, attribution.precision) == (precision, "full")
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e9])
+@pytest.mark.parametrize("name", NAMES)
+def test_float16_neither_loses_small_gradients_nor_overflows_at_large_ones(name: str, size: float) -> None:
+    """The gradient is put into the middle of float16's range for each image, and taken back out of it."""
+    vit = shared("vit")
+    batch = images(vit, 2)
+    per_image = torch.tensor([[1.0], [1e-5]])
+    one = pl.explain(vit, batch, name, target=1, precision="fp16").scores
+    other = pl.explain(vit, batch, name, target=1, precision="fp16", score=lambda y: size * per_image * y).scores
+    assert bool(other.isfinite().all())
+    assert all(float(o.std()) > 0 for o in other)
+    if name in ("genatt", "tokentm", "genatt.attnlrp"):  # products of I + M are not proportional to M
+        return
+    factor = (size * per_image).flatten()[:, None, None] if resolve(name).backward else torch.ones(2, 1, 1)
+    error = (other / factor - one).abs().amax((1, 2)) / one.abs().amax((1, 2))
+    assert float(error.max()) < 0.03
+
+
+def test_evidence_is_unscaled_for_every_class() -> None:
+    vit = shared("vit")
+    batch = images(vit, 2)
+    targets = Targets(torch.tensor([[0, 1], [2, 3]]), several=True)
+    needs = ("g", "gy", "gn", "G", "bias")
+    job = LayerJob(lambda e: {n: e.read(n) for n in needs}, frozenset({*needs, "A", "n"}), (0, 1, 2))
+    full, half = (run_pass(vit, batch, targets, jobs=[job], precision=p) for p in ("full", "fp16"))
+    for t in range(2):
+        for layer in range(3):
+            for n in needs:
+                a, b = full.at(layer, target=t)[n], half.at(layer, target=t)[n]
+                assert float((a - b).norm()) < 0.01 * float(a.norm()), (n, layer, t)
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "expected"),
+    ("asked", "device", "auto", "found"),
     [
-        ("cpu", torch.float32, {"auto": "full", "full": "full", "tf32": "full", "bf16": "bf16"}),
-        ("cuda", torch.float32, {"auto": "bf16", "full": "full", "tf32": "tf32", "bf16": "bf16"}),
-        ("cuda", torch.float64, {"auto": "full", "full": "full", "tf32": "full", "bf16": "bf16"}),
-        ("cuda", torch.bfloat16, {"auto": "full", "full": "full", "tf32": "full", "bf16": "bf16"}),
+        ("auto", CPU, "fp16", "full"),
+        ("auto", CUDA, "fp16", "fp16"),
+        ("auto", CUDA, "full", "full"),
+        ("tf32", CPU, "fp16", "full"),
+        ("tf32", CUDA, "fp16", "tf32"),
+        ("fp16", CPU, "full", "fp16"),
     ],
 )
-def test_words_come_to_what_the_device_has(device: str, dtype: torch.dtype, expected: dict[str, str]) -> None:
-    found = {word: chosen(word, torch.device(device), dtype) for word in get_args(Precision)}
-    assert found == expected
+def test_what_a_precision_comes_to(asked: Any, device: torch.device, auto: Any, found: str) -> None:
+    assert chosen(asked, device, torch.float32, auto) == found
+    if asked == "auto":
+        assert chosen(asked, device, torch.float64, auto) == "full"
 
 
-def test_the_last_of_several_threads_puts_the_flag_back() -> None:
-    """Begun one after the other and left in the order they began, as a stack would not be."""
-    products: Any = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    inside, leave = threading.Event(), threading.Event()
+def test_a_model_too_large_for_float16_is_explained_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `auto` tried float16 and its numbers were lost, they are computed again, and the map says in what."""
+    monkeypatch.setattr(requests, "chosen", lambda p, device, dtype, auto: auto if p == "auto" else p)
+    vit = build("vit")
+    with torch.no_grad():
+        for block in vit.model.blocks:
+            block.mlp.fc1.weight.mul_(1e6)
+            block.mlp.fc2.weight.mul_(1e-6)
+    batch = images(vit, 2)
+    found = pl.explain(vit, batch, ["genatt", "ixg"], target=1)
+    assert vit.overflows
+    full = pl.explain(vit, batch, ["genatt", "ixg"], target=1, precision="full")
+    for name, attribution in found.items():
+        assert attribution.precision == "tf32"
+        assert torch.equal(attribution.scores, full[name].scores)
+    with pytest.raises(NotFinite):
+        pl.explain(vit, batch, "genatt", target=1, precision="fp16")
 
-    def first() -> None:
-        with tf32():
-            inside.set()
-            leave.wait(10)
 
-    thread = threading.Thread(target=first)
-    thread.start()
-    assert inside.wait(10)
-    with tf32():
-        leave.set()
-        thread.join(10)
-        assert products.fp32_precision == "tf32", "one thread is still inside"
-    assert products.fp32_precision == before
-    with pytest.raises(ValueError, match="inside"), tf32():
-        raise ValueError("inside")
-    assert products.fp32_precision == before
+def test_each_method_has_its_own_precision_in_one_call() -> None:
+    vit = shared("vit")
+    batch = images(vit, 2)
+    asked = {"a": {"method": "genatt", "precision": "fp16"}, "b": {"method": "genatt"}, "c": {"method": "rollout"}}
+    together = pl.explain(vit, batch, asked, target=1)
+    assert [together[label].precision for label in "abc"] == ["fp16", "full", "full"]
+    for label, settings in asked.items():
+        alone = pl.explain(vit, batch, {label: settings}, target=1)[label]
+        torch.testing.assert_close(together[label].scores, alone.scores)
+
+
+def test_a_close_prediction_is_looked_up_in_full() -> None:
+    vit = shared("vit")
+    batch = images(vit, 3)
+    full = vit.logits(batch)
+    rounded = full.clone()
+    right = full.argmax(1)
+    rounded[0, (right[0] + 1) % vit.classes] = full[0].max() + 1e-3  # rounding makes another class win
+    rounded[1] = 0
+    rounded[1, 2] = 100.0  # far from all others: believed
+    found = surely_predicted(vit, batch, rounded, "fp16").index.flatten()
+    assert found.tolist() == [int(right[0]), 2, int(right[2])]
+    assert surely_predicted(vit, batch, rounded, "full").index[0] != right[0]
+
+
+def test_a_batch_is_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = shared("vit", torch.float64)
+    batch, sizes = images(vit, 7), []
+    expected = pl.explain(vit, batch, ["genatt", "rollout"], target=list(range(7)))
+    real = engine.compute
+
+    def compute(vit: pl.Anatomy, some: torch.Tensor, *rest: Any) -> Any:
+        sizes.append(len(some))
+        if len(some) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(vit, some, *rest)
+
+    monkeypatch.setattr(engine, "compute", compute)
+    found = pl.explain(vit, batch, ["genatt", "rollout"], target=list(range(7)), batch_size=6)
+    assert sizes == [6, 3, 1, 1, 1, 1, 1, 1, 1]
+    for name, attribution in expected.items():
+        torch.testing.assert_close(found[name].scores, attribution.scores)
+        assert found[name].target.tolist() == list(range(7))
+    monkeypatch.setattr(engine, "compute", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
+    with pytest.raises(pl.PatchlightError, match="not even one image fits into memory"):
+        pl.explain(vit, batch, "genatt", target=0)

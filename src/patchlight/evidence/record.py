@@ -51,6 +51,7 @@ class Record:
 
     def add_bias(self, value: Tensor) -> None:
         """Add a bias map: per token [B,N] where it has the tokens' length, else its sum, to a per-image scalar."""
+        value = value.to(self.x.dtype)
         if value.ndim == 2 and value.shape[1] == self.x.shape[1]:
             self.seen["bias"] = self.seen["bias"] + value if "bias" in self.seen else value
         else:

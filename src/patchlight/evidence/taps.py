@@ -280,7 +280,7 @@ class Taps(TorchFunctionMode):
     def _biased(self, out: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None and "bias" in self.needs and out.requires_grad:
             record, constant = self.record, bias.detach()
-            out.register_hook(lambda g: None if g is None else record.add_bias(g @ constant))
+            out.register_hook(lambda g: None if g is None else record.add_bias(g @ constant.to(g.dtype)))
         return out
 
     def add(self, func: Callable[..., Any], a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
