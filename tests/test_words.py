@@ -14,7 +14,7 @@ import typer
 from patchlight.cli import app
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Unit
-from patchlight.evidence.precision import Precision
+from patchlight.evidence.precision import PassPrecision, Precision
 from patchlight.methods.base import COMPOSITIONS, METHODS, Level
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import METRICS
@@ -100,11 +100,13 @@ def test_one_name_has_one_type() -> None:
         assert not others, f"'{name}' is {sorted(map(str, everything))}, but also {others}"
 
 
-@pytest.mark.parametrize(("name", "kind"), [("level", Level), ("precision", Precision)])
-def test_vocabularies_are_the_same_everywhere(name: str, kind: Any) -> None:
+@pytest.mark.parametrize(("name", "kinds"), [("level", [Level]), ("precision", [Precision, PassPrecision])])
+def test_vocabularies_are_the_same_everywhere(name: str, kinds: list[Any]) -> None:
+    """Passes with a backward know one precision more."""
     types = known()[name]
     assert len(types) > 5
-    assert set(types.values()) == {members(kind)}
+    assert set(types.values()) == {members(kind) for kind in kinds}
+    assert members(Precision) == members(PassPrecision) - {"fp16"}
 
 
 def test_training_has_the_same_words() -> None:

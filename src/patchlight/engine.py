@@ -106,10 +106,11 @@ def _explained(
             chosen.append(used)
             hashes.extend(of_images(batch))
             photos.see(batch)
-            for request, kept, scores in zip(asked, chunks, _in_stacks(maps, lambda stack: stack.float()), strict=True):
+            for kept, scores in zip(chunks, _in_stacks(maps, lambda stack: stack.float()), strict=True):
                 kept.append(scores)
-                if finite:
-                    _check_finite(request, vit, batch, used, kept[-1], begin)
+            broken = _in_stacks(maps, lambda stack: ~stack.isfinite().flatten(2).all(2)) if finite else []
+            for request, lost in zip(asked, broken, strict=False):
+                _check_finite(request, vit, batch, used, lost, begin)
             begin += len(batch)
             tell(begin, count)
     if not chosen:
@@ -346,9 +347,8 @@ def _warn_if_degenerate(request: Request, vit: Anatomy, dead: Tensor, first: int
         warn(f"{request.name}: {reason}", DegenerateMap)
 
 
-def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Targets, maps: Tensor, first: int) -> None:
-    """Refuse maps with NaN or infinity: which image, which method, and where the numbers were lost."""
-    broken = (~maps.isfinite()).flatten(1).any(1)
+def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Targets, broken: Tensor, first: int) -> None:
+    """Refuse maps with NaN or infinity, `broken` [B]: which image, which method, and where the numbers were lost."""
     if not bool(broken.any()):
         return
     i = int(broken.nonzero()[0])

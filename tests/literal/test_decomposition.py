@@ -218,7 +218,7 @@ def test_attention_that_stays_home_moves_nothing() -> None:
 def test_preset_is_the_port_and_sets_its_halves() -> None:
     assert resolve("alti.skipplus", {"preset": "skipplus"}).settings == {
         "ffn": "norm2", "reference": "block_out", "value_bias": False, "start": None, "rounding": "floor",
-        "terms": "layer", "readout": "pooling",
+        "terms": "layer", "readout": "pooling", "precision": "auto", "compile": False,
     }  # fmt: skip
     assert resolve("globenc").settings["ffn"] == "skip"
     assert resolve("alti").settings["reference"] == "attn_out"

@@ -118,7 +118,7 @@ def gradsam(b: Evidence) -> Matrix:
 @register_method(
     "attcam",
     paper="Grad-CAM on attention: Chefer et al., CVPR 2021",
-    precision="tf32",
+    precision="full",
     aliases=("attn-gradcam",),
     needs={"A", "G"},
     combine=LAST,
