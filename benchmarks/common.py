@@ -37,8 +37,8 @@ def _settle() -> None:
         torch.cuda.synchronize()
 
 
-def machine() -> str:
-    if torch.cuda.is_available():
+def machine(cpu: bool = False) -> str:
+    if torch.cuda.is_available() and not cpu:
         return f"one {torch.cuda.get_device_name()}"
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
@@ -47,13 +47,15 @@ def machine() -> str:
     return f"{torch.get_num_threads()} threads of {model}"
 
 
-def record(name: str, title: str, header: list[str], rows: list[list[str]], command: str = "") -> None:
-    """Print a table, and keep it in results/ with how it was made."""
+def record(
+    name: str, title: str, header: list[str], rows: list[list[str]], command: str = "", cpu: bool = False
+) -> None:
+    """Print a table, and keep it in results/ with how it was made; `cpu` where it was made there in any case."""
     command = command or f"python -m benchmarks {name}"
     lines = [
         f"# {title}",
         "",
-        f"`{command}`, {machine()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}.",
+        f"`{command}`, {machine(cpu)}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}.",
         "",
         "| " + " | ".join(header) + " |",
         "|" + "---|" * len(header),
@@ -62,5 +64,5 @@ def record(name: str, title: str, header: list[str], rows: list[list[str]], comm
     ]
     print("\n".join(lines))
     RESULTS.mkdir(exist_ok=True)
-    suffix = "-accelerator" if torch.cuda.is_available() else ""
+    suffix = "-accelerator" if torch.cuda.is_available() and not cpu else ""
     (RESULTS / f"{name}{suffix}.md").write_text("\n".join(lines), encoding="utf-8")

@@ -10,6 +10,7 @@ import timm
 import torch
 
 import patchlight as pl
+from patchlight.errors import NotCaptured
 from patchlight.evidence.ablation import Ablation, TokenSubsets
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
 from patchlight.evidence.rows import Attention, Entry, Rows, lengths, row_sums, times
@@ -262,3 +263,17 @@ def test_memory_is_given_back_in_half_precision() -> None:
     for _ in range(20):
         pl.explain(vit, batch, ["genatt", "ixg.libra", "rollout"])
     assert torch.cuda.memory_allocated() <= before
+
+
+def test_what_cannot_be_captured_is_computed_step_by_step() -> None:
+    """A decomposition on the way waits for the host; the card is none the worse for it."""
+    vit = build("vit")
+    vit.model.cuda()
+    batch = images(vit, 2)
+    steps = pl.explain(vit, batch, ["eigencam", "rollout"], target=1)
+    with pytest.warns(NotCaptured, match="eigencam, rollout cannot be captured"):
+        graph = pl.explain(vit, batch, ["eigencam", "rollout"], target=1, compile=True)
+    torch.testing.assert_close(graph["rollout"].scores, steps["rollout"].scores)
+    torch.testing.assert_close(
+        pl.explain(vit, batch, "rollout", target=1, compile=True).scores, steps["rollout"].scores
+    )

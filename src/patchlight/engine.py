@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attribution, Attributions, versions
-from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
+from patchlight.errors import DegenerateMap, NotCaptured, NotFinite, PatchlightError, integer, warn
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.graphs import captured
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass, run_pass, surely_predicted
@@ -145,8 +145,6 @@ def _within_memory(
             if size == 1:
                 raise PatchlightError("not even one image fits into memory; ask for fewer methods at once") from None
             size = max(1, min(size, len(some)) // 2)
-            if vit.device.type == "cuda":
-                torch.cuda.empty_cache()
     if len(parts) == 1:
         return *parts[0], size
     joined = Targets.joined([used for used, _ in parts])
@@ -208,7 +206,10 @@ def _passed(
 def _captured(
     vit: Anatomy, batch: Tensor, targets: Targets | None, requests: Sequence[Request]
 ) -> tuple[Targets, list[Tensor]]:
-    """The same from CUDA graphs: one of the forward, where the class is not known yet, and one of the pass."""
+    """The same from CUDA graphs: one of the forward, where the class is not known yet, and one of the pass.
+
+    What waits for the host on its way cannot be captured, and is computed step by step.
+    """
     precision = requests[0].precision(vit)
     if targets is None:
 
@@ -224,7 +225,14 @@ def _captured(
         return _passed(vit, images, Targets(index, against, targets.several), requests)[1]
 
     key = (precision, *((r.name, r.score, repr(sorted(r.settings.items()))) for r in requests))
-    return targets, captured(vit.net, key, whole, [batch, *classes])
+    try:
+        return targets, captured(vit.net, key, whole, [batch, *classes])
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        names, reason = ", ".join(r.name for r in requests), str(error).splitlines()[0]
+        warn(f"compile=True: {names} cannot be captured as a CUDA graph, so nothing is gained: {reason}", NotCaptured)
+        return _passed(vit, batch, targets, requests)
 
 
 def _overflows(vit: Anatomy, requests: Sequence[Request], maps: Mapping[int, Tensor]) -> bool:

@@ -38,6 +38,10 @@ class DegenerateMap(UserWarning):
     """A map that cannot say anything, with the reason and what to use instead."""
 
 
+class NotCaptured(UserWarning):
+    """A pass that was to be captured as a CUDA graph had to be computed step by step."""
+
+
 class UndefinedMetric(UserWarning):
     """A value that does not exist for an image, or says little, with the reason."""
 
