@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import platform
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 import patchlight as pl
 from benchmarks.common import medians, record
+from patchlight.evidence.ablation import Ablation, TokenSubsets
+from patchlight.evidence.precision import Precision
 from patchlight.testing import spearman
 from patchlight.zoo import pocket
 
@@ -27,9 +32,17 @@ def main(variants: int = 128) -> None:
         full, half = (pl.explain(vit, batch, name, precision=p, **settings).scores for p in ("full", "bf16"))
         lowest = min(spearman(a, b) for a, b in zip(full, half, strict=True))
         rows.append([f"pocket, {len(batch)} photographs: {name}, lowest Spearman of bf16 with full", f"{lowest:.4f}"])
-    record(
-        "half", f"Scoring variants on a CPU with {_present()}", ["what", "times as fast, or Spearman"], rows, cpu=True
-    )
+    title = f"Scoring variants on a CPU with {_present()}"
+    record("half", title, ["what", "times as fast, or Spearman"], rows, cpu=True)
+
+
+def _scoring(name: str, variants: int, precision: Precision) -> Callable[[], object]:
+    torch.manual_seed(0)
+    vit = pl.load(name, pretrained=False)
+    keep = torch.stack([torch.randperm(196)[:98] for _ in range(variants)])
+    subsets = TokenSubsets(torch.zeros(variants, dtype=torch.long), keep)
+    ablation = Ablation(vit, torch.randn(1, 3, 224, 224), precision=precision)
+    return lambda: ablation.logits(subsets)
 
 
 def _present() -> str:
