@@ -115,7 +115,24 @@ def _small(batch: int = 16) -> list[list[str]]:
         every + " (graph)": explained(vit, images, names, compile=True),
     }
     limits = {"genatt (graph)": 1.5, every + " (graph)": 2.0}
-    return _rows("ViT-tiny @224", batch, tasks, limits, 9)
+    return _rows("ViT-tiny @224", batch, tasks, limits, 9) + _gates(batch)
+
+
+def _gates(batch: int) -> list[list[str]]:
+    """DiffMask's explaining beside a forward of the bundled model."""
+    vit = pl.load("pocket", device="cuda")
+    images = torch.randn(batch, 3, *vit.preprocess.size, device="cuda")
+
+    def forward() -> object:
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            return vit.model(images)
+
+    tasks = {
+        "forward, bf16": forward,
+        "diffmask": explained(vit, images, "diffmask"),
+        "diffmask (graph)": explained(vit, images, "diffmask", compile=True),
+    }
+    return _rows("pocket", batch, tasks, {}, 9)
 
 
 def _relevance(batch: int = 64) -> list[list[str]]:

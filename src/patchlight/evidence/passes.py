@@ -236,7 +236,7 @@ class _Runner:
             return self.runs.embed(images)
 
         def keep(patches: Tensor) -> None:
-            self.projected = patches.detach().contiguous()
+            self.projected = patches.detach().to(self.vit.dtype).contiguous()
 
         with self.runs.projecting(keep):
             return self.runs.embed(images)
