@@ -176,7 +176,10 @@ SIZES += [(577, 80, 1, 3), (785, 32, 2, 3), (1370, 64, 2, 4), (1500, 128, 1, 2)]
     [*((*size, torch.float16) for size in SIZES), (197, 64, 4, 12, torch.bfloat16)],
 )
 def test_tiles_are_rows_of_the_matrix(tokens: int, width: int, batch: int, heads: int, dtype: torch.dtype) -> None:
-    """Every entry, with and without scales, over rows and columns, for a dense row and one read at CLS alone."""
+    """Entries with and without scales, over rows and columns, for a dense row and one read at CLS alone.
+
+    Every entry at some sizes; each is a kernel of its own, which is compiled for each size.
+    """
     torch.manual_seed(tokens)
     q, k, v = torch.randn(batch, tokens, 3, heads, width, device="cuda").to(dtype).permute(2, 0, 3, 1, 4).unbind(0)
     dO = torch.randn(batch, tokens, heads, width, device="cuda").to(dtype).transpose(1, 2)
@@ -184,7 +187,8 @@ def test_tiles_are_rows_of_the_matrix(tokens: int, width: int, batch: int, heads
     seen = Attention(q, k, v, lse, width**-0.5, dO, torch.rand(batch, device="cuda") + 0.5)
     columns, scales = torch.rand(2, batch, heads, tokens, device="cuda")
     dense, cls = torch.rand(batch, tokens, device="cuda"), torch.eye(tokens, device="cuda")[:1].expand(batch, -1)
-    for entry in get_args(Entry):
+    every: tuple[Entry, ...] = get_args(Entry)
+    for entry in every if tokens in (17, 197) else every[::4]:
         for rows in (Rows(seen, entry), Rows(seen, entry, columns, scales), Rows(seen, entry, columns[:, :1])):
             whole = rows.written()
             pairs = [(times(row, rows), times(row, whole)) for row in (dense, cls)]

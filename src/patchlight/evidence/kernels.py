@@ -41,7 +41,7 @@ TILE = (128, 32, 4, 3)
 _LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "heads"])
 def _sum_tiles(
     here_1, here_2, there_1, there_2, lse, weights, unscale, out, tokens, heads, width, scale,
     h1b, h1h, h1n, h2b, h2h, h2n, t1b, t1h, t1n, t2b, t2h, t2n, wb, wh, wn,
