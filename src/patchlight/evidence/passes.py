@@ -197,6 +197,8 @@ class _Runner:
                         self.values[j][layer] = self.jobs[j].of(record)
             if not graph:
                 del self.records[layer]
+            elif record.fused is not None:
+                record.shared.clear()  # a matrix that was written does not wait for the backward
         if vit.depth == 0 and self.wants[0]:
             x = self._feature_map(x)
         needs = frozenset({"bias"} if any("bias" in job.needs for job in self.jobs) else ())
