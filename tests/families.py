@@ -144,6 +144,27 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Anatomy:
         return pl.wrap(model, name=family)
 
 
+def roomy(family: str, dtype: torch.dtype = torch.float32) -> Anatomy:
+    """A fresh timm or torchvision model of a family whose heads are 16 wide, as fused attention wants them."""
+    from torchvision.models import VisionTransformer
+
+    if family == "torchvision":
+        model: nn.Module = VisionTransformer(64, 16, 3, 4, 64, 96, num_classes=CLASSES)
+    else:
+        model = _timm(ROOMY[family], embed_dim=64)
+    return pl.wrap(randomise(model).to(dtype), name=family)
+
+
+ROOMY = {
+    "vit": "vit_tiny_patch16_224",
+    "deit-distilled": "deit_tiny_distilled_patch16_224",
+    "reg4-gap": "vit_medium_patch16_reg4_gap_256",
+    "eva02": "eva02_tiny_patch14_224",
+    "dinov2-reg": "vit_small_patch14_reg4_dinov2",
+    "siglip": "vit_base_patch16_siglip_224",
+}
+
+
 @cache
 def shared(family: str, dtype: torch.dtype = torch.float32) -> Anatomy:
     """The same model for every test of a run; tests that change it must build their own."""

@@ -11,13 +11,14 @@ import torch
 
 import patchlight as pl
 from patchlight.errors import NotCaptured
+from patchlight.evidence import taps
 from patchlight.evidence.ablation import Ablation, TokenSubsets
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
-from patchlight.evidence.rows import Attention, Entry, Rows, lengths, row_sums, times
+from patchlight.evidence.rows import Attention, Entry, Rows, attend, lengths, row_sums, times
 from patchlight.methods.requests import refusal, resolve
 from patchlight.testing import contract_names, spearman
 from patchlight.trained.diffmask.gates import DiffMask, new_gates
-from tests.families import STRUCTURAL, build, images
+from tests.families import ROOMY, STRUCTURAL, build, images, roomy
 from tests.test_threads import together
 
 pytestmark = [
@@ -213,19 +214,23 @@ def test_fused_elementwise_kernels(shape: tuple[int, ...]) -> None:
         assert float((found - expected).norm()) <= limit * float(expected.norm())
 
 
-@pytest.mark.parametrize("family", [f for f in STRUCTURAL if not f.startswith("hf-")])
+@pytest.mark.parametrize("family", [*ROOMY, "torchvision"])
 @pytest.mark.parametrize("rule", ["", ".libra", ".conservative", ".attnlrp"])
-def test_passes_with_fused_attention_are_those_with_matrices(family: str, rule: str) -> None:
+def test_passes_with_fused_attention_are_those_with_matrices(
+    family: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float16 with tiles beside full precision with matrices, under every rule."""
-    vit = build(family)
+    vit = roomy(family)
     vit.model.cuda()
     batch = images(vit, 3)
-    names = [
-        name + rule for name in ("genatt", "gradsam", "attcat", "tokentm", "ixg", "grad", "attngrad", "genatt.plus")
-    ]
-    names = [name for name in names if refusal(resolve(name), vit) is None] + ([] if rule else ["rollout"])
+    names = ["genatt", "gradsam", "attcat", "tokentm", "ixg", "grad", "attngrad", "genatt.plus"]
+    names = [name + rule for name in names] + ([] if rule else ["rollout"])
     names = [name for name in names if refusal(resolve(name), vit) is None]
-    full, half = (pl.explain(vit, batch, names, target=1, precision=p) for p in ("full", "fp16"))
+    full = pl.explain(vit, batch, names, target=1, precision="full")
+    fused = []
+    monkeypatch.setattr(taps, "attend", lambda *given: fused.append(given[0].dtype) or attend(*given))
+    half = pl.explain(vit, batch, names, target=1, precision="fp16")
+    assert fused == [torch.float16] * vit.depth
     for name in names:
         error = float((half[name].scores - full[name].scores).abs().max() / full[name].scores.abs().max())
         assert error < 0.05, f"{name}: {error:.3f}"
@@ -244,12 +249,12 @@ def test_nothing_of_the_size_of_a_matrix_is_kept() -> None:
 
 
 def test_graphs_replay_what_is_computed_step_by_step() -> None:
-    vit = build("vit")
+    vit = roomy("vit")
     vit.model.cuda()
     names = ["genatt", "rollout", "tokentm", "gradcam", "fullgrad-plus", "ixg.libra"]
     for seed, target in ((0, 1), (1, 2), (2, [[0, 1], [2, 3]]), (3, (1, 2)), (4, None)):
         batch = images(vit, 2) + 0.1 * torch.randn(2, 1, 1, 1, generator=torch.Generator().manual_seed(seed))
-        steps, graph = (pl.explain(vit, batch, names, target=target, compile=c) for c in (False, True))
+        graph, steps = (pl.explain(vit, batch, names, target=target, compile=c) for c in (True, False))
         for name in names:
             torch.testing.assert_close(graph[name].scores, steps[name].scores)
             assert torch.equal(graph[name].target, steps[name].target)
@@ -275,7 +280,7 @@ def test_what_cannot_be_captured_is_computed_step_by_step() -> None:
     vit.model.cuda()
     batch = images(vit, 2)
     steps = pl.explain(vit, batch, ["eigencam", "rollout"], target=1)
-    with pytest.warns(NotCaptured, match="eigencam, rollout cannot be captured"):
+    with pytest.warns(NotCaptured, match="cannot be captured as a CUDA graph"):
         graph = pl.explain(vit, batch, ["eigencam", "rollout"], target=1, compile=True)
     torch.testing.assert_close(graph["rollout"].scores, steps["rollout"].scores)
     torch.testing.assert_close(

@@ -79,7 +79,8 @@ class Attribution:
     against_labels: tuple[str, ...] = ()
     seed: int = 0
     precision: str = ""
-    """The precision it was computed in: "full", "tf32" or "bf16"; empty where not known."""
+    """The precision it was computed in: "full", "tf32", "bf16" or "fp16"; two joined by "+" where float16 was too small
+    for some images; empty where not known."""
     versions: dict[str, str] = field(default_factory=dict)
     preprocess: Preprocess | None = None
     """How the images were shown to the model, so that the heat can be laid where it belongs."""

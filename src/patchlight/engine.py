@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attribution, Attributions, versions
-from patchlight.errors import DegenerateMap, NotCaptured, NotFinite, PatchlightError, integer, warn
+from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
 from patchlight.evidence.ablation import ABLATION
-from patchlight.evidence.graphs import captured
+from patchlight.evidence.graphs import captured, forget
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass, run_pass, surely_predicted
-from patchlight.evidence.precision import HALF, free_memory
+from patchlight.evidence.precision import HALF, Decided, free_memory, lowered
 from patchlight.evidence.rules import PLAIN, Rule
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
@@ -96,6 +96,7 @@ def _explained(
     targets = resolve_targets(target, count, vit.classes, vit.labels)
     chunks: list[list[Tensor]] = [[] for _ in asked]
     chosen: list[Targets] = []
+    precisions: list[dict[str, None]] = [{} for _ in asked]
     hashes: list[str] = []
     begin = 0
     with telling(progress, "explaining") as tell:
@@ -104,6 +105,8 @@ def _explained(
             wanted = None if targets is None else targets.part(begin, len(batch), count)
             used, maps, size = _within_memory(vit, batch, asked, wanted, seed, begin, size)
             chosen.append(used)
+            for request, had in zip(asked, precisions, strict=True):
+                had[request.precision(vit)] = None
             hashes.extend(of_images(batch))
             photos.see(batch)
             for kept, scores in zip(chunks, _in_stacks(maps, lambda stack: stack.float()), strict=True):
@@ -117,10 +120,11 @@ def _explained(
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
     of = {"weights": fingerprint(vit.model), "images": tuple(hashes), "photos": tuple(photos.kept)}
     explained = Targets.joined(chosen)
-    return Attributions(
-        (request.label, attribution_of(vit, request, torch.cat(kept), explained, seed, of))
-        for request, kept in zip(asked, chunks, strict=True)
-    )
+    results = Attributions()
+    for request, kept, had in zip(asked, chunks, precisions, strict=True):
+        about = {**of, "precision": "+".join(had)}
+        results[request.label] = attribution_of(vit, request, torch.cat(kept), explained, seed, about)
+    return results
 
 
 def _within_memory(
@@ -145,6 +149,7 @@ def _within_memory(
             if size == 1:
                 raise PatchlightError("not even one image fits into memory; ask for fewer methods at once") from None
             size = max(1, min(size, len(some)) // 2)
+            forget(vit.net)
     if len(parts) == 1:
         return *parts[0], size
     joined = Targets.joined([used for used, _ in parts])
@@ -159,10 +164,10 @@ def compute(
     White-box requests are grouped by backward rule, score and precision; each group is one forward and one backward per
     class. Requests without a gradient join the first group of their precision.
     """
-    maps: dict[int, Tensor] = {}
+    asked, maps = targets, dict[int, Tensor]()
     for group in _groups(requests, vit):
         some = [requests[i] for i in group]
-        run = _captured if vit.device.type == "cuda" and all(r.settings["compile"] for r in some) else _passed
+        run = _captured if _capturable(some, vit) else _passed
         targets, found = run(vit, batch, targets, some)
         maps.update(zip(group, found, strict=True))
     if targets is None:
@@ -173,7 +178,7 @@ def compute(
             maps[i] = ask(request, vit, batch, targets, seed, shared)
     if _overflows(vit, requests, maps):
         vit.overflows = True  # float16 is not tried again, and the maps say so
-        return compute(vit, batch, requests, targets, seed, first)
+        return compute(vit, batch, requests, asked, seed, first)
     found = [maps[i].detach() for i in range(len(requests))]
     for request, dead in zip(requests, _in_stacks(found, _constant), strict=True):
         _warn_if_degenerate(request, vit, dead, first)
@@ -211,28 +216,40 @@ def _captured(
     What waits for the host on its way cannot be captured, and is computed step by step.
     """
     precision = requests[0].precision(vit)
+    for one in (vit.wide(), lowered(vit.wide(), precision, products=True)):
+        one.renew()  # a graph reads their weights, and does not follow the model's itself
+
+    def forward(images: Tensor) -> list[Tensor]:
+        anything = torch.zeros(len(images), 1, dtype=torch.long, device=images.device)
+        return [run_pass(vit, images, Targets(anything), precision=precision).logits]
+
     if targets is None:
-
-        def forward(images: Tensor) -> list[Tensor]:
-            anything = torch.zeros(len(images), 1, dtype=torch.long, device=images.device)
-            return [run_pass(vit, images, Targets(anything), precision=precision).logits]
-
-        (logits,) = captured(vit.net, precision, forward, [batch])
-        targets = surely_predicted(vit, batch, logits, precision)
-    classes = [t.to(batch.device) for t in (targets.index, targets.against) if t is not None]
+        logits = captured(vit.net, precision, forward, [batch])
+        if logits is None:
+            return _passed(vit, batch, targets, requests)
+        targets = surely_predicted(vit, batch, logits[0], precision)
+    several, classes = targets.several, [t for t in (targets.index, targets.against) if t is not None]
 
     def whole(images: Tensor, index: Tensor, against: Tensor | None = None) -> list[Tensor]:
-        return _passed(vit, images, Targets(index, against, targets.several), requests)[1]
+        return _passed(vit, images, Targets(index, against, several), requests)[1]
 
-    key = (precision, *((r.name, r.score, repr(sorted(r.settings.items()))) for r in requests))
-    try:
-        return targets, captured(vit.net, key, whole, [batch, *classes])
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        names, reason = ", ".join(r.name for r in requests), str(error).splitlines()[0]
-        warn(f"compile=True: {names} cannot be captured as a CUDA graph, so nothing is gained: {reason}", NotCaptured)
-        return _passed(vit, batch, targets, requests)
+    key = (precision, several, *map(_identity, requests))
+    found = captured(vit.net, key, whole, [batch, *(t.to(batch.device) for t in classes)])
+    return (targets, found) if found is not None else _passed(vit, batch, targets, requests)
+
+
+def _capturable(requests: Sequence[Request], vit: Anatomy) -> bool:
+    """Whether a pass may be captured: what a callable makes of the logits may change from call to call."""
+    asked = all(r.settings["compile"] and not callable(r.score) for r in requests)
+    return asked and vit.device.type == "cuda"
+
+
+def _identity(request: Request) -> Hashable:
+    """What a graph of this request depends on. Plain settings are told apart by what they are, others by themselves."""
+    method, settings = request.method, request.settings
+    depends = repr(method.depends(settings)) if method.depends is not None else ""
+    values = ((key, v if isinstance(v, Hashable) else repr(v)) for key, v in sorted(settings.items()))
+    return request.name, method.function, request.score, depends, *values
 
 
 def _overflows(vit: Anatomy, requests: Sequence[Request], maps: Mapping[int, Tensor]) -> bool:
@@ -315,11 +332,11 @@ def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: 
     """The maps [B,T,h,w] of a method that takes an Ask."""
     if isinstance(request.method, Ablates):
         return _asked(request, vit, images, targets, seed, {})
-    vit = vit.wide()
+    precision, vit = request.precision(vit), vit.wide()
     images = images.to(vit.dtype)
 
     def of(t: int) -> Tensor:
-        return _asked(request, vit, images, targets.column(t), seed, shared.setdefault(t, {}))
+        return _asked(request, vit, images, targets.column(t), seed, shared.setdefault(t, {}), precision)
 
     if not request.method.class_specific:
         return of(0)[:, None].expand(-1, targets.count, -1, -1)
@@ -327,11 +344,16 @@ def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: 
 
 
 def _asked(
-    request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int, shared: dict[Hashable, Tensor]
+    request: Request,
+    vit: Anatomy,
+    images: Tensor,
+    targets: Targets,
+    seed: int,
+    shared: dict[Hashable, Tensor],
+    precision: Decided = "full",
 ) -> Tensor:
-    ablates, blocks = isinstance(request.method, Ablates), _blocks(request, vit)
-    ablation = {key: request.settings[key] for key in ABLATION} if ablates else {}
-    precision = "full" if ablates else request.precision(vit)
+    ablation = {key: request.settings[key] for key in ABLATION} if isinstance(request.method, Ablates) else {}
+    blocks = _blocks(request, vit)
     given = Ask(vit, images, targets, request.score, seed, request.rule, blocks, ablation, precision, shared)
     function = request.method.function
     result: Tensor | Pass = function(given, **accepted(function, request.settings))
@@ -366,7 +388,9 @@ def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Target
     elif not bool(score_of(logits, targets, request.score, vit.sigmoid)[i].isfinite().all()):
         reason = "the score made of the model's logits is not finite there"
     else:
-        reason = f"its numbers overflow {str(vit.dtype).removeprefix('torch.')}"
+        half = HALF.get(request.precision(vit))
+        reason = f"its numbers overflow {str(half or vit.dtype).removeprefix('torch.')}"
+        reason += "; precision='tf32' or 'full' may hold them" if half is not None else ""
     reason += "; try the model in float32" if vit.dtype in (torch.float16, torch.bfloat16) else ""
     raise NotFinite(f"the map of image {first + i} by {request.name} is not finite: {reason}")
 
@@ -409,9 +433,8 @@ def attribution_of(
         labels=tuple(vit.label(int(i)) for i in targets.index.flatten()),
         against_labels=() if targets.against is None else tuple(vit.label(int(i)) for i in targets.against[:, 0]),
         seed=seed,
-        precision=request.precision(vit),
         versions=versions(),
         preprocess=vit.preprocess,
         extent=vit.extent if request.level == "token" and tuple(vit.extent) != tuple(vit.preprocess.size) else None,
-        **of,
+        **{"precision": request.precision(vit), **of},
     )

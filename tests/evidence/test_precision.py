@@ -10,7 +10,7 @@ import torch
 import patchlight as pl
 from patchlight import engine
 from patchlight.errors import NotFinite
-from patchlight.evidence.passes import LayerJob, run_pass, surely_predicted
+from patchlight.evidence.passes import LayerJob, in_memory, run_pass, surely_predicted
 from patchlight.evidence.precision import chosen
 from patchlight.methods import requests
 from patchlight.methods.requests import resolve
@@ -43,7 +43,7 @@ def test_maps_in_half_precision_are_near_those_in_full(family: str, precision: s
         assert (half[name].precision, attribution.precision) == (precision, "full")
 
 
-@pytest.mark.parametrize("size", [1e-12, 1.0, 1e9])
+@pytest.mark.parametrize("size", [1e-25, 1e-12, 1.0, 1e9])
 @pytest.mark.parametrize("name", NAMES)
 def test_float16_neither_loses_small_gradients_nor_overflows_at_large_ones(name: str, size: float) -> None:
     """The gradient is put into the middle of float16's range for each image, and taken back out of it."""
@@ -72,7 +72,7 @@ def test_evidence_is_unscaled_for_every_class() -> None:
         for layer in range(3):
             for n in needs:
                 a, b = full.at(layer, target=t)[n], half.at(layer, target=t)[n]
-                assert float((a - b).norm()) < 0.01 * float(a.norm()), (n, layer, t)
+                assert float((a - b).norm()) < 0.03 * float(a.norm()), (n, layer, t)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,16 @@ def test_a_model_too_large_for_float16_is_explained_in_tf32(monkeypatch: pytest.
             block.mlp.fc1.weight.mul_(1e6)
             block.mlp.fc2.weight.mul_(1e-6)
     batch = images(vit, 2)
-    found = pl.explain(vit, batch, ["genatt", "ixg"], target=1)
-    assert vit.overflows
-    full = pl.explain(vit, batch, ["genatt", "ixg"], target=1, precision="full")
-    for name, attribution in found.items():
-        assert attribution.precision == "tf32"
-        assert torch.equal(attribution.scores, full[name].scores)
-    with pytest.raises(NotFinite):
+    for target in (1, None):
+        vit.overflows = False
+        found = pl.explain(vit, batch, ["genatt", "ixg"], target=target)
+        assert vit.overflows
+        full = pl.explain(vit, batch, ["genatt", "ixg"], target=target, precision="full")
+        for name, attribution in found.items():
+            assert attribution.precision == "tf32"
+            assert torch.equal(attribution.scores, full[name].scores)
+            assert torch.equal(attribution.target, full[name].target)
+    with pytest.raises(NotFinite, match="overflow float16; precision='tf32'"):
         pl.explain(vit, batch, "genatt", target=1, precision="fp16")
 
 
@@ -134,6 +137,67 @@ def test_a_close_prediction_is_looked_up_in_full() -> None:
     found = surely_predicted(vit, batch, rounded, "fp16").index.flatten()
     assert found.tolist() == [int(right[0]), 2, int(right[2])]
     assert surely_predicted(vit, batch, rounded, "full").index[0] != right[0]
+    lost = torch.full_like(full, torch.nan)
+    assert torch.equal(surely_predicted(vit, batch, lost, "fp16").index.flatten(), right.cpu())
+
+
+def test_a_close_decision_of_one_output_is_looked_up_in_full() -> None:
+    vit = build("vit-binary")
+    batch = images(vit, 4)
+    with torch.no_grad():
+        vit.model.head.bias -= vit.logits(batch).median() - 0.05
+    full = vit.logits(batch)
+    rounded = torch.where(full.abs() < 0.2, -1e-3 * full.sign(), full)
+    assert torch.equal(surely_predicted(vit, batch, rounded, "fp16").index, (full > 0).long().cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_half_precision_are_widened_first(dtype: torch.dtype) -> None:
+    """What their weights are does not round again: passes in half precision are near those in float32."""
+    vit = pl.wrap(build("vit").model.to(dtype))
+    batch = images(vit, 2)
+    for name in ("genatt", "ixg.plus.libra", "tokentm", "tam", "rollout"):
+        full, half = (pl.explain(vit, batch, name, target=1, precision=p).scores for p in ("full", "fp16"))
+        error = float((full - half).abs().max() / full.abs().max())
+        assert 0 < error < 0.03, f"{name}: {error}"
+
+
+def test_a_changed_model_is_seen_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = build("vit")
+    batch = images(vit, 2)
+    before = pl.explain(vit, batch, "genatt", target=1, precision="fp16").scores
+    vit.model.blocks[1].register_forward_hook(lambda module, given, out: out + 0.5)
+    vit.model.head = torch.nn.Linear(48, 7)
+    torch.nn.init.normal_(vit.model.head.weight)
+    after, full = (pl.explain(vit, batch, "genatt", target=1, precision=p).scores for p in ("fp16", "full"))
+    assert float((after - full).abs().max()) < 0.03 * float(full.abs().max())
+    assert float((after - before).abs().max()) > 0.1 * float(full.abs().max())
+
+
+def test_a_hook_in_the_last_block_is_not_passed_by() -> None:
+    """What it does at one call says nothing of the next."""
+    vit, on = build("vit"), [0.0]
+    vit.model.blocks[-1].attn.register_forward_hook(lambda module, given, out: out * (1 + on[0]))
+    batch = images(vit, 2)
+    before = pl.explain(vit, batch, "ixg", target=1).scores
+    on[0] = 1.0
+    assert not vit.reads_first
+    assert float((pl.explain(vit, batch, "ixg", target=1).scores - before).abs().max()) > 1e-3
+
+
+def test_rows_are_run_in_halves_when_memory_runs_out() -> None:
+    sizes = []
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(rows))
+        if len(rows) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 2 * rows
+
+    assert in_memory(run, torch.arange(7)).tolist() == list(range(0, 14, 2))
+    assert sizes == [7, 4, 2, 2, 3, 2, 1]
+    with pytest.raises(torch.OutOfMemoryError):
+        in_memory(lambda rows: run(torch.zeros(9)), torch.arange(2))
 
 
 def test_a_batch_is_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:

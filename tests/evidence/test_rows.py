@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.evidence import passes
+from patchlight.evidence import passes, taps
 from patchlight.evidence.rows import Attention, Entry, Rows, attend, head_mean, mean_row, row_sums, times, written
 from patchlight.methods.requests import refusal, resolve
 from patchlight.testing import contract_names
-from tests.families import images, shared
+from tests.families import ROOMY, images, roomy
 
 CLOSE: dict[str, Any] = {"atol": 1e-12, "rtol": 1e-9}
-READOUTS = ("vit", "deit-distilled", "reg4-gap")
 SIZES = [(1, 1, 5, 16), (3, 2, 17, 8), (2, 3, 33, 24)]
 
 
@@ -94,15 +93,15 @@ def test_fused_attention_tells_its_log_sum_exp() -> None:
     q, k, v = torch.randn(3, 2, 3, 19, 8, dtype=torch.float64)
     found = attend(q, k, v, 0.3)
     assert found is not None
-    torch.testing.assert_close(found[1], (0.3 * q @ k.mT).logsumexp(-1), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found[1], (0.3 * q @ k.mT).logsumexp(-1), **CLOSE)
     torch.testing.assert_close(found[0], (0.3 * q @ k.mT).softmax(-1) @ v, **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore::patchlight.DegenerateMap")
-@pytest.mark.parametrize("family", READOUTS)
+@pytest.mark.parametrize("family", [*ROOMY, "torchvision"])
 def test_maps_with_fused_attention_are_those_with_matrices(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer map that reads attention, all compositions and rules: only how A and G are read differs."""
-    vit = shared(family, torch.float64)
+    vit = roomy(family, torch.float64)
     batch = images(vit, 2)
     names = [n for n in contract_names() if resolve(n).in_pass and resolve(n).needs & {"A", "G"}]
     names += ["genatt.plus", "genatt.rollout", "attcam.plus", "genatt.attnlrp", "attngrad.plus.libra", "rawatt.rollout"]
@@ -113,26 +112,34 @@ def test_maps_with_fused_attention_are_those_with_matrices(family: str, monkeypa
     for name in [n for n, s in asked.items() if refusal(resolve(n, s), vit) is not None]:
         del asked[name]
     explicit = pl.explain(vit, batch, asked, target=[[0, 1], [2, 3]])
-    used = []
-
-    def fused(vit: pl.Anatomy, precision: str) -> torch.dtype:
-        used.append(precision)
-        return torch.float64
-
-    monkeypatch.setattr(passes, "fused_type", fused)
+    fused = watched(monkeypatch)
     tiled = pl.explain(vit, batch, asked, target=[[0, 1], [2, 3]])
-    assert used
+    assert len(fused) >= 3 * vit.depth, "three rules, every block"
     for name, attribution in explicit.items():
         scale = float(attribution.scores.abs().max())
         torch.testing.assert_close(tiled[name].scores, attribution.scores, atol=2e-6 * scale, rtol=0, msg=name)
 
 
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have attention stay fused on a CPU, in float64; the list has the tokens of each that did."""
+    seen: list[int] = []
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
+        seen.append(q.shape[2])
+        return attend(q, k, v, scale)
+
+    monkeypatch.setattr(passes, "fused_type", lambda vit, precision: torch.float64)
+    monkeypatch.setattr(taps, "attend", attended)
+    return seen
+
+
 @pytest.mark.filterwarnings("ignore::patchlight.DegenerateMap")
 def test_methods_that_read_a_row_write_no_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    vit = shared("vit", torch.float64)
-    monkeypatch.setattr(passes, "fused_type", lambda vit, precision: torch.float64)
+    vit = roomy("vit", torch.float64)
+    fused = watched(monkeypatch)
     monkeypatch.setattr(Rows, "_summed", lambda self, weights, over_rows: torch.zeros_like(self.attention.lse))
     for part in ("A", "G", "entries"):
         monkeypatch.setattr(Attention, part, property(lambda self: pytest.fail("a matrix was written")))
     for name in ("genatt", "gradsam", "rollout", "rawatt", "attnfrom", "attcat", "attngrad", "tokentm", "genatt.plus"):
         pl.explain(vit, images(vit, 1), name, target=1)
+    assert fused

@@ -183,7 +183,7 @@ class Anatomy(ABC):
         there = object.__new__(type(self))
         there.__dict__.update(self.__dict__, net=net)
         there.watch()
-        self.net = net
+        self.net, self.overflows = net, False
 
     def watch(self) -> None:
         """Have taps see the twin's norms, and `projecting` its patches."""
@@ -246,6 +246,7 @@ class Anatomy(ABC):
                 self._views[key].__dict__.update(self.__getstate__())
                 self._views[key]._begin(dtype, products, only)
             self._views[key].__dict__.update(self.__getstate__())
+            self._views[key]._checked = False  # it is what this one is, which is checked
             return self._views[key]
 
     def wide(self) -> Self:

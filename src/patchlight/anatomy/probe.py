@@ -107,9 +107,17 @@ def _reads_first(vit: Anatomy, tokens: Tensor, logits: Tensor) -> bool:
         return False
     if not any(weight is own for own in vit.blocks[-1].parameters()):  # put together anew in every forward
         return False
+    if _hooked(vit):
+        return False
     before = vit.run(tokens, stop=vit.depth - 1)
     row = vit.first_row(before)
     return _alike(vit.block(vit.depth - 1, before)[:, :1], row) and _alike(logits, vit.readout(row))
+
+
+def _hooked(vit: Anatomy) -> bool:
+    """Whether somebody's hook stands in the last block: it may do another thing at every call."""
+    hooks = (h for m in vit.blocks[-1].modules() for t in (m._forward_hooks, m._forward_pre_hooks) for h in t.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("patchlight.") for hook in hooks)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

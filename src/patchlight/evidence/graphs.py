@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from patchlight.errors import NotCaptured, warn
+
 Function = Callable[..., Sequence[Tensor]]
 
 
@@ -37,18 +39,40 @@ class Captured:
 
 _MOST = 4
 """Graphs kept for a model: each holds the memory of its computation."""
-_KEPT: WeakKeyDictionary[nn.Module, dict[Hashable, Captured]] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[nn.Module, dict[Hashable, Captured | None]] = WeakKeyDictionary()
+_LOCK = threading.RLock()
 
 
-def captured(owner: nn.Module, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
+def captured(owner: nn.Module, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> list[Tensor] | None:
     """What the function gives for these inputs, from a graph where one was captured under this key and these shapes.
 
-    Graphs are kept as long as `owner`, whose weights they read where they lie.
+    None where it cannot be captured, which is told once: something in it waits for the host. Graphs are kept as long as
+    `owner`, whose weights they read where they lie.
     """
-    kept = _KEPT.setdefault(owner, {})
     key = (key, tuple((tuple(t.shape), t.dtype) for t in inputs))
-    if key not in kept:
-        while len(kept) >= _MOST:
-            kept.pop(next(iter(kept)))
-        kept[key] = Captured(function, inputs)
-    return kept[key](inputs)
+    with torch.cuda.device(inputs[0].device):
+        with _LOCK:
+            kept = _KEPT.setdefault(owner, {})
+            if key not in kept:
+                while len(kept) >= _MOST:
+                    kept.pop(next(iter(kept)))
+                kept[key] = _tried(function, inputs)
+            found = kept[key]
+        return None if found is None else found(inputs)
+
+
+def _tried(function: Function, inputs: Sequence[Tensor]) -> Captured | None:
+    try:
+        return Captured(function, inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        warn(f"compile=True: this pass cannot be captured as a CUDA graph, so nothing is gained: {reason}", NotCaptured)
+        return None
+
+
+def forget(owner: nn.Module) -> None:
+    """Give back the memory of all graphs kept for a model."""
+    with _LOCK:
+        _KEPT.pop(owner, None)

@@ -26,13 +26,14 @@ def summed(seen: Attention, entry: Entry, weights: Tensor, over_rows: bool) -> T
     weights = weights.float()
     strides = [s for t in (*here, *there, weights) for s in t.stride()[:3]]
     own, other, warps, stages = TILE
-    _sum_tiles[(triton.cdiv(tokens, own), batch * heads)](
-        *here, *there, seen.lse, weights, seen.unscale if "G" in entry else None, out,
-        tokens, heads, width, seen.scale * _LOG2_E, *strides,
-        PADDED=max(16, triton.next_power_of_2(width)), OWN=own, OTHER=other,
-        ATTENTION="A" in entry, GRADIENT="G" in entry, SIGN=_SIGN[entry], OVER_ROWS=over_rows,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with torch.cuda.device(out.device):
+        _sum_tiles[(triton.cdiv(tokens, own), batch * heads)](
+            *here, *there, seen.lse, weights, seen.unscale if "G" in entry else None, out,
+            tokens, heads, width, seen.scale * _LOG2_E, *strides,
+            PADDED=max(16, triton.next_power_of_2(width)), OWN=own, OTHER=other,
+            ATTENTION="A" in entry, GRADIENT="G" in entry, SIGN=_SIGN[entry], OVER_ROWS=over_rows,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return out
 
 
@@ -68,7 +69,7 @@ def _sum_tiles(
     stop = 0  # behind the last token with a weight: of a row that is read at CLS alone, one tile is left
     for begin in range(0, tokens, OTHER):
         w = tl.load(weights + (begin + tl.arange(0, OTHER)) * wn, mask=begin + tl.arange(0, OTHER) < tokens, other=0.0)
-        stop = tl.where(tl.max(tl.abs(w)) > 0, begin + OTHER, stop)
+        stop = tl.where(tl.max((w != 0).to(tl.int32)) > 0, begin + OTHER, stop)
     total = tl.zeros([OWN], tl.float32)
     for begin in range(0, stop, OTHER):
         other = begin + tl.arange(0, OTHER)
@@ -102,7 +103,8 @@ def dots(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     width, out = a.shape[-1], torch.empty(3, *a.shape[:-1], device=a.device, dtype=torch.float32)
     count, block = out[0].numel(), triton.next_power_of_2(width)
     rows = max(1, 2048 // block)
-    _dots[(triton.cdiv(count, rows),)](a, b, out, count, width, ROWS=rows, BLOCK=block)
+    with torch.cuda.device(out.device):
+        _dots[(triton.cdiv(count, rows),)](a, b, out, count, width, ROWS=rows, BLOCK=block)
     return out[0], out[1], out[2]
 
 
@@ -122,7 +124,8 @@ def times_ndtr(gradient: Tensor, h: Tensor) -> Tensor:
     """gradient * Phi(h), Phi the normal distribution function, in one kernel."""
     h, gradient = h.contiguous(), gradient.contiguous()
     out = torch.empty_like(gradient)
-    _times_ndtr[(triton.cdiv(h.numel(), 1024),)](gradient, h, out, h.numel(), BLOCK=1024)
+    with torch.cuda.device(out.device):
+        _times_ndtr[(triton.cdiv(h.numel(), 1024),)](gradient, h, out, h.numel(), BLOCK=1024)
     return out
 
 

@@ -39,6 +39,16 @@ def rows_at_once(vit: Anatomy) -> int:
     return max(1, min(256, free_memory(vit.device) // 2 // each))
 
 
+def in_memory(run: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """What `run` gives for rows [n,...], each by itself: in two halves where memory runs out."""
+    try:
+        return run(rows)
+    except (torch.OutOfMemoryError, MemoryError):
+        if len(rows) == 1:
+            raise
+    return torch.cat([in_memory(run, half) for half in rows.chunk(2)])
+
+
 @dataclass(frozen=True)
 class LayerJob:
     """A function of the evidence of one block, of which it reads `needs`, wanted at some blocks (or at PIXELS)."""
@@ -103,21 +113,23 @@ def run_pass(
     """
     vit = vit.wide()
     runs = lowered(vit, precision, products=True)
-    whole = rounding(vit, "tf32") if precision == "tf32" else contextlib.nullcontext()
-    with torch.inference_mode(False), vit.steady(), runs.steady(), whole:
+    with torch.inference_mode(False), vit.steady(), runs.steady():
         runner = _Runner(vit, runs, rule, jobs, precision)
+        rounds: Decided = "tf32" if precision == "tf32" else "full"  # what rounds in half precision does so by itself
         try:
-            logits = runner.forward(_usable(images, vit), None if tokens is None else _usable(tokens, vit))
+            with rounding(vit, rounds):
+                logits = runner.forward(_usable(images, vit), None if tokens is None else _usable(tokens, vit))
             targets = (
                 surely_predicted(vit, images, logits.detach(), precision) if targets is None else targets.repeat(1)
             )
             with torch.set_grad_enabled(runner.backward):
                 scores = score_of(logits, targets, score, vit.sigmoid)
             found, ends = [], []
-            for t in range(targets.count):
-                done, end = runner.explain(scores[:, t], last=t == targets.count - 1)
-                found.append(done)
-                ends.append(end)
+            with rounding(vit, rounds):
+                for t in range(targets.count):
+                    done, end = runner.explain(scores[:, t], last=t == targets.count - 1)
+                    found.append(done)
+                    ends.append(end)
         finally:
             runner.last = runner.cut = torch.empty(
                 0
@@ -128,17 +140,21 @@ def run_pass(
 def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: Decided) -> Targets:
     """The predicted classes; where rounding may have changed one, it is looked up in full."""
     found = predicted(logits)
-    if precision == "full" or logits.shape[1] < 2:
+    if precision == "full":
         return found
-    first, second = logits.topk(2, 1).values.unbind(1)
-    close = (first - second < _CLOSE * logits.std(1)).nonzero().flatten()
+    if logits.shape[1] == 1:  # label 1 against 0
+        gap, limit = logits[:, 0].abs(), torch.tensor(0.25, device=logits.device)
+    else:
+        first, second = logits.topk(2, 1).values.unbind(1)
+        gap, limit = first - second, _CLOSE * logits.abs().amax(1)
+    close = (~(gap >= limit)).nonzero().flatten()  # and where the logits are lost
     if len(close):
         found.index[close.to(found.index.device)] = predicted(vit.logits(images[close])).index
     return found
 
 
-_CLOSE = 0.25
-"""Two classes are close when their logits differ by less standard deviations of all logits; bf16 moves one by 0.1."""
+_CLOSE = 0.05
+"""Two classes are close when their logits differ by less than this share of the largest; bf16 moves one by 0.01."""
 
 
 def _usable(given: Tensor, vit: Anatomy) -> Tensor:
@@ -318,7 +334,8 @@ class _Runner:
         Backward each image is by itself and all is linear, so scaling changes nothing but what is lost.
         """
         largest = gradient.abs().flatten(1).amax(1)
-        scale = torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(_MIDDLE / largest))), 1.0)
+        power = torch.floor(torch.log2(_MIDDLE / largest)).clamp(-100, 100)
+        scale = torch.where(largest > 0, torch.exp2(power), 1.0)
         for record in self.records.values():
             record.unscale = 1 / scale
         return gradient * scale.view(-1, *[1] * (gradient.ndim - 1))

@@ -39,7 +39,8 @@ def lowered(vit: Anatomy, precision: PassPrecision, products: bool = False) -> A
 
     Autocast would cast them at every use, to the same values: a third of all launches of a small model's forward.
     """
-    if precision not in HALF or not vit.castable:
+    own = next(p.dtype for p in vit.model.parameters() if p.is_floating_point())
+    if precision not in HALF or not vit.castable or own != vit.dtype:  # a model of half precision, widened
         return vit
     return vit.view(HALF[precision], products, only=(nn.Linear, nn.Conv2d))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import finish, job
 from patchlight.errors import PatchlightError
-from patchlight.evidence.passes import PIXELS, LayerJob, Pass, rows_at_once
+from patchlight.evidence.passes import PIXELS, LayerJob, Pass, in_memory, rows_at_once
 from patchlight.evidence.record import Evidence
 from patchlight.methods.base import Ask, Composition, LayerMaps, Level, register_method
 from patchlight.methods.compositions import FIRST, PLUS, block_index
@@ -132,11 +132,16 @@ def _weighted_sum(
     images = len(ask.images)
     each = max(1, rows_at_once(ask.vit) // images)
     factors, total = _numbers(weights, ask.images), torch.zeros(())
+
+    def values_of(some: Tensor) -> Tensor:
+        rows = some.flatten(0, 1)
+        seen = ask.run([reads], rows) if level == "pixel" else ask.run([reads], tokens=rows)
+        values: Tensor = read(seen).unflatten(0, (-1, images))
+        return values
+
     for begin in range(0, len(weights), each):
         part = slice(begin, min(begin + each, len(weights)))
-        some = variants(part).flatten(0, 1)
-        seen = ask.run([reads], some) if level == "pixel" else ask.run([reads], tokens=some)
-        values = read(seen).unflatten(0, (-1, images))
+        values = in_memory(values_of, variants(part))
         weighted = torch.tensordot(factors[part].to(values.dtype), values, 1)
         total = weighted if begin == 0 else total + weighted
     return total

@@ -10,7 +10,7 @@ from torch import nn
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
-from patchlight.evidence.precision import Decided, chosen
+from patchlight.evidence.precision import HALF, Decided, chosen
 from patchlight.evidence.record import BACKWARD
 from patchlight.evidence.rules import PLAIN, RULES, Rule
 from patchlight.methods.base import (
@@ -56,7 +56,9 @@ class Request:
     def precision(self, vit: Anatomy) -> Decided:
         """What its precision comes to on a model: `auto` is decided."""
         auto = "tf32" if vit.overflows and self.method.precision == "fp16" else self.method.precision
-        return chosen(self.settings.get("precision", "full"), vit.device, vit.dtype, auto)
+        found = chosen(self.settings.get("precision", "full"), vit.device, vit.dtype, auto)
+        relevance = isinstance(self.method, OwnPasses) and not self.method.ruled  # float32 is the least it goes back in
+        return "tf32" if relevance and found in HALF else found
 
     @property
     def backward(self) -> bool:

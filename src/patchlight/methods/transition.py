@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import linear
-from patchlight.evidence.passes import LayerJob, Pass, rows_at_once
+from patchlight.evidence.passes import LayerJob, Pass, in_memory, rows_at_once
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import written
 from patchlight.methods.base import Ask, LayerMaps, register_method
@@ -52,10 +52,15 @@ def _feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool) -> Tensor
     )
     job = LayerJob(lambda b: b.G[:, :, rows], frozenset({"A", "G"}), (last,))
     total: Any = 0.0
-    for some in alphas.split(max(1, rows_at_once(ask.vit) // batch)):
+
+    def gradients(some: Tensor) -> Tensor:
         scaled = (some[:, None, None, None, None] * ask.images).flatten(0, 1)
-        gradient = ask.run([job], scaled).at(last)
-        total = total + gradient.unflatten(0, (len(some), batch)).sum(0)
+        found: Tensor = ask.run([job], scaled).at(last)
+        rows: Tensor = found.unflatten(0, (len(some), batch))
+        return rows
+
+    for some in alphas.split(max(1, rows_at_once(ask.vit) // batch)):
+        total = total + in_memory(gradients, some).sum(0)
     mean: Tensor = total / len(alphas)
     return mean.relu().mean(1)
 
