@@ -16,7 +16,6 @@ import torch
 import patchlight as pl
 from benchmarks.bench_whitebox import one_pass_names
 from benchmarks.common import medians, record
-from patchlight.evidence.ablation import Ablation, TokenSubsets
 from patchlight.testing import spearman
 
 LARGE = "vit_large_patch14_dinov2"
@@ -35,7 +34,6 @@ def main() -> None:
     for title, (name, size) in MODELS.items():
         rows += _large(title, name, size)
     rows += _small()
-    rows += _variants()
     rows += _relevance()
     rows += _paths()
     header = ["model", "what", "batch", "ms an image", "ratio", "at most"]
@@ -135,21 +133,6 @@ def _gates(batch: int) -> list[list[str]]:
         "diffmask (graph)": explained(vit, images, "diffmask", compile=True),
     }
     return _rows("pocket", batch, tasks, {}, 9)
-
-
-def _variants(count: int = 4096) -> list[list[str]]:
-    """Forwards a second when variants of a small model are scored."""
-    _, vit = opened("vit_tiny_patch16_224")
-    keep = torch.stack([torch.randperm(196)[:98] for _ in range(count)])
-    subsets = TokenSubsets(torch.zeros(count, dtype=torch.long), keep)
-    images = torch.randn(1, 3, 224, 224, device="cuda")
-    rows = []
-    for compiled in (False, True):
-        ablation = Ablation(vit, images, compile=compiled)
-        seconds = medians({"": lambda ablation=ablation: ablation.logits(subsets)}, 3)[""]
-        what = f"variants of 98 tokens{', compiled' if compiled else ''}: forwards a second"
-        rows.append(["ViT-tiny @224", what, str(count), f"{1e3 * seconds / count:.4f}", f"{count / seconds:.0f}", ""])
-    return rows
 
 
 def _relevance(batch: int = 64) -> list[list[str]]:

@@ -207,7 +207,7 @@ class _Runner:
                 first = layer == vit.depth - 1 and self._first_row_is_enough()
                 x = (runs.first_row(x) if first else runs.block(layer, x)).to(vit.dtype)
             record.seen["y"] = x.detach()
-            with torch.no_grad(), rounding(vit, self.precision):
+            with torch.no_grad():
                 for j in self.wants[layer]:
                     if not self.jobs[j].backward:
                         self.values[j][layer] = self.jobs[j].of(record)
@@ -283,7 +283,7 @@ class _Runner:
         record = self.records[layer]
         record.seen["g"] = gradient
         record.complete()
-        with torch.no_grad(), rounding(self.vit, self.precision):
+        with torch.no_grad():
             for j in self.wants[layer]:
                 if self.jobs[j].backward:
                     self.values[j][layer] = self.jobs[j].of(record)

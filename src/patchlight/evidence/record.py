@@ -196,6 +196,12 @@ class Evidence:
         fused = self._record.fused
         return self.A.shape[1] if fused is None else fused.q.shape[1]
 
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b, in bfloat16 where attention stayed fused: for large products that need little precision."""
+        if self._record.fused is None or not a.is_cuda:
+            return a @ b
+        return (a.bfloat16() @ b.bfloat16()).to(a.dtype)
+
     @property
     def gradient_mean(self) -> Tensor:
         """The mean of G over the patches it is from [B,H,N], for each to-token."""

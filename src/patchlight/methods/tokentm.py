@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy, linear
 from patchlight.evidence.record import Evidence
@@ -67,8 +66,8 @@ def _ov_image(b: Evidence, source: Tensor) -> tuple[Tensor, Tensor]:
     heads = b.heads
     projection = linear(b.parts.out).weight
     out = projection.unflatten(1, (heads, -1))
-    value = F.linear(source, b.parts.value()).unflatten(-1, (heads, -1)).transpose(1, 2)
-    pulled = (b.x @ projection).unflatten(-1, (heads, -1)).transpose(1, 2)
+    value = b.product(source, b.parts.value().T).unflatten(-1, (heads, -1)).transpose(1, 2)
+    pulled = b.product(b.x, projection).unflatten(-1, (heads, -1)).transpose(1, 2)
     per_head = out.permute(1, 2, 0)
     gram = per_head @ per_head.transpose(1, 2)
     return ((value @ gram) * value).sum(-1).clamp(min=0).sqrt(), (value * pulled).sum(-1)
