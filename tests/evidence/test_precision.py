@@ -221,3 +221,37 @@ def test_a_batch_is_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine, "compute", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
     with pytest.raises(pl.PatchlightError, match="not even one image fits into memory"):
         pl.explain(vit, batch, "genatt", target=0)
+
+
+@pytest.mark.parametrize("target", [1, [[0, 1], [2, 3]], (1, 2), None])
+def test_a_captured_pass_is_given_all_it_depends_on(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are of CUDA; here what would be captured is called with copies of its inputs, once recorded, twice run."""
+    vit = shared("vit")
+    names = ["genatt", "rollout", "gradcam", "ixg.libra"]
+    keys: list[Any] = []
+    recorded: dict[Any, Any] = {}
+
+    def captured(owner: Any, key: Any, function: Any, inputs: Any) -> Any:
+        keys.append(key)
+        return recorded.setdefault(key, function)(*(t.clone() for t in inputs))
+
+    monkeypatch.setattr(engine, "captured", captured)
+    monkeypatch.setattr(engine, "_capturable", lambda requests, vit: all(r.settings["compile"] for r in requests))
+    for batch in (images(vit, 2), images(vit, 2).flip(0)):
+        graph = pl.explain(vit, batch, names, target=target, compile=True)
+        steps = pl.explain(vit, batch, names, target=target)
+        for name in names:
+            assert torch.equal(graph[name].target, steps[name].target)
+            torch.testing.assert_close(graph[name].scores, steps[name].scores)
+    assert len(recorded) == len(keys) / 2, "the second batch is replayed"
+    pl.explain(vit, images(vit, 2), {"genatt": {"rectify": "mean"}}, target=1, compile=True)
+    assert keys[-1] not in keys[:-1], "another setting is another graph"
+
+
+def test_what_cannot_be_captured_is_computed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = shared("vit")
+    monkeypatch.setattr(engine, "captured", lambda *_: None)
+    monkeypatch.setattr(engine, "_capturable", lambda requests, vit: True)
+    for target in (1, None):
+        found = pl.explain(vit, images(vit, 2), "genatt", target=target, compile=True)
+        assert torch.equal(found.scores, pl.explain(vit, images(vit, 2), "genatt", target=target).scores)
