@@ -61,7 +61,8 @@ def rollout(
 ) -> Matrix:
     """Attention rollout: the CLS row of prod_l N(M_l + I), M_l the heads fused. Class-agnostic.
 
-    `discard` sets that fraction of each fused matrix, its smallest entries, to zero, except the CLS-to-CLS entry.
+    `discard` sets that fraction of each fused matrix, its smallest entries, to zero, except the CLS-to-CLS entry. With
+    it, or heads fused by max or min, the matrix is written out; else only rows of it are computed where that is faster.
     Presets: `chefer` starts at block 1 as that paper's scripts do, `vit-explain` discards 0.9 and normalises along
     the wrong axis as that code does, `skipplus` does not normalise.
     """
@@ -92,7 +93,8 @@ def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Matrix:
     """Gradient-weighted attention: the CLS row of prod_l (I + mean_h ReLU(A_l * G_l)).
 
     R <- R + E_l R from R = I, all blocks, no normalisation; [B,H,N,N] to [B,N,N]. `rectify="mean"` takes the ReLU
-    after the mean over heads, as the copy in the BT code does (preset `bt`). One forward, one backward.
+    after the mean over heads, as the copy in the BT code does (preset `bt`), for which the matrix is written out. One
+    forward, one backward.
     """
     return b.matrix("relu(AG)") if rectify == "heads" else written(b.matrix("AG")).relu()
 

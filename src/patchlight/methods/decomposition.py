@@ -128,7 +128,7 @@ _ABOUT: dict[str, Any] = {
     "matrix": True,
     "nonnegative": True,
     "refuses": _refuses,
-    "cost": "1 forward",
+    "cost": "1 forward, attention matrices written out",
 }
 
 

@@ -146,7 +146,7 @@ def value_ratio(b: Evidence) -> Tensor:
     paper="Chen et al., ICML 2023",
     aliases=("bt-head",),
     nonnegative=True,
-    cost="21 forwards + 1 backward + 20 backwards through the last block",
+    cost="21 forwards + 1 backward, attention matrices written out, + 20 backwards through the last block",
     quick={"steps": 3},
     presets={"tis": {"start": 0}, "interpretdl": {"score": "probability"}},
 )
