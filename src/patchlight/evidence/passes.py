@@ -119,9 +119,9 @@ def run_pass(
         try:
             with rounding(vit, rounds):
                 logits = runner.forward(_usable(images, vit), None if tokens is None else _usable(tokens, vit))
-            targets = (
-                surely_predicted(vit, images, logits.detach(), precision) if targets is None else targets.repeat(1)
-            )
+            if targets is None:
+                targets = surely_predicted(vit, images, logits.detach(), precision)
+            targets = targets.repeat(1)
             with torch.set_grad_enabled(runner.backward):
                 scores = score_of(logits, targets, score, vit.sigmoid)
             found, ends = [], []
@@ -131,9 +131,7 @@ def run_pass(
                     found.append(done)
                     ends.append(end)
         finally:
-            runner.last = runner.cut = torch.empty(
-                0
-            )  # the graph's hooks hold the runner, which must not hold the graph
+            runner.release()
     return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"))
 
 
@@ -184,6 +182,10 @@ class _Runner:
         self.leaf = self.last = self.cut = torch.empty(0)
         self.end = Record(vit.depth, torch.empty(0))
         self.projected: Tensor | None = None
+
+    def release(self) -> None:
+        """Let go of the graph: its hooks hold the runner."""
+        self.last = self.cut = torch.empty(0)
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
         vit, runs = self.vit, self.runs
