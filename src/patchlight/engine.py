@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, overload
 
@@ -15,8 +14,8 @@ from patchlight.attribution import Attribution, Attributions, versions
 from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.graphs import captured, forget
-from patchlight.evidence.passes import PIXELS, LayerJob, Pass, run_pass, surely_predicted
-from patchlight.evidence.precision import HALF, Decided, free_memory, lowered
+from patchlight.evidence.passes import PIXELS, LayerJob, Pass, fitting, run_pass, surely_predicted
+from patchlight.evidence.precision import HALF, Decided, lowered
 from patchlight.evidence.rules import PLAIN, Rule
 from patchlight.fingerprints import fingerprint, of_images
 from patchlight.images import in_batches
@@ -399,20 +398,15 @@ _OPTIONS = ("target", "score", "seed", "batch_size", "progress", "finite")
 
 
 def default_batch_size(vit: Anatomy, requests: Sequence[Request] = ()) -> int:
-    """As many images as a pass over them fits into memory; a power of two up to 256 on CUDA, 1 to 32 elsewhere.
+    """How many images at once: 1 to 32, such that attention and its gradient, all heads and blocks, have about 1.5 GB.
 
-    On CUDA half of the free memory is for the tokens that the backward of every block reads, about 40 numbers of four
-    bytes (half as many in half precision), and for the attention matrices where they are written. Elsewhere attention
-    and its gradient, all heads and blocks, have about 1.5 GB.
+    Of methods that all run passes on CUDA, what memory has room for (`fitting`), as a power of two: a size that changes
+    with every byte that is free would round differently each time.
     """
-    matrices = 2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2
-    if vit.device.type != "cuda":
-        return max(1, min(32, int(1.5e9 / matrices)))
-    written = any(r.precision(vit) not in HALF and r.needs & {"A", "G"} for r in requests)
-    wide = not requests or any(r.precision(vit) not in HALF for r in requests)
-    tokens = (160 if wide else 80) * max(vit.depth, 1) * vit.tokens * vit.width
-    fit = 0.5 * free_memory(vit.device) / (tokens + (matrices if written or not requests else 0))
-    return int(2 ** min(8, max(0, math.floor(math.log2(max(fit, 1))))))
+    if vit.device.type != "cuda" or not requests or any(isinstance(r.method, Ablates) for r in requests):
+        return max(1, min(32, int(1.5e9 / (2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2))))
+    wide = [r for r in requests if r.precision(vit) not in HALF]
+    return 1 << fitting(vit, not wide, any(r.needs & {"A", "G"} for r in wide)).bit_length() - 1
 
 
 def attribution_of(

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.evidence.passes import PIXELS, LayerJob, rows_at_once, run_pass
+from patchlight.engine import default_batch_size
+from patchlight.evidence import passes
+from patchlight.evidence.passes import PIXELS, LayerJob, fitting, rows_at_once, run_pass
 from patchlight.evidence.record import PARTS, Evidence
 from patchlight.evidence.rules import RULES
+from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.families import build, images, shared
 from tests.literal.plain import Written, states
@@ -412,9 +415,21 @@ def test_rows_of_a_pass_come_from_free_memory(
 ) -> None:
     """290.5 MB each for ViT-B/16 in float32; what torch holds but does not use is free too."""
     vit: Any = SimpleNamespace(
-        device=torch.device(device), depth=depth, tokens=197, width=768, dtype=torch.float32, name="ViT-B/16"
+        device=torch.device(device), depth=depth, heads=12, tokens=197, width=768, dtype=torch.float32
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of: (int(gigabytes * 1e9) - 500, int(140e9)))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda of: 1500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda of: 1000)
     assert rows_at_once(vit) == expected
+
+
+def test_the_batch_of_methods_that_run_passes_comes_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ViT-B/16 with 10 GB free: 145 MB an image in half precision, 291 in full, and 45 for matrices; powers of two."""
+    shape = {"depth": 12, "heads": 12, "tokens": 197, "width": 768, "dtype": torch.float32, "overflows": False}
+    vit: Any = SimpleNamespace(device=torch.device("cuda"), **shape)
+    monkeypatch.setattr(passes, "free_memory", lambda device: int(10e9))
+    asked = {"genatt": {}, "ixg": {"precision": "full"}, "rollout": {"precision": "full"}, "tis": {}}
+    sizes = {name: default_batch_size(vit, [resolve(name, settings)]) for name, settings in asked.items()}
+    assert sizes == {"genatt": 32, "ixg": 16, "rollout": 8, "tis": 32}
+    assert [fitting(vit, True), fitting(vit), fitting(vit, written=True)] == [34, 17, 14]
+    assert default_batch_size(vit) == 32, "what else is done with the images is not known"

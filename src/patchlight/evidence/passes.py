@@ -29,13 +29,19 @@ PIXELS = -1
 
 
 def rows_at_once(vit: Anatomy) -> int:
-    """How many variants of images one pass with a backward may hold: 16, and on CUDA what fits into memory, 1 to 256.
+    """How many variants of images one pass with a backward may hold: 16, and on CUDA what memory has room for."""
+    return fitting(vit) if vit.device.type == "cuda" and vit.depth else 16
 
-    It is half of the free memory, at about 40 numbers a token, channel and block.
+
+def fitting(vit: Anatomy, half: bool = False, written: bool = False) -> int:
+    """How many images a pass with a backward may hold on CUDA, 1 to 256: what half of the free memory has room for.
+
+    The backward reads about 40 numbers a token, channel and block, half as wide in half precision; and attention and
+    its gradient, where they are `written`.
     """
-    if vit.device.type != "cuda" or vit.depth == 0:
-        return 16
-    each = 40 * vit.dtype.itemsize * vit.depth * vit.tokens * vit.width
+    depth, wide = max(vit.depth, 1), vit.dtype.itemsize
+    each = depth * vit.tokens * vit.width * 40 * wide // (2 if half else 1)
+    each += 2 * depth * vit.heads * vit.tokens**2 * wide if written else 0
     return max(1, min(256, free_memory(vit.device) // 2 // each))
 
 

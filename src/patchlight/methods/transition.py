@@ -130,7 +130,7 @@ def head_importance(b: Evidence) -> Tensor:
 def _by_importance(b: Evidence) -> Tensor:
     """sum_h I_h A_h [B,N,N]."""
     importance = head_importance(b)[..., None] * b.heads
-    return written(b.matrix("A", rows=importance.expand(-1, -1, b.A.shape[-1])))
+    return written(b.matrix("A", rows=importance.expand(-1, -1, b.tokens)))
 
 
 def value_ratio(b: Evidence) -> Tensor:
