@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.targets import Targets, class_index, kl_divergence, resolve_targets, score_of
+from patchlight.targets import Outputs, Targets, class_index, kl_divergence, resolve_targets, score_of
 from tests.families import images, shared
 
 LABELS = ["tench, Tinca tinca", "tabby, tabby cat", "crane", "crane", "Egyptian cat"]
@@ -61,11 +61,11 @@ def test_a_name_without_labels() -> None:
 def test_scores_have_their_closed_forms(a: int, b: int, seed: int) -> None:
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     one = Targets(torch.full((3, 1), a))
-    assert torch.equal(score_of(logits, one, "logit", False)[:, 0], logits[:, a])
-    torch.testing.assert_close(score_of(logits, one, "probability", False)[:, 0], logits.softmax(1)[:, a])
-    torch.testing.assert_close(score_of(logits, one, "probability", True)[:, 0], logits[:, a].sigmoid())
+    assert torch.equal(score_of(logits, one, "logit", Outputs())[:, 0], logits[:, a])
+    torch.testing.assert_close(score_of(logits, one, "probability", Outputs())[:, 0], logits.softmax(1)[:, a])
+    torch.testing.assert_close(score_of(logits, one, "probability", Outputs("sigmoid"))[:, 0], logits[:, a].sigmoid())
     pair = Targets(torch.full((3, 1), a), torch.full((3, 1), b))
-    torch.testing.assert_close(score_of(logits, pair, "logit", False)[:, 0], logits[:, a] - logits[:, b])
+    torch.testing.assert_close(score_of(logits, pair, "logit", Outputs())[:, 0], logits[:, a] - logits[:, b])
 
 
 def test_a_one_output_head_has_two_labels() -> None:
@@ -103,7 +103,9 @@ def test_a_pair_is_the_difference_of_logits() -> None:
 def test_divergence_is_the_kl_of_distributions() -> None:
     a, b = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0))
     want = F.kl_div(b.log_softmax(1), a.softmax(1), reduction="none").sum(1)
-    assert torch.allclose(kl_divergence(a, b, False), want, atol=1e-6)
-    assert float(kl_divergence(a, a, False).abs().max()) < 1e-6
+    assert torch.allclose(kl_divergence(a, b, Outputs()), want, atol=1e-6)
+    assert float(kl_divergence(a, a, Outputs()).abs().max()) < 1e-6
     p, q = torch.distributions.Bernoulli(logits=a), torch.distributions.Bernoulli(logits=b)
-    assert torch.allclose(kl_divergence(a, b, True), torch.distributions.kl_divergence(p, q).sum(1), atol=1e-5)
+    assert torch.allclose(
+        kl_divergence(a, b, Outputs("sigmoid")), torch.distributions.kl_divergence(p, q).sum(1), atol=1e-5
+    )

@@ -59,11 +59,12 @@ _HOMES = {
     "trace": "patchlight.evidence.passes",
     "wrap": "patchlight.anatomy.load",
 }
-_ROOMS = {"diffmask": "patchlight.trained.diffmask"}
+_ROOMS = {"diffmask": "patchlight.trained.diffmask", "heads": "patchlight.heads"}
 """Rooms that are used by their own name, as in `pl.diffmask.train`."""
 __all__ = sorted([*_HOMES, *_ROOMS])
 
 if TYPE_CHECKING:
+    from patchlight import heads as heads
     from patchlight.anatomy.base import Anatomy as Anatomy
     from patchlight.anatomy.families import register_family as register_family
     from patchlight.anatomy.load import list_models as list_models

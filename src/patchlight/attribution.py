@@ -77,6 +77,8 @@ class Attribution:
     against: Tensor | None = None
     labels: tuple[str, ...] = ()
     against_labels: tuple[str, ...] = ()
+    head: dict[str, Any] = field(default_factory=dict)
+    """What was asked of the model, where that is not its own classifier: the head's kind and what it was made of."""
     seed: int = 0
     precision: str = ""
     """The precision it was computed in: "full", "tf32", "bf16" or "fp16"; two joined by "+" where float16 was too small

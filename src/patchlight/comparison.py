@@ -15,7 +15,7 @@ from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attributions
 from patchlight.engine import attribution_of, default_batch_size
 from patchlight.errors import integer, known_keywords
-from patchlight.fingerprints import fingerprint, of_images
+from patchlight.fingerprints import identity, of_images
 from patchlight.frames import frame
 from patchlight.methods.requests import Request, resolve
 from patchlight.metrics.base import Evaluation, MetricRequest, resolve_metric
@@ -114,7 +114,7 @@ class _First:
         if not self.targets:
             return Attributions()
         of = {
-            "weights": fingerprint(self.vit.model),
+            "weights": identity(self.vit),
             "images": tuple(self.hashes),
             "photos": tuple(self.photos.kept),
         }

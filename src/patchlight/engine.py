@@ -17,7 +17,7 @@ from patchlight.evidence.graphs import captured, forget
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass, fitting, run_pass, surely_predicted
 from patchlight.evidence.precision import HALF, Decided, lowered
 from patchlight.evidence.rules import PLAIN, Rule
-from patchlight.fingerprints import fingerprint, of_images
+from patchlight.fingerprints import identity, of_images
 from patchlight.images import in_batches
 from patchlight.methods.base import Ablates, Ask, LayerMap, LayerMaps
 from patchlight.methods.requests import Request, check_supported, resolve
@@ -71,7 +71,8 @@ def explain(
     vit = wrap(vit)
     seed = integer("seed", seed, 0)
     size = None if batch_size is None else integer("batch_size", batch_size, 1)
-    asked = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
+    resolved = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
+    asked = [request.suited(vit) for request in resolved]
     with vit.settled():
         results = _explained(vit, images, asked, target, seed, size, progress, finite)
     return results[method] if isinstance(method, str) else results
@@ -92,7 +93,7 @@ def _explained(
     size = default_batch_size(vit, asked) if size is None else size
     photos = Photos(vit.preprocess)
     count, batches = in_batches(images, size, vit.preprocess, vit.channels, photos.add)
-    targets = resolve_targets(target, count, vit.classes, vit.labels)
+    targets = resolve_targets(target, count, vit.outcomes, vit.labels)
     chunks: list[list[Tensor]] = [[] for _ in asked]
     chosen: list[Targets] = []
     precisions: list[dict[str, None]] = [{} for _ in asked]
@@ -117,7 +118,7 @@ def _explained(
             tell(begin, count)
     if not chosen:
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
-    of = {"weights": fingerprint(vit.model), "images": tuple(hashes), "photos": tuple(photos.kept)}
+    of = {"weights": identity(vit), "images": tuple(hashes), "photos": tuple(photos.kept)}
     explained = Targets.joined(chosen)
     results = Attributions()
     for request, kept, had in zip(asked, chunks, precisions, strict=True):
@@ -164,13 +165,14 @@ def compute(
     class. Requests without a gradient join the first group of their precision.
     """
     asked, maps = targets, dict[int, Tensor]()
+    requests = [request.suited(vit) for request in requests]
     for group in _groups(requests, vit):
         some = [requests[i] for i in group]
         run = _captured if _capturable(some, vit) else _passed
         targets, found = run(vit, batch, targets, some)
         maps.update(zip(group, found, strict=True))
     if targets is None:
-        targets = predicted(vit.logits(batch))
+        targets = predicted(vit.logits(batch), vit.outputs)
     shared: Shared = {}
     for i, request in enumerate(requests):
         if i not in maps:
@@ -298,7 +300,7 @@ def finish(request: Request, vit: Anatomy, seen: Pass, of: int = 0, target: int 
         return image
     assert request.composition is not None
     combine = request.composition.function
-    maps = LayerMaps(values, vit, vit.pool_row(seen.logits, seen.pool), seen.end(target), _tail(request))
+    maps = LayerMaps(values, vit, seen.row(vit, target), seen.end(target), _tail(request))
     result = combine(maps, **accepted(combine, request.settings))
     adds_end = isinstance(request.method, LayerMap) and request.method.adds_end
     if adds_end and request.settings.get("include_bias", True) and maps.end.bias is not None:
@@ -384,7 +386,7 @@ def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Target
     logits = vit.logits(batch)
     if not bool(logits[i].isfinite().all()):
         reason = "the model's logits are not finite there"
-    elif not bool(score_of(logits, targets, request.score, vit.sigmoid)[i].isfinite().all()):
+    elif not bool(score_of(logits, targets, request.score, vit.outputs)[i].isfinite().all()):
         reason = "the score made of the model's logits is not finite there"
     else:
         half = HALF.get(request.precision(vit))
@@ -426,6 +428,7 @@ def attribution_of(
         image_size=vit.preprocess.size,
         labels=tuple(vit.label(int(i)) for i in targets.index.flatten()),
         against_labels=() if targets.against is None else tuple(vit.label(int(i)) for i in targets.against[:, 0]),
+        head={} if vit.head is None else vit.head.about(),
         seed=seed,
         versions=versions(),
         preprocess=vit.preprocess,

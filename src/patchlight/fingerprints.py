@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import modules_of
+from patchlight.anatomy.base import Anatomy, modules_of
 
 ROW = 2**14
 SAMPLED = 16
@@ -29,6 +30,20 @@ def fingerprint(model: nn.Module) -> str:
     found = _hashed(about.encode(), torch.cat(sums) if sums else torch.empty(0, dtype=torch.int32))
     _KNOWN[model] = now, found
     return found
+
+
+def identity(vit: Anatomy) -> str:
+    """The hash of a model's weights and of the head it is asked by: maps are of both."""
+    weights = fingerprint(vit.model)
+    if vit.head is None:
+        return weights
+    told = json.dumps(vit.head.about(), sort_keys=True, default=repr)
+    return hashlib.sha256(f"{weights} {told}".encode()).hexdigest()[:16]
+
+
+def of_tensor(values: Tensor) -> str:
+    """The hash of one tensor."""
+    return of_images(values[None])[0]
 
 
 def stamp(model: nn.Module) -> Stamp:

@@ -15,7 +15,40 @@ from patchlight.errors import PatchlightError, nearest
 
 Label = int | str
 Target = Label | tuple[Label, Label] | Sequence[Any] | Tensor | None
-Score = Literal["logit", "probability"] | Callable[[Tensor], Tensor]
+ScoreName = Literal["logit", "probability", "cosine"]
+Score = ScoreName | Callable[[Tensor], Tensor]
+Kind = Literal["softmax", "sigmoid", "binary", "cosine", "none"]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How logits [...,C] are read.
+
+    `kind` says what probabilities are: "softmax" over the classes, a "sigmoid" each, "binary" (one output y that speaks
+    for label 1 and, as -y, for label 0), "cosine" ((1 + cos) / 2: a similarity between 0 and 1, each class by itself),
+    or "none" (numbers such as activations or regressions). Where logits are `scale` * cosine + `bias`, these say so.
+    """
+
+    kind: Kind = "softmax"
+    scale: float | None = None
+    bias: float = 0.0
+
+    @property
+    def alone(self) -> bool:
+        """Whether each class is a yes or no by itself."""
+        return self.kind in ("sigmoid", "binary")
+
+    def outcomes(self, classes: int) -> int:
+        """How many classes can be asked about, of so many outputs."""
+        return 2 if self.kind == "binary" else classes
+
+    def no_probability(self, classes: int) -> str | None:
+        """Why there are no probabilities; None where there are."""
+        if self.kind == "none":
+            return "its outputs are plain numbers and no probabilities"
+        if self.kind == "softmax" and classes == 1:
+            return "a softmax over one class is always 1; ask about two or more"
+        return None
 
 
 @dataclass(frozen=True)
@@ -116,12 +149,11 @@ def _plain(value: Any) -> Any:
 
 def class_index(value: Any, classes: int, labels: Sequence[str] | None) -> int:
     """The index of a class given as an index or a label name (a whole label, or one of its comma-separated names)."""
-    known = max(classes, 2)
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise PatchlightError(f"target {value!r} is a {type(value).__name__}; give a class index or a label name")
     if isinstance(value, int):
-        if not 0 <= value < known:
-            raise PatchlightError(f"target {value} is out of range; this model has classes 0 to {known - 1}")
+        if not 0 <= value < classes:
+            raise PatchlightError(f"target {value} is out of range; this model has classes 0 to {classes - 1}")
         return value
     if not labels:
         raise PatchlightError(f"target '{value}' is a name but this model has no labels; give an index, or load labels")
@@ -146,42 +178,68 @@ def _pair(target: tuple[Any, ...]) -> tuple[Any, Any]:
     return target[0], target[1]
 
 
-def predicted(logits: Tensor) -> Targets:
-    """The model's own prediction; for a one-output head, label 1 where the logit is positive."""
-    if logits.shape[1] == 1:
+def predicted(logits: Tensor, outputs: Outputs) -> Targets:
+    """The model's own prediction, the largest output; of a binary one, label 1 where it is positive."""
+    if outputs.kind == "binary":
         return Targets((logits > 0).long().cpu())
     return Targets(logits.argmax(1, keepdim=True).cpu())
 
 
-def probabilities(logits: Tensor, sigmoid: bool) -> Tensor:
-    """p of every class [...,C]: their softmax, or a sigmoid each; a one-output head gives 1 - p and p."""
-    alone = sigmoid or logits.shape[-1] == 1
-    return _of_both_labels(logits).sigmoid() if alone else logits.softmax(-1)
+def probabilities(logits: Tensor, outputs: Outputs) -> Tensor:
+    """p of every class [...,C], as `outputs` says; a binary output gives 1 - p and p."""
+    _check_probable(logits, outputs)
+    if outputs.kind == "cosine":
+        return (1 + cosines(logits, outputs)) / 2
+    return _of_both_labels(logits, outputs).sigmoid() if outputs.alone else logits.softmax(-1)
 
 
-def log_probabilities(logits: Tensor, sigmoid: bool) -> Tensor:
+def log_probabilities(logits: Tensor, outputs: Outputs) -> Tensor:
     """log p of every class [...,C], where `probabilities` are p."""
-    alone = sigmoid or logits.shape[-1] == 1
-    return F.logsigmoid(_of_both_labels(logits)) if alone else logits.log_softmax(-1)
+    _check_probable(logits, outputs)
+    if outputs.kind == "cosine":
+        return probabilities(logits, outputs).clamp_min(0).log()
+    return F.logsigmoid(_of_both_labels(logits, outputs)) if outputs.alone else logits.log_softmax(-1)
 
 
-def kl_divergence(clean: Tensor, other: Tensor, sigmoid: bool) -> Tensor:
+def cosines(logits: Tensor, outputs: Outputs) -> Tensor:
+    """The cosines that logits are made of."""
+    if outputs.scale is None:
+        raise PatchlightError("these logits are made of no cosines; score='logit' explains them as they are")
+    return (logits - outputs.bias) / outputs.scale
+
+
+def kl_divergence(clean: Tensor, other: Tensor, outputs: Outputs) -> Tensor:
     """KL(p_clean || p_other) [...] from logits [...,C]; summed over classes that are each a yes or no."""
-    if sigmoid:
+    if outputs.kind in ("cosine", "none"):
+        raise PatchlightError(
+            "KL compares distributions over classes, and this head gives similarities or plain numbers; "
+            "give quantity='score', or use insertion and deletion"
+        )
+    if outputs.alone:
         clean, other = (torch.cat([-logits, logits], -1) for logits in (clean, other))
-    log_p, log_q = (log_probabilities(logits, sigmoid) for logits in (clean, other))
+        outputs = Outputs("sigmoid")
+    log_p, log_q = (log_probabilities(logits, outputs) for logits in (clean, other))
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def _of_both_labels(values: Tensor) -> Tensor:
-    """What a one-output head says about labels 0 and 1, -y and +y; of other heads the values themselves."""
-    return torch.cat([-values, values], -1) if values.shape[-1] == 1 else values
+def _check_probable(logits: Tensor, outputs: Outputs) -> None:
+    reason = outputs.no_probability(logits.shape[-1])
+    if reason is not None:
+        raise PatchlightError(f"this head gives no probabilities: {reason}; score='logit' works")
 
 
-def score_of(logits: Tensor, targets: Targets, score: Score, sigmoid: bool) -> Tensor:
-    """The explained number s [B,T]: a logit, a probability, or what a callable makes of the logits.
+def _of_both_labels(values: Tensor, outputs: Outputs) -> Tensor:
+    """What a binary output says about labels 0 and 1, -y and +y; of others the values themselves."""
+    return torch.cat([-values, values], -1) if outputs.kind == "binary" else values
 
-    A one-output head has two labels: 1 scores +y and 0 scores -y. A pair scores s_a - s_b.
+
+SCORES = "give 'logit', 'probability', 'cosine' or a callable of the logits"
+
+
+def score_of(logits: Tensor, targets: Targets, score: Score, outputs: Outputs) -> Tensor:
+    """The explained number s [B,T]: a logit, probability or cosine, or what a callable makes of the logits.
+
+    A binary output has two labels: 1 scores +y and 0 scores -y. A pair scores s_a - s_b.
     """
     if callable(score):
         values = score(logits)
@@ -197,13 +255,15 @@ def score_of(logits: Tensor, targets: Targets, score: Score, sigmoid: bool) -> T
                 f"the score callable gave shape {list(values.shape)} for logits {list(logits.shape)}; "
                 f"it must give [B] or one value per logit"
             )
-        values = _of_both_labels(values)
+        values = _of_both_labels(values, outputs)
     elif score == "logit":
-        values = _of_both_labels(logits)
+        values = _of_both_labels(logits, outputs)
     elif score == "probability":
-        values = probabilities(logits, sigmoid)
+        values = probabilities(logits, outputs)
+    elif score == "cosine":
+        values = cosines(logits, outputs)
     else:
-        raise PatchlightError(f"score {score!r} is not known; give 'logit', 'probability' or a callable of the logits")
+        raise PatchlightError(f"score {score!r} is not known; {SCORES}")
     picked = values.gather(1, targets.index.to(values.device))
     if targets.against is not None:
         picked = picked - values.gather(1, targets.against.to(values.device))

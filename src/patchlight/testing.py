@@ -148,7 +148,7 @@ def _check_targets(
     assert first.target.shape == (count,), "the explained classes are not recorded"
     explicit = _run(request, vit, images, given, target=first.target.tolist())
     _close(request, first.scores, explicit.scores, "the prediction, by default and by name")
-    other = (first.target + 1) % max(vit.classes, 2)
+    other = (first.target + 1) % vit.outcomes
     changed = _run(request, vit, images, given, target=other)
     moved = not torch.equal(first.scores, changed.scores)
     mirrored = vit.classes == 1 and request.method.unsigned  # y and -y have gradients of one size

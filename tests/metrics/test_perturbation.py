@@ -199,11 +199,10 @@ def test_two_labels_and_independent_labels_have_their_own_kl(family: str) -> Non
     p, q = torch.sigmoid(other.flatten().flip(0)).tolist()
     expected = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     if family == "vit":
-        vit = pl.wrap(vit.model, name="sigmoids")
-        vit.sigmoid = True
+        vit = pl.wrap(vit.model, name="sigmoids", sigmoid=True)
         clean, other = clean.expand(-1, -1, 2), other.expand(-1, -1, 2)
         expected *= 2
-    found = kl_divergence(clean, other, vit.sigmoid)
+    found = kl_divergence(clean, other, vit.outputs)
     assert found[0].tolist() == pytest.approx([expected, 0], abs=1e-12)
 
 

@@ -6,9 +6,9 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,14 @@ from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.evidence.taps import watch_norm
 from patchlight.images import Preprocess, to_batch
-from patchlight.targets import probabilities
+from patchlight.targets import Kind, Outputs, probabilities
+
+if TYPE_CHECKING:
+    from patchlight.heads import Head
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg"]
+Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg", "max"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Ends:
     prefix: Tensor
     positions: Tensor
     norm: nn.LayerNorm
-    head: nn.Module
+    head: nn.Module | Affine
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ def affine(layer: Any) -> Affine | None:
     A plain linear layer shows its weight. Any other (an adapter around one, say) is asked: the images of 0 and of the
     unit vectors, and one random vector to see that it is linear at all.
     """
+    if isinstance(layer, Affine):
+        return layer
     if not isinstance(layer, nn.Module):
         return None
     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
@@ -112,7 +117,8 @@ class Anatomy(ABC):
     `model` is the user's own and is only read; everything runs on `net`, a twin of it. `grid` is the patch grid (rows,
     columns); `prefix` the number of tokens before the patches (CLS, DIST, registers); `pooling` how the classifier
     reads the tokens; `depth`, `heads`, `width` the transformer's size; `classes` the number of outputs, `labels` their
-    names; `sigmoid` whether probabilities are sigmoids rather than a softmax.
+    names; `outputs` how they are read: as a softmax, sigmoids, similarities, plain numbers. `head` is what was asked of
+    it by `ask`, in place of its own classifier (None), and `bare` itself without.
     `extent` are the pixels (rows, columns) that the grid covers, from the top left: less than the image where patches
     do not fit into it, more where it is padded.
     """
@@ -138,6 +144,7 @@ class Anatomy(ABC):
         preprocess: Preprocess,
         labels: Sequence[str] | None = None,
         sigmoid: bool | None = None,
+        regression: bool = False,
         channels: int = 3,
         extent: tuple[int, int] | None = None,
     ) -> None:
@@ -152,8 +159,10 @@ class Anatomy(ABC):
         self.labels = list(labels) if labels is not None else None
         self.assumed_labels = False
         """Whether the labels were read from the model or its classes, and not given by the user."""
-        self.sigmoid = classes == 1 if sigmoid is None else sigmoid
-        self.assumed_sigmoid = sigmoid is None
+        self.head: Head | None = None
+        self.bare: Self | None = None
+        self._kind: Kind = "none" if regression else "sigmoid" if sigmoid else "softmax"
+        self.outputs = self.own_outputs(classes)
         self.channels = channels
         self.extent = preprocess.size if extent is None else extent
         self.attention: str | None = None
@@ -259,9 +268,9 @@ class Anatomy(ABC):
         What the probe shows is believed over what the model says about itself: classes, tokens, width, and whether a
         block's attention can be seen.
         """
-        from patchlight.anatomy.probe import probe
+        from patchlight.anatomy.probe import probe, probe_head
 
-        probe(self)
+        probe(self) if self.bare is None else probe_head(self, self.bare)
         self._checked, self._suspect = True, False
 
     @property
@@ -278,12 +287,59 @@ class Anatomy(ABC):
         """Block `index` on tokens whose patches stand at `positions` [B,k] of the grid (None: all, in order)."""
 
     @abstractmethod
+    def features(self, tokens: Tensor) -> Tensor:
+        """x_L [B,N,D] to what a head reads [B,E]: pooled and normalised."""
+
+    @abstractmethod
+    def classify(self, features: Tensor) -> Tensor:
+        """Features [B,E] to the logits of the model's own classifier; of a model that has none, themselves."""
+
+    def classified(self, tokens: Tensor) -> Tensor:
+        """x_L [B,N,D] to the model's own logits."""
+        return self.classify(self.features(tokens))
+
     def readout(self, tokens: Tensor) -> Tensor:
         """x_L [B,N,D] to logits [B,C]."""
+        if self.head is None:
+            return self.classified(tokens)
+        return self.head(tokens) if self.head.block is not None else self.head(self.features(tokens))
+
+    def features_of(self, images: Any) -> Tensor:
+        """The features [B,E] of images (a tensor, PIL images or paths)."""
+        with self.steady(), torch.no_grad():
+            own = self if self.bare is None else self.bare
+            return own.features(own.run(own.embed(self.place(to_batch(images, self.preprocess, self.channels)))))
 
     def whole(self, images: Tensor) -> Any:
         """What the model itself gives for images, run on the twin."""
         return self.net(images)
+
+    def own_outputs(self, classes: int) -> Outputs:
+        """How so many outputs of the model's own classifier are read."""
+        return Outputs("binary" if classes == 1 and self._kind != "none" else self._kind)
+
+    def ask(self, head: Head) -> Self:
+        """The same model asked by another head: what its classes are, and how features become their logits."""
+        bare = self if self.bare is None else self.bare
+        asked = object.__new__(type(bare))
+        bound = head.bound(bare)
+        asked.__dict__.update(bare.__getstate__(), head=bound, bare=bare)
+        asked.classes, asked.labels, asked.assumed_labels = len(bound.labels), list(bound.labels), False
+        asked.outputs, asked.pooling = bound.outputs, bound.pooling or bare.pooling
+        asked._begin()
+        asked.check()
+        return asked
+
+    def encode_texts(self, prompts: Sequence[str]) -> Tensor:
+        """The features [n,E] of sentences beside which those of images lie; of models with a text side alone."""
+        raise Unsupported(
+            f"{self.name} has no text side to read sentences with; give pl.heads.Texts(embeddings, labels), made by "
+            "the text model that it was trained with"
+        )
+
+    def text_outputs(self) -> Outputs:
+        """How similarities to texts become logits and probabilities."""
+        return Outputs("cosine", 1.0)
 
     def first_row(self, tokens: Tensor) -> Tensor:
         """The last block of a plain ViT on tokens [B,N,D], its output at the first token alone [B,1,D], by its parts.
@@ -321,7 +377,15 @@ class Anatomy(ABC):
         return None
 
     def ends(self) -> Ends | None:
-        """Embedding and head, where they are those of a plain ViT with a CLS token; else None."""
+        """Embedding and head, where they are those of a plain ViT with a CLS token and a linear head; else None."""
+        found = self.own_ends()
+        if found is None or self.head is None:
+            return found
+        asked = self.head.linear()
+        return None if asked is None else replace(found, head=asked)
+
+    def own_ends(self) -> Ends | None:
+        """The same with the model's own classifier."""
         return None
 
     def projection(self) -> nn.Module | None:
@@ -342,7 +406,18 @@ class Anatomy(ABC):
 
     @property
     def depth(self) -> int:
-        return len(self.blocks)
+        """How many blocks stand before what is read."""
+        return len(self.blocks) if self.head is None or self.head.block is None else self.head.block
+
+    @property
+    def outcomes(self) -> int:
+        """How many classes can be asked about: those of its outputs, or both labels of a binary one."""
+        return self.outputs.outcomes(self.classes)
+
+    @property
+    def sigmoid(self) -> bool:
+        """Whether each class is a yes or no by itself."""
+        return self.outputs.alone
 
     @property
     def tokens(self) -> int:
@@ -408,12 +483,14 @@ class Anatomy(ABC):
         return images.to(self.device, self.dtype)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Softmax, or the sigmoid of multi-label heads; a one-output head gives [1 - p, p]."""
-        return probabilities(logits, self.sigmoid)
+        """What `outputs` says: a softmax, sigmoids, …; a binary output gives [1 - p, p]."""
+        return probabilities(logits, self.outputs)
 
     def predict(self, images: Any, k: int = 5) -> list[list[tuple[str, float]]]:
-        """For each image the k most probable classes, as (label, probability)."""
-        top = self.probabilities(self.logits(self.batch(images)).float()).topk(min(k, max(self.classes, 2)), 1)
+        """For each image the k most probable classes, as (label, probability); the output, where there is no such."""
+        logits = self.logits(self.batch(images)).float()
+        values = logits if self.outputs.no_probability(self.classes) is not None else self.probabilities(logits)
+        top = values.topk(min(k, self.outcomes), 1)
         rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
         return [[(self.label(i), p) for p, i in zip(*row, strict=True)] for row in rows]
 
@@ -424,12 +501,23 @@ class Anatomy(ABC):
         """Per-token values [B,N] to the patch grid [B,h,w]: the one place that drops prefix tokens."""
         return values[:, self.prefix :].reshape(-1, *self.grid)
 
-    def pool_row(self, logits: Tensor, pool_attention: Tensor | None) -> Tensor:
+    def pool_row(
+        self,
+        logits: Tensor,
+        pool_attention: Tensor | None,
+        tokens: Tensor | None = None,
+        index: Tensor | None = None,
+    ) -> Tensor:
         """The weight [B,N] with which the classifier reads each output token, for logits [B,C] of their type.
 
         CLS pooling reads one row, average pooling all patch rows alike, attention pooling by its own attention
-        (mean over heads), a head on two readings half of each.
+        (mean over heads), a head on two readings half of each. A head that looks for the largest reads one of the
+        `tokens` [B,N,D], for the class `index` [B].
         """
+        if self.head is not None and self.head.block is not None:
+            if tokens is None or index is None:
+                raise Unsupported(f"the tokens that {self.head} reads were not seen")
+            return self.head.read_row(tokens, index.to(tokens.device))
         row = logits.new_zeros(len(logits), self.tokens)
         patches = 1.0 / (self.tokens - self.prefix)
         if self.pooling == "map":

@@ -50,12 +50,15 @@ class DescribedAnatomy(Anatomy):
         out: Any = block(tokens, **dict.fromkeys(required_after_first(type(block))))
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
-    def readout(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
         return cast(Tensor, self.twin.moved(self._given[2])(tokens))
+
+    def classify(self, features: Tensor) -> Tensor:
+        return features
 
     def whole(self, images: Tensor) -> Any:
         """What the model itself gives, where that is logits at all: its own forward may take, or give, anything."""
-        described = self.readout(self.run(self.embed(images)))
+        described = self.classified(self.run(self.embed(images)))
         try:
             out: Any = self.net(images)
         except Exception:

@@ -66,13 +66,13 @@ class HuggingFaceAnatomy(Anatomy):
         config = getattr(model.config, "vision_config", model.config)
         patch_h, patch_w = _pair(config.patch_size)
         classes = int(model.config.num_labels)
-        if classes == 0:
-            raise PatchlightError(f"{name or kind} has no classifier (num_labels=0); nothing to explain")
         given = labels is not None
         if labels is None and all(not str(v).startswith("LABEL_") for v in model.config.id2label.values()):
             labels = [str(model.config.id2label[i]) for i in range(len(model.config.id2label))]
         if getattr(model.config, "problem_type", None) == "multi_label_classification":
             about.setdefault("sigmoid", True)
+        if getattr(model.config, "problem_type", None) == "regression":
+            about.setdefault("regression", True)
         name = name or getattr(model, "name_or_path", "") or kind
         channels = int(getattr(config, "num_channels", 3))
         if "preprocess" not in about:
@@ -125,21 +125,28 @@ class HuggingFaceAnatomy(Anatomy):
         out = self.blocks[index](tokens, **dict.fromkeys(self._required))
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
-    def readout(self, tokens: Tensor) -> Tensor:
-        model: Any = self.net
-        kind = type(model).__name__
+    def features(self, tokens: Tensor) -> Tensor:
+        kind = type(self.net).__name__
         if kind.startswith("CLIP"):
-            return cast(Tensor, model.classifier(tokens[:, 1:].mean(1)))
+            return tokens[:, 1:].mean(1)
         norm = getattr(self._backbone, "post_layernorm", None) or self._backbone.layernorm
         tokens = norm(tokens)
         if kind.startswith("Siglip"):
-            return cast(Tensor, model.classifier(tokens.mean(1)))
+            return tokens.mean(1)
         if self.pooling == "cls+avg":
-            return cast(Tensor, model.classifier(torch.cat([tokens[:, 0], tokens[:, self.prefix :].mean(1)], 1)))
-        if self.pooling == "cls+dist":
-            both = model.cls_classifier(tokens[:, 0]) + model.distillation_classifier(tokens[:, 1])
-            return cast(Tensor, both / 2)
-        return cast(Tensor, model.classifier(tokens[:, 0]))
+            return torch.cat([tokens[:, 0], tokens[:, self.prefix :].mean(1)], 1)
+        return tokens[:, :2].mean(1) if self.pooling == "cls+dist" else tokens[:, 0]
+
+    def classify(self, features: Tensor) -> Tensor:
+        return cast(Tensor, cast(Any, self.net).classifier(features))
+
+    def classified(self, tokens: Tensor) -> Tensor:
+        if self.pooling != "cls+dist":
+            return super().classified(tokens)
+        model: Any = self.net  # each of its two tokens has a classifier
+        tokens = self._backbone.layernorm(tokens)
+        both = model.cls_classifier(tokens[:, 0]) + model.distillation_classifier(tokens[:, 1])
+        return cast(Tensor, both / 2)
 
     def parts(self, index: int) -> Parts:
         block = self.blocks[index]
@@ -166,7 +173,7 @@ class HuggingFaceAnatomy(Anatomy):
             beyond="" if fc1 is not None and fc2 is not None else "its MLP is more than two linear maps",
         )
 
-    def ends(self) -> Ends | None:
+    def own_ends(self) -> Ends | None:
         if type(self.model).__name__ not in ("ViTForImageClassification", "DeiTForImageClassification"):
             return None
         stem, model = self._backbone.embeddings, cast(Any, self.net)

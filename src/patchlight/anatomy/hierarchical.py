@@ -52,19 +52,23 @@ class HierarchicalAnatomy(Anatomy):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         raise IndexError(f"{self.name} has no block {index}: it is opened behind stage {self.stage}")
 
-    def readout(self, tokens: Tensor) -> Tensor:
-        features = tokens.transpose(1, 2).unflatten(2, self.grid)
+    def features(self, tokens: Tensor) -> Tensor:
+        last = tokens.transpose(1, 2).unflatten(2, self.grid)
         for i in range(self.stage + 1, self.stages):
-            features = self._stage(i, features)
-        return self._head(features)
+            last = self._stage(i, last)
+        return self._pooled(last)
+
+    def classify(self, features: Tensor) -> Tensor:
+        head = self._net.head
+        return cast(Tensor, getattr(head, "fc", head)(features))
 
     @abstractmethod
     def _stage(self, i: int, x: Tensor) -> Tensor:
         """From feature map to feature map, channels first; stage 0 from the image."""
 
     @abstractmethod
-    def _head(self, x: Tensor) -> Tensor:
-        """The logits of the last feature map."""
+    def _pooled(self, x: Tensor) -> Tensor:
+        """What the classifier reads of the last feature map."""
 
 
 class SwinAnatomy(HierarchicalAnatomy):
@@ -74,8 +78,8 @@ class SwinAnatomy(HierarchicalAnatomy):
         x = self._net.patch_embed(x) if i == 0 else x.permute(0, 2, 3, 1)
         return cast(Tensor, self._net.layers[i](x).permute(0, 3, 1, 2))
 
-    def _head(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self._net.forward_head(self._net.norm(x.permute(0, 2, 3, 1))))
+    def _pooled(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._net.forward_head(self._net.norm(x.permute(0, 2, 3, 1)), pre_logits=True))
 
 
 class PvtAnatomy(HierarchicalAnatomy):
@@ -84,8 +88,8 @@ class PvtAnatomy(HierarchicalAnatomy):
     def _stage(self, i: int, x: Tensor) -> Tensor:
         return cast(Tensor, self._net.stages[i](self._net.patch_embed(x) if i == 0 else x))
 
-    def _head(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self._net.forward_head(x))
+    def _pooled(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._net.forward_head(x, pre_logits=True))
 
 
 class TwinsAnatomy(HierarchicalAnatomy):
@@ -99,8 +103,8 @@ class TwinsAnatomy(HierarchicalAnatomy):
             x = self._net.pos_block[i](x, size) if j == 0 else x
         return cast(Tensor, x.transpose(1, 2).unflatten(2, size))
 
-    def _head(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self._net.forward_head(self._net.norm(x.flatten(2).transpose(1, 2))))
+    def _pooled(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._net.forward_head(self._net.norm(x.flatten(2).transpose(1, 2)), pre_logits=True))
 
 
 def read_hierarchical(

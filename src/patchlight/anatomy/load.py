@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,32 +19,70 @@ from patchlight.errors import PatchlightError, nearest
 from patchlight.images import Preprocess
 from patchlight.listed import matching
 
-_OVERRIDES = ("labels", "name", "preprocess", "processor", "sigmoid", "stage")
+if TYPE_CHECKING:
+    from patchlight.heads import Head
+
+_OVERRIDES = ("labels", "name", "preprocess", "processor", "sigmoid", "regression", "stage")
 """What `wrap` takes for a model that it reads by itself."""
 _DESCRIPTION = ("embed", "blocks", "readout", "grid", "prefix", "pooling", "heads", "classes")
 """What it needs for one that is described by hand."""
-_LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "stage")
+_LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", "stage")
 
 
-def wrap(model: nn.Module | Anatomy, **about: Any) -> Anatomy:
+def wrap(
+    model: nn.Module | Anatomy,
+    head: Head | None = None,
+    texts: Sequence[str] | None = None,
+    template: str | Sequence[str] = "{}",
+    **about: Any,
+) -> Anatomy:
     """The anatomy of a model you already have: timm, transformers or torchvision.
 
     A probe is run through the model, whole and in parts, and a model whose forward does more than its parts is refused.
     The model itself is only read: everything runs on a twin over the same weights, in evaluation mode, so the model may
     be trained or used meanwhile. Compiled and DataParallel models are unwrapped.
 
+    `head` (of `pl.heads`) asks another question than the model's own classifier; `texts` are the sentences of an
+    image-text model, short for `head=pl.heads.Texts(texts, template=template)`. A model without a classifier needs one.
+    An Anatomy can be given another head too.
+
     `labels` (names, a list or a CSV file), `name`, `preprocess` (or `processor`, a transformers image processor) and
-    `sigmoid` override what is read from the model; `stage` (0-based, or negative from the end) is where a hierarchical
-    model is opened, the second-to-last by default. A model of another make is described by hand: give `embed`,
-    `blocks`, `readout`, `grid`, `prefix`, `pooling`, `heads`, `classes` and `preprocess`. Functions that are methods of
-    the model run on its twin; others run its own modules, put into evaluation mode under a lock where they are not in
-    it.
+    `sigmoid` override what is read from the model, `regression=True` says that its outputs are numbers; `stage`
+    (0-based, or negative from the end) is where a hierarchical model is opened, the second-to-last by default. A model
+    of another make is described by hand: give `embed`, `blocks`, `readout`, `grid`, `prefix`, `pooling`, `heads`,
+    `classes` and `preprocess`. Functions that are methods of the model run on its twin; others run its own modules, put
+    into evaluation mode under a lock where they are not in it.
     """
-    about = _checked({key: value for key, value in about.items() if value is not None})
+    about = {key: value for key, value in about.items() if value is not None}
     if isinstance(model, Anatomy):
         if about:
             raise PatchlightError(f"{', '.join(about)} cannot be given for {model.name}, which is wrapped already")
-        return model
+        return _asked(model, head, texts, template)
+    return _asked(_wrapped(model, about), head, texts, template)
+
+
+def _asked(anatomy: Anatomy, head: Head | None, texts: Sequence[str] | None, template: str | Sequence[str]) -> Anatomy:
+    """The anatomy with the head asked for; one with neither that nor a classifier has nothing to explain."""
+    from patchlight.heads import Head, Texts
+
+    if head is not None and texts is not None:
+        raise PatchlightError("give either head or texts, which is short for head=pl.heads.Texts(texts)")
+    head = head if texts is None else Texts(texts, template=template)
+    if head is None:
+        if anatomy.classes == 0:
+            raise PatchlightError(
+                f"{anatomy.name} has no classifier, so there are no classes to explain; give head= one of pl.heads: "
+                "Similar(images), Prototypes(features, labels), Linear(weight, bias, labels), Neurons(block, channels) "
+                "or, of an image-text model, Texts(sentences)"
+            )
+        return anatomy
+    if not isinstance(head, Head):
+        raise PatchlightError(f"head is a {type(head).__name__}; give one of pl.heads")
+    return anatomy.ask(head)
+
+
+def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
+    about = _checked(about)
     if not isinstance(model, nn.Module):
         raise PatchlightError(f"wrap takes a torch module; {type(model).__name__} was given (load takes names)")
     model = _unwrap(model)
@@ -65,13 +103,17 @@ def load(
     device: str | torch.device = "cpu",
     pretrained: bool | None = None,
     preprocess: Preprocess | None = None,
+    head: Head | None = None,
+    texts: Sequence[str] | None = None,
+    template: str | Sequence[str] = "{}",
     **options: Any,
 ) -> Anatomy:
     """Load a model by name: "pocket", any timm name, "hf:NAME" (hub name or local folder), or "torchvision:NAME".
 
     `weights` is a safetensors file (or a torch file of plain tensors); the number of classes is read from it. Without
     it the pretrained weights are fetched, where a hub is reachable; `pretrained=False` leaves them random. Further
-    options go to the library's own constructor (`img_size=`, `patch_size=`, …); `preprocess` and `stage` as in wrap.
+    options go to the library's own constructor (`img_size=`, `patch_size=`, …); `preprocess`, `head`, `texts`,
+    `template` and `stage` as in wrap.
     """
     if not isinstance(name, str):
         raise PatchlightError(f"load takes a name; {type(name).__name__} was given (wrap takes models)")
@@ -100,7 +142,7 @@ def load(
     except (RuntimeError, AssertionError) as error:
         raise PatchlightError(f"device '{device}' cannot be used: {str(error).splitlines()[0]}") from error
     anatomy.renew()
-    return anatomy
+    return _asked(anatomy, head, texts, template)
 
 
 def list_models(pattern: str = "") -> list[str]:
@@ -193,7 +235,7 @@ def _load_pocket(about: dict[str, Any], options: dict[str, Any]) -> Anatomy:
         raise PatchlightError(f"pocket takes no '{next(iter(options))}'; {nearest(next(iter(options)), _LOADING)}")
     facts = pocket.description()
     preprocess = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
-    return wrap(pocket.build(), **{"labels": facts["classes"], "preprocess": preprocess, **about})
+    return _wrapped(pocket.build(), {"labels": facts["classes"], "preprocess": preprocess, **about})
 
 
 def _load_timm(
@@ -218,7 +260,7 @@ def _load_timm(
         raise
     except Exception as error:
         raise PatchlightError(_could_not(name, fetch, error)) from error
-    return wrap(model, **about)
+    return _wrapped(model, about)
 
 
 def _found_by_timm(name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -305,7 +347,7 @@ def _load_hf(
     check_complete(info, kind, name)
     if "preprocess" not in about:
         about["processor"] = read_processor(name, where)
-    return wrap(model, **about)
+    return _wrapped(model, about)
 
 
 def _load_torchvision(
@@ -322,7 +364,7 @@ def _load_torchvision(
         model = models.get_model(name, weights="DEFAULT" if fetch else None, **options)
     except Exception as error:
         raise PatchlightError(_could_not(f"torchvision:{name}", fetch, error)) from error
-    return wrap(model, **about)
+    return _wrapped(model, about)
 
 
 def _could_not(name: str, fetch: bool, error: Exception) -> str:

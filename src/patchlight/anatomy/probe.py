@@ -30,12 +30,26 @@ def probe(vit: Anatomy) -> None:
         whole = _whole(vit, image)
         tokens = vit.embed(image)
         _read_tokens(vit, tokens)
-        logits = vit.readout(vit.run(tokens))
+        logits = vit.classified(vit.run(tokens))
         vit.attention = _attention(vit, tokens)
         vit.gradient = _gradient(vit)
         vit.reads_first = _reads_first(vit, tokens, logits)
     _compare(vit, whole, logits)
     _read_classes(vit, logits)
+
+
+def probe_head(vit: Anatomy, bare: Anatomy) -> None:
+    """Look at the model itself, and refuse a head whose logits for one image are not one number per class."""
+    bare.check()
+    vit.width, vit.heads, vit.attention, vit.gradient = bare.width, bare.heads, bare.attention, bare.gradient
+    drawn = torch.randn(1, vit.channels, *vit.preprocess.size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode(False), torch.no_grad(), vit.steady():
+        logits = vit.readout(vit.run(vit.embed(vit.place(drawn))))
+    if logits.shape != (1, vit.classes):
+        raise PatchlightError(
+            f"the head gives {list(logits.shape)} for one image, and its labels name {vit.classes} classes"
+        )
+    vit.reads_first = bare.reads_first and vit.depth == bare.depth and vit.pooling == bare.pooling
 
 
 def _whole(vit: Anatomy, image: Tensor) -> Tensor:
@@ -85,11 +99,13 @@ def _compare(vit: Anatomy, whole: Tensor, logits: Tensor) -> None:
 
 
 def _read_classes(vit: Anatomy, logits: Tensor) -> None:
+    if vit.classes == 0:  # what was read are features
+        return
     classes = logits.shape[1]
     if vit.classes != classes:
         vit.classes, vit.labels = classes, None if vit.assumed_labels else vit.labels
-        vit.sigmoid = classes == 1 if vit.assumed_sigmoid else vit.sigmoid
-    if vit.labels is not None and len(vit.labels) != max(classes, 2 if classes == 1 else 1):
+        vit.outputs = vit.own_outputs(classes)
+    if vit.labels is not None and len(vit.labels) != vit.outcomes:
         raise PatchlightError(f"{len(vit.labels)} labels were given for a model with {classes} classes")
 
 
@@ -111,7 +127,7 @@ def _reads_first(vit: Anatomy, tokens: Tensor, logits: Tensor) -> bool:
         return False
     before = vit.run(tokens, stop=vit.depth - 1)
     row = vit.first_row(before)
-    return _alike(vit.block(vit.depth - 1, before)[:, :1], row) and _alike(logits, vit.readout(row))
+    return _alike(vit.block(vit.depth - 1, before)[:, :1], row) and _alike(logits, vit.classified(row))
 
 
 def _hooked(vit: Anatomy) -> bool:

@@ -58,7 +58,13 @@ class TimmAnatomy(Anatomy):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return cast(Tensor, self.blocks[index](tokens))
 
-    def readout(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
+        return cast(Tensor, self._net.forward_head(self._net.norm(tokens), pre_logits=True))
+
+    def classify(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self._net.head(features))
+
+    def classified(self, tokens: Tensor) -> Tensor:
         return cast(Tensor, self._net.forward_head(self._net.norm(tokens)))
 
     def parts(self, index: int) -> Parts:
@@ -94,7 +100,7 @@ class TimmAnatomy(Anatomy):
             return "its MLP is more than two linear maps and an activation"
         return "" if _plain_values(attn) else "its attention changes what it gives to the output projection"
 
-    def ends(self) -> Ends | None:
+    def own_ends(self) -> Ends | None:
         net = self._net
         projection, positions = getattr(net.patch_embed, "proj", None), net.pos_embed
         more = (getattr(net, "norm_pre", None), getattr(net, "fc_norm", None), getattr(net.patch_embed, "norm", None))
@@ -195,8 +201,6 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
     projection = getattr(embedding, "proj", None)
     head = model.get_classifier()
     classes = int(getattr(head, "out_features", model.num_classes) or model.num_classes)
-    if classes == 0 and (head is None or isinstance(head, nn.Identity)):
-        raise PatchlightError(f"{name or 'this model'} has no classifier (num_classes=0); nothing to explain")
     height, width = getattr(embedding, "img_size", None) or config.get("input_size", (3, 224, 224))[1:]
     preprocess = Preprocess(
         size=(height, width),

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, Ends, Parts
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.timm import imagenet_labels
-from patchlight.errors import PatchlightError
 from patchlight.images import Preprocess
 
 
@@ -22,9 +21,7 @@ class TorchvisionAnatomy(Anatomy):
 
     def __init__(self, model: Any, name: str | None = None, labels: Sequence[str] | None = None, **about: Any) -> None:
         last = [m for m in model.heads.modules() if isinstance(m, nn.Linear)]
-        if not last:
-            raise PatchlightError(f"{name or 'this model'} has no classifier; nothing to explain")
-        classes, side = last[-1].out_features, int(model.image_size)
+        classes, side = last[-1].out_features if last else 0, int(model.image_size)
         about.setdefault("preprocess", Preprocess((side, side), crop_pct=0.875, interpolation="bilinear"))
         super().__init__(
             model,
@@ -58,8 +55,11 @@ class TorchvisionAnatomy(Anatomy):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return cast(Tensor, self.blocks[index](tokens))
 
-    def readout(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self._net.heads(self._net.encoder.ln(tokens)[:, 0]))
+    def features(self, tokens: Tensor) -> Tensor:
+        return cast(Tensor, self._net.encoder.ln(tokens)[:, 0])
+
+    def classify(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self._net.heads(features))
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
@@ -75,7 +75,7 @@ class TorchvisionAnatomy(Anatomy):
             fc2=block.mlp[3],
         )
 
-    def ends(self) -> Ends | None:
+    def own_ends(self) -> Ends | None:
         net = self._net
         head = net.heads[-1]
         if not isinstance(net.conv_proj, nn.Conv2d) or len(net.heads) != 1 or not isinstance(head, nn.Linear):

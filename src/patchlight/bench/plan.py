@@ -18,7 +18,7 @@ from patchlight.bench.code import described
 from patchlight.bench.events import Listener, Planning
 from patchlight.bench.recipe import Recipe
 from patchlight.errors import PatchlightError
-from patchlight.fingerprints import fingerprint
+from patchlight.fingerprints import identity
 from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ def model_digest(vit: Anatomy) -> str:
     """The hash of a model as it was loaded: weights, modules, configuration, and how it is shown an image."""
     config: Any = getattr(vit.model, "config", None)
     told = config.to_dict() if hasattr(config, "to_dict") else None
-    about = [vit.grid, vit.prefix, vit.pooling, vit.classes, vit.labels, vit.sigmoid, vit.channels]
+    about = [vit.grid, vit.prefix, vit.pooling, vit.classes, vit.labels, asdict(vit.outputs), vit.channels]
     modules = re.sub(r"0x[0-9a-fA-F]+", "", repr(vit.model))
-    return digest_of([fingerprint(vit.model), modules, told, about, asdict(vit.preprocess)])
+    return digest_of([identity(vit), modules, told, about, asdict(vit.preprocess)])
 
 
 def _made(recipe: Recipe) -> dict[Pair, str]:

@@ -113,7 +113,7 @@ def loaded(shard: Shard, device: str) -> Anatomy:
 def _begun(shard: Shard, resources: Resources) -> Work:
     """The shard's model and images; those without a class are failures where classes are explained."""
     vit = loaded(shard, resources.device)
-    data, foreign = opened(shard.data.model_dump_json(), vit.classes, tuple(vit.labels or ()))
+    data, foreign = opened(shard.data.model_dump_json(), vit.outcomes, tuple(vit.labels or ()))
     if foreign and shard.target == "label":
         raise PatchlightError(
             f"the labels are not classes of {vit.name}, so give a model of these classes or --target prediction: "
@@ -140,7 +140,7 @@ def opened(key: str, classes: int, labels: tuple[str, ...]) -> tuple[Data, str]:
         except PatchlightError as error:
             return spec.open(), str(error)
     data = spec.open()
-    if data.labels is None or len(data.labels) == max(classes, 2):
+    if data.labels is None or len(data.labels) == classes:
         return data, ""
     return data, f"there are {len(data.labels)} of them, and {classes} classes"
 
@@ -150,7 +150,7 @@ def _targets(shard: Shard, vit: Anatomy, batch: Batch) -> Tensor:
     if not len(batch.names):
         return torch.empty(0, dtype=torch.long)
     if shard.target == "prediction":
-        return predicted(vit.logits(batch.images)).index[:, 0]
+        return predicted(vit.logits(batch.images), vit.outputs).index[:, 0]
     assert batch.labels is not None, "images without a label are failures by now"
     return batch.labels
 

@@ -164,7 +164,7 @@ def read_class(word: str, vit: Anatomy) -> int:
     from patchlight.targets import class_index
 
     named = any(word.casefold() == label.casefold() for label in vit.labels or ())
-    return class_index(word if named or not word.lstrip("-").isdigit() else int(word), vit.classes, vit.labels)
+    return class_index(word if named or not word.lstrip("-").isdigit() else int(word), vit.outcomes, vit.labels)
 
 
 def _value(text: str) -> Any:

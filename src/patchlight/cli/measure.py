@@ -102,7 +102,7 @@ def measure(task: Task, vit: Anatomy, data: Data, advance: Callable[[int], None]
 
     done = Done(vit.name, task, {name: [] for name in task.methods})
     parts: dict[str, dict[str, list[Evaluation]]] = {m: {k: [] for k in task.metrics} for m in task.methods}
-    foreign = data.labels is not None and len(data.labels) != max(vit.classes, 2)
+    foreign = data.labels is not None and len(data.labels) != vit.outcomes
     if foreign:
         done.warn(f"the labels of {data.name} are not the classes of {vit.name}, and are left out")
     for orphan in sorted(set(task.saved or ()) - set(data.names)):

@@ -169,7 +169,7 @@ class Ablation:
         """One number per variant and class [V,T]: several classes cost no further forwards."""
         lists = list(variants) if isinstance(variants, Sequence) else [variants]
         owner = torch.cat([v.owner.cpu() for v in lists])
-        return score_of(self.logits(lists), targets[owner], score, self.vit.sigmoid)
+        return score_of(self.logits(lists), targets[owner], score, self.vit.outputs)
 
     def _chunks(self, variants: Variants, embedded: Tensor, runs: _Runs) -> Iterator[tuple[int, int, Tensor]]:
         """(begin, stop, logits) of each chunk; on out-of-memory the chunk is halved and tried again."""

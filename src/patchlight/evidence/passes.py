@@ -86,6 +86,8 @@ class Pass:
     found: Sequence[Sequence[Mapping[int, Any]]]
     ends: Sequence[End] = (End(),)
     pool: Tensor | None = None
+    last: Tensor | None = None
+    """The tokens [B,N,D] that the classifier reads."""
 
     def layers(self, job: int = 0, target: int = 0) -> Mapping[int, Any]:
         """What the job gave for the explained class of that number, by layer."""
@@ -94,6 +96,10 @@ class Pass:
     def at(self, layer: int, job: int = 0, target: int = 0) -> Any:
         """What the job gave at one layer."""
         return self.found[target][job][layer]
+
+    def row(self, vit: Anatomy, target: int = 0) -> Tensor:
+        """The weight [B,N] with which the explained class of number `target` reads each output token."""
+        return vit.pool_row(self.logits, self.pool, self.last, self.targets.index[:, target])
 
     def end(self, target: int = 0) -> End:
         """The bias terms behind the last block."""
@@ -129,7 +135,7 @@ def run_pass(
                 targets = surely_predicted(vit, images, logits.detach(), precision)
             targets = targets.repeat(1)
             with torch.set_grad_enabled(runner.backward):
-                scores = score_of(logits, targets, score, vit.sigmoid)
+                scores = score_of(logits, targets, score, vit.outputs)
             found, ends = [], []
             with rounding(vit, rounds):
                 for t in range(targets.count):
@@ -138,13 +144,13 @@ def run_pass(
                     ends.append(end)
         finally:
             runner.release()
-    return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"))
+    return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"), runner.end.x)
 
 
 def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: Decided) -> Targets:
     """The predicted classes; where rounding may have changed one, it is looked up in full."""
-    found = predicted(logits)
-    if precision == "full":
+    found = predicted(logits, vit.outputs)
+    if precision == "full" or vit.outcomes == 1:
         return found
     if logits.shape[1] == 1:  # label 1 against 0
         gap, limit = logits[:, 0].abs(), torch.tensor(0.25, device=logits.device)
@@ -153,7 +159,7 @@ def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: De
         gap, limit = first - second, _CLOSE * logits.abs().amax(1)
     close = (~(gap >= limit)).nonzero().flatten()  # and where the logits are lost
     if len(close):
-        found.index[close.to(found.index.device)] = predicted(vit.logits(images[close])).index
+        found.index[close.to(found.index.device)] = predicted(vit.logits(images[close]), vit.outputs).index
     return found
 
 
@@ -394,7 +400,7 @@ def trace(
     if vit.attention is not None:
         raise Unsupported(f"the attention of {vit.name} cannot be read: {vit.attention}")
     batch = vit.batch(images)
-    targets = resolve_targets(target, len(batch), vit.classes, vit.labels)
+    targets = resolve_targets(target, len(batch), vit.outcomes, vit.labels)
     if targets is not None and targets.several:
         raise PatchlightError(f"a trace is of one class an image; {targets.count} were given for each")
     job = LayerJob(lambda e: (e.x, e.y, e.g, e.A, e.G), frozenset("xygAG"), tuple(range(vit.depth)))

@@ -116,7 +116,7 @@ def atman(
     logits = ask.ablation.logits(variants)
     plain = ask.score != "probability"
     targets = ask.targets[variants.owner]
-    values = logits if plain else log_probabilities(logits, vit.sigmoid)
-    scores = score_of(values, targets, ask.score if plain else "logit", vit.sigmoid).view(count, each, -1)
+    values = logits if plain else log_probabilities(logits, vit.outputs)
+    scores = score_of(values, targets, ask.score if plain else "logit", vit.outputs).view(count, each, -1)
     lost: Tensor = (scores[:, :1] - scores[:, 1:]).mT.unflatten(-1, vit.grid)
     return lost

@@ -276,9 +276,9 @@ class Relevance:
         with torch.enable_grad():
             n = _norm(self.ends.norm, x)[:, 0]
             logits = head(n)
-            target = score_of(logits, self.ask.targets, "logit", self.vit.sigmoid)
+            target = score_of(logits, self.ask.targets, "logit", self.vit.outputs)
             (row,) = torch.autograd.grad(target.sum(), logits, retain_graph=True)
-            scores = score_of(logits, self.ask.targets, self.ask.score, self.vit.sigmoid)
+            scores = score_of(logits, self.ask.targets, self.ask.score, self.vit.outputs)
             (g,) = torch.autograd.grad(scores.sum(), x)
         n = n.detach()
         carried = (n * (row @ head.weight)).clamp(min=0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast, get_args
 
 from torch import nn
 
@@ -25,7 +25,7 @@ from patchlight.methods.base import (
     ReadsBlocks,
 )
 from patchlight.registry import Listed, Settings, settled
-from patchlight.targets import Score
+from patchlight.targets import SCORES, Score, ScoreName
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,14 @@ class Request:
     rule: Rule
     settings: dict[str, Any]
     score: Score
+    chosen_score: bool = True
+    """Whether the user chose the score; else it is the method's own."""
+
+    def suited(self, vit: Anatomy) -> Request:
+        """The same for a model: where it has no probabilities, a method that would explain one explains the logit."""
+        if self.chosen_score or self.score != "probability" or vit.outputs.no_probability(vit.classes) is None:
+            return self
+        return replace(self, score="logit")
 
     @property
     def level(self) -> Level:
@@ -87,15 +95,17 @@ def resolve(
     start = method.composed if isinstance(method, ReadsBlocks) and composed is not None else {}
     known = method.settings(composition)
     start = {**start, **method.preset(given.pop("preset", None))}
-    own_score = given.pop("score", None) or start.get("score")
+    given_score = given.pop("score", None)
+    start_score = start.get("score")
     start = {key: value for key, value in start.items() if key in known}
     if isinstance(method, LayerMap) and {**start, **given}.get("level") == "pixel":
         _check_pixels(name, composed, given)
     values = settled(name, known, start, given, ["preset", "score", *options])
-    score = own_score or score or method.score
-    if not callable(score) and score not in ("logit", "probability"):
-        raise PatchlightError(f"score {score!r} is not known; give 'logit', 'probability' or a callable of the logits")
-    return Request(label, name, method, composition, rule, values, score)
+    own_score = given_score or start_score or score or method.score
+    if not callable(own_score) and own_score not in get_args(ScoreName):
+        raise PatchlightError(f"score {own_score!r} is not known; {SCORES}")
+    chosen_score = given_score is not None or score is not None
+    return Request(label, name, method, composition, rule, values, own_score, chosen_score)
 
 
 def _behind(asked: str, words: Sequence[str]) -> tuple[str | None, str | None]:
@@ -155,6 +165,9 @@ def _check_pixels(name: str, composed: str | None, given: Settings) -> None:
 def refusal(request: Request, vit: Anatomy) -> str | None:
     """Why this model cannot be explained with this method; None when it can."""
     method, needs = request.method, request.needs
+    unscored = _no_score(request, vit)
+    if unscored is not None:
+        return unscored
     if vit.depth == 0 and isinstance(method, ReadsBlocks) and method.features:
         return _no_feature_map(request, method, vit)
     if vit.depth == 0 and _reads_blocks(request):
@@ -170,6 +183,16 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
     if "u" in needs and vit.parts(0).norm2 is None:
         return f"{vit.name} has no second norm in its blocks, where the tokens after attention are read"
     return method.refuses(request.settings, vit) if method.refuses is not None else None
+
+
+def _no_score(request: Request, vit: Anatomy) -> str | None:
+    """Why the number to be explained does not exist; None where it does."""
+    if request.score == "probability" and request.chosen_score:
+        reason = vit.outputs.no_probability(vit.classes)
+        return None if reason is None else f"{vit.name} gives no probabilities: {reason}; score='logit' works"
+    if request.score == "cosine" and vit.outputs.scale is None:
+        return f"the logits of {vit.name} are made of no cosines; score='logit' explains them as they are"
+    return None
 
 
 def _no_feature_map(request: Request, method: ReadsBlocks, vit: Anatomy) -> str | None:

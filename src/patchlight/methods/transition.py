@@ -27,7 +27,7 @@ def _first_block(start: int | None, usual: int, depth: int) -> int:
 
 def _read_rows(ask: Ask, seen: Pass, readout: Readout) -> tuple[Tensor, Tensor]:
     """The to-tokens the classifier reads: their indices [n], and how much each counts [B,n]."""
-    pool = ask.vit.pool_row(seen.logits, seen.pool)
+    pool = seen.row(ask.vit)
     weights = LayerMaps({}, ask.vit, pool, seen.end()).start_row(readout)
     rows = (weights != 0).any(0).nonzero().flatten()
     return rows, weights[:, rows]

@@ -100,7 +100,8 @@ class Measure:
                 return Targets(torch.where(unknown, self.targets.index[:, 0].cpu(), truth)[:, None])
         if which == "prediction":
             rounded = self.ablation.rounds
-            return predicted(self.once("clean", lambda: self.vit.logits(self.images)) if rounded else self.logits())
+            logits = self.once("clean", lambda: self.vit.logits(self.images)) if rounded else self.logits()
+            return predicted(logits, self.vit.outputs)
         return self.targets
 
     def upsampled(self, upsampling: Upsampling = "bilinear") -> Tensor:

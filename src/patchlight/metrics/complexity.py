@@ -93,4 +93,4 @@ def completeness_error(
 
 
 def _score(ask: Measure, images: Tensor, score: Literal["logit", "probability"]) -> Tensor:
-    return score_of(ask.vit.logits(images), ask.targets, score, ask.vit.sigmoid)[:, 0].double()
+    return score_of(ask.vit.logits(images), ask.targets, score, ask.vit.outputs)[:, 0].double()

@@ -120,7 +120,7 @@ def probability(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
     points = logits.shape[1]
     against = None if targets.against is None else targets.against.repeat_interleave(points, 0)
     each = Targets(targets.index.repeat_interleave(points, 0), against)
-    return score_of(logits.flatten(0, 1), each, "probability", ask.vit.sigmoid).view(-1, points)
+    return score_of(logits.flatten(0, 1), each, "probability", ask.vit.outputs).view(-1, points)
 
 
 def _curve(ask: Measure, insert: bool, changed: Tensor, fill: Fill, target: TargetClass, **options: Any) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any, get_args, overload
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from patchlight.attribution import Attribution
 from patchlight.engine import compute
 from patchlight.errors import PatchlightError, UndefinedMetric, integer, warn
 from patchlight.evidence.ablation import ABLATION
-from patchlight.fingerprints import fingerprint, of_images
+from patchlight.fingerprints import identity, of_images
 from patchlight.images import Note, in_batches
 from patchlight.methods.requests import Request, check_supported, resolve
 from patchlight.metrics.base import (
@@ -34,7 +34,7 @@ from patchlight.metrics.base import (
 from patchlight.progress import Progress, telling
 from patchlight.registry import Asked, resolve_all
 from patchlight.statistics import constant
-from patchlight.targets import Score, Target, Targets, predicted, resolve_targets
+from patchlight.targets import Score, ScoreName, Target, Targets, predicted, resolve_targets
 
 
 @overload
@@ -162,7 +162,7 @@ def measure(
         raise PatchlightError(
             "no maps were given; give an Attribution, an array [B,h,w], a method's name or a callable"
         )
-    asked = resolve_targets(target, count, vit.classes, vit.labels)
+    asked = resolve_targets(target, count, vit.outcomes, vit.labels)
     for source in sources.values():
         _check_one_class(asked or source.targets)
         for request in requests:
@@ -230,7 +230,7 @@ def _explained(
         if given is not None:
             return given.part(part.start, len(batch), count)
         if not guess:
-            guess.append(predicted(vit.logits(batch)))
+            guess.append(predicted(vit.logits(batch), vit.outputs))
         return guess[0]
 
     chosen = {label: classes(source) for label, source in sources.items()}
@@ -330,7 +330,7 @@ def _source(maps: Any, count: int | None, vit: Anatomy) -> Source:
 
 def check_model(maps: Attribution, vit: Anatomy) -> None:
     """Refuse maps of other weights, or of classes that the model does not have."""
-    classes = max(vit.classes, 2)
+    classes = vit.outcomes
     asked = [maps.target.flatten(), *(() if maps.against is None else (maps.against.flatten(),))]
     wrong = next((int(c) for c in torch.cat(asked) if not 0 <= int(c) < classes), None)
     if wrong is not None:
@@ -338,10 +338,10 @@ def check_model(maps: Attribution, vit: Anatomy) -> None:
             f"the maps are of {maps.model} and explain its class {wrong}, but {vit.name} has {classes} classes; "
             f"measure them on the model they are of"
         )
-    if maps.weights and maps.weights != fingerprint(vit.model):
+    if maps.weights and maps.weights != identity(vit):
         raise PatchlightError(
             f"the maps are of other weights ({maps.model}, {maps.weights}) than those of {vit.name} "
-            f"({fingerprint(vit.model)}); measure them on the model they are of (in Python, maps.scores on any)"
+            f"({identity(vit)}); measure them on the model they are of (in Python, maps.scores on any)"
         )
 
 
@@ -383,7 +383,7 @@ def _maker_of(maps: Attribution) -> MapFunction | None:
         settings.pop("start", None)  # blocks, of which a map of the image itself has none
     if "level" in entry.settings:
         settings["level"] = maps.level
-    score = maps.score if maps.score in ("logit", "probability") else None
+    score = maps.score if maps.score in get_args(ScoreName) else None
     return None if score is None else map_function(maps.method, settings, score)  # type: ignore[arg-type]
 
 
@@ -428,7 +428,7 @@ def _labels(labels: Any, count: int, vit: Anatomy) -> Tensor:
     rows = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else labels
     unknown = [i for i, row in enumerate(rows) if row is None or row == -1] if isinstance(rows, list | tuple) else []
     given = [0 if i in unknown else row for i, row in enumerate(rows)] if unknown else labels
-    targets = resolve_targets(given, count, vit.classes, vit.labels)
+    targets = resolve_targets(given, count, vit.outcomes, vit.labels)
     assert targets is not None
     truth = targets.index[:, 0].clone()
     truth[unknown] = -1

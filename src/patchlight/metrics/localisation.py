@@ -364,7 +364,7 @@ def top1_loc(
     """`gt-known-loc`, and the model must also predict the true label. One forward."""
     assert ask.labels is not None
     overlaps, reasons = _overlaps(ask, np.array([threshold]), components, upsampling)
-    right = predicted(ask.vit.logits(ask.images)).index[:, 0] == ask.labels.cpu()
+    right = predicted(ask.vit.logits(ask.images), ask.vit.outputs).index[:, 0] == ask.labels.cpu()
     return Measured(_defined((overlaps[:, 0] >= iou) & right, reasons), reasons=reasons)
 
 

@@ -46,22 +46,22 @@ def log_probability(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
     if targets.against is not None:
         raise PatchlightError("a pair of classes has no logarithm of its probability; give target= one class per image")
     index = targets.index.to(logits.device)[:, None].expand(-1, logits.shape[1], 1)
-    return log_probabilities(logits, ask.vit.sigmoid).gather(-1, index)[..., 0].clamp_min(_LOG_FLOOR)
+    return log_probabilities(logits, ask.vit.outputs).gather(-1, index)[..., 0].clamp_min(_LOG_FLOOR)
 
 
-def accuracy(logits: Tensor, targets: Targets) -> Tensor:
+def accuracy(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
     """1 where the largest logit is the class's, else 0 [B,P]."""
-    top = (logits[..., 0] > 0).long() if logits.shape[-1] == 1 else logits.argmax(-1)
+    top = (logits[..., 0] > 0).long() if ask.vit.outputs.kind == "binary" else logits.argmax(-1)
     return (top == targets.index.to(top.device)).to(logits)
 
 
 def _quantity(ask: Measure, quantity: Quantity, logits: Tensor, targets: Targets) -> Tensor:
     if quantity == "accuracy":
-        return accuracy(logits, targets)
+        return accuracy(logits, targets, ask)
     if quantity == "probability":
         return probability(logits, targets, ask)
     if quantity == "kl":
-        return kl_divergence(ask.logits()[:, None], logits, ask.vit.sigmoid).clamp_min(0)
+        return kl_divergence(ask.logits()[:, None], logits, ask.vit.outputs).clamp_min(0)
     return -log_probability(logits, targets, ask)
 
 
@@ -168,7 +168,7 @@ def auc(
     class), with target_class="label" the true one. Curve [B,P] over the fraction removed.
     """
     x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
-    curve = accuracy(logits, ask.of(target_class))
+    curve = accuracy(logits, ask.of(target_class), ask)
     return Measured(area(curve, "trapezoid", x), curve, x)
 
 
@@ -267,7 +267,7 @@ def _token_measured(
     whole = ask.logits()[:, None]
     together = torch.cat([logits, whole] if insert else [whole, logits], 1)
     if quantity == "accuracy":
-        curve = accuracy(together, targets)
+        curve = accuracy(together, targets, ask)
     else:
         curve = probability(whole, targets, ask) - probability(together, targets, ask)
     end = x.new_tensor([1.0 if insert else 0.0])

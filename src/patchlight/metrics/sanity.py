@@ -109,10 +109,9 @@ def stages(vit: Anatomy) -> list[Stage]:
     image = torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)
     with torch.enable_grad():
         vit.net.requires_grad_(True)
-        logits = vit.readout(vit.run(vit.embed(image)).detach())
-        found = torch.autograd.grad(logits.sum(), list(named.values()), allow_unused=True)
+        last = vit.run(vit.embed(image))
+        read, used = _reached(named, vit.readout(last.detach())), _reached(named, vit.readout(last))
         vit.net.requires_grad_(False)
-    read = {name for name, grad in zip(named, found, strict=True) if grad is not None}
     norms = {
         f"{where}.{name}".lstrip(".")
         for where, module in vit.model.named_modules()
@@ -124,8 +123,16 @@ def stages(vit: Anatomy) -> list[Stage]:
         (f"block {i}", [name for name, p in named.items() if id(p) in blocks[i]]) for i in reversed(range(vit.depth))
     ]
     taken = {name for _, names in order for name in names}
-    order.append(("embed", [name for name in named if name not in taken]))
+    order.append(("embed", [name for name in named if name not in taken and (vit.head is None or name in used)]))
     return [(name, members) for name, members in order if members]
+
+
+def _reached(named: Mapping[str, Tensor], logits: Tensor) -> set[str]:
+    """The parameters that logits depend on."""
+    if not logits.requires_grad:  # a head of constants on tokens of their own
+        return set()
+    found = torch.autograd.grad(logits.sum(), list(named.values()), allow_unused=True)
+    return {name for name, gradient in zip(named, found, strict=True) if gradient is not None}
 
 
 def twin(vit: Anatomy) -> Anatomy:
@@ -140,9 +147,10 @@ def twin(vit: Anatomy) -> Anatomy:
         other.model.eval().requires_grad_(False)
         return other
     about: dict[str, Any] = {"stage": getattr(vit, "stage", None)} if vit.hierarchical else {}
-    labels = {} if vit.labels is None else {"labels": vit.labels}
+    labels = {} if vit.labels is None or vit.head is not None else {"labels": vit.labels}
     model = copy.deepcopy(vit.model).eval().requires_grad_(False)
-    return wrap(model, name=vit.name, preprocess=vit.preprocess, sigmoid=vit.sigmoid, **labels, **about)
+    about |= {"sigmoid": vit.sigmoid, "regression": vit.outputs.kind == "none"} if vit.head is None else {}
+    return wrap(model, vit.head, name=vit.name, preprocess=vit.preprocess, **labels, **about)
 
 
 def random_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:

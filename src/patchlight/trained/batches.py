@@ -61,7 +61,7 @@ def check_data(vit: Anatomy, loader: Iterable[Any], use: str = "train on", look:
         raise PatchlightError(f"there are no images to {use}; the loader is empty")
     if not labelled:
         return
-    highest, known = max(found), max(vit.classes, 2)
+    highest, known = max(found), vit.outcomes
     if highest >= known:
         raise PatchlightError(f"the data has a label {highest}, but {vit.name} has {known} classes (0 to {known - 1})")
     if len(found) == 1 and use == "train on":

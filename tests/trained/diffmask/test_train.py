@@ -99,7 +99,7 @@ def test_at_the_end_beta_is_raised_until_the_mask_itself_keeps_the_output() -> N
         def divergence_at(shift: float) -> Tensor:
             z = (aggregate(u + shift) > 0.5).float()[..., None]
             masked = masked_logits(vit, pictures(24), torch.lerp(gates.baseline, seen.h0, z))
-            return kl_divergence(seen.logits, masked, vit.sigmoid)
+            return kl_divergence(seen.logits, masked, vit.outputs)
 
         def bound(shift: float) -> float:
             kl = divergence_at(shift)

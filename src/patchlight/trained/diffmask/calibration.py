@@ -67,7 +67,7 @@ def finish(
             kept = aggregate(u + shift) > 0.5
             with cast():
                 masked = masked_logits(vit, images, torch.where(kept[..., None], h0, gates.baseline.to(h0)))
-            kl = kl_divergence(logits, masked, vit.sigmoid).double()
+            kl = kl_divergence(logits, masked, vit.outputs).double()
             sums += torch.stack([torch.ones_like(kl), kl, kl**2, kept.double().mean(1)]).sum(1)
         count, kl_sum, squares, share = sums.tolist()
         mean = kl_sum / count

@@ -54,7 +54,7 @@ def open_images(spec: DataSpec, vit: Anatomy, seed: int = 0) -> Data:
     """The images of a recipe, of CIFAR-10 those for training; refused where they have more classes than the model."""
     split = {"split": spec.options.get("split", "train")} if spec.kind == "cifar10" else {}
     data = spec.open(**split)
-    known = max(vit.classes, 2)
+    known = vit.outcomes
     if data.labels is not None and len(data.labels) > known:
         raise PatchlightError(f"'{spec.path}' has {len(data.labels)} classes, but {vit.name} has {known}")
     return data.select(spec.chosen(len(data), seed))

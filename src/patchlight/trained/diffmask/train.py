@@ -151,7 +151,7 @@ class GateLearner(loop.Learner[Progress]):
         patches, log_keep = self.joined(seen.h0, torch.stack(seen.states[: k + 1]), uniform, price * (s.alpha * SLOPE))
         with casting(vit, s.precision):
             logits = masked_logits(vit, images, patches)
-        kl = kl_divergence(seen.logits, logits, vit.sigmoid)
+        kl = kl_divergence(seen.logits, logits, vit.outputs)
         cost = penalty(log_keep, s.penalty, s.floor)
         weight = self.multipliers[k] * price.exp()
         loss = torch.addcmul(cost, weight, kl - s.margin)
@@ -159,7 +159,7 @@ class GateLearner(loop.Learner[Progress]):
         self.optimiser.step()
         self.optimiser.adam.zero_grad(set_to_none=True)
         with torch.no_grad():
-            same = (logits > 0) == (seen.logits > 0) if vit.sigmoid else logits.argmax(1) == seen.logits.argmax(1)
+            same = (logits > 0) == (seen.logits > 0) if vit.outputs.alone else logits.argmax(1) == seen.logits.argmax(1)
             agreed = same.view(len(same), -1).to(kl).mean(1)
             told = torch.stack([kl, penalty(log_keep, "keep"), agreed, loss])
             told = self.devices.mean((told if s.prices == 1 else told[:, ::2]).mean(1).float())
