@@ -1,7 +1,7 @@
 """Anatomy of transformers' image classifiers: ViT, DeiT (with and without teacher), DINOv2, CLIP, SigLIP.
 
-Models without a classifier are in hf_backbones.py. Written for transformers 4.46 to 5.x: the module layout differs between 4.x and 5.x, so parts are found by any of
-their names rather than by one path.
+Models without a classifier are in hf_backbones.py. Written for transformers 4.46 to 5.x: the module layout differs
+between 4.x and 5.x, so parts are found by any of their names rather than by one path.
 """
 
 from __future__ import annotations

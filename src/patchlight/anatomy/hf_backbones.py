@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, Parts
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.hf import CLIP, DEIT, DINO, DINO3, SIGLIP, VIT, HuggingFaceAnatomy, Shape
+from patchlight.anatomy.hub import cached
 from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -28,6 +30,7 @@ PRETRAINED = {
     "DeiTForMaskedImageModeling": "DeiTModel",
 }
 """By the name of a class that pretrains a backbone, the backbone's."""
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 _NAFLEX = (
     "it is a SigLIP2 of the NaFlex kind, which cuts every picture into a grid of its own and so has no one patch grid; "
     "SigLIP2 of a fixed size (SiglipModel) works"
@@ -215,13 +218,19 @@ def check_kind(kind: str, name: str) -> None:
 
 
 def read_tokenizer(name: str, where: Mapping[str, Any]) -> Any:
-    """The tokenizer of a folder or a hub name, or what says why there is none."""
+    """The tokenizer of a folder or a hub name, or what says why there is none.
+
+    Where no vocabulary lies there, transformers 5 makes a tokenizer that knows letters alone.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, **where)
+        found = AutoTokenizer.from_pretrained(name, **where)
     except Exception as error:
         return NoTokenizer((str(error).splitlines() or [type(error).__name__])[0])
+    local = Path(name).is_dir()
+    there = any((Path(name) / file).is_file() for file in _VOCABULARIES) if local else cached(name, *_VOCABULARIES)
+    return found if there else NoTokenizer(f"none of {', '.join(_VOCABULARIES)} is there")
 
 
 def _tensor(out: Any) -> Tensor:

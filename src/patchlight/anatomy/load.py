@@ -389,9 +389,7 @@ def _kind_of(saved: str, name: str, state: dict[str, Tensor] | None) -> tuple[st
     return kind, {"add_pooling_layer": False} if kind in ("ViTModel", "DeiTModel") else {}
 
 
-def _load_open_clip(
-    name: str, tag: str | None, fetch: bool, options: dict[str, Any], about: dict[str, Any]
-) -> Anatomy:
+def _load_open_clip(name: str, tag: str | None, fetch: bool, options: dict[str, Any], about: dict[str, Any]) -> Anatomy:
     from patchlight.anatomy.open_clip import create
 
     try:

@@ -113,23 +113,30 @@ class OpenClipAnatomy(PairAnatomy, Anatomy):
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
         attention = block.attn
+        around = (getattr(block, "ln_attn", None), getattr(attention, "ln_inner", None))
+        linear = all(m is None or isinstance(m, nn.Identity) for m in around)
+        linear = linear and getattr(attention, "head_scale", None) is None
         return Parts(
             block.ln_1,
             block.ln_2,
             attention.out_proj,
-            lambda: attention.in_proj_weight.chunk(3)[2],
+            (lambda: attention.in_proj_weight.chunk(3)[2]) if linear else None,
             qkv=lambda: (attention.in_proj_weight, attention.in_proj_bias),
             fc1=block.mlp.c_fc,
             activation=block.mlp.gelu,
             fc2=block.mlp.c_proj,
             scale1=getattr(block.ls_1, "gamma", None),
             scale2=getattr(block.ls_2, "gamma", None),
-            beyond="" if type(block).__name__ == "ResidualAttentionBlock" else "it scales or normalises more",
+            beyond="" if type(block).__name__ == "ResidualAttentionBlock" else "it scales or normalises inside",
         )
 
 
 class _Trunk(PairAnatomy):
     """A tower of timm's, with open_clip's projection behind it."""
+
+    def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
+        self.tokenizer = tokenizer
+        super().__init__(model, path="visual.trunk", classes=0, **about)
 
     def features(self, tokens: Tensor) -> Tensor:
         visual = self._whole.visual
@@ -177,7 +184,9 @@ def read_open_clip(
     if labels is not None:
         raise PatchlightError(f"{name} has no classes to name; give labels to the head")
     tokenizer = _own_tokenizer(model) if tokenizer is None else tokenizer
-    about = {"name": name, "preprocess": _preprocess(visual, name) if "preprocess" not in about else None, **about}
+    about["name"] = name
+    if "preprocess" not in about:
+        about["preprocess"] = _preprocess(visual, name)
     if type(visual).__name__ == "VisionTransformer":
         return OpenClipAnatomy(model, tokenizer, **about)
     trunk = getattr(visual, "trunk", None)
@@ -185,8 +194,7 @@ def read_open_clip(
     if found is None:
         inside = type(visual if trunk is None else trunk).__name__
         raise Unsupported(f"{name} cannot be opened: its image side is a {inside}, and no plain Vision Transformer")
-    anatomy = found(model, path="visual.trunk", classes=0, **about)
-    anatomy.labels, anatomy.tokenizer = None, tokenizer
+    anatomy: Anatomy = found(model, tokenizer, **about)
     return anatomy
 
 

@@ -222,11 +222,13 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
     )
     if _beside_texts(model) and classes in (0, config.get("num_classes")):
         preprocess = _as_trained(preprocess, config)
+    if labels is None and projects(model):
+        classes = 0
     return {
         "name": name or config.get("architecture") or type(model).__name__,
-        "classes": 0 if labels is None and projects(model) else classes,
+        "classes": classes,
         "channels": getattr(embedding, "in_chans", getattr(projection, "in_channels", 3)),
-        "labels": labels if labels is not None else imagenet_labels(classes),
+        "labels": labels if labels is not None else imagenet_labels(about.get("classes", classes)),
         "preprocess": preprocess,
         **about,
     }
