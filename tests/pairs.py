@@ -22,7 +22,7 @@ ROOM = 10
 WIDTH = 48
 VISION = {
     "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "intermediate_size": 96,
     "image_size": 64,
@@ -39,7 +39,7 @@ TEXT = {
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
-OWN_TOWER = {"layers": 2, "width": 64, "head_width": 16, "patch_size": 16, "image_size": 64}
+OWN_TOWER = {"layers": 3, "width": 64, "head_width": 16, "patch_size": 16, "image_size": 64}
 OWN_TEXT = {"context_length": ROOM, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
 LAST = {"pool_type": "last", "no_causal_mask": True, "proj_bias": True}
 
@@ -85,7 +85,7 @@ def open_clip_model(kind: str) -> nn.Module:
 
 
 def _small(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    sizes = {"img_size": 64, "patch_size": 16, "embed_dim": 64, "depth": 2, "num_heads": 4}
+    sizes = {"img_size": 64, "patch_size": 16, "embed_dim": 64, "depth": 3, "num_heads": 4}
     return lambda name, **options: make(name, **{**options, **sizes})
 
 

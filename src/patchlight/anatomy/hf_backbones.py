@@ -140,7 +140,7 @@ class PairAnatomy(TowerAnatomy):
     }
 
     def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, **about: Any) -> None:
-        self.tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
+        self.tokenizer: Any = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         super().__init__(model, processor=processor, **about)
 
     @property

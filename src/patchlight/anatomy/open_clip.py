@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ _OWN_VOCABULARY = 49408
 """How many tokens the tokenizer knows that open_clip brings along."""
 
 
-class PairAnatomy(Anatomy if TYPE_CHECKING else object):  # type: ignore[misc]
+class PairAnatomy(Anatomy):
     """What all of them share: features that a projection gives, and a text side."""
 
     library = "open_clip"
@@ -63,7 +63,7 @@ class PairAnatomy(Anatomy if TYPE_CHECKING else object):  # type: ignore[misc]
             return Outputs("softmax", scale) if bias is None else Outputs("sigmoid", scale, float(bias))
 
 
-class OpenClipAnatomy(PairAnatomy, Anatomy):
+class OpenClipAnatomy(PairAnatomy):
     """A tower of open_clip's own: attention is torch's MultiheadAttention, seen at its outer function."""
 
     def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
@@ -90,6 +90,11 @@ class OpenClipAnatomy(PairAnatomy, Anatomy):
     @property
     def _visual(self) -> Any:
         return self._whole.visual
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the images it takes: in open_clip's half precision some of its weights stay whole."""
+        return cast(torch.dtype, self._visual.conv1.weight.dtype)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -136,7 +141,7 @@ class _Trunk(PairAnatomy):
 
     def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
         self.tokenizer = tokenizer
-        super().__init__(model, path="visual.trunk", classes=0, **about)
+        super().__init__(model, path="visual.trunk", classes=0, **about)  # type: ignore[call-arg]
 
     def features(self, tokens: Tensor) -> Tensor:
         visual = self._whole.visual
@@ -152,19 +157,13 @@ class _Trunk(PairAnatomy):
 class OpenClipTimmAnatomy(_Trunk, TimmAnatomy):
     """A VisionTransformer of timm's."""
 
-    library = "open_clip"
-
 
 class OpenClipEvaAnatomy(_Trunk, EvaAnatomy):
     """An Eva of timm's."""
 
-    library = "open_clip"
-
 
 class OpenClipBeitAnatomy(_Trunk, BeitAnatomy):
     """A BEiT of timm's."""
-
-    library = "open_clip"
 
 
 @register_family("open_clip", package="open_clip")
