@@ -24,6 +24,7 @@ OF_LIBRARIES = {
     "timm": {"_pos_embed", "_get_rel_pos_bias"},
     "torchvision": {"_process_input"},
     "transformers": {"_from_config"},
+    "open_clip": {"_embeds", "_pool"},
 }
 """Names with an underscore that are not ours, by whose they are."""
 OPENED = {"anatomy/base.py", "anatomy/twin.py", "bench/code.py", "testing.py"}

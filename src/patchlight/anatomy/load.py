@@ -22,11 +22,14 @@ from patchlight.listed import matching
 if TYPE_CHECKING:
     from patchlight.heads import Head
 
-_OVERRIDES = ("labels", "name", "preprocess", "processor", "sigmoid", "regression", "stage")
+_OVERRIDES = ("labels", "name", "preprocess", "processor", "tokenizer", "sigmoid", "regression", "stage")
 """What `wrap` takes for a model that it reads by itself."""
 _DESCRIPTION = ("embed", "blocks", "readout", "grid", "prefix", "pooling", "heads", "classes")
 """What it needs for one that is described by hand."""
-_LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", "stage")
+_PASSED = ("stage", "tokenizer")
+"""What `load` takes for `wrap`."""
+_LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", *_PASSED)
+_LIBRARIES = ("hf:", "torchvision:", "timm:", "open_clip:")
 
 
 def wrap(
@@ -36,7 +39,7 @@ def wrap(
     template: str | Sequence[str] = "{}",
     **about: Any,
 ) -> Anatomy:
-    """The anatomy of a model you already have: timm, transformers or torchvision.
+    """The anatomy of a model you already have: timm, transformers, open_clip or torchvision.
 
     A probe is run through the model, whole and in parts, and a model whose forward does more than its parts is refused.
     The model itself is only read: everything runs on a twin over the same weights, in evaluation mode, so the model may
@@ -44,7 +47,8 @@ def wrap(
 
     `head` (of `pl.heads`) asks another question than the model's own classifier; `texts` are the sentences of an
     image-text model, short for `head=pl.heads.Texts(texts, template=template)`. A model without a classifier needs one.
-    An Anatomy can be given another head too.
+    An Anatomy can be given another head too. `tokenizer` reads the sentences: of transformers, or what
+    `open_clip.get_tokenizer` gives; a transformers `processor` may hold one.
 
     `labels` (names, a list or a CSV file), `name`, `preprocess` (or `processor`, a transformers image processor) and
     `sigmoid` override what is read from the model, `regression=True` says that its outputs are numbers; `stage`
@@ -88,6 +92,8 @@ def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     model = _unwrap(model)
     if "processor" in about and not any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
         raise PatchlightError(f"{type(model).__name__} is not of transformers; give preprocess instead of processor")
+    if "tokenizer" in about and not _reads_texts(model):
+        raise PatchlightError(f"{type(model).__name__} has no text side, so a tokenizer means nothing for it")
     if "labels" in about:
         about["labels"] = read_labels(about["labels"])
     anatomy = _describe(model, about) if "blocks" in about else _read(model, about)
@@ -101,34 +107,40 @@ def load(
     weights: str | Path | None = None,
     labels: str | Path | Sequence[str] | None = None,
     device: str | torch.device = "cpu",
-    pretrained: bool | None = None,
+    pretrained: bool | str | None = None,
     preprocess: Preprocess | None = None,
     head: Head | None = None,
     texts: Sequence[str] | None = None,
     template: str | Sequence[str] = "{}",
     **options: Any,
 ) -> Anatomy:
-    """Load a model by name: "pocket", any timm name, "hf:NAME" (hub name or local folder), or "torchvision:NAME".
+    """Load a model by name.
+
+    "pocket", any timm name, "hf:NAME" (hub name or local folder), "open_clip:NAME" (of its list, or a local folder), or
+    "torchvision:NAME".
 
     `weights` is a safetensors file (or a torch file of plain tensors); the number of classes is read from it. Without
-    it the pretrained weights are fetched, where a hub is reachable; `pretrained=False` leaves them random. Further
-    options go to the library's own constructor (`img_size=`, `patch_size=`, …); `preprocess`, `head`, `texts`,
-    `template` and `stage` as in wrap.
+    it the pretrained weights are fetched, where a hub is reachable (of open_clip's, `pretrained` says by tag which);
+    `pretrained=False` leaves them random. Further options go to the library's own constructor (`img_size=`,
+    `patch_size=`, …); `preprocess`, `head`, `texts`, `template`, `tokenizer` and `stage` as in wrap.
     """
     if not isinstance(name, str):
         raise PatchlightError(f"load takes a name; {type(name).__name__} was given (wrap takes models)")
     fetch = weights is None and pretrained is not False
     state = read_weights(Path(weights)) if weights is not None else None
-    library, _, rest = name.partition(":") if name.startswith(("hf:", "torchvision:", "timm:")) else ("timm", "", name)
+    library, _, rest = name.partition(":") if name.startswith(_LIBRARIES) else ("timm", "", name)
+    if isinstance(pretrained, str) and library != "open_clip":
+        raise PatchlightError(f"pretrained is {pretrained!r}; only open_clip's weights have tags, others True or False")
     about: dict[str, Any] = {"name": rest or name, **({} if preprocess is None else {"preprocess": preprocess})}
     if labels is not None:
         about["labels"] = labels
-    if "stage" in options:
-        about["stage"] = options.pop("stage")
+    about |= {key: options.pop(key) for key in _PASSED if key in options}
     if name == "pocket":
         anatomy = _load_pocket(about, options)
     elif library == "hf":
         anatomy = _load_hf(rest, fetch, state, options, about)
+    elif library == "open_clip":
+        anatomy = _load_open_clip(rest, pretrained if isinstance(pretrained, str) else None, fetch, options, about)
     elif library == "torchvision":
         anatomy = _load_torchvision(rest, fetch, state, options, about)
     else:
@@ -180,18 +192,18 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 
 def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
-    from patchlight.anatomy.hf import supported
+    from patchlight.anatomy import hf, hf_backbones
 
     anatomy = read_anatomy(model, about)
     if anatomy is None:
-        raise PatchlightError(_unread(model, supported()))
+        raise PatchlightError(_unread(model, [*hf.supported(), *hf_backbones.supported()]))
     return anatomy
 
 
 def _unread(model: nn.Module, of_transformers: Sequence[str]) -> str:
     """Why a model cannot be read by itself, and how it is described by hand."""
     kind, blocks, classes = type(model).__name__, "…", "…"
-    if any(hasattr(model, name) for name in ("get_text_features", "encode_text")):
+    if _reads_texts(model):
         towers = ("vision_model.encoder.layers", "visual.transformer.resblocks", "visual.trunk.blocks")
         found = next((path for path in towers if _reaches(model, path)), None)
         blocks, classes = f"model.{found}" if found else "…", "number of texts, labels=texts"
@@ -202,13 +214,17 @@ def _unread(model: nn.Module, of_transformers: Sequence[str]) -> str:
     else:
         why = (
             f"{kind} is not a model that can be read by itself; looked for timm's VisionTransformer, Eva, Beit, Swin, "
-            "SwinV2, PVTv2 and Twins, torchvision's VisionTransformer, and transformers' "
+            "SwinV2, PVTv2 and Twins, torchvision's VisionTransformer, open_clip's CLIP, and transformers' "
             f"{', '.join(of_transformers)}. Describe it by hand"
         )
     return (
         f"{why}: wrap(model, embed=…, blocks={blocks}, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, "
         f"classes={classes}, preprocess=Preprocess((H, W)))"
     )
+
+
+def _reads_texts(model: nn.Module) -> bool:
+    return any(hasattr(model, name) for name in ("get_text_features", "encode_text"))
 
 
 def _reaches(model: nn.Module, path: str) -> bool:
@@ -313,7 +329,7 @@ def _load_hf(
         import transformers
     except ImportError as error:
         raise PatchlightError("'hf:' models need the transformers package: pip install patchlight[hf]") from error
-    from patchlight.anatomy.hf import check_complete, check_floating, read_processor, supported
+    from patchlight.anatomy.hf import check_complete, check_floating, read_processor
     from patchlight.anatomy.hub import endpoint, unreachable
 
     local = name != "" and Path(name).is_dir()
@@ -329,14 +345,16 @@ def _load_hf(
         if state is not None and "num_labels" not in options and "classifier.weight" in state:
             config.num_labels = int(state["classifier.weight"].shape[0])
         config.architectures = config.architectures or []
-        kind = next(iter(config.architectures), "")
-        cls: Any = getattr(transformers, kind if kind in supported() else "AutoModelForImageClassification")
+        kind, extra = _kind_of(next(iter(config.architectures), ""), name, state)
+        cls: Any = getattr(transformers, kind or "AutoModelForImageClassification")
         if fetch:
-            how = {**options, **where, "ignore_mismatched_sizes": True, "output_loading_info": True}
+            how = {**options, **where, **extra, "ignore_mismatched_sizes": True, "output_loading_info": True}
             model, info = cls.from_pretrained(name, **how)
         else:
-            make = cls._from_config if kind in supported() else cls.from_config
-            model, info = make(config, **others), {}
+            make = cls._from_config if kind else cls.from_config
+            model, info = make(config, **others, **extra), {}
+    except PatchlightError:
+        raise
     except Exception as error:
         if reason and isinstance(error, OSError):
             raise PatchlightError(
@@ -344,10 +362,43 @@ def _load_hf(
                 f"({reason}); give hf:FOLDER of a model that lies here"
             ) from error
         raise PatchlightError(_could_not(f"hf:{name}", fetch, error)) from error
-    check_complete(info, kind, name)
+    check_complete(info, next(iter(config.architectures), ""), name)
     if "preprocess" not in about:
         about["processor"] = read_processor(name, where)
+    if _reads_texts(model) and "tokenizer" not in about:
+        from patchlight.anatomy.hf_backbones import read_tokenizer
+
+        about["tokenizer"] = read_tokenizer(name, where)
     return _wrapped(model, about)
+
+
+def _kind_of(saved: str, name: str, state: dict[str, Tensor] | None) -> tuple[str, dict[str, Any]]:
+    """The class as which a transformers model is opened, with what it is made with; "" where a classifier is wanted.
+
+    Weights that have a classifier make one of a backbone. A pooler behind a backbone, often not trained, is left out.
+    """
+    from patchlight.anatomy import hf, hf_backbones
+
+    hf_backbones.check_kind(saved, f"'hf:{name}'")
+    classifies = state is not None and "classifier.weight" in state
+    if saved in hf.supported():
+        return saved, {}
+    kind = hf_backbones.PRETRAINED.get(saved, saved)
+    if classifies or kind not in hf_backbones.supported():
+        return "", {}
+    return kind, {"add_pooling_layer": False} if kind in ("ViTModel", "DeiTModel") else {}
+
+
+def _load_open_clip(name: str, tag: str | None, fetch: bool, options: dict[str, Any], about: dict[str, Any]) -> Anatomy:
+    from patchlight.anatomy.open_clip import create
+
+    try:
+        model, tokenizer = create(name, tag, fetch, options)
+    except PatchlightError:
+        raise
+    except Exception as error:
+        raise PatchlightError(_could_not(f"open_clip:{name}", fetch, error)) from error
+    return _wrapped(model, {"tokenizer": tokenizer, **about})
 
 
 def _load_torchvision(
