@@ -80,12 +80,10 @@ def one_headed() -> Anatomy:
 
 
 def test_a_model_of_one_head() -> None:
-    """There `single` changes nothing, and without lambda it is the positive gradient of attention; with four it is not."""
+    """There `single` changes nothing, and without lambda it is attention's positive gradient; with four it is not."""
     vit = one_headed()
     batch = images(vit)
-    torch.testing.assert_close(
-        maps(vit, batch, "grad-eclip", heads="single"), maps(vit, batch, "grad-eclip"), **CLOSE
-    )
+    torch.testing.assert_close(maps(vit, batch, "grad-eclip", heads="single"), maps(vit, batch, "grad-eclip"), **CLOSE)
     positive = maps(vit, batch, "attngrad", sign="relu")
     torch.testing.assert_close(maps(vit, batch, "grad-eclip", cosine="none"), positive, **CLOSE)
     vit = shared("vit", torch.float64)
@@ -101,7 +99,9 @@ def test_gradient_of_attention(family: str, rule: str) -> None:
     batch, name = images(vit, 2), "" if rule == "plain" else f".{rule}"
     targets = Targets(torch.tensor([[0], [0]]))
     layers = (0, vit.depth - 1)
-    ours = LayerJob(lambda b: (b.q, b.k, grad_eclip(b, cosine="none"), grad_eclip(b)), frozenset("qkv") | {"dO"}, layers)
+    ours = LayerJob(
+        lambda b: (b.q, b.k, grad_eclip(b, cosine="none"), grad_eclip(b)), frozenset("qkv") | {"dO"}, layers
+    )
     whole = LayerJob(lambda b: b.G.sum(1), frozenset({"A", "G"}), layers)
     backward = resolve(f"attngrad{name}").rule
     alone = run_pass(vit, batch, targets, "logit", backward, [ours])

@@ -55,8 +55,6 @@ def test_literal(family: str, readout: str, start: int) -> None:
     vit = shared(family, torch.float64)
     batch = images(vit)
     given = {"readout": readout, "start": start}
-    reason = resolve("legrad", given).method.refuses(resolve("legrad", given).settings, vit)  # type: ignore[misc]
-    assert reason is None
     torch.testing.assert_close(maps(vit, batch, "legrad", **given), by_separate_backwards(vit, batch, **given), **CLOSE)
 
 
@@ -74,13 +72,11 @@ def seen_gradient(vit: Anatomy, x: Tensor, layer: int, readout: str, rule: Rule)
     return y.detach(), record.seen["G"]
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", [family for family in PLAIN if family != "vit-binary"])
 @pytest.mark.parametrize(("readout", "rule"), [("tokens", "plain"), ("pooling", "plain"), ("tokens", "libra")])
 def test_every_family(family: str, readout: str, rule: str) -> None:
     """mean_hi ReLU(dO v^T) from a graph that begins behind attention is that of G from the whole block."""
     vit = shared(family, torch.float64)
-    if vit.classes == 1:
-        pytest.skip("TARGETS are classes of a model with several")
     batch = images(vit, 2)
     x, total = vit.embed(batch), torch.zeros(2, vit.tokens, dtype=torch.float64)
     for layer in range(vit.depth):
@@ -284,5 +280,3 @@ def test_nothing_holds_the_graph() -> None:
     assert list(seen.layers()) == [1]
     assert not seen.at(1).requires_grad
     assert not seen.logits.requires_grad
-
-

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from patchlight.errors import Unsupported
 from patchlight.evidence.passes import PIXELS, Runner, scaled
 from patchlight.evidence.record import End, Record
-from patchlight.targets import Score, Targets, score_of
+from patchlight.targets import Score, Targets
 
 
 class Local(Runner):
@@ -71,8 +71,8 @@ class Local(Runner):
     def score(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
         with torch.enable_grad():
             for way in self.ways.values():
-                way.scores = score_of(way.logits, targets, score, self.vit.sigmoid)
-        return score_of(logits, targets, score, self.vit.sigmoid)
+                way.scores = self.scored(way.logits, targets, score)
+        return self.scored(logits, targets, score)
 
     def explain(self, target: int, last: bool) -> tuple[list[dict[int, Any]], End]:
         self.values = [{} for _ in self.jobs]

@@ -224,8 +224,11 @@ class Runner:
     def score(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
         """The explained scores [B,T] of the model's logits."""
         with torch.set_grad_enabled(self.backward):
-            self.scores = score_of(logits, targets, score, self.vit.sigmoid)
+            self.scores = self.scored(logits, targets, score)
         return self.scores
+
+    def scored(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
+        return score_of(logits, targets, score, self.vit.sigmoid)
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
         vit, runs = self.vit, self.runs
