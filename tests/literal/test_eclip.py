@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import DegenerateMap, Unsupported
-from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.passes import Course, LayerJob, run_pass
 from patchlight.evidence.record import Evidence
 from patchlight.methods.eclip import grad_eclip, spatial_weights
 from patchlight.methods.requests import resolve
@@ -38,7 +38,7 @@ def literal(vit: Anatomy, batch: Tensor, layer: int = -1, heads: int | None = No
             o = opened.o
     if cosine == "projected":
         out = vit.model.blocks[layer].attn.proj  # type: ignore[index,union-attr]
-        q, k = out(q), out(k)
+        q, k = out(q).detach(), out(k).detach()
     logits = opened.pooled(x)
     (w,) = torch.autograd.grad(sum(logits[b, TARGETS[b]] for b in range(len(batch))), o)
     rows = range(vit.prefix, vit.tokens) if vit.pooling == "avg" else [0]
@@ -70,6 +70,23 @@ def test_the_authors_have_one_head(preset: str, cosine: str) -> None:
     expected = literal(vit, batch, heads=1, cosine=cosine)
     torch.testing.assert_close(maps(vit, batch, "grad-eclip", preset=preset), expected, **CLOSE)
     assert (expected - literal(vit, batch, cosine=cosine)).abs().max() > 0.01
+
+
+def test_the_class_is_the_models_own_prediction() -> None:
+    """The score that is explained is that of one head; what is predicted, and told, is not."""
+    vit = shared("vit", torch.float64)
+    batch, targets = images(vit), Targets(torch.tensor(TARGETS)[:, None])
+    job = LayerJob(grad_eclip, frozenset("qkv") | {"dO"}, (vit.depth - 1,))
+    seen = run_pass(vit, batch, targets, jobs=[job], course=Course(one_head=True))
+    torch.testing.assert_close(seen.logits, vit.logits(batch), **CLOSE)
+    opened = Opened(vit, batch)
+    x = opened.x
+    for layer in range(vit.depth):
+        opened.heads = vit.heads if layer < vit.depth - 1 else 1
+        x = opened.block(layer, x)
+    rewritten = opened.pooled(x).detach()
+    torch.testing.assert_close(seen.scores, rewritten.gather(1, targets.index), **CLOSE)
+    assert (seen.logits - rewritten).abs().max() > 0.1
 
 
 def one_headed() -> Anatomy:

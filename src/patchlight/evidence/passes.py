@@ -139,8 +139,7 @@ def run_pass(
     vit = vit.wide()
     runs = lowered(vit, precision, products=True)
     with torch.inference_mode(False), vit.steady(), runs.steady():
-        kind = Runner if course.local is None else _local()
-        runner = kind(vit, runs, rule, jobs, precision, course)
+        runner = _runner_of(course)(vit, runs, rule, jobs, precision, course)
         rounds: Decided = "tf32" if precision == "tf32" else "full"  # what rounds in half precision does so by itself
         try:
             with rounding(vit, rounds):
@@ -190,10 +189,10 @@ def fused_type(vit: Anatomy, precision: Decided) -> torch.dtype | None:
     return HALF.get(precision) if vit.device.type == "cuda" and has_tiles() else None
 
 
-def _local() -> type[Runner]:
-    from patchlight.evidence.local import Local
+def _runner_of(course: Course) -> type[Runner]:
+    from patchlight.evidence.courses import Local, OneHead
 
-    return Local
+    return Local if course.local is not None else OneHead if course.one_head else Runner
 
 
 class Runner:
@@ -231,7 +230,7 @@ class Runner:
         return score_of(logits, targets, score, self.vit.sigmoid)
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
-        vit, runs = self.vit, self.runs
+        vit = self.vit
         pixels = self.backward and self.first == PIXELS
         x = self.leaf = images.detach().requires_grad_(pixels)
         self.records[PIXELS] = Record(PIXELS, x.detach().movedim(1, -1))
@@ -245,10 +244,7 @@ class Runner:
                 x.register_hook(self._hook(layer))
             record = self.records[layer] = self.record(layer, x)
             with self.running(graph, record, self.needs(layer)):
-                first = layer == vit.depth - 1 and self._first_row_is_enough()
-                record.only_read = first
-                heads = 1 if self.course.one_head else None
-                x = (runs.first_row(x, heads) if first else runs.block(layer, x)).to(vit.dtype)
+                x = self.block(layer, x).to(vit.dtype)
             record.seen["y"] = x.detach()
             with torch.no_grad():
                 for j in self.wants[layer]:
@@ -287,10 +283,13 @@ class Runner:
         with torch.set_grad_enabled(graph), casting(self.vit, self.precision), tapped:
             yield
 
+    def block(self, layer: int, x: Tensor) -> Tensor:
+        """What a block makes of its input."""
+        first = layer == self.vit.depth - 1 and self._first_row_is_enough()
+        return self.runs.first_row(x) if first else self.runs.block(layer, x)
+
     def _first_row_is_enough(self) -> bool:
         """Whether the classifier reads the last block's first token alone, and nobody else reads anything of it."""
-        if self.course.one_head:
-            return True
         read = self.wants[self.vit.depth - 1] or any("bias" in job.needs for job in self.jobs)
         return self.runs.reads_first and self.rule is PLAIN and not read
 

@@ -1,4 +1,4 @@
-"""Local passes: every block is explained by a score of its own, that of its output read as if it were the last."""
+"""Passes that explain another score than the model's own: one for every block, or that of a rewritten last block."""
 
 from __future__ import annotations
 
@@ -101,6 +101,31 @@ class Local(Runner):
     def release(self) -> None:
         super().release()
         self.ways = {}
+
+
+class OneHead(Runner):
+    """A pass whose last block attends with one head of the tokens' whole width; classes are predicted by the model."""
+
+    def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
+        self.rewritten = super().forward(images, tokens)
+        last = self.records[self.vit.depth - 1]
+        with self.running(False, last, frozenset()):
+            row = self.runs.first_row(last.x).to(self.vit.dtype)
+        with torch.no_grad():
+            return self.vit.readout(row)
+
+    def block(self, layer: int, x: Tensor) -> Tensor:
+        if layer < self.vit.depth - 1:
+            return self.runs.block(layer, x)
+        self.records[layer].only_read = True
+        return self.runs.first_row(x, heads=1)
+
+    def score(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
+        return super().score(self.rewritten, targets, score)
+
+    def release(self) -> None:
+        super().release()
+        self.rewritten = torch.empty(0)
 
 
 @dataclass
