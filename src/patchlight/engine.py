@@ -161,8 +161,8 @@ def compute(
 ) -> tuple[Targets, list[Tensor]]:
     """The maps [B,T,h,w] of every request, each in its own precision, on one batch (from image `first` on).
 
-    White-box requests are grouped by backward rule, score and precision; each group is one forward and one backward per
-    class. Requests without a gradient join the first group of their precision.
+    White-box requests are grouped by course, backward rule, score and precision; each group is one forward and one
+    backward per class. Requests without a gradient join the first group of their precision.
     """
     asked, maps = targets, dict[int, Tensor]()
     requests = [request.suited(vit) for request in requests]
@@ -204,7 +204,8 @@ def _passed(
     """The maps [B,T,h,w] of requests that share a pass, and the classes explained."""
     rule, score = _rule_and_score(requests)
     jobs = [job(request, vit) for request in requests]
-    seen = run_pass(vit, batch, targets, score, rule, jobs, precision=requests[0].precision(vit))
+    precision, course = requests[0].precision(vit), requests[0].course(vit)
+    seen = run_pass(vit, batch, targets, score, rule, jobs, precision=precision, course=course)
     maps = [_finish(request, vit, seen, j) for j, request in enumerate(requests)]
     return seen.targets if targets is None else targets, maps
 
@@ -264,12 +265,13 @@ def _groups(requests: Sequence[Request], vit: Anatomy) -> list[list[int]]:
     asked = [(i, request, request.precision(vit)) for i, request in enumerate(requests) if request.in_pass]
     for i, request, precision in asked:
         if request.backward:
-            key = (precision, request.settings["compile"], request.rule.name, request.score)
+            course = request.course(vit)
+            key = (precision, request.settings["compile"], course, request.rule.name, request.score)
             groups.setdefault(key, []).append(i)
     for i, request, precision in asked:
         if not request.backward:
-            alike = (precision, request.settings["compile"])
-            same = next((key for key in groups if key[:2] == alike), alike)
+            alike = (precision, request.settings["compile"], request.course(vit))
+            same = next((key for key in groups if key[:3] == alike), alike)
             groups.setdefault(same, []).append(i)
     return list(groups.values())
 

@@ -341,19 +341,21 @@ class Anatomy(ABC):
         """How similarities to texts become logits and probabilities."""
         return Outputs("cosine", 1.0)
 
-    def first_row(self, tokens: Tensor) -> Tensor:
+    def first_row(self, tokens: Tensor, heads: int | None = None) -> Tensor:
         """The last block of a plain ViT on tokens [B,N,D], its output at the first token alone [B,1,D], by its parts.
 
-        Only keys and values are computed for all tokens. `reads_first` says whether it may stand for the block.
+        Only keys and values are computed for all tokens. `reads_first` says whether it may stand for the block; it may
+        be computed with another number of `heads`, as if the block had them.
         """
+        heads = self.heads if heads is None else heads
         parts: Any = self.parts(self.depth - 1)
         weight, bias = parts.qkv()
         size = len(weight) // 3
         n = parts.norm1(tokens)
         q = F.linear(n[:, :1], weight[:size], None if bias is None else bias[:size])
         both = F.linear(n, weight[size:], None if bias is None else bias[size:])
-        k, v = both.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        o = F.scaled_dot_product_attention(q.unflatten(-1, (self.heads, -1)).transpose(1, 2), k, v)
+        k, v = both.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        o = F.scaled_dot_product_attention(q.unflatten(-1, (heads, -1)).transpose(1, 2), k, v)
         attended = parts.out(o.transpose(1, 2).flatten(2))
         u = tokens[:, :1] + (attended if parts.scale1 is None else attended * parts.scale1)
         added = parts.fc2(parts.activation(parts.fc1(parts.norm2(u))))
