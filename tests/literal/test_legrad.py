@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import DegenerateMap, PatchlightError, Unsupported
+from patchlight.evidence import rules
 from patchlight.evidence.passes import Course, LayerJob, run_pass
 from patchlight.evidence.record import Evidence, Record
 from patchlight.evidence.rules import RULES, Rule
@@ -271,6 +272,23 @@ def test_a_small_score_survives_float16() -> None:
     full = maps(vit, batch, "legrad", precision="fp16")
     tiny = maps(vit, batch, "legrad", precision="fp16", score=lambda z: 2**-30 * z)
     torch.testing.assert_close(tiny * 2**30, full, rtol=1e-3, atol=float(full.max()) * 1e-3)
+
+
+@pytest.mark.parametrize("name", ["legrad", "grad-eclip"])
+def test_attention_stays_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads the matrix, so none is written; a method that reads it has one."""
+    vit = shared("vit")
+    written: list[int] = []
+
+    def softmax(scores: Tensor, *args: Any) -> Tensor:
+        written.append(scores.shape[-1])
+        return scores.softmax(-1)
+
+    monkeypatch.setattr(rules, "softmax", softmax)
+    maps(vit, images(vit), name)
+    assert not written
+    maps(vit, images(vit), "rawatt")
+    assert written == [vit.tokens]
 
 
 def test_nothing_holds_the_graph() -> None:

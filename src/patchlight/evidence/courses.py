@@ -79,7 +79,7 @@ class Local(Runner):
         for layer in sorted(self.ways, reverse=True):
             way = self.ways.pop(layer) if last else self.ways[layer]
             record = way.record
-            record.seen["dO"] = self._output_gradient(way, way.scores[:, target].sum(), last)
+            record.see_dO(self._output_gradient(way, way.scores[:, target].sum(), last))
             with torch.no_grad():
                 for j in self.wants[layer]:
                     self.values[j][layer] = self.jobs[j].of(record)

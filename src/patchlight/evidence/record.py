@@ -28,9 +28,9 @@ class Record:
     """What one pass has seen of one block so far: tensors by their letters in `Evidence`.
 
     `scalar_bias` [B] sums the bias terms that belong to no token; `shared` is what layer maps keep for each other.
-    Where attention stayed fused and its matrices are read, `fused` has what it was given. Gradients here are to be
-    multiplied by `unscale` [B], where it is given. `only_read`: attention has no other rows than those that are read.
-    `leaf` is the attention's output, where a graph begins with it.
+    Where attention stayed fused and its matrices are read, `fused` has what it was given, and `dO` is the gradient of
+    what it gave. Gradients here are to be multiplied by `unscale` [B], where it is given. `only_read`: attention has no
+    other rows than those that are read. `leaf` is the attention's output, where a graph begins with it.
     """
 
     index: int
@@ -42,6 +42,7 @@ class Record:
     scalar_bias: Tensor | None = None
     shared: dict[str, Any] = field(default_factory=dict)
     fused: Attention | None = None
+    dO: Tensor | None = None
     unscale: Tensor | None = None
     only_read: bool = False
     leaf: Tensor | None = None
@@ -67,6 +68,8 @@ class Record:
         for gradient, of in (("gy", "x"), ("gn", "n"), ("G", "A")):
             if gradient not in self.seen and of in self.seen:
                 self.seen[gradient] = torch.zeros_like(self.seen[of])
+        if "dO" not in self.seen and "v" in self.seen:
+            self.seen["dO"] = self.x.new_zeros(()).expand_as(self.seen["v"])
         if "bias" not in self.seen:
             self.seen["bias"] = self.x.new_zeros(self.x.shape[:2])
 
@@ -74,7 +77,7 @@ class Record:
         """Drop what belongs to one backward, so that the next class starts clean."""
         for name in BACKWARD:
             self.seen.pop(name, None)
-        self.scalar_bias = None
+        self.scalar_bias = self.dO = None
         self.shared.clear()
 
     def clear(self) -> None:
@@ -86,18 +89,20 @@ class Record:
     @property
     def attention(self) -> Attention | None:
         """Fused attention as it was, with the gradient of this backward."""
-        return None if self.fused is None else replace(self.fused, dO=self.seen.get("dO"), unscale=self.unscale)
+        return None if self.fused is None else replace(self.fused, dO=self.dO, unscale=self.unscale)
 
     def fused_part(self, name: str) -> Tensor:
-        """A, G, q, k or v of fused attention, in the type of the tokens."""
-        part: Tensor = getattr(self.attention, name)
+        """A, G, q, k, v or dO of fused attention, in the type of the tokens."""
+        attention: Any = self.attention
+        part: Tensor = attention.output_gradient if name == "dO" else getattr(attention, name)
         return part.to(self.x.dtype)
 
-    def output_gradient(self) -> Tensor:
-        """The gradient of what attention gave [B,H,N,d], in the type of the tokens."""
-        values = self.seen["v"] if self.fused is None else self.fused.v
-        gradient = self.seen.get("dO", torch.zeros_like(values)).to(self.x.dtype)
-        return gradient if self.unscale is None else gradient * self.unscale.view(-1, 1, 1, 1)
+    def see_dO(self, gradient: Tensor) -> None:
+        """Take the gradient of what attention gave [B,H,N,d]: as it is where attention stayed fused."""
+        if self.fused is None:
+            self.seen["dO"] = gradient.to(self.x.dtype)
+        else:
+            self.dO = gradient
 
     def end(self) -> End:
         return End(self.seen.get("bias"), self.scalar_bias)
@@ -158,8 +163,6 @@ class Evidence:
         """The part of that letter; it must be declared."""
         self._check_declared(name)
         record = self._record
-        if name == "dO":
-            return self.once(name, record.output_gradient)
         if name in record.seen:
             value, unscale = record.seen[name], record.unscale
             if unscale is None or name not in BACKWARD:

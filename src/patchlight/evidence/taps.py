@@ -192,7 +192,7 @@ class Taps(TorchFunctionMode):
         if self.cut and "dO" in self.needs:
             out = self.record.leaf = out.detach().requires_grad_()
         elif out.requires_grad and ("dO" in self.needs or ("G" in self.needs and self.record.fused is not None)):
-            out.register_hook(self._see_dO)
+            out.register_hook(self.record.see_dO)
         return out
 
     def _in_tiles(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
@@ -208,9 +208,6 @@ class Taps(TorchFunctionMode):
         out, lse = found
         self.record.fused = Attention(q.detach(), k.detach(), v.detach(), lse.detach(), scale)
         return self._begin(out)
-
-    def _see_dO(self, gradient: Tensor) -> None:
-        self.record.seen["dO"] = gradient
 
     def multi_head_attention_forward(
         self,
