@@ -8,9 +8,11 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.base import Anatomy, Parts, linear, stacked
 from patchlight.anatomy.timm import described
 from patchlight.errors import PatchlightError
+from patchlight.evidence.stages import Merging, Reach, Windows
+from patchlight.evidence.taps import watch_reach
 
 
 class HierarchicalAnatomy(Anatomy):
@@ -71,12 +73,150 @@ class HierarchicalAnatomy(Anatomy):
         """What the classifier reads of the last feature map."""
 
 
-class SwinAnatomy(HierarchicalAnatomy):
-    """Swin and SwinV2."""
+class StagedAnatomy(HierarchicalAnatomy):
+    """A network of stages that is opened before the blocks of one: those, and all behind them, can be looked into.
+
+    Its tokens stand on that stage's grid, `block` runs on the grid of its own stage, and `merge` makes the tokens of
+    each later stage of those of the one before. Rows are pulled through all of it, so maps are on the grid of the stage
+    asked for. Feature-map methods read what the stage gives.
+    """
+
+    kernel, padding = 2, 0
+    """How many tokens, along a side, are merged into one, and how far the first of them reaches over the edge."""
+
+    @property
+    def _grids(self) -> list[tuple[int, int]]:
+        """The grids of the stages from the one it is opened at on."""
+        steps = [2**i for i in range(self.stages - self.stage)]
+        return [(-(-self.grid[0] // step), -(-self.grid[1] // step)) for step in steps]
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return [self._block(stage, j) for stage, j in self._order]
+
+    @property
+    def _order(self) -> list[tuple[int, int]]:
+        """The stage of each block, and its number there."""
+        return [(i, j) for i in range(self.stage, self.stages) for j in range(self._count(i))]
+
+    def grid_of(self, index: int) -> tuple[int, int]:
+        """The grid on which a block runs."""
+        return self._grids[self._order[index][0] - self.stage]
+
+    @property
+    def stage_end(self) -> int:
+        return self._count(self.stage)
+
+    def embed(self, images: Tensor) -> Tensor:
+        for i in range(self.stage):
+            images = self._stage(i, images)
+        return self._merged(self.stage, images).flatten(2).transpose(1, 2)
+
+    def merge(self, index: int, tokens: Tensor) -> Tensor:
+        merging = self.merging(index)
+        if merging is None:
+            return tokens
+        coarse = self._merged(self._order[index][0], tokens.transpose(1, 2).unflatten(2, merging.fine))
+        return coarse.flatten(2).transpose(1, 2)
+
+    def merging(self, index: int) -> Merging | None:
+        order = self._order
+        if not 0 < index < len(order) or order[index][1] > 0:
+            return None
+        grids = self._grids[order[index - 1][0] - self.stage], self._grids[order[index][0] - self.stage]
+        return Merging(*grids, self.kernel, 2, self.padding)
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self._run(*self._order[index], tokens, self.grid_of(index))
+
+    def features(self, tokens: Tensor) -> Tensor:
+        return self._pooled(tokens.transpose(1, 2).unflatten(2, self._grids[-1]))
+
+    def pool_row(
+        self,
+        logits: Tensor,
+        pool_attention: Tensor | None,
+        tokens: Tensor | None = None,
+        index: Tensor | None = None,
+    ) -> Tensor:
+        if self.head is not None and self.head.block is not None:
+            return super().pool_row(logits, pool_attention, tokens, index)
+        count = self._grids[-1][0] * self._grids[-1][1]
+        return logits.new_full((len(logits), count), 1 / count)
+
+    def watch(self) -> None:
+        super().watch()
+        for index, block in enumerate(self.blocks):
+            reach = self._reach(block, self.grid_of(index))
+            if reach is not None:
+                watch_reach(cast(Any, block).attn, reach)
 
     def _stage(self, i: int, x: Tensor) -> Tensor:
+        x = self._merged(i, x)
+        size, x = (x.shape[2], x.shape[3]), x.flatten(2).transpose(1, 2)
+        for j in range(self._count(i)):
+            x = self._run(i, j, x, size)
+        return x.transpose(1, 2).unflatten(2, size)
+
+    @abstractmethod
+    def _merged(self, i: int, x: Tensor) -> Tensor:
+        """The feature map that the blocks of a stage are given, channels first; of stage 0 from the image."""
+
+    @abstractmethod
+    def _count(self, i: int) -> int:
+        """How many blocks a stage has."""
+
+    @abstractmethod
+    def _block(self, i: int, j: int) -> nn.Module:
+        """Block j of a stage, with its attention as `attn`."""
+
+    @abstractmethod
+    def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        """That block on tokens [B,h*w,D]."""
+
+    @abstractmethod
+    def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
+        """Which tokens its attention joins; None where all with all."""
+
+
+_WINDOWED = "its attention is within windows"
+
+
+class SwinAnatomy(StagedAnatomy):
+    """Swin and SwinV2: attention within windows, shifted in every other block; 2 x 2 patches are merged."""
+
+    def _merged(self, i: int, x: Tensor) -> Tensor:
         x = self._net.patch_embed(x) if i == 0 else x.permute(0, 2, 3, 1)
-        return cast(Tensor, self._net.layers[i](x).permute(0, 3, 1, 2))
+        return cast(Tensor, self._net.layers[i].downsample(x).permute(0, 3, 1, 2))
+
+    def _count(self, i: int) -> int:
+        return len(self._net.layers[i].blocks)
+
+    def _block(self, i: int, j: int) -> nn.Module:
+        return cast(nn.Module, self._net.layers[i].blocks[j])
+
+    def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        return cast(Tensor, self._block(i, j)(tokens.unflatten(1, grid)).flatten(1, 2))
+
+    def _reach(self, block: Any, grid: tuple[int, int]) -> Reach:
+        return Windows.of(grid, tuple(block.window_size), tuple(block.shift_size), block.norm1.weight.device)
+
+    def parts(self, index: int) -> Parts:
+        block: Any = self.blocks[index]
+        attn, mlp = block.attn, block.mlp
+        if hasattr(attn, "logit_scale"):
+            return Parts(beyond=f"{_WINDOWED}, of normed queries and keys, and norms stand behind it and the MLP")
+        return Parts(
+            block.norm1,
+            block.norm2,
+            attn.proj,
+            lambda: linear(attn.qkv).weight.chunk(3)[2],
+            qkv=lambda: stacked(attn.qkv),
+            fc1=mlp.fc1,
+            activation=mlp.act,
+            fc2=mlp.fc2,
+            beyond=_WINDOWED,
+        )
 
     def _pooled(self, x: Tensor) -> Tensor:
         return cast(Tensor, self._net.forward_head(self._net.norm(x.permute(0, 2, 3, 1)), pre_logits=True))

@@ -21,6 +21,7 @@ from patchlight.evidence import rules
 from patchlight.evidence.record import Record
 from patchlight.evidence.rows import Attention, attend
 from patchlight.evidence.rules import Rule
+from patchlight.evidence.stages import Merging, Reach
 
 _LOCAL = threading.local()
 
@@ -42,6 +43,23 @@ def watch_norm(norm: nn.Module | None, what: str) -> None:
         norm.register_forward_hook(seen)
 
 
+def watch_reach(attention: nn.Module, reach: Reach) -> None:
+    """Have taps know which tokens an attention of a twin joins, while it runs."""
+
+    def begin(_: nn.Module, given: Any) -> None:
+        tap = None if torch.compiler.is_compiling() else current()
+        if tap is not None:
+            tap.place = reach
+
+    def end(_: nn.Module, given: Any, out: Any) -> None:
+        tap = None if torch.compiler.is_compiling() else current()
+        if tap is not None:
+            tap.place = None
+
+    attention.register_forward_pre_hook(begin)
+    attention.register_forward_hook(end)
+
+
 class Activation(nn.Module):
     """An elementwise activation of a twin, seen whole by taps whatever functions it is made of."""
 
@@ -60,13 +78,20 @@ class Taps(TorchFunctionMode):
     """Apply `rule` to a stretch of a model, and write into `record` what `needs` names (A, G, v, n, gn, u, bias).
 
     With `fused`, a type, attention stays fused in that type where it can, and the record has what its matrices are
-    made of.
+    made of. `place` says where what runs now has its tokens: nowhere else (None), in windows, on a coarser grid.
     """
 
     def __init__(
-        self, rule: Rule, needs: frozenset[str], record: Record, in_block: bool, fused: torch.dtype | None = None
+        self,
+        rule: Rule,
+        needs: frozenset[str],
+        record: Record,
+        in_block: bool,
+        fused: torch.dtype | None = None,
+        place: Reach | Merging | None = None,
     ) -> None:
         super().__init__()
+        self.place = place
         self.rule, self.needs, self.record, self.in_block, self.fused = rule, needs, record, in_block, fused
         self._outer: list[Taps | None] = []
         self._attention: Tensor | None = None
@@ -108,6 +133,8 @@ class Taps(TorchFunctionMode):
         watched = bool(self.needs & {"A", "G", "v"})
         if watched and self._attention is not None:
             raise Unsupported("a block takes more than one softmax, so it has no one attention matrix")
+        if isinstance(self.place, Reach):
+            self.record.reach = self.place
         attention = rules.softmax(scores, self.rule, self._observer())
         self._attention = attention if watched else None
         if "A" in self.needs:
@@ -241,15 +268,15 @@ class Taps(TorchFunctionMode):
         """The first norm of a block gives n and its gradient, the second is given u."""
         if what == "u":
             if "u" in self.needs:
-                self.record.seen["u"] = given.detach()
+                self.record.seen["u"] = given.detach().flatten(1, -2)
             return
         if "n" in self.needs:
-            self.record.seen["n"] = out.detach()
+            self.record.seen["n"] = out.detach().flatten(1, -2)
         if "gn" in self.needs and out.requires_grad:
             out.register_hook(self._see_gn)
 
     def _see_gn(self, gradient: Tensor) -> None:
-        self.record.seen["gn"] = gradient
+        self.record.seen["gn"] = gradient.flatten(1, -2)
 
     def rms_norm(
         self,
@@ -279,8 +306,8 @@ class Taps(TorchFunctionMode):
 
     def _biased(self, out: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None and "bias" in self.needs and out.requires_grad:
-            record, constant = self.record, bias.detach()
-            out.register_hook(lambda g: None if g is None else record.add_bias(g @ constant.to(g.dtype)))
+            record, constant, place = self.record, bias.detach(), self.place
+            out.register_hook(lambda g: None if g is None else record.add_bias(g @ constant.to(g.dtype), place))
         return out
 
     def add(self, func: Callable[..., Any], a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from patchlight.resize import to_pixels
 
 
 def refuses(settings: Settings, vit: Anatomy) -> str | None:
-    if vit.depth and place(settings["layer"])[1] == "norm1" and vit.parts(0).norm1 is None:
+    if not vit.hierarchical and place(settings["layer"])[1] == "norm1" and vit.parts(0).norm1 is None:
         return f"{vit.name} has no first norm in its blocks; layer='input' works"
     return None
 
