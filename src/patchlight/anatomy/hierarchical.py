@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, Parts, linear, stacked
 from patchlight.anatomy.timm import described
 from patchlight.errors import PatchlightError
-from patchlight.evidence.stages import Merging, Reach, Windows
+from patchlight.evidence.stages import Merging, Pooled, Reach, Windows
 from patchlight.evidence.taps import watch_reach
 
 
@@ -149,7 +149,7 @@ class StagedAnatomy(HierarchicalAnatomy):
         for index, block in enumerate(self.blocks):
             reach = self._reach(block, self.grid_of(index))
             if reach is not None:
-                watch_reach(cast(Any, block).attn, reach)
+                watch_reach(cast(Any, block).attn, reach, self._until(block))
 
     def _stage(self, i: int, x: Tensor) -> Tensor:
         x = self._merged(i, x)
@@ -173,6 +173,10 @@ class StagedAnatomy(HierarchicalAnatomy):
     @abstractmethod
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """That block on tokens [B,h*w,D]."""
+
+    def _until(self, block: Any) -> nn.Module | None:
+        """From which part on its attention runs on tokens in order; None for none."""
+        return None
 
     @abstractmethod
     def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
@@ -222,29 +226,87 @@ class SwinAnatomy(StagedAnatomy):
         return cast(Tensor, self._net.forward_head(self._net.norm(x.permute(0, 2, 3, 1)), pre_logits=True))
 
 
-class PvtAnatomy(HierarchicalAnatomy):
-    """PVTv2."""
+class PvtAnatomy(StagedAnatomy):
+    """PVTv2: attention to pooled tokens; overlapping 3 x 3 patches are merged, and MLPs mix neighbours.
 
-    def _stage(self, i: int, x: Tensor) -> Tensor:
-        return cast(Tensor, self._net.stages[i](self._net.patch_embed(x) if i == 0 else x))
+    The norm behind the last block of a stage belongs to that block.
+    """
+
+    kernel, padding = 3, 1
+
+    def _merged(self, i: int, x: Tensor) -> Tensor:
+        merge = self._net.patch_embed if i == 0 else self._net.stages[i].downsample
+        return cast(Tensor, merge(x).permute(0, 3, 1, 2))
+
+    def _count(self, i: int) -> int:
+        return len(self._net.stages[i].blocks)
+
+    def _block(self, i: int, j: int) -> nn.Module:
+        return cast(nn.Module, self._net.stages[i].blocks[j])
+
+    def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        tokens = self._block(i, j)(tokens, grid)
+        return cast(Tensor, self._net.stages[i].norm(tokens) if j == self._count(i) - 1 else tokens)
+
+    def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
+        if block.attn.pool is None:
+            return _pooled_keys(block.attn.sr, grid)
+        side = block.attn.pool.output_size
+        step = grid[0] // side
+        return Pooled(Merging(grid, (side, side), step, step)) if grid == (side * step, side * step) else None
+
+    def parts(self, index: int) -> Parts:
+        block: Any = self.blocks[index]
+        return Parts(block.norm1, beyond="its attention is to pooled tokens, and its MLPs mix neighbouring tokens")
 
     def _pooled(self, x: Tensor) -> Tensor:
         return cast(Tensor, self._net.forward_head(x, pre_logits=True))
 
 
-class TwinsAnatomy(HierarchicalAnatomy):
-    """Twins."""
+class TwinsAnatomy(StagedAnatomy):
+    """Twins: attention within windows and, in every other block (in PCPVT in all), to pooled tokens.
 
-    def _stage(self, i: int, x: Tensor) -> Tensor:
+    The convolution behind the first block of a stage belongs to that block.
+    """
+
+    def _merged(self, i: int, x: Tensor) -> Tensor:
         x, size = self._net.patch_embeds[i](x.contiguous())
-        x = self._net.pos_drops[i](x)
-        for j, block in enumerate(self._net.blocks[i]):
-            x = block(x, size)
-            x = self._net.pos_block[i](x, size) if j == 0 else x
-        return cast(Tensor, x.transpose(1, 2).unflatten(2, size))
+        return cast(Tensor, self._net.pos_drops[i](x).transpose(1, 2).unflatten(2, size))
+
+    def _count(self, i: int) -> int:
+        return len(self._net.blocks[i])
+
+    def _block(self, i: int, j: int) -> nn.Module:
+        return cast(nn.Module, self._net.blocks[i][j])
+
+    def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        tokens = self._block(i, j)(tokens, grid)
+        return cast(Tensor, self._net.pos_block[i](tokens, grid) if j == 0 else tokens)
+
+    def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
+        window = getattr(block.attn, "ws", None)
+        if window is None:
+            return _pooled_keys(block.attn.sr, grid)
+        return Windows.of(grid, (window, window), device=block.norm1.weight.device)
+
+    def _until(self, block: Any) -> nn.Module | None:
+        return cast(nn.Module, block.attn.proj)
+
+    def parts(self, index: int) -> Parts:
+        block: Any = self.blocks[index]
+        beyond = "its attention is within windows or to pooled tokens, and a convolution stands in every stage"
+        return Parts(block.norm1, beyond=beyond)
 
     def _pooled(self, x: Tensor) -> Tensor:
         return cast(Tensor, self._net.forward_head(self._net.norm(x.flatten(2).transpose(1, 2)), pre_logits=True))
+
+
+def _pooled_keys(reduction: nn.Conv2d | None, grid: tuple[int, int]) -> Reach | None:
+    """The keys that a convolution of patches side by side makes; None where there is none."""
+    if reduction is None:
+        return None
+    step = int(reduction.stride[0])
+    return Pooled(Merging(grid, (grid[0] // step, grid[1] // step), step, step))
 
 
 def read_hierarchical(

@@ -52,6 +52,11 @@ class Record:
     def parts(self) -> Any:
         return self.open_parts()
 
+    def see(self, name: str, value: Tensor) -> None:
+        """Keep A, G or v, in the type of the tokens; windows of an image that have an axis of their own lose it."""
+        value = value.detach().to(self.x.dtype)
+        self.seen[name] = value.flatten(0, 1) if value.ndim == 5 else value
+
     def add_bias(self, value: Tensor, place: Reach | Merging | None = None) -> None:
         """Add a bias map: per token [B,N] where it has the tokens' length, else its sum, to a per-image scalar.
 

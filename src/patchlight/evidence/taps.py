@@ -43,21 +43,24 @@ def watch_norm(norm: nn.Module | None, what: str) -> None:
         norm.register_forward_hook(seen)
 
 
-def watch_reach(attention: nn.Module, reach: Reach) -> None:
-    """Have taps know which tokens an attention of a twin joins, while it runs."""
+def watch_reach(attention: nn.Module, reach: Reach, until: nn.Module | None = None) -> None:
+    """Have taps know which tokens an attention of a twin joins, while it runs (or before its part `until` does)."""
 
     def begin(_: nn.Module, given: Any) -> None:
         tap = None if torch.compiler.is_compiling() else current()
         if tap is not None:
             tap.place = reach
 
-    def end(_: nn.Module, given: Any, out: Any) -> None:
+    def end(*_: Any) -> None:
         tap = None if torch.compiler.is_compiling() else current()
         if tap is not None:
             tap.place = None
 
     attention.register_forward_pre_hook(begin)
-    attention.register_forward_hook(end)
+    if until is None:
+        attention.register_forward_hook(end)
+    else:
+        until.register_forward_pre_hook(end)
 
 
 class Activation(nn.Module):
@@ -123,13 +126,16 @@ class Taps(TorchFunctionMode):
 
         def seen(attention: Tensor, gradient: Tensor) -> None:
             """G is the whole gradient of the attention matrix; a uniform rule halves only what flows on."""
-            record.seen["A"] = attention.detach().to(record.x.dtype)
-            record.seen["G"] = (gradient if undo == 1.0 else gradient * undo).to(record.x.dtype)
+            record.see("A", attention)
+            record.see("G", gradient if undo == 1.0 else gradient * undo)
 
         return seen
 
     def attend(self, scores: Tensor) -> Tensor:
-        """The attention matrix [B,H,N,N] of its scores; a kind of tap that changes attention changes this."""
+        """The attention matrix [B,H,N,N] of its scores; a kind of tap that changes attention changes this.
+
+        In windows it is [B*W,H,n,m] or [B,W,H,n,m].
+        """
         watched = bool(self.needs & {"A", "G", "v"})
         if watched and self._attention is not None:
             raise Unsupported("a block takes more than one softmax, so it has no one attention matrix")
@@ -138,13 +144,14 @@ class Taps(TorchFunctionMode):
         attention = rules.softmax(scores, self.rule, self._observer())
         self._attention = attention if watched else None
         if "A" in self.needs:
-            self.record.seen["A"] = attention.detach().to(self.record.x.dtype)
+            self.record.see("A", attention)
         return attention
 
     def softmax(self, func: Callable[..., Any], scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dim = args[0] if args else kwargs.get("dim")
         dtype = kwargs.get("dtype")
-        if scores.ndim != 4 or dim not in (-1, 3):
+        axes = (4, 5) if isinstance(self.place, Reach) else (4,)
+        if scores.ndim not in axes or dim not in (-1, scores.ndim - 1):
             return func(scores, *args, **kwargs)  # type: ignore[no-any-return]
         return self.attend(scores if dtype is None else scores.to(dtype))
 
@@ -181,7 +188,7 @@ class Taps(TorchFunctionMode):
             if out is not None:
                 return out
         if "v" in self.needs:
-            self.record.seen["v"] = value.detach().to(self.record.x.dtype)
+            self.record.see("v", value)
         scores = self._product(query * factor, key.transpose(-2, -1))
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
@@ -247,7 +254,7 @@ class Taps(TorchFunctionMode):
             if a.data_ptr() != self._attention.data_ptr() and a.dtype == self._attention.dtype:
                 raise Unsupported("a block changes its attention between the softmax and the values")
             if "v" in self.needs:
-                self.record.seen["v"] = b.detach().to(self.record.x.dtype)
+                self.record.see("v", b)
         if self.rule.attention == "uniform" and a.requires_grad and b.requires_grad:
             a, b = rules.halved(a), rules.halved(b)
         return func(a, b, *args, **kwargs)  # type: ignore[no-any-return]
@@ -304,10 +311,20 @@ class Taps(TorchFunctionMode):
     def linear(self, func: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._biased(func(input, weight, bias), bias)
 
-    def _biased(self, out: Tensor, bias: Tensor | None) -> Tensor:
+    def conv2d(
+        self, func: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **kw: Any
+    ) -> Tensor:
+        return self._biased(func(input, weight, bias, *rest, **kw), bias, channels=1)
+
+    def _biased(self, out: Tensor, bias: Tensor | None, channels: int = -1) -> Tensor:
         if bias is not None and "bias" in self.needs and out.requires_grad:
             record, constant, place = self.record, bias.detach(), self.place
-            out.register_hook(lambda g: None if g is None else record.add_bias(g @ constant.to(g.dtype), place))
+
+            def seen(g: Tensor | None) -> None:
+                if g is not None:
+                    record.add_bias(g.movedim(channels, -1) @ constant.to(g.dtype), place)
+
+            out.register_hook(seen)
         return out
 
     def add(self, func: Callable[..., Any], a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
@@ -340,7 +357,7 @@ class Taps(TorchFunctionMode):
 
 _HANDLERS = {
     **{name: name for name in ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")},
-    **{name: name for name in ("layer_norm", "rms_norm", "gelu", "silu", "linear", "rsqrt")},
+    **{name: name for name in ("layer_norm", "rms_norm", "gelu", "silu", "linear", "conv2d", "rsqrt")},
     **dict.fromkeys(("matmul", "__matmul__", "bmm"), "matmul"),
     **dict.fromkeys(("add", "__add__", "add_", "__iadd__"), "add"),
     **dict.fromkeys(("mul", "__mul__", "multiply"), "gate"),

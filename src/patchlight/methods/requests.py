@@ -183,10 +183,15 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
     if needs & {"A", "G", "v"} and vit.attention is not None:
         return f"the attention of {vit.name} cannot be read: {vit.attention}"
     if needs & {"n", "gn"} and vit.parts(0).norm1 is None:
-        return f"{vit.name} has no first norm in its blocks"
+        return f"{vit.name} has no first norm in its blocks{_beyond(vit)}"
     if "u" in needs and vit.parts(0).norm2 is None:
-        return f"{vit.name} has no second norm in its blocks, where the tokens after attention are read"
+        return f"the tokens between attention and MLP are not to be seen in {vit.name}{_beyond(vit)}"
     return method.refuses(request.settings, vit) if method.refuses is not None else None
+
+
+def _beyond(vit: Anatomy) -> str:
+    beyond = vit.parts(0).beyond
+    return f": {beyond}" if beyond else ""
 
 
 def _no_score(request: Request, vit: Anatomy) -> str | None:
