@@ -203,7 +203,11 @@ class SwinAnatomy(StagedAnatomy):
         return cast(Tensor, self._block(i, j)(tokens.unflatten(1, grid)).flatten(1, 2))
 
     def _reach(self, block: Any, grid: tuple[int, int]) -> Reach:
-        return Windows.of(grid, tuple(block.window_size), tuple(block.shift_size), block.norm1.weight.device)
+        window, shift, like = tuple(block.window_size), tuple(block.shift_size), block.norm1.weight
+        mask = block.attn_mask
+        if getattr(block, "dynamic_mask", False):
+            mask = block.get_attn_mask(like.new_zeros(1, *(-(-g // w) * w for g, w in zip(grid, window, strict=True)), 1))
+        return Windows.of(grid, window, shift, None if mask is None else mask == 0, like.device)
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]

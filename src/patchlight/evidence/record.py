@@ -179,12 +179,12 @@ class Evidence:
         return self.once(name, lambda: value * each.view(-1, *[1] * (value.ndim - 1)))
 
     def _in_windows(self, name: str, reach: Reach) -> Tensor:
-        """A, G or AG [B,H,W,n,m]; gradients of keys that are several tokens as those of each."""
+        """A, G or AG [B,H,W,n,m]."""
         A, G = (self._seen(one) if one in name else None for one in "AG")
         value = G if A is None else A if G is None else A * G
         assert value is not None
-        value = value if A is not None else reach.undivided(value)
-        return value.unflatten(0, (len(self._record.x), -1)).transpose(1, 2)
+        value = value.unflatten(0, (len(self._record.x), -1)).transpose(1, 2)
+        return value if A is not None else reach.gradients(value)
 
     def _check_declared(self, name: str) -> None:
         if name not in self._needs:

@@ -95,13 +95,14 @@ class Reach(ABC):
     def written(self, values: Tensor) -> Tensor:
         """Matrices [...,W,n,m] as one [...,N,N]."""
 
-    def undivided(self, values: Tensor) -> Tensor:
-        """Values [...,m] of keys of which `pull` is to give every token all, not its share: gradients are no shares."""
-        return values
+    @abstractmethod
+    def gradients(self, values: Tensor) -> Tensor:
+        """Gradients of attention [...,W,n,m] as `pull` and `written` give them to tokens: to each all, for they are no
+        shares, and 0 where attention cannot be."""
 
     @abstractmethod
     def means(self, values: Tensor) -> Tensor:
-        """The means [B,N] of the rows of gradients [B,W,n,m], over the tokens that a row's keys are."""
+        """The means [B,N] of the rows of gradients [B,W,n,m], over the tokens that a row may look at."""
 
     @abstractmethod
     def per_token(self, values: Tensor, batch: int) -> Tensor:
@@ -109,16 +110,27 @@ class Reach(ABC):
 
 
 class Windows(Reach):
-    """Attention within windows: `slots` [W,n] are the tokens in each, in order, and -1 where a window is padded."""
+    """Attention within windows: `slots` [W,n] are the tokens in each, in order, and -1 where a window is padded.
 
-    def __init__(self, slots: Tensor) -> None:
+    `allowed` [W,n,n] says which of them may look at which, where a mask parts a window that was shifted over the edge.
+    """
+
+    def __init__(self, slots: Tensor, allowed: Tensor | None = None) -> None:
         self._slots, self._real = slots, slots >= 0
+        self._allowed = self._real[:, None] if allowed is None else self._real[:, None] & allowed
         self.tokens = int(self._real.sum())
         self.shape = (*slots.shape, slots.shape[1])
         self._places = slots.flatten().argsort()[slots.numel() - self.tokens :]
 
     @classmethod
-    def of(cls, grid: Grid, window: Grid, shift: Grid = (0, 0), device: torch.device | None = None) -> Windows:
+    def of(
+        cls,
+        grid: Grid,
+        window: Grid,
+        shift: Grid = (0, 0),
+        allowed: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> Windows:
         """Windows that tile a grid rolled by `shift` to the top left, padded at the bottom and on the right.
 
         >>> Windows.of((2, 4), (2, 2), (0, 1)).written(torch.ones(1, 2, 4, 4))[0, 0]
@@ -128,7 +140,7 @@ class Windows(Reach):
         slots = torch.arange(rows * columns, device=device).view(rows, columns).roll((-shift[0], -shift[1]), (0, 1))
         slots = F.pad(slots, (0, -columns % window[1], 0, -rows % window[0]), value=-1)
         tiles = slots.unfold(0, window[0], window[0]).unfold(1, window[1], window[1])
-        return cls(tiles.flatten(2).flatten(0, 1))
+        return cls(tiles.flatten(2).flatten(0, 1), allowed)
 
     def queries(self, values: Tensor) -> Tensor:
         return values[..., self._slots] * self._real.to(values.dtype)
@@ -147,9 +159,11 @@ class Windows(Reach):
         whole[..., self._slots[:, :, None], self._slots[:, None]] = values  # -1, the last, is padding
         return whole[..., :-1, :-1]
 
+    def gradients(self, values: Tensor) -> Tensor:
+        return values * self._allowed
+
     def means(self, values: Tensor) -> Tensor:
-        real = self._real[:, None].to(values.dtype)
-        return self.pull((values * real).sum(-1) / real.sum(-1).clamp_min(1))
+        return self.pull(self.gradients(values).sum(-1) / self._allowed.sum(-1).clamp_min(1))
 
     def per_token(self, values: Tensor, batch: int) -> Tensor:
         """What stands in padding is shared by the tokens of its window alike."""
@@ -181,11 +195,11 @@ class Pooled(Reach):
     def written(self, values: Tensor) -> Tensor:
         return self._merging.pull(values[..., 0, :, :])
 
-    def undivided(self, values: Tensor) -> Tensor:
+    def gradients(self, values: Tensor) -> Tensor:
         return values * self._merging.children(values)
 
     def means(self, values: Tensor) -> Tensor:
-        return self.undivided(values)[:, 0].sum(-1) / self.tokens
+        return self.gradients(values)[:, 0].sum(-1) / self.tokens
 
     def per_token(self, values: Tensor, batch: int) -> Tensor:
         return self._merging.per_token(values, batch)
