@@ -286,3 +286,45 @@ def test_what_cannot_be_captured_is_computed_step_by_step() -> None:
     torch.testing.assert_close(
         pl.explain(vit, batch, "rollout", target=1, compile=True).scores, steps["rollout"].scores
     )
+
+
+def _heads(vit: pl.Anatomy) -> dict[str, pl.heads.Head]:
+    width = vit.features_of(images(vit, 1)).shape[1]
+    rows = torch.randn(6, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return {
+        "texts": pl.heads.Texts(rows[:3]),
+        "similar": pl.heads.Similar(images(vit, 2, seed=5)),
+        "nearest": pl.heads.Prototypes(rows, list("aabbcc"), neighbours=1),
+        "linear": pl.heads.Linear(rows, sigmoid=True),
+        "neurons": pl.heads.Neurons(2, [1, 5], pool="max"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["texts", "similar", "nearest", "linear", "neurons"])
+def test_heads_give_the_maps_of_the_cpu(kind: str) -> None:
+    """In float64 step by step; a head is bound where its model was, and follows it."""
+    cpu = roomy("vit", torch.float64)
+    asked = cpu.ask(_heads(cpu)[kind])
+    moved = pl.wrap(copy.deepcopy(cpu.model), name=cpu.name).ask(asked.head)
+    moved.model.cuda()
+    batch = images(cpu, 2)
+    for name in ("genatt", "ixg.plus.libra", "rollout", "gradcam", "occlusion", "decompx.skipplus"):
+        here, there = (pl.explain(v, batch, name, target=1, precision="full").scores for v in (asked, moved))
+        worst = float((here - there).abs().max() / here.abs().max())
+        assert worst < 1e-5, f"{name}: {worst:.1e}"
+
+
+@pytest.mark.parametrize("kind", ["texts", "similar", "linear", "neurons"])
+def test_heads_in_half_precision_and_in_graphs(kind: str) -> None:
+    vit = roomy("vit")
+    vit.model.cuda()
+    asked = vit.ask(_heads(vit)[kind])
+    batch = images(vit, 4)
+    names = ["genatt", "tokentm", "ixg.plus.libra"]
+    full = pl.explain(asked, batch, names, target=0, precision="full")
+    steps = pl.explain(asked, batch, names, target=0)
+    graph = pl.explain(asked, batch, names, target=0, compile=True)
+    for name in names:
+        assert steps[name].precision == "fp16"
+        assert min(spearman(a, b) for a, b in zip(full[name].scores, steps[name].scores, strict=True)) > 0.97, name
+        torch.testing.assert_close(graph[name].scores, steps[name].scores, rtol=1e-3, atol=1e-5)

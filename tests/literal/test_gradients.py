@@ -228,7 +228,7 @@ def literal_nodes(steps: int, quadrature: str) -> list[tuple[float, float]]:
         return [(k / steps, 1 / steps) for k in range(1, steps + 1)]
     if quadrature == "linspace":
         return [(k / (steps - 1), 1 / steps) for k in range(steps)]
-    roots = np.polynomial.legendre.Legendre.basis(steps).roots()
+    roots = np.real(np.polynomial.legendre.Legendre.basis(steps).roots())  # some versions of NumPy say complex
     slope = np.polynomial.legendre.Legendre.basis(steps).deriv()
     return [((1 + r) / 2, 1 / ((1 - r**2) * slope(r) ** 2)) for r in roots]
 

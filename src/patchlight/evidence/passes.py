@@ -90,7 +90,7 @@ class Pass:
     ends: Sequence[End] = (End(),)
     pool: Tensor | None = None
     last: Tensor | None = None
-    """The tokens [B,N,D] that the classifier reads."""
+    """The tokens [B,N,D] that the head reads, where it reads tokens."""
 
     def layers(self, job: int = 0, target: int = 0) -> Mapping[int, Any]:
         """What the job gave for the explained class of that number, by layer."""
@@ -147,7 +147,8 @@ def run_pass(
                     ends.append(end)
         finally:
             runner.release()
-    return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"), runner.end.x)
+    last = runner.end.x if vit.head is not None and vit.head.block is not None else None
+    return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"), last)
 
 
 def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: Decided) -> Targets:
