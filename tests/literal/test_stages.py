@@ -64,9 +64,7 @@ def opened(name: str, stage: int = 0) -> Anatomy:
 @cache
 def written(name: str, stage: int = 0) -> tuple[Written, ...]:
     vit = opened(name, stage)
-    return tuple(
-        Written(vit.model, image, c, stage) for image, c in zip(images(vit, 2), TARGETS, strict=True)
-    )
+    return tuple(Written(vit.model, image, c, stage) for image, c in zip(images(vit, 2), TARGETS, strict=True))
 
 
 def compared(name: str, stage: int, method: str, literal: Callable[[Written], Tensor], **settings: Any) -> None:
@@ -202,7 +200,9 @@ def _weight(before: Tensor, after: Tensor) -> Tensor:
     return length * cosine.exp() / cosine.exp().sum()
 
 
-@pytest.mark.parametrize(("name", "stage"), [pair for pair in EVERY if pair[0].startswith("swin-") or "swin" == pair[0]])
+@pytest.mark.parametrize(
+    ("name", "stage"), [pair for pair in EVERY if pair[0].startswith("swin-") or "swin" == pair[0]]
+)
 def test_tokentm(name: str, stage: int) -> None:
     def literal(w: Written) -> Tensor:
         matrices = []

@@ -206,7 +206,9 @@ class SwinAnatomy(StagedAnatomy):
         window, shift, like = tuple(block.window_size), tuple(block.shift_size), block.norm1.weight
         mask = block.attn_mask
         if getattr(block, "dynamic_mask", False):
-            mask = block.get_attn_mask(like.new_zeros(1, *(-(-g // w) * w for g, w in zip(grid, window, strict=True)), 1))
+            mask = block.get_attn_mask(
+                like.new_zeros(1, *(-(-g // w) * w for g, w in zip(grid, window, strict=True)), 1)
+            )
         return Windows.of(grid, window, shift, None if mask is None else mask == 0, like.device)
 
     def parts(self, index: int) -> Parts:

@@ -424,7 +424,8 @@ _MIDDLE = 64.0
 class Trace:
     """The evidence itself: `tokens` x_0..x_L, `gradients` g_0..g_L-1, `attention` A_l and `attention_gradients` G_l.
 
-    Attention is [B,H,N,N] (to, from); `target` [B,1] and `scores` [B,1] say what was explained.
+    Attention is [B,H,N,N] (to, from); `target` [B,1] and `scores` [B,1] say what was explained. Of a hierarchical model,
+    each block has the tokens of its own stage, and x_l are those behind the merging.
     """
 
     vit: Anatomy
