@@ -19,6 +19,7 @@ from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.rules import RULES
 from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
+from tests.completeness import totals
 from tests.families import CLASSES, FAMILIES, HIERARCHICAL, images, randomise, shared
 
 SMALL = {"depths": (1, 1, 2, 1), "num_heads": (1, 2, 2, 4), "num_classes": CLASSES}
@@ -187,3 +188,18 @@ def test_keys_that_do_not_tile_the_grid_are_not_read() -> None:
         if not works:
             with pytest.raises(Unsupported, match="attention of linear cannot be read"):
                 pl.explain(vit, batch, "genatt")
+
+
+@pytest.mark.parametrize("name", ["swin", "pvtv2", "twins"])
+def test_a_neuron_of_any_stage(name: str) -> None:
+    """Neurons behind every block, of its own width, are explained on the grid of the stage; libra stays complete."""
+    vit = opened(name, torch.float64, stage=1)
+    batch = images(vit, 2)
+    for block in range(1, vit.depth + 1):
+        width = vit.run(vit.embed(batch), stop=block).shape[-1]
+        asked = vit.ask(pl.heads.Neurons(block=block, channels=[3, width - 1], pool="max"))
+        torch.testing.assert_close(*totals(asked, batch), rtol=1e-10, atol=1e-10)
+        for method in ("genatt", "rollout", "attcat", "gradcam"):
+            assert pl.explain(asked, batch, method, target=1).grid == vit.grid
+        with pytest.raises(pl.PatchlightError, match=f"have 0 to {width - 1}"):
+            vit.ask(pl.heads.Neurons(block=block, channels=[width]))

@@ -23,8 +23,8 @@ from patchlight.evidence.rules import RULES
 from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.families import build, images, shared
-from tests.literal.toys import linear
 from tests.literal.plain import Written, states
+from tests.literal.toys import linear
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 CLASSES = Targets(torch.tensor([[2], [5]]))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.passes import FEATURES, LayerJob, run_pass
-from patchlight.evidence.rules import RULES
 from patchlight.evidence.stages import Merging, Windows
 from patchlight.targets import Targets
 from tests.completeness import totals
@@ -201,7 +200,7 @@ def _weight(before: Tensor, after: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [pair for pair in EVERY if pair[0].startswith("swin-") or "swin" == pair[0]]
+    ("name", "stage"), [pair for pair in EVERY if pair[0].startswith("swin-") or pair[0] == "swin"]
 )
 def test_tokentm(name: str, stage: int) -> None:
     def literal(w: Written) -> Tensor:

@@ -288,8 +288,16 @@ class Anatomy(ABC):
         """Block `index` on tokens whose patches stand at `positions` [B,k] of the grid (None: all, in order)."""
 
     def merge(self, index: int, tokens: Tensor) -> Tensor:
-        """The tokens that block `index` is given, of those that the one before gave: merged, where it begins a stage."""
+        """The tokens that block `index` is given, of those that the one before gave: where a stage begins, merged."""
         return tokens
+
+    def width_of(self, index: int) -> int:
+        """How many channels the tokens of block `index` have."""
+        return self.width
+
+    def members(self, index: int) -> list[nn.Module]:
+        """The modules whose parameters are those of block `index`, and of what stands between it and its neighbours."""
+        return [self.blocks[index]]
 
     def merging(self, index: int) -> Merging | None:
         """Which tokens `merge` makes those of block `index` of; None where they are the same."""

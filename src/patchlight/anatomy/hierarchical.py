@@ -121,13 +121,19 @@ class StagedAnatomy(HierarchicalAnatomy):
 
     def merging(self, index: int) -> Merging | None:
         order = self._order
-        if not 0 < index < len(order) or order[index][1] > 0:
+        if not 0 < index < self.depth or order[index][1] > 0:
             return None
         grids = self._grids[order[index - 1][0] - self.stage], self._grids[order[index][0] - self.stage]
         return Merging(*grids, self.kernel, 2, self.padding)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return self._run(*self._order[index], tokens, self.grid_of(index))
+
+    def width_of(self, index: int) -> int:
+        return len(cast(Any, self.blocks[index]).norm1.weight)
+
+    def members(self, index: int) -> list[nn.Module]:
+        return [self.blocks[index], *self._between(*self._order[index], merges=self.merging(index) is not None)]
 
     def features(self, tokens: Tensor) -> Tensor:
         return self._pooled(tokens.transpose(1, 2).unflatten(2, self._grids[-1]))
@@ -171,6 +177,10 @@ class StagedAnatomy(HierarchicalAnatomy):
         """Block j of a stage, with its attention as `attn`."""
 
     @abstractmethod
+    def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
+        """What runs with that block besides it: what merges its tokens, where it does, and what stands behind it."""
+
+    @abstractmethod
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """That block on tokens [B,h*w,D]."""
 
@@ -199,16 +209,18 @@ class SwinAnatomy(StagedAnatomy):
     def _block(self, i: int, j: int) -> nn.Module:
         return cast(nn.Module, self._net.layers[i].blocks[j])
 
+    def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
+        return [self._net.layers[i].downsample] if merges else []
+
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         return cast(Tensor, self._block(i, j)(tokens.unflatten(1, grid)).flatten(1, 2))
 
     def _reach(self, block: Any, grid: tuple[int, int]) -> Reach:
         window, shift, like = tuple(block.window_size), tuple(block.shift_size), block.norm1.weight
         mask = block.attn_mask
-        if getattr(block, "dynamic_mask", False):
-            mask = block.get_attn_mask(
-                like.new_zeros(1, *(-(-g // w) * w for g, w in zip(grid, window, strict=True)), 1)
-            )
+        if getattr(block, "dynamic_mask", False):  # it is made for every image
+            padded = [-(-side // size) * size for side, size in zip(grid, window, strict=True)]
+            mask = block.get_attn_mask(like.new_zeros(1, *padded, 1))
         return Windows.of(grid, window, shift, None if mask is None else mask == 0, like.device)
 
     def parts(self, index: int) -> Parts:
@@ -250,6 +262,10 @@ class PvtAnatomy(StagedAnatomy):
     def _block(self, i: int, j: int) -> nn.Module:
         return cast(nn.Module, self._net.stages[i].blocks[j])
 
+    def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
+        stage = self._net.stages[i]
+        return [*([stage.downsample] if merges else []), *([stage.norm] if j == self._count(i) - 1 else [])]
+
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         tokens = self._block(i, j)(tokens, grid)
         return cast(Tensor, self._net.stages[i].norm(tokens) if j == self._count(i) - 1 else tokens)
@@ -284,6 +300,10 @@ class TwinsAnatomy(StagedAnatomy):
 
     def _block(self, i: int, j: int) -> nn.Module:
         return cast(nn.Module, self._net.blocks[i][j])
+
+    def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
+        net = self._net
+        return [*([net.patch_embeds[i]] if merges else []), *([net.pos_block[i]] if j == 0 else [])]
 
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         tokens = self._block(i, j)(tokens, grid)

@@ -150,7 +150,7 @@ def _gradient(vit: Anatomy) -> str | None:
 
 
 def _attention(vit: Anatomy, tokens: Tensor) -> str | None:
-    """Why the attention of the first block (of every block of a hierarchical model) cannot be read; None when it can."""
+    """Why the attention of the first block (of a hierarchical model's every block) cannot be read; None when it can."""
     for index in range(vit.depth if vit.hierarchical else min(vit.depth, 1)):
         tokens = vit.merge(index, tokens)
         record = Record(index, tokens)

@@ -28,7 +28,7 @@ from patchlight.targets import Score, Target, Targets, predicted, resolve_target
 PIXELS = -1
 """The layer index of the image itself: its evidence has x = image and g = gradient, as [B,H,W,C]."""
 FEATURES = -2
-"""The layer index of a hierarchical model's feature map, behind the stage it is opened at: its x and g, and no block."""
+"""The layer index of a hierarchical model's feature map, behind the stage it is opened at: x and g, and no block."""
 
 
 def rows_at_once(vit: Anatomy) -> int:
@@ -60,7 +60,7 @@ def in_memory(run: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerJob:
-    """A function of the evidence of one block, of which it reads `needs`, wanted at some blocks (or PIXELS, or FEATURES)."""
+    """A function of the evidence of one block, of which it reads `needs`, wanted at some blocks, PIXELS or FEATURES."""
 
     function: Callable[[Evidence], Any]
     needs: frozenset[str]
@@ -424,8 +424,8 @@ _MIDDLE = 64.0
 class Trace:
     """The evidence itself: `tokens` x_0..x_L, `gradients` g_0..g_L-1, `attention` A_l and `attention_gradients` G_l.
 
-    Attention is [B,H,N,N] (to, from); `target` [B,1] and `scores` [B,1] say what was explained. Of a hierarchical model,
-    each block has the tokens of its own stage, and x_l are those behind the merging.
+    Attention is [B,H,N,N] (to, from); `target` [B,1] and `scores` [B,1] say what was explained. Of a hierarchical
+    model each block has the tokens of its own stage, and x_l are those behind the merging.
     """
 
     vit: Anatomy

@@ -59,7 +59,7 @@ class LayerMaps:
         return row if merging is None else merging.pull(row)
 
     def lifted(self, values: Tensor, layer: int) -> Tensor:
-        """Values [B,N] of the tokens that enter block `layer` as values of those that enter block 0; their sum stays."""
+        """Values [B,N] of the tokens entering block `layer` as values of those entering block 0; their sum stays."""
         for index in range(layer, 0, -1):
             values = self.merged(values, index)
         return values

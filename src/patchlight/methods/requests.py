@@ -209,7 +209,7 @@ def _no_feature_map(request: Request, method: ReadsBlocks, vit: Anatomy) -> str 
     if request.composition is not method.combine:
         return f"it reads one feature map of {vit.name} and no blocks to sum over; '{method.name}' works"
     if request.rule.name != "plain" and vit.depth == 0:
-        return f"backward rules are for blocks that can be looked into, of which {vit.name} has none; '{method.name}' works"
+        return f"backward rules are for blocks that can be looked into, and {vit.name} has none; '{method.name}' works"
     if request.settings["layer"] != method.settings(method.combine)["layer"].default:
         return (
             f"it reads the feature map of {vit.name} and has no blocks to name as a layer; load it with another stage, "
