@@ -177,19 +177,6 @@ def test_what_swin_v2_and_the_pooling_ones_do_not_show() -> None:
     assert pl.explain(opened("swin"), images(opened("swin"), 1), "tokentm").grid == (4, 4)
 
 
-def test_keys_that_do_not_tile_the_grid_are_not_read() -> None:
-    """PVTv2's linear attention pools to 7 x 7, whatever the grid: of 8 x 8 tokens no key is a whole patch."""
-    model = timm.create_model("pvt_v2_b2_li", embed_dims=(16, 32, 32, 48), **SMALL)
-    for size, works in ((256, False), (224, True)):
-        vit = pl.wrap(randomise(model), stage=-1, preprocess=pl.Preprocess(size=(size, size)), name="linear")
-        assert (vit.attention is None) == works
-        batch = images(vit, 1)
-        assert pl.explain(vit, batch, "ixg.libra").grid == vit.grid
-        if not works:
-            with pytest.raises(Unsupported, match="attention of linear cannot be read"):
-                pl.explain(vit, batch, "genatt")
-
-
 @pytest.mark.parametrize("name", ["swin", "pvtv2", "twins"])
 def test_a_neuron_of_any_stage(name: str) -> None:
     """Neurons behind every block, of its own width, are explained on the grid of the stage; libra stays complete."""

@@ -58,6 +58,17 @@ def children(fine: Grid, coarse: Grid, kernel: int, stride: int, padding: int) -
     return matrix / matrix.sum(1, keepdim=True)
 
 
+def bins(grid: Grid, side: int) -> Tensor:
+    """[M,N]: each of side x side keys is the mean of a bin, from floor(a g / side) to ceil((a + 1) g / side)."""
+    matrix = torch.zeros(side * side, grid[0] * grid[1], dtype=torch.float64)
+    for a in range(side):
+        for b in range(side):
+            for i in range(a * grid[0] // side, -(-(a + 1) * grid[0] // side)):
+                for j in range(b * grid[1] // side, -(-(b + 1) * grid[1] // side)):
+                    matrix[a * side + b, i * grid[1] + j] = 1
+    return matrix / matrix.sum(1, keepdim=True)
+
+
 def heads(x: Tensor, count: int) -> Tensor:
     """[N,D] to [H,N,d]."""
     return x.view(len(x), count, -1).transpose(0, 1)
@@ -195,7 +206,11 @@ class Written:
         else:
             q = heads(attn.q(n), count)
             keys, P = n, torch.eye(size, dtype=torch.float64)
-            if attn.sr is not None:
+            if getattr(attn, "pool", None) is not None:
+                side = attn.pool.output_size
+                pooled = attn.sr(attn.pool(n.T.unflatten(1, grid)[None]))[0].flatten(1).T
+                keys, P = attn.act(attn.norm(pooled)), bins(grid, side)
+            elif attn.sr is not None:
                 step = attn.sr.stride[0]
                 keys = attn.norm(attn.sr(n.T.unflatten(1, grid)[None])[0].flatten(1).T)
                 P = children(grid, (grid[0] // step, grid[1] // step), step, step, 0)

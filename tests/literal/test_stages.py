@@ -42,6 +42,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "swin-fused": lambda: _fused(_swin()),
     "swinv2": lambda: _swin("swinv2_tiny_window8_256", window_size=2),
     "pvtv2": lambda: _pooling("pvt_v2_b0"),
+    "pvtv2-linear": lambda: _pooling("pvt_v2_b2_li"),
     "twins": lambda: _pooling("twins_svt_small", img_size=32, wss=(3, 2)),
     "twins-pcpvt": lambda: _pooling("twins_pcpvt_small", img_size=32),
 }
@@ -180,8 +181,8 @@ def test_other_matrices(name: str, stage: int) -> None:
 
     def attngrad(w: Written) -> Tensor:
         last = w.blocks[-1]
-        G = (last.G * (last.A.detach() > 0)) @ (last.P > 0).double()
-        return w.lifted(w.row @ G.abs().mean(0), len(w.blocks) - 1)
+        G = (last.G * (last.A.detach() > 0)).abs() @ (last.P > 0).double()
+        return w.lifted(w.row @ G.mean(0), len(w.blocks) - 1)
 
     def largest(w: Written) -> Tensor:
         matrices = [(b.A.detach() @ b.P).amax(0) + torch.eye(len(b.x), dtype=torch.float64) for b in w.blocks]

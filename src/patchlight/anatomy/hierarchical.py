@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, Parts, linear, stacked
 from patchlight.anatomy.timm import described
 from patchlight.errors import PatchlightError
-from patchlight.evidence.stages import Merging, Pooled, Reach, Windows
+from patchlight.evidence.stages import Bins, Merging, Pooled, Reach, Windows
 from patchlight.evidence.taps import watch_reach
 
 
@@ -273,9 +273,8 @@ class PvtAnatomy(StagedAnatomy):
     def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
         if block.attn.pool is None:
             return _pooled_keys(block.attn.sr, grid)
-        side = block.attn.pool.output_size
-        step = grid[0] // side
-        return Pooled(Merging(grid, (side, side), step, step)) if grid == (side * step, side * step) else None
+        side = int(block.attn.pool.output_size)
+        return Pooled(Bins(grid, (side, side)))
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]

@@ -270,7 +270,12 @@ class Evidence:
     @property
     def AG(self) -> Tensor:
         """A * G [B,H,N,N]."""
-        return self.once("AG", lambda: self.A * self.G)
+        reach = self._record.reach
+        if reach is None:
+            return self.once("AG", lambda: self.A * self.G)
+        for name in "AG":
+            self._check_declared(name)
+        return self.once("written AG", lambda: reach.written(self._in_windows("AG", reach)))
 
     @property
     def heads_mean(self) -> Tensor:

@@ -61,6 +61,27 @@ class Merging:
         return F.unfold(there, self.kernel, stride=self.stride).sum(1)[0]
 
 
+@dataclass(frozen=True)
+class Bins(Merging):
+    """Tokens of a coarse grid, each the mean of a bin of the fine one, as adaptive pooling cuts it: bins may overlap.
+
+    `kernel`, `stride` and `padding` mean nothing.
+    """
+
+    def pull(self, row: Tensor) -> Tensor:
+        rows, columns = self._means(row)
+        return (rows.mT @ row.unflatten(-1, self.coarse) @ columns).flatten(-2)
+
+    def children(self, like: Tensor) -> Tensor:
+        rows, columns = ((means > 0).to(like.dtype).sum(1) for means in self._means(like))
+        return (rows[:, None] * columns).flatten()
+
+    def _means(self, like: Tensor) -> list[Tensor]:
+        """Along each side, which cells of the fine grid a bin is the mean of [bins, cells]."""
+        sides = zip(self.fine, self.coarse, strict=True)
+        return [F.adaptive_avg_pool1d(torch.eye(cells).to(like)[None], bins)[0].mT for cells, bins in sides]
+
+
 class Reach(ABC):
     """Which of N tokens a block's attention joins: W windows of n queries and m keys, A [B*W,H,n,m]."""
 
@@ -199,7 +220,7 @@ class Pooled(Reach):
         return values * self._merging.children(values)
 
     def means(self, values: Tensor) -> Tensor:
-        return self.gradients(values)[:, 0].sum(-1) / self.tokens
+        return self.gradients(values)[:, 0].sum(-1) / self._merging.children(values).sum()
 
     def per_token(self, values: Tensor, batch: int) -> Tensor:
         return self._merging.per_token(values, batch)
