@@ -1,4 +1,4 @@
-"""Anatomy of timm's hierarchical transformers: Swin, SwinV2, PVTv2 and Twins, opened behind one of their stages."""
+"""Anatomy of timm's hierarchical transformers: Swin, SwinV2, PVTv2 and Twins, opened at one of their stages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ class HierarchicalAnatomy(Anatomy):
     """A network of stages, each coarser than the one before: `embed` runs up to the end of one, `readout` the rest.
 
     `stage` (0-based, negative from the end; the second-to-last by default) chooses it. Its feature map is the tokens
-    [B,h*w,D] and its cells are the grid. There are no blocks to look into: attention is windowed or pooled, and each
-    stage merges the patches of the one before.
+    [B,h*w,D] and its cells are the grid. There are no blocks to look into; `StagedAnatomy` has them.
     """
 
     library = "timm"

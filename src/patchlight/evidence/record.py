@@ -264,7 +264,8 @@ class Evidence:
         attention, reach = self._record.attention, self._record.reach
         if reach is not None:
             G = self._seen("G").unflatten(0, (len(self._record.x), -1)).transpose(1, 2)
-            return reach.means(G.flatten(0, 1)).unflatten(0, G.shape[:2])
+            means: Tensor = reach.means(G.flatten(0, 1)).unflatten(0, G.shape[:2])
+            return means
         return self.G[..., self.prefix :].mean(-1) if attention is None else attention.gradient_mean(self.prefix)
 
     @property

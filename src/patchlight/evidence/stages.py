@@ -70,7 +70,8 @@ class Bins(Merging):
 
     def pull(self, row: Tensor) -> Tensor:
         rows, columns = self._means(row)
-        return (rows.mT @ row.unflatten(-1, self.coarse) @ columns).flatten(-2)
+        pulled: Tensor = rows.mT @ row.unflatten(-1, self.coarse) @ columns
+        return pulled.flatten(-2)
 
     def children(self, like: Tensor) -> Tensor:
         rows, columns = ((means > 0).to(like.dtype).sum(1) for means in self._means(like))

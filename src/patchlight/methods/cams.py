@@ -98,7 +98,7 @@ def product(b: Evidence, layer: int | str) -> Tensor:
 def feature_maps(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, Tensor]:
     """The channels at a place on the patch grid [B,D,h,w], and the images' scores [B,T]: 1 forward.
 
-    By default the output of the last block's first norm; of a hierarchical model, the stage it is opened behind.
+    By default the output of the last block's first norm; of a hierarchical model, that of the stage it is opened at.
     """
     vit = ask.vit
     index, norm = _index(layer, vit), place(layer)[1] == "norm1" and not vit.hierarchical

@@ -50,7 +50,7 @@ def score_cam(
     out of the softmax. Signed like the other CAMs; `relu=True` (preset `paper`) keeps the positive part, which can be
     nothing, since a ViT's activations are signed. `weighting="score"` is sum_k f(X * H_k) H_k, as ViT-CX describes it
     (preset `vit-cx`, with probabilities). `layer` is read as for `gradcam`; a hierarchical model has one feature map,
-    that of the stage it is opened behind. Token maps [B,h,w]; D + 1 forwards.
+    that of the stage it is opened at. Token maps [B,h,w]; D + 1 forwards.
     """
     maps, _ = feature_maps(ask, layer)
     flat = maps.flatten(0, 1)
