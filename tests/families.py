@@ -119,7 +119,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 HIERARCHICAL = ("swin", "pvtv2")
-"""Families without blocks to look into, opened behind their second-to-last stage."""
+"""Families of several stages, opened at their second-to-last."""
 PLAIN = tuple(family for family in FAMILIES if family not in HIERARCHICAL)
 
 STRUCTURAL = ("vit-wide", "deit-distilled", "eva02", "siglip", "beit", "reg4-gap", "hf-clip", "torchvision", "swin")

@@ -14,12 +14,12 @@ from patchlight.attribution import Attribution, Attributions, versions
 from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.graphs import captured, forget
-from patchlight.evidence.passes import PIXELS, LayerJob, Pass, fitting, run_pass, surely_predicted
+from patchlight.evidence.passes import FEATURES, PIXELS, LayerJob, Pass, fitting, run_pass, surely_predicted
 from patchlight.evidence.precision import HALF, Decided, lowered
 from patchlight.evidence.rules import PLAIN, Rule
 from patchlight.fingerprints import identity, of_images
 from patchlight.images import in_batches
-from patchlight.methods.base import Ablates, Ask, LayerMap, LayerMaps
+from patchlight.methods.base import Ablates, Ask, LayerMap, LayerMaps, ReadsBlocks
 from patchlight.methods.requests import Request, check_supported, resolve
 from patchlight.photos import Photos
 from patchlight.progress import Progress, telling
@@ -291,6 +291,8 @@ def job(request: Request, vit: Anatomy) -> LayerJob:
 
 
 def _blocks(request: Request, vit: Anatomy) -> tuple[int, ...]:
+    if vit.hierarchical and isinstance(request.method, ReadsBlocks) and request.method.features:
+        return (FEATURES,)
     return request.composition.blocks(vit, request.settings) if request.composition is not None else ()
 
 
@@ -305,8 +307,8 @@ def finish(request: Request, vit: Anatomy, seen: Pass, of: int = 0, target: int 
     maps = LayerMaps(values, vit, seen.row(vit, target), seen.end(target), _tail(request))
     result = combine(maps, **accepted(combine, request.settings))
     adds_end = isinstance(request.method, LayerMap) and request.method.adds_end
-    if adds_end and request.settings.get("include_bias", True) and maps.end.bias is not None:
-        result = result + maps.end.bias
+    end = maps.end_bias() if adds_end and request.settings.get("include_bias", True) else None
+    result = result if end is None else result + end
     return vit.patches(result)
 
 

@@ -309,21 +309,17 @@ class Neurons(Head):
             )
         if self.pool == "cls" and vit.prefix == 0:
             raise PatchlightError(f"{vit.name} has no CLS token; pool 'avg' and 'max' work")
-        made = copy(self)
+        made, width = copy(self), vit.width_of(self.block - 1)
         made._prefix = vit.prefix
         if self._channels is not None:
-            wrong = next((c for c in self._channels if not 0 <= c < vit.width), None)
+            wrong = next((c for c in self._channels if not 0 <= c < width), None)
             if wrong is not None:
-                raise PatchlightError(
-                    f"there is no channel {wrong}; the tokens of {vit.name} have 0 to {vit.width - 1}"
-                )
-            made._rows = Held(torch.eye(vit.width)[self._channels])
+                raise PatchlightError(f"there is no channel {wrong}; the tokens of {vit.name} have 0 to {width - 1}")
+            made._rows = Held(torch.eye(width)[self._channels])
         assert made._rows is not None
         for what, held in (("directions", made._rows), ("center", self._center)):
-            if held is not None and held.values.shape[-1] != vit.width:
-                raise PatchlightError(
-                    f"{what} has width {held.values.shape[-1]}, and the tokens of {vit.name} {vit.width}"
-                )
+            if held is not None and held.values.shape[-1] != width:
+                raise PatchlightError(f"{what} has width {held.values.shape[-1]}, and the tokens of {vit.name} {width}")
         return made
 
     def __call__(self, features: Tensor) -> Tensor:

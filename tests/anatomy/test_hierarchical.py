@@ -1,4 +1,4 @@
-"""Hierarchical models, opened behind any stage: the two halves are the model, pixels are explained, blocks refused."""
+"""Hierarchical models, opened at any stage: the parts are the model, its feature map and its blocks are explained."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from patchlight.anatomy.load import list_models
 from patchlight.engine import compute
 from patchlight.errors import Unsupported
 from patchlight.evidence.ablation import Ablation, TokenSubsets
+from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.rules import RULES
 from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
+from tests.completeness import totals
 from tests.families import CLASSES, FAMILIES, HIERARCHICAL, images, randomise, shared
 
 SMALL = {"depths": (1, 1, 2, 1), "num_heads": (1, 2, 2, 4), "num_classes": CLASSES}
@@ -52,7 +55,9 @@ def test_every_stage_gives_the_model(name: str) -> None:
         step = 4 * 2**stage
         assert vit.grid == tuple(-(-side // step) for side in vit.preprocess.size)
         assert tokens.shape[:2] == (2, vit.tokens)
-        assert (vit.depth, vit.prefix, vit.hierarchical) == (0, 0, True)
+        assert (vit.prefix, vit.hierarchical, vit.attention) == (0, True, None)
+        assert vit.depth == sum(SMALL["depths"][stage:])
+        assert vit.stage_end == SMALL["depths"][stage]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -90,11 +95,27 @@ def test_what_works_and_what_is_refused(family: str) -> None:
     batch = images(vit, 2)
     works = {m.name: m for m in pl.list_methods(vit)}
     assert all(works[name].supported for name in ("random", "smoothgrad", "kernel-shap", "hsic"))
-    for name in ("genatt", "ixg", "decompx", "rollout", "lrp", "tis", "atman"):
+    for name in ("rawatt", "rollout", "genatt", "gradsam", "attcat", "ixg", "cat", "decompx", "fullgrad", "gradcam"):
+        assert works[name].supported, works[name].reason
+    refused = {
+        "lrp": "know plain ViT blocks, and those of",
+        "transatt": "know plain ViT blocks, and those of",
+        "tis": "merges patches",
+        "atman": "between all tokens",
+        "tam": "over one grid of tokens",
+        "bt-h": "over one grid of tokens",
+        "bt-t": "values of all tokens together",
+        "globenc": "values of all tokens together",
+        "alti": "values of all tokens together",
+    }
+    for name, why in refused.items():
         assert works[name].supported is False, name
-        with pytest.raises(Unsupported, match=rf"'{name}' does not work here: .*these do: .*kernel-shap"):
+        with pytest.raises(Unsupported, match=rf"'{name}' does not work here: .*{why}.*these do: .*kernel-shap"):
             pl.explain(vit, batch, name)
-    assert "level='pixel' works" in works["ixg"].reason
+    with pytest.raises(Unsupported, match="discard ranks the entries of one matrix"):
+        pl.explain(vit, batch, "rollout", discard=0.9)
+    with pytest.raises(Unsupported, match="has no CLS token"):
+        pl.explain(vit, batch, "genatt", readout="cls")
     for name in ("ixg", "grad", "ixg.libra"):
         assert pl.explain(vit, batch, name, level="pixel").grid == (64, 64)
     with pytest.raises(Unsupported, match="cannot drop tokens: each of its stages merges"):
@@ -111,8 +132,8 @@ def test_grad_cam_of_the_feature_map(family: str) -> None:
     vit = shared(family, torch.float64)
     batch = images(vit, 2)
     with torch.no_grad():
-        a = vit.embed(batch)
-    logits = vit.readout(a.requires_grad_())
+        a = vit.run(vit.embed(batch), stop=vit.stage_end)
+    logits = vit.readout(vit.run(a.requires_grad_(), vit.stage_end))
     (g,) = torch.autograd.grad(logits[:, 3].sum(), a)
     request = resolve("gradcam")
     _, (found,) = compute(vit, batch, [request], Targets(torch.full((2, 1), 3)), 0)
@@ -120,9 +141,8 @@ def test_grad_cam_of_the_feature_map(family: str) -> None:
     torch.testing.assert_close(found[:, 0], expected.detach(), rtol=1e-10, atol=1e-12)
     for name in ("hirescam", "layercam", "eigencam", "gradcam-aug"):
         assert pl.explain(vit, batch, name).grid == vit.grid
-    for name, why in (("gradcam.plus", "sums over blocks"), ("gradcam.libra", "rules are for plain blocks")):
-        with pytest.raises(Unsupported, match=why):
-            pl.explain(vit, batch, name)
+    with pytest.raises(Unsupported, match="no blocks to sum over; 'gradcam' works"):
+        pl.explain(vit, batch, "gradcam.plus")
     with pytest.raises(Unsupported, match="no blocks to name"):
         pl.explain(vit, batch, "gradcam", layer=0)
 
@@ -135,3 +155,38 @@ def test_pixel_gradients_are_those_of_the_model() -> None:
     expected = (gradient * batch).sum(1).detach()
     found = pl.explain(vit, batch.detach(), "ixg", level="pixel").scores
     torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rule_at_the_feature_map(name: str) -> None:
+    """HiResCAM behind the last stage under libra, with the biases behind it, is the logit."""
+    vit = opened(name, torch.float64, stage=-1)
+    batch, target = images(vit, 2), Targets(torch.tensor([[3], [5]]))
+    _, (cam,) = compute(vit, batch, [resolve("hirescam.libra")], target, 0)
+    biases = LayerJob(lambda b: b.bias, frozenset({"bias"}), (0,))
+    seen = run_pass(vit, batch, target, rule=RULES["libra"], jobs=[biases])
+    rest = sum(t.reshape(2, -1).sum(1) for t in (seen.end().bias, seen.end().scalar_bias) if t is not None)
+    torch.testing.assert_close(cam.sum((1, 2, 3)) + rest, seen.scores[:, 0], rtol=1e-10, atol=1e-10)
+
+
+def test_what_swin_v2_and_the_pooling_ones_do_not_show() -> None:
+    for name, why in (("swinv2", "norms stand behind"), ("pvtv2", "MLPs mix"), ("twins", "a convolution stands")):
+        vit = opened(name)
+        with pytest.raises(Unsupported, match=f"tokens between attention and MLP are not to be seen in {name}.*{why}"):
+            pl.explain(vit, images(vit, 1), "tokentm")
+    assert pl.explain(opened("swin"), images(opened("swin"), 1), "tokentm").grid == (4, 4)
+
+
+@pytest.mark.parametrize("name", ["swin", "pvtv2", "twins"])
+def test_a_neuron_of_any_stage(name: str) -> None:
+    """Neurons behind every block, of its own width, are explained on the grid of the stage; libra stays complete."""
+    vit = opened(name, torch.float64, stage=1)
+    batch = images(vit, 2)
+    for block in range(1, vit.depth + 1):
+        width = vit.run(vit.embed(batch), stop=block).shape[-1]
+        asked = vit.ask(pl.heads.Neurons(block=block, channels=[3, width - 1], pool="max"))
+        torch.testing.assert_close(*totals(asked, batch), rtol=1e-10, atol=1e-10)
+        for method in ("genatt", "rollout", "attcat", "gradcam"):
+            assert pl.explain(asked, batch, method, target=1).grid == vit.grid
+        with pytest.raises(pl.PatchlightError, match=f"have 0 to {width - 1}"):
+            vit.ask(pl.heads.Neurons(block=block, channels=[width]))

@@ -17,13 +17,14 @@ import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import default_batch_size
 from patchlight.evidence import passes
-from patchlight.evidence.passes import PIXELS, LayerJob, fitting, rows_at_once, run_pass
+from patchlight.evidence.passes import FEATURES, PIXELS, LayerJob, fitting, rows_at_once, run_pass
 from patchlight.evidence.record import PARTS, Evidence
 from patchlight.evidence.rules import RULES
 from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from tests.families import build, images, shared
 from tests.literal.plain import Written, states
+from tests.literal.toys import linear
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 CLASSES = Targets(torch.tensor([[2], [5]]))
@@ -302,11 +303,12 @@ def test_projected_patches_are_the_embedding_without_positions() -> None:
 def test_a_feature_map_stands_for_a_block() -> None:
     vit = shared("swin", torch.float64)
     batch = images(vit, 2)
-    seen = run_pass(vit, batch, CLASSES, jobs=[job("x g", 0), job("x", 0)])
-    tokens = vit.embed(batch).detach().requires_grad_()
-    (expected,) = torch.autograd.grad(vit.readout(tokens).gather(1, CLASSES.index).sum(), tokens)
-    torch.testing.assert_close(seen.at(0)["g"], expected, **CLOSE)
-    torch.testing.assert_close(seen.at(0, 1)["x"], tokens.detach(), **CLOSE)
+    seen = run_pass(vit, batch, CLASSES, jobs=[job("x g", FEATURES), job("x", FEATURES)])
+    tokens = vit.run(vit.embed(batch), stop=vit.stage_end).detach().requires_grad_()
+    logits = vit.readout(vit.run(tokens, vit.stage_end))
+    (expected,) = torch.autograd.grad(logits.gather(1, CLASSES.index).sum(), tokens)
+    torch.testing.assert_close(seen.at(FEATURES)["g"], expected, **CLOSE)
+    torch.testing.assert_close(seen.at(FEATURES, 1)["x"], tokens.detach(), **CLOSE)
 
 
 def test_a_layer_map_that_reads_more_than_it_declares_is_told() -> None:
@@ -380,7 +382,7 @@ def test_trace_hands_over_the_evidence() -> None:
         pl.trace(vit, batch, [[0, 1]] * 3),
     ):
         pass
-    with pytest.raises(pl.Unsupported, match="no transformer blocks"), pl.trace(shared("swin"), batch):
+    with pytest.raises(pl.Unsupported, match="no transformer blocks"), pl.trace(linear(), batch):
         pass
 
 

@@ -21,6 +21,7 @@ from patchlight.images import Preprocess, to_batch
 from patchlight.targets import Kind, Outputs, probabilities
 
 if TYPE_CHECKING:
+    from patchlight.evidence.stages import Merging
     from patchlight.heads import Head
 
 P = ParamSpec("P")
@@ -129,7 +130,7 @@ class Anatomy(ABC):
     pool_query: Literal["all", "cls"] = "all"
     """Which queries of an attention pooling the classifier reads."""
     hierarchical: bool = False
-    """Whether it is opened behind a stage of a pyramid: a feature map and a grid, but no blocks (depth 0)."""
+    """Whether it is a pyramid, opened at one of its stages: that stage's feature map is what features are read of."""
 
     def __init__(
         self,
@@ -286,6 +287,27 @@ class Anatomy(ABC):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Block `index` on tokens whose patches stand at `positions` [B,k] of the grid (None: all, in order)."""
 
+    def merge(self, index: int, tokens: Tensor) -> Tensor:
+        """The tokens that block `index` is given, of those that the one before gave: where a stage begins, merged."""
+        return tokens
+
+    def width_of(self, index: int) -> int:
+        """How many channels the tokens of block `index` have."""
+        return self.width
+
+    def members(self, index: int) -> list[nn.Module]:
+        """The modules whose parameters are those of block `index`, and of what stands between it and its neighbours."""
+        return [self.blocks[index]]
+
+    def merging(self, index: int) -> Merging | None:
+        """Which tokens `merge` makes those of block `index` of; None where they are the same."""
+        return None
+
+    @property
+    def stage_end(self) -> int:
+        """How many blocks stand before the feature map of a hierarchical model."""
+        return 0
+
     @abstractmethod
     def features(self, tokens: Tensor) -> Tensor:
         """x_L [B,N,D] to what a head reads [B,E]: pooled and normalised."""
@@ -441,7 +463,7 @@ class Anatomy(ABC):
             self._check_keep(tokens, keep)
             tokens = self.gather(tokens, keep)
         for index in range(start, self.depth if stop is None else stop):
-            tokens = self.block(index, tokens, keep)
+            tokens = self.block(index, self.merge(index, tokens), keep)
         return tokens
 
     def check_droppable(self) -> None:

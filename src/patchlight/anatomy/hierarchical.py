@@ -1,4 +1,4 @@
-"""Anatomy of timm's hierarchical transformers: Swin, SwinV2, PVTv2 and Twins, opened behind one of their stages."""
+"""Anatomy of timm's hierarchical transformers: Swin, SwinV2, PVTv2 and Twins, opened at one of their stages."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.base import Anatomy, Parts, linear, stacked
 from patchlight.anatomy.timm import described
 from patchlight.errors import PatchlightError
+from patchlight.evidence.stages import Bins, Merging, Pooled, Reach, Windows
+from patchlight.evidence.taps import watch_reach
 
 
 class HierarchicalAnatomy(Anatomy):
     """A network of stages, each coarser than the one before: `embed` runs up to the end of one, `readout` the rest.
 
     `stage` (0-based, negative from the end; the second-to-last by default) chooses it. Its feature map is the tokens
-    [B,h*w,D] and its cells are the grid. There are no blocks to look into: attention is windowed or pooled, and each
-    stage merges the patches of the one before.
+    [B,h*w,D] and its cells are the grid. There are no blocks to look into; `StagedAnatomy` has them.
     """
 
     library = "timm"
@@ -71,40 +72,265 @@ class HierarchicalAnatomy(Anatomy):
         """What the classifier reads of the last feature map."""
 
 
-class SwinAnatomy(HierarchicalAnatomy):
-    """Swin and SwinV2."""
+class StagedAnatomy(HierarchicalAnatomy):
+    """A network of stages that is opened before the blocks of one: those, and all behind them, can be looked into.
+
+    Its tokens stand on that stage's grid, `block` runs on the grid of its own stage, and `merge` makes the tokens of
+    each later stage of those of the one before. Rows are pulled through all of it, so maps are on the grid of the stage
+    asked for. Feature-map methods read what the stage gives.
+    """
+
+    kernel, padding = 2, 0
+    """How many tokens, along a side, are merged into one, and how far the first of them reaches over the edge."""
+
+    @property
+    def _grids(self) -> list[tuple[int, int]]:
+        """The grids of the stages from the one it is opened at on."""
+        steps = [2**i for i in range(self.stages - self.stage)]
+        return [(-(-self.grid[0] // step), -(-self.grid[1] // step)) for step in steps]
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return [self._block(stage, j) for stage, j in self._order]
+
+    @property
+    def _order(self) -> list[tuple[int, int]]:
+        """The stage of each block, and its number there."""
+        return [(i, j) for i in range(self.stage, self.stages) for j in range(self._count(i))]
+
+    def grid_of(self, index: int) -> tuple[int, int]:
+        """The grid on which a block runs."""
+        return self._grids[self._order[index][0] - self.stage]
+
+    @property
+    def stage_end(self) -> int:
+        return self._count(self.stage)
+
+    def embed(self, images: Tensor) -> Tensor:
+        for i in range(self.stage):
+            images = self._stage(i, images)
+        return self._merged(self.stage, images).flatten(2).transpose(1, 2)
+
+    def merge(self, index: int, tokens: Tensor) -> Tensor:
+        merging = self.merging(index)
+        if merging is None:
+            return tokens
+        coarse = self._merged(self._order[index][0], tokens.transpose(1, 2).unflatten(2, merging.fine))
+        return coarse.flatten(2).transpose(1, 2)
+
+    def merging(self, index: int) -> Merging | None:
+        order = self._order
+        if not 0 < index < self.depth or order[index][1] > 0:
+            return None
+        grids = self._grids[order[index - 1][0] - self.stage], self._grids[order[index][0] - self.stage]
+        return Merging(*grids, self.kernel, 2, self.padding)
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self._run(*self._order[index], tokens, self.grid_of(index))
+
+    def width_of(self, index: int) -> int:
+        return len(cast(Any, self.blocks[index]).norm1.weight)
+
+    def members(self, index: int) -> list[nn.Module]:
+        return [self.blocks[index], *self._between(*self._order[index], merges=self.merging(index) is not None)]
+
+    def features(self, tokens: Tensor) -> Tensor:
+        return self._pooled(tokens.transpose(1, 2).unflatten(2, self._grids[-1]))
+
+    def pool_row(
+        self,
+        logits: Tensor,
+        pool_attention: Tensor | None,
+        tokens: Tensor | None = None,
+        index: Tensor | None = None,
+    ) -> Tensor:
+        if self.head is not None and self.head.block is not None:
+            return super().pool_row(logits, pool_attention, tokens, index)
+        count = self._grids[-1][0] * self._grids[-1][1]
+        return logits.new_full((len(logits), count), 1 / count)
+
+    def watch(self) -> None:
+        super().watch()
+        for index, block in enumerate(self.blocks):
+            reach = self._reach(block, self.grid_of(index))
+            if reach is not None:
+                watch_reach(cast(Any, block).attn, reach, self._until(block))
 
     def _stage(self, i: int, x: Tensor) -> Tensor:
+        x = self._merged(i, x)
+        size, x = (x.shape[2], x.shape[3]), x.flatten(2).transpose(1, 2)
+        for j in range(self._count(i)):
+            x = self._run(i, j, x, size)
+        return cast(Tensor, x.transpose(1, 2).unflatten(2, size))
+
+    @abstractmethod
+    def _merged(self, i: int, x: Tensor) -> Tensor:
+        """The feature map that the blocks of a stage are given, channels first; of stage 0 from the image."""
+
+    @abstractmethod
+    def _count(self, i: int) -> int:
+        """How many blocks a stage has."""
+
+    @abstractmethod
+    def _block(self, i: int, j: int) -> nn.Module:
+        """Block j of a stage, with its attention as `attn`."""
+
+    @abstractmethod
+    def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
+        """What runs with that block besides it: what merges its tokens, where it does, and what stands behind it."""
+
+    @abstractmethod
+    def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        """That block on tokens [B,h*w,D]."""
+
+    def _until(self, block: Any) -> nn.Module | None:
+        """From which part on its attention runs on tokens in order; None for none."""
+        return None
+
+    @abstractmethod
+    def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
+        """Which tokens its attention joins; None where all with all."""
+
+
+_WINDOWED = "its attention is within windows"
+
+
+class SwinAnatomy(StagedAnatomy):
+    """Swin and SwinV2: attention within windows, shifted in every other block; 2 x 2 patches are merged."""
+
+    def _merged(self, i: int, x: Tensor) -> Tensor:
         x = self._net.patch_embed(x) if i == 0 else x.permute(0, 2, 3, 1)
-        return cast(Tensor, self._net.layers[i](x).permute(0, 3, 1, 2))
+        return cast(Tensor, self._net.layers[i].downsample(x).permute(0, 3, 1, 2))
+
+    def _count(self, i: int) -> int:
+        return len(self._net.layers[i].blocks)
+
+    def _block(self, i: int, j: int) -> nn.Module:
+        return cast(nn.Module, self._net.layers[i].blocks[j])
+
+    def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
+        return [self._net.layers[i].downsample] if merges else []
+
+    def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        return cast(Tensor, self._block(i, j)(tokens.unflatten(1, grid)).flatten(1, 2))
+
+    def _reach(self, block: Any, grid: tuple[int, int]) -> Reach:
+        window, shift, like = tuple(block.window_size), tuple(block.shift_size), block.norm1.weight
+        mask = block.attn_mask
+        if getattr(block, "dynamic_mask", False):  # it is made for every image
+            padded = [-(-side // size) * size for side, size in zip(grid, window, strict=True)]
+            mask = block.get_attn_mask(like.new_zeros(1, *padded, 1))
+        return Windows.of(grid, window, shift, None if mask is None else mask == 0, like.device)
+
+    def parts(self, index: int) -> Parts:
+        block: Any = self.blocks[index]
+        attn, mlp = block.attn, block.mlp
+        if hasattr(attn, "logit_scale"):
+            return Parts(beyond=f"{_WINDOWED}, of normed queries and keys, and norms stand behind it and the MLP")
+        return Parts(
+            block.norm1,
+            block.norm2,
+            attn.proj,
+            lambda: linear(attn.qkv).weight.chunk(3)[2],
+            qkv=lambda: stacked(attn.qkv),
+            fc1=mlp.fc1,
+            activation=mlp.act,
+            fc2=mlp.fc2,
+            beyond=_WINDOWED,
+        )
 
     def _pooled(self, x: Tensor) -> Tensor:
         return cast(Tensor, self._net.forward_head(self._net.norm(x.permute(0, 2, 3, 1)), pre_logits=True))
 
 
-class PvtAnatomy(HierarchicalAnatomy):
-    """PVTv2."""
+class PvtAnatomy(StagedAnatomy):
+    """PVTv2: attention to pooled tokens; overlapping 3 x 3 patches are merged, and MLPs mix neighbours.
 
-    def _stage(self, i: int, x: Tensor) -> Tensor:
-        return cast(Tensor, self._net.stages[i](self._net.patch_embed(x) if i == 0 else x))
+    The norm behind the last block of a stage belongs to that block.
+    """
+
+    kernel, padding = 3, 1
+
+    def _merged(self, i: int, x: Tensor) -> Tensor:
+        merge = self._net.patch_embed if i == 0 else self._net.stages[i].downsample
+        return cast(Tensor, merge(x).permute(0, 3, 1, 2))
+
+    def _count(self, i: int) -> int:
+        return len(self._net.stages[i].blocks)
+
+    def _block(self, i: int, j: int) -> nn.Module:
+        return cast(nn.Module, self._net.stages[i].blocks[j])
+
+    def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
+        stage = self._net.stages[i]
+        return [*([stage.downsample] if merges else []), *([stage.norm] if j == self._count(i) - 1 else [])]
+
+    def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        tokens = self._block(i, j)(tokens, grid)
+        return cast(Tensor, self._net.stages[i].norm(tokens) if j == self._count(i) - 1 else tokens)
+
+    def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
+        if block.attn.pool is None:
+            return _pooled_keys(block.attn.sr, grid)
+        side = int(block.attn.pool.output_size)
+        return Pooled(Bins(grid, (side, side)))
+
+    def parts(self, index: int) -> Parts:
+        block: Any = self.blocks[index]
+        return Parts(block.norm1, beyond="its attention is to pooled tokens, and its MLPs mix neighbouring tokens")
 
     def _pooled(self, x: Tensor) -> Tensor:
         return cast(Tensor, self._net.forward_head(x, pre_logits=True))
 
 
-class TwinsAnatomy(HierarchicalAnatomy):
-    """Twins."""
+class TwinsAnatomy(StagedAnatomy):
+    """Twins: attention within windows and, in every other block (in PCPVT in all), to pooled tokens.
 
-    def _stage(self, i: int, x: Tensor) -> Tensor:
+    The convolution behind the first block of a stage belongs to that block.
+    """
+
+    def _merged(self, i: int, x: Tensor) -> Tensor:
         x, size = self._net.patch_embeds[i](x.contiguous())
-        x = self._net.pos_drops[i](x)
-        for j, block in enumerate(self._net.blocks[i]):
-            x = block(x, size)
-            x = self._net.pos_block[i](x, size) if j == 0 else x
-        return cast(Tensor, x.transpose(1, 2).unflatten(2, size))
+        return cast(Tensor, self._net.pos_drops[i](x).transpose(1, 2).unflatten(2, size))
+
+    def _count(self, i: int) -> int:
+        return len(self._net.blocks[i])
+
+    def _block(self, i: int, j: int) -> nn.Module:
+        return cast(nn.Module, self._net.blocks[i][j])
+
+    def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
+        net = self._net
+        return [*([net.patch_embeds[i]] if merges else []), *([net.pos_block[i]] if j == 0 else [])]
+
+    def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        tokens = self._block(i, j)(tokens, grid)
+        return cast(Tensor, self._net.pos_block[i](tokens, grid) if j == 0 else tokens)
+
+    def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
+        window = getattr(block.attn, "ws", None)
+        if window is None:
+            return _pooled_keys(block.attn.sr, grid)
+        return Windows.of(grid, (window, window), device=block.norm1.weight.device)
+
+    def _until(self, block: Any) -> nn.Module | None:
+        return cast(nn.Module, block.attn.proj)
+
+    def parts(self, index: int) -> Parts:
+        block: Any = self.blocks[index]
+        beyond = "its attention is within windows or to pooled tokens, and a convolution stands in every stage"
+        return Parts(block.norm1, beyond=beyond)
 
     def _pooled(self, x: Tensor) -> Tensor:
         return cast(Tensor, self._net.forward_head(self._net.norm(x.flatten(2).transpose(1, 2)), pre_logits=True))
+
+
+def _pooled_keys(reduction: nn.Conv2d | None, grid: tuple[int, int]) -> Reach | None:
+    """The keys that a convolution of patches side by side makes; None where there is none."""
+    if reduction is None:
+        return None
+    step = int(reduction.stride[0])
+    return Pooled(Merging(grid, (grid[0] // step, grid[1] // step), step, step))
 
 
 def read_hierarchical(

@@ -150,19 +150,26 @@ def _gradient(vit: Anatomy) -> str | None:
 
 
 def _attention(vit: Anatomy, tokens: Tensor) -> str | None:
-    """Why the attention of the first block cannot be read; None when it can."""
-    if vit.depth == 0:
-        return None
-    record = Record(0, tokens)
-    try:
-        with Taps(PLAIN, frozenset({"A", "v"}), record, in_block=True):
-            vit.block(0, tokens)
-    except Unsupported as error:
-        return str(error)
-    seen = record.seen.get("A")
-    if seen is None:
-        return "its blocks take no softmax over tokens that could be seen"
-    if seen.shape[-2:] != (vit.tokens, vit.tokens):
-        return f"its attention is {list(seen.shape)}, not between all {vit.tokens} tokens"
-    vit.heads = seen.shape[1]
+    """Why the attention of the first block (of a hierarchical model's every block) cannot be read; None when it can."""
+    for index in range(vit.depth if vit.hierarchical else min(vit.depth, 1)):
+        tokens = vit.merge(index, tokens)
+        record = Record(index, tokens)
+        try:
+            with Taps(PLAIN, frozenset({"A", "v"}), record, in_block=True):
+                after = vit.block(index, tokens)
+        except Unsupported as error:
+            return str(error)
+        seen = record.seen.get("A")
+        if seen is None:
+            return "its blocks take no softmax over tokens that could be seen"
+        if record.reach is not None:
+            reason = record.reach.misses(seen)
+        else:
+            count = tokens.shape[1]
+            whole = seen.shape[-2:] == (count, count)
+            reason = None if whole else f"its attention is {list(seen.shape)}, not between all {count} tokens"
+        if reason is not None:
+            return reason
+        vit.heads = seen.shape[1]
+        tokens = after
     return None

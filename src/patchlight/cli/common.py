@@ -43,7 +43,7 @@ Model = Annotated[
 ]
 Weights = Annotated[Path | None, typer.Option(help="Weights of the model, a safetensors file.")]
 Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one a line, or a CSV.")]
-Stage = Annotated[int | None, typer.Option(help="Stage a hierarchical model (Swin, PVT, …) is read behind.")]
+Stage = Annotated[int | None, typer.Option(help="Stage that a hierarchical model (Swin, PVT, …) is opened at.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …", autocompletion=one_of("cpu", "cuda", "mps"))]
 Seed = Annotated[int, typer.Option(help="Seed of everything drawn at random.")]
 Plugin = Annotated[

@@ -249,7 +249,7 @@ Forward = Callable[[Anatomy, Tensor, Tensor | None], Tensor]
 
 def _blocks(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
     for index in range(vit.depth):
-        tokens = vit.block(index, tokens, positions)
+        tokens = vit.block(index, vit.merge(index, tokens), positions)
     return tokens
 
 

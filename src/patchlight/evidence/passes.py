@@ -21,11 +21,14 @@ from patchlight.evidence.precision import HALF, Decided, casting, free_memory, l
 from patchlight.evidence.record import BACKWARD, TAPPED, End, Evidence, Record
 from patchlight.evidence.rows import has_tiles
 from patchlight.evidence.rules import PLAIN, RULES, Rule
+from patchlight.evidence.stages import Merging
 from patchlight.evidence.taps import Taps
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 
 PIXELS = -1
 """The layer index of the image itself: its evidence has x = image and g = gradient, as [B,H,W,C]."""
+FEATURES = -2
+"""The layer index of a hierarchical model's feature map, behind the stage it is opened at: x and g, and no block."""
 
 
 def rows_at_once(vit: Anatomy) -> int:
@@ -75,7 +78,7 @@ WHOLE = Course()
 
 @dataclass(frozen=True)
 class LayerJob:
-    """A function of the evidence of one block, of which it reads `needs`, wanted at some blocks (or at PIXELS)."""
+    """A function of the evidence of one block, of which it reads `needs`, wanted at some blocks, PIXELS or FEATURES."""
 
     function: Callable[[Evidence], Any]
     needs: frozenset[str]
@@ -213,8 +216,9 @@ class Runner:
         self.backward = any(job.backward for job in jobs)
         self.fused = fused_type(vit, precision)
         self.scales = precision == "fp16" and self.backward
-        self.first = min((min(job.layers) for job in jobs if job.backward), default=vit.depth)
-        self.wants = {k: [j for j, job in enumerate(jobs) if k in job.layers] for k in range(PIXELS, max(vit.depth, 1))}
+        places = [layer for job in jobs if job.backward for layer in job.layers]
+        self.first = min(places, key=self._order, default=vit.depth)
+        self.wants = {k: [j for j, job in enumerate(jobs) if k in job.layers] for k in range(FEATURES, vit.depth)}
         self.records: dict[int, Record] = {}
         self.values: list[dict[int, Any]] = [{} for _ in jobs]
         self.finished: set[int] = set()
@@ -244,7 +248,10 @@ class Runner:
         with self.running(pixels, self.records[PIXELS], frozenset(), in_block=False):
             x = self.embed(x).to(vit.dtype) if tokens is None else tokens
         for layer in range(vit.depth):
-            graph = self.backward and layer >= self.first
+            if layer == self._end_of_stage:
+                x = self._feature_map(x)
+            x = self._merge(layer, x)
+            graph = self._graph(layer)
             if graph and layer == self.first:
                 x = self.leaf = x.detach().requires_grad_()
             elif graph:
@@ -261,7 +268,7 @@ class Runner:
                 del self.records[layer]
             elif record.fused is not None:
                 record.shared.clear()  # a matrix that was written does not wait for the backward
-        if vit.depth == 0 and self.wants[0]:
+        if vit.depth == self._end_of_stage:
             x = self._feature_map(x)
         needs = frozenset({"bias"} if any("bias" in job.needs for job in self.jobs) else ())
         needs |= {"A"} if vit.pooling == "map" else frozenset()
@@ -285,8 +292,15 @@ class Runner:
         return record
 
     @contextlib.contextmanager
-    def running(self, graph: bool, record: Record, needs: frozenset[str], in_block: bool = True) -> Iterator[None]:
-        tapped = self.tapped(graph, record, needs, in_block)
+    def running(
+        self,
+        graph: bool,
+        record: Record,
+        needs: frozenset[str],
+        in_block: bool = True,
+        place: Merging | None = None,
+    ) -> Iterator[None]:
+        tapped = self.tapped(graph, record, needs, in_block, place)
         with torch.set_grad_enabled(graph), casting(self.vit, self.precision), tapped:
             yield
 
@@ -300,15 +314,53 @@ class Runner:
         read = self.wants[self.vit.depth - 1] or any("bias" in job.needs for job in self.jobs)
         return self.runs.reads_first and self.rule is PLAIN and not read
 
+    @property
+    def _end_of_stage(self) -> int | None:
+        """How many blocks stand before the feature map, where one is there."""
+        return min(self.vit.stage_end, self.vit.depth) if self.vit.hierarchical else None
+
+    def _order(self, layer: int) -> float:
+        """Where a layer stands: the feature map behind the blocks of its stage, and before what merges its tokens."""
+        return layer if layer != FEATURES else (self._end_of_stage or 0) - 0.5
+
+    def _graph(self, layer: int) -> bool:
+        """Whether a layer is run with a graph."""
+        return self.backward and self._order(layer) >= self._order(self.first)
+
     def _feature_map(self, x: Tensor) -> Tensor:
-        """A hierarchical model's tokens stand for the input of a block, which it has none of."""
-        if self.backward and self.first == 0:
+        """The tokens behind the stage that a hierarchical model is opened at, which stand for the input of a block."""
+        if not self.wants[FEATURES]:
+            return x
+        if self.first == FEATURES:
             x = self.leaf = x.detach().requires_grad_()
-        record = self.records[0] = Record(0, x.detach(), self.vit.prefix)
-        for j in self.wants[0]:
+        elif self._graph(FEATURES):
+            x.register_hook(self._hook(FEATURES))
+        record = self.records[FEATURES] = Record(FEATURES, x.detach(), self.vit.prefix)
+        for j in self.wants[FEATURES]:
             if not self.jobs[j].backward:
-                self.values[j][0] = self.jobs[j].of(record)
+                self.values[j][FEATURES] = self.jobs[j].of(record)
         return x
+
+    def _merge(self, layer: int, x: Tensor) -> Tensor:
+        """The tokens a block is given; the biases of what merges them are those of the block before."""
+        merging = self.vit.merging(layer)
+        if merging is None:
+            return x
+        graph = self._graph(layer) and layer != self.first
+        before = self.records.get(layer - 1)
+        if graph and before is not None:
+            x.register_hook(self._hook_y(before))
+        needs = self.needs(layer - 1) & {"bias"} if before is not None else frozenset[str]()
+        record = before or Record(layer, x.detach())
+        with self.running(graph, record, needs, in_block=False, place=merging):
+            return self.runs.merge(layer, x).to(self.vit.dtype)
+
+    @staticmethod
+    def _hook_y(record: Record) -> Callable[[Tensor], None]:
+        def arrived(gradient: Tensor) -> None:
+            record.seen["gy"] = gradient
+
+        return arrived
 
     def embed(self, images: Tensor) -> Tensor:
         if not any("p" in job.needs for job in self.jobs):
@@ -321,12 +373,17 @@ class Runner:
             return self.runs.embed(images)
 
     def tapped(
-        self, graph: bool, record: Record, needs: frozenset[str], in_block: bool = True
+        self,
+        graph: bool,
+        record: Record,
+        needs: frozenset[str],
+        in_block: bool = True,
+        place: Merging | None = None,
     ) -> contextlib.AbstractContextManager[Any]:
         ruled = graph and self.rule.name != "plain"
         if not needs and not ruled:
             return contextlib.nullcontext()
-        return Taps(self.rule, needs, record, in_block, self.fused, self.course.local is not None)
+        return Taps(self.rule, needs, record, in_block, self.fused, self.course.local is not None, place)
 
     def _hook(self, layer: int) -> Callable[[Tensor], None]:
         def arrived(gradient: Tensor) -> None:
@@ -336,7 +393,7 @@ class Runner:
 
     def _gradient(self, layer: int, gradient: Tensor) -> None:
         """The gradient of the tokens entering `layer`: the evidence of that layer is complete, so its jobs run."""
-        if layer - 1 in self.records:
+        if layer - 1 in self.records and self.vit.merging(layer) is None:
             self.records[layer - 1].seen["gy"] = gradient
         if layer not in self.records or layer in self.finished:
             return
@@ -370,8 +427,8 @@ class Runner:
         gradient = self.grad(outputs, self.leaf, weights, last)
         if self.first == PIXELS:
             gradient = gradient.movedim(1, -1)
-        for layer in range(self.vit.depth, self.first, -1):
-            if layer not in self.finished and layer in self.records:
+        for layer in sorted(self.records, key=self._order, reverse=True):
+            if self._graph(layer) and layer not in self.finished and layer != self.first:
                 self._gradient(layer, torch.zeros_like(self.records[layer].x))
         self._gradient(self.first, gradient)
         end = self.end.end()
@@ -416,7 +473,8 @@ _MIDDLE = 64.0
 class Trace:
     """The evidence itself: `tokens` x_0..x_L, `gradients` g_0..g_L-1, `attention` A_l and `attention_gradients` G_l.
 
-    Attention is [B,H,N,N] (to, from); `target` [B,1] and `scores` [B,1] say what was explained.
+    Attention is [B,H,N,N] (to, from); `target` [B,1] and `scores` [B,1] say what was explained. Of a hierarchical
+    model each block has the tokens of its own stage, and x_l are those behind the merging.
     """
 
     vit: Anatomy

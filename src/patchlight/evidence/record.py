@@ -12,6 +12,7 @@ from torch import Tensor
 
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.evidence.rows import Attention, Entry, Matrix, Rows, head_mean, mean_row, signed, written
+from patchlight.evidence.stages import Local, Merging, Reach
 
 T = TypeVar("T")
 BACKWARD = frozenset({"g", "gy", "gn", "G", "dO", "bias"})
@@ -30,7 +31,8 @@ class Record:
     `scalar_bias` [B] sums the bias terms that belong to no token; `shared` is what layer maps keep for each other.
     Where attention stayed fused and its matrices are read, `fused` has what it was given, and `dO` is the gradient of
     what it gave. Gradients here are to be multiplied by `unscale` [B], where it is given. `only_read`: attention has no
-    other rows than those that are read. `leaf` is the attention's output, where a graph begins with it.
+    other rows than those that are read. `leaf` is the attention's output, where a graph begins with it. Where attention
+    is not between all tokens, `reach` says which it joins, and A, G and v are those of its windows [B*W,...].
     """
 
     index: int
@@ -46,6 +48,7 @@ class Record:
     unscale: Tensor | None = None
     only_read: bool = False
     leaf: Tensor | None = None
+    reach: Reach | None = None
 
     def __post_init__(self) -> None:
         self.seen["x"] = self.x
@@ -54,9 +57,20 @@ class Record:
     def parts(self) -> Any:
         return self.open_parts()
 
-    def add_bias(self, value: Tensor) -> None:
-        """Add a bias map: per token [B,N] where it has the tokens' length, else its sum, to a per-image scalar."""
+    def see(self, name: str, value: Tensor) -> None:
+        """Keep A, G or v, in the type of the tokens; windows of an image that have an axis of their own lose it."""
+        value = value.detach().to(self.x.dtype)
+        self.seen[name] = value.flatten(0, 1) if value.ndim == 5 else value
+
+    def add_bias(self, value: Tensor, place: Reach | Merging | None = None) -> None:
+        """Add a bias map: per token [B,N] where it has the tokens' length, else its sum, to a per-image scalar.
+
+        `place` says which tokens its values belong to, where they stand in windows or on a coarser grid.
+        """
         value = value.to(self.x.dtype)
+        if place is not None:
+            value = place.per_token(value, len(self.x))
+        value = value.flatten(1) if value.ndim > 2 else value
         if value.ndim == 2 and value.shape[1] == self.x.shape[1]:
             self.seen["bias"] = self.seen["bias"] + value if "bias" in self.seen else value
         else:
@@ -164,13 +178,31 @@ class Evidence:
         self._check_declared(name)
         record = self._record
         if name in record.seen:
-            value, unscale = record.seen[name], record.unscale
-            if unscale is None or name not in BACKWARD:
-                return value
-            return self.once(name, lambda: value * unscale.view(-1, *[1] * (value.ndim - 1)))
+            reach = record.reach
+            if reach is None or name not in ATTENTION:
+                return self._seen(name)
+            if name not in ("A", "G"):
+                raise Unsupported(f"`{self._reader}` reads {name}, and block {self.index} has it in windows or pooled")
+            return self.once(f"written {name}", lambda: reach.written(self._in_windows(name, reach)))
         if record.fused is None or name not in ATTENTION:
             raise Unsupported(f"`{self._reader}` reads {name}, and block {self.index} of this model shows none")
         return self.once(name, lambda: record.fused_part(name))
+
+    def _seen(self, name: str) -> Tensor:
+        """A part as it was seen."""
+        value, unscale = self._record.seen[name], self._record.unscale
+        if unscale is None or name not in BACKWARD:
+            return value
+        each = unscale.repeat_interleave(len(value) // len(unscale))  # windows of one image
+        return self.once(name, lambda: value * each.view(-1, *[1] * (value.ndim - 1)))
+
+    def _in_windows(self, name: str, reach: Reach) -> Tensor:
+        """A, G or AG [B,H,W,n,m]."""
+        A, G = (self._seen(one) if one in name else None for one in "AG")
+        value = G if A is None else A if G is None else A * G
+        assert value is not None
+        value = value.unflatten(0, (len(self._record.x), -1)).transpose(1, 2)
+        return value if A is not None else reach.gradients(value)
 
     def _check_declared(self, name: str) -> None:
         if name not in self._needs:
@@ -200,9 +232,30 @@ class Evidence:
         attention = self._record.attention
         if attention is not None:
             return Rows(attention, entry, columns, rows)
+        if self._record.reach is not None:
+            local = self._local(entry, self._record.reach, columns, rows)
+            if local is not None:
+                return local
         if columns is None and rows is None:
             return self.once(f"mean {entry}", lambda: head_mean(self._entries(entry)))
         return head_mean(self._entries(entry), columns, rows)
+
+    def _local(self, entry: Entry, reach: Reach, columns: Tensor | None, rows: Tensor | None) -> Matrix | None:
+        """The same in windows; None where its columns cannot be scaled there."""
+        if columns is None and rows is None:
+            return self.once(f"mean {entry}", lambda: Local(self._windows(entry, reach).mean(1), reach))
+        scales = [None if columns is None else reach.keys(columns), None if rows is None else reach.queries(rows)]
+        if columns is not None and scales[0] is None:
+            return None
+        values = self._windows(entry, reach).transpose(1, 2)
+        flat = [None if t is None else t.transpose(1, 2).flatten(0, 1) for t in scales]
+        mean = head_mean(values.flatten(0, 1), *flat)
+        return Local(mean.unflatten(0, values.shape[:2]), reach)
+
+    def _windows(self, entry: Entry, reach: Reach) -> Tensor:
+        """An entry [B,H,W,n,m]."""
+        name = "AG" if "AG" in entry else "G" if "G" in entry else "A"
+        return self.once(f"windows {entry}", lambda: signed(entry, self._in_windows(name, reach)))
 
     def _entries(self, entry: Entry) -> Tensor:
         values = self.AG if "AG" in entry else self.G if "G" in entry else self.A
@@ -211,8 +264,10 @@ class Evidence:
     @property
     def heads(self) -> int:
         """How many heads attention has."""
-        fused = self._record.fused
-        return self.A.shape[1] if fused is None else fused.q.shape[1]
+        record = self._record
+        if record.fused is not None:
+            return record.fused.q.shape[1]
+        return (self.A if record.reach is None else record.seen["A"]).shape[1]
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b, in bfloat16 where attention stayed fused: for large products that need little precision."""
@@ -224,7 +279,11 @@ class Evidence:
     def gradient_mean(self) -> Tensor:
         """The mean of G over the patches it is from [B,H,N], for each to-token."""
         self._check_declared("G")
-        attention = self._record.attention
+        attention, reach = self._record.attention, self._record.reach
+        if reach is not None:
+            G = self._seen("G").unflatten(0, (len(self._record.x), -1)).transpose(1, 2)
+            means: Tensor = reach.means(G.flatten(0, 1)).unflatten(0, G.shape[:2])
+            return means
         return self.G[..., self.prefix :].mean(-1) if attention is None else attention.gradient_mean(self.prefix)
 
     @property
@@ -240,7 +299,12 @@ class Evidence:
     @property
     def AG(self) -> Tensor:
         """A * G [B,H,N,N]."""
-        return self.once("AG", lambda: self.A * self.G)
+        reach = self._record.reach
+        if reach is None:
+            return self.once("AG", lambda: self.A * self.G)
+        for name in "AG":
+            self._check_declared(name)
+        return self.once("written AG", lambda: reach.written(self._in_windows("AG", reach)))
 
     @property
     def heads_mean(self) -> Tensor:

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from patchlight.evidence.stages import Local
+
 Entry = Literal["A", "G", "AG", "relu(G)", "relu(AG)", "abs(G)", "abs(AG)"]
 """What stands in one head's matrix at (to, from): attention, its gradient, their product, or a part of these."""
 
@@ -131,31 +133,33 @@ class Rows:
         return ((weights[:, :, None] @ f)[:, :, 0]) if over_rows else ((f @ weights[..., None])[..., 0])
 
 
-Matrix = Tensor | Rows
+Matrix = Tensor | Rows | Local
 """A matrix [B,N,N] (to, from), written or not."""
 
 
 def times(row: Tensor, matrix: Matrix) -> Tensor:
     """row [B,N] times a matrix: [B,N]."""
-    return matrix.pull(row) if isinstance(matrix, Rows) else (row[:, None] @ matrix)[:, 0]
+    return (row[:, None] @ matrix)[:, 0] if isinstance(matrix, Tensor) else matrix.pull(row)
 
 
 def mean_row(matrix: Matrix) -> Tensor:
     """The mean of a matrix's rows [B,N]."""
     if isinstance(matrix, Tensor):
         return matrix.mean(1)
+    if isinstance(matrix, Local):
+        return matrix.mean_row()
     lse = matrix.attention.lse
     return matrix.pull(torch.full_like(lse[:, 0], 1 / lse.shape[-1]))
 
 
 def row_sums(matrix: Matrix) -> Tensor:
     """The sums of a matrix's rows [B,N]."""
-    return matrix.sums() if isinstance(matrix, Rows) else matrix.sum(-1)
+    return matrix.sum(-1) if isinstance(matrix, Tensor) else matrix.sums()
 
 
 def written(matrix: Matrix) -> Tensor:
     """A matrix as a tensor [B,N,N]."""
-    return matrix.written() if isinstance(matrix, Rows) else matrix
+    return matrix if isinstance(matrix, Tensor) else matrix.written()
 
 
 def lengths(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:

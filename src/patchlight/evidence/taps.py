@@ -21,6 +21,7 @@ from patchlight.evidence import rules
 from patchlight.evidence.record import ATTENTION, Record
 from patchlight.evidence.rows import Attention, attend
 from patchlight.evidence.rules import Rule
+from patchlight.evidence.stages import Merging, Reach
 
 _LOCAL = threading.local()
 
@@ -42,6 +43,26 @@ def watch_norm(norm: nn.Module | None, what: str) -> None:
         norm.register_forward_hook(seen)
 
 
+def watch_reach(attention: nn.Module, reach: Reach, until: nn.Module | None = None) -> None:
+    """Have taps know which tokens an attention of a twin joins, while it runs (or before its part `until` does)."""
+
+    def begin(_: nn.Module, given: Any) -> None:
+        tap = None if torch.compiler.is_compiling() else current()
+        if tap is not None:
+            tap.place = reach
+
+    def end(*_: Any) -> None:
+        tap = None if torch.compiler.is_compiling() else current()
+        if tap is not None:
+            tap.place = None
+
+    attention.register_forward_pre_hook(begin)
+    if until is None:
+        attention.register_forward_hook(end)
+    else:
+        until.register_forward_pre_hook(end)
+
+
 class Activation(nn.Module):
     """An elementwise activation of a twin, seen whole by taps whatever functions it is made of."""
 
@@ -60,7 +81,8 @@ class Taps(TorchFunctionMode):
     """Apply `rule` to a stretch of a model, and write into `record` what `needs` names of what is seen inside.
 
     With `fused`, a type, attention stays fused in that type where it can, and the record has what its matrices are
-    made of. With `cut`, a graph begins at the attention's output, of which the record has the leaf.
+    made of. With `cut`, a graph begins at the attention's output, of which the record has the leaf. `place` says where
+    what runs now has its tokens: nowhere else (None), in windows, on a coarser grid.
     """
 
     def __init__(
@@ -71,10 +93,11 @@ class Taps(TorchFunctionMode):
         in_block: bool,
         fused: torch.dtype | None = None,
         cut: bool = False,
+        place: Reach | Merging | None = None,
     ) -> None:
         super().__init__()
         self.rule, self.needs, self.record = rule, needs, record
-        self.in_block, self.fused, self.cut = in_block, fused, cut
+        self.in_block, self.fused, self.cut, self.place = in_block, fused, cut, place
         self._outer: list[Taps | None] = []
         self._attention: Tensor | None = None
         self._factors: tuple[Tensor, Tensor] | None = None
@@ -109,18 +132,23 @@ class Taps(TorchFunctionMode):
 
         def seen(attention: Tensor, gradient: Tensor) -> None:
             """G is the whole gradient of the attention matrix; a uniform rule halves only what flows on."""
-            record.seen["A"] = attention.detach().to(record.x.dtype)
-            record.seen["G"] = (gradient if undo == 1.0 else gradient * undo).to(record.x.dtype)
+            record.see("A", attention)
+            record.see("G", gradient if undo == 1.0 else gradient * undo)
 
         return seen
 
     def attend(self, scores: Tensor) -> Tensor:
-        """The attention matrix [B,H,N,N] of its scores; a kind of tap that changes attention changes this."""
+        """The attention matrix [B,H,N,N] of its scores; a kind of tap that changes attention changes this.
+
+        In windows it is [B*W,H,n,m] or [B,W,H,n,m].
+        """
         watched = self._take()
+        if isinstance(self.place, Reach):
+            self.record.reach = self.place
         attention = rules.softmax(scores, self.rule, self._observer())
         self._attention = attention if watched else None
         if "A" in self.needs:
-            self.record.seen["A"] = attention.detach().to(self.record.x.dtype)
+            self.record.see("A", attention)
         return attention
 
     def _take(self) -> bool:
@@ -134,7 +162,8 @@ class Taps(TorchFunctionMode):
     def softmax(self, func: Callable[..., Any], scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dim = args[0] if args else kwargs.get("dim")
         dtype = kwargs.get("dtype")
-        if scores.ndim != 4 or dim not in (-1, 3):
+        axes = (4, 5) if isinstance(self.place, Reach) else (4,)
+        if scores.ndim not in axes or dim not in (-1, scores.ndim - 1):
             return func(scores, *args, **kwargs)  # type: ignore[no-any-return]
         if self._factors is not None:
             self._show(q=self._factors[0], k=self._factors[1].mT)
@@ -185,7 +214,7 @@ class Taps(TorchFunctionMode):
     def _show(self, **seen: Tensor) -> None:
         for name, value in seen.items():
             if name in self.needs:
-                self.record.seen[name] = value.detach().to(self.record.x.dtype)
+                self.record.see(name, value)
 
     def _begin(self, out: Tensor) -> Tensor:
         """What attention gives, its gradient seen; where the graph is cut, it begins here."""
@@ -274,15 +303,15 @@ class Taps(TorchFunctionMode):
         """The first norm of a block gives n and its gradient, the second is given u."""
         if what == "u":
             if "u" in self.needs:
-                self.record.seen["u"] = given.detach()
+                self.record.seen["u"] = given.detach().flatten(1, -2)
             return
         if "n" in self.needs:
-            self.record.seen["n"] = out.detach()
+            self.record.seen["n"] = out.detach().flatten(1, -2)
         if "gn" in self.needs and out.requires_grad:
             out.register_hook(self._see_gn)
 
     def _see_gn(self, gradient: Tensor) -> None:
-        self.record.seen["gn"] = gradient
+        self.record.seen["gn"] = gradient.flatten(1, -2)
 
     def rms_norm(
         self,
@@ -310,10 +339,20 @@ class Taps(TorchFunctionMode):
     def linear(self, func: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._biased(func(input, weight, bias), bias)
 
-    def _biased(self, out: Tensor, bias: Tensor | None) -> Tensor:
+    def conv2d(
+        self, func: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **kw: Any
+    ) -> Tensor:
+        return self._biased(func(input, weight, bias, *rest, **kw), bias, channels=1)
+
+    def _biased(self, out: Tensor, bias: Tensor | None, channels: int = -1) -> Tensor:
         if bias is not None and "bias" in self.needs and out.requires_grad:
-            record, constant = self.record, bias.detach()
-            out.register_hook(lambda g: None if g is None else record.add_bias(g @ constant.to(g.dtype)))
+            record, constant, place = self.record, bias.detach(), self.place
+
+            def seen(g: Tensor | None) -> None:
+                if g is not None:
+                    record.add_bias(g.movedim(channels, -1) @ constant.to(g.dtype), place)
+
+            out.register_hook(seen)
         return out
 
     def add(self, func: Callable[..., Any], a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
@@ -346,7 +385,7 @@ class Taps(TorchFunctionMode):
 
 _HANDLERS = {
     **{name: name for name in ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")},
-    **{name: name for name in ("layer_norm", "rms_norm", "gelu", "silu", "linear", "rsqrt")},
+    **{name: name for name in ("layer_norm", "rms_norm", "gelu", "silu", "linear", "conv2d", "rsqrt")},
     **dict.fromkeys(("matmul", "__matmul__", "bmm"), "matmul"),
     **dict.fromkeys(("add", "__add__", "add_", "__iadd__"), "add"),
     **dict.fromkeys(("mul", "__mul__", "multiply"), "gate"),

@@ -73,7 +73,8 @@ def suppression(tokens: Tensor, prefix: int, factor: float, kappa: float, neighb
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
-    return f"it turns down attention between all tokens, and {vit.name} has no such blocks" if vit.depth == 0 else None
+    none = vit.depth == 0 or vit.hierarchical
+    return f"it turns down attention between all tokens, and {vit.name} has no such blocks" if none else None
 
 
 @register_method(

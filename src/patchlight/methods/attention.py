@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import Matrix, mean_row, written
 from patchlight.methods.base import register_method
@@ -38,6 +39,12 @@ def rawatt(b: Evidence) -> Matrix:
     return b.matrix("A")
 
 
+def _discards(settings: Settings, vit: Anatomy) -> str | None:
+    if vit.hierarchical and settings["discard"]:
+        return f"discard ranks the entries of one matrix of all tokens, and attention of {vit.name} is between some"
+    return None
+
+
 @register_method(
     "rollout",
     paper="Abnar & Zuidema, ACL 2020",
@@ -47,6 +54,7 @@ def rawatt(b: Evidence) -> Matrix:
     matrix=True,
     nonnegative=True,
     composable="it is a product over all blocks already",
+    refuses=_discards,
     cost="1 forward",
     presets={
         "chefer": {"start": 1},

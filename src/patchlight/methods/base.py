@@ -40,6 +40,10 @@ class LayerMaps:
 
     `values` by block: vectors [B,N] or matrices [B,N,N] (to, from), which may be `Rows`; `pool` [B,N] is how the
     classifier reads the last tokens; `end` has the bias terms behind the last block.
+
+    In a hierarchical model the blocks of each stage have their own N. A row over the tokens that enter block l + 1
+    is one over those that leave block l by `merged`, and a composition gives values of the tokens that enter block 0,
+    by `lifted`: a merged token's share goes to its children alike.
     """
 
     values: Mapping[int, Any]
@@ -48,6 +52,21 @@ class LayerMaps:
     end: End = field(default_factory=End)
     base: Callable[[LayerMaps, int], Tensor] | None = None
     """The method's own map restricted to the blocks from one on, where it has such a start."""
+
+    def merged(self, row: Tensor, layer: int) -> Tensor:
+        """A row over the tokens that enter block `layer` as one over those that leave the block before it."""
+        merging = self.vit.merging(layer)
+        return row if merging is None else merging.pull(row)
+
+    def lifted(self, values: Tensor, layer: int) -> Tensor:
+        """Values [B,N] of the tokens entering block `layer` as values of those entering block 0; their sum stays."""
+        for index in range(layer, 0, -1):
+            values = self.merged(values, index)
+        return values
+
+    def end_bias(self) -> Tensor | None:
+        """The bias terms of the tokens behind the last block, as values of those that enter block 0."""
+        return None if self.end.bias is None else self.lifted(self.end.bias, self.vit.depth - 1)
 
     def start_row(self, readout: str = "pooling") -> Tensor:
         """The row vector a product of matrices begins with: the classifier's own, the CLS, or a mean row."""
@@ -64,22 +83,32 @@ class LayerMaps:
         return row
 
     def vector(self, layer: int, readout: str = "pooling") -> Tensor:
-        """A block's map [B,N]; of a matrix, the row the classifier reads."""
+        """A block's map [B,N], lifted; of a matrix, the row the classifier reads."""
         value = self.values[layer]
         if not isinstance(value, Matrix):
             raise PatchlightError("these layer maps only sum over tails of the model; use terms='tail'")
-        return value if isinstance(value, Tensor) and value.ndim == 2 else times(self.start_row(readout), value)
+        if not isinstance(value, Tensor) or value.ndim > 2:
+            row = self.start_row(readout)
+            for index in range(self.vit.depth - 1, layer, -1):
+                row = self.merged(row, index)
+            value = times(row, value)
+        return self.lifted(value, layer)
 
 
 @dataclass(frozen=True)
 class Composition:
-    """How layer maps become one: a function of LayerMaps, and the blocks it reads (`span` of depth and settings)."""
+    """How layer maps become one: a function of LayerMaps, and the blocks it reads (`span` of depth and settings).
+
+    `staged`: it reads the blocks' maps by `vector`, or pulls rows by `merged` and `lifted`, so that the stages of a
+    hierarchical model, which have different tokens, may be read.
+    """
 
     function: Callable[..., Tensor]
     span: Callable[[int, Settings], Iterable[int]]
     name: str = ""
     matrices_only: bool = False
     aliases: tuple[str, ...] = ()
+    staged: bool = False
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -416,14 +445,16 @@ def register_composition(
     span: Callable[[int, Settings], Iterable[int]],
     matrices_only: bool = False,
     aliases: tuple[str, ...] = (),
+    staged: bool = False,
 ) -> Callable[[Callable[..., Tensor]], Composition]:
     """Register a function of LayerMaps as a composition that may stand behind a method's name.
 
     `span` gives the blocks it reads, from the model's depth and the settings; with `matrices_only` it takes methods
-    whose layer maps are matrices.
+    whose layer maps are matrices. `staged`: it reads the blocks' maps by `LayerMaps.vector`, or pulls rows by `merged`
+    and `lifted`, and so may be asked of hierarchical models too.
     """
 
     def register(function: Callable[..., Tensor]) -> Composition:
-        return COMPOSITIONS.add(Composition(function, span, name, matrices_only, aliases))
+        return COMPOSITIONS.add(Composition(function, span, name, matrices_only, aliases, staged))
 
     return register

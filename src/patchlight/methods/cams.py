@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import finish, job
 from patchlight.errors import PatchlightError
-from patchlight.evidence.passes import LayerJob
+from patchlight.evidence.passes import FEATURES, LayerJob
 from patchlight.evidence.record import Evidence
 from patchlight.methods.base import Ask, Composition, LayerMaps, Needs, register_method
 from patchlight.methods.compositions import block_index
@@ -56,16 +56,16 @@ def _forward_needs(settings: Settings) -> frozenset[str]:
     return cam_needs(settings) - {"g", "gn"}
 
 
-def _index(layer: int | str, depth: int) -> int:
-    """The block that `layer` names; 0 stands for the feature map of a hierarchical model, which has no blocks."""
-    return block_index(place(layer)[0], depth) if depth else 0
+def _index(layer: int | str, vit: Anatomy) -> int:
+    """The block that `layer` names; of a hierarchical model, its feature map."""
+    return FEATURES if vit.hierarchical else block_index(place(layer)[0], vit.depth)
 
 
 def _at_layer(maps: LayerMaps, layer: int | str = NORM1) -> Tensor:
-    return maps.vector(_index(layer, maps.vit.depth))
+    return maps.vector(_index(layer, maps.vit))
 
 
-AT_LAYER = Composition(_at_layer, lambda depth, s: (_index(s["layer"], depth),))
+AT_LAYER = Composition(_at_layer, lambda depth, s: (block_index(place(s["layer"])[0], depth),))
 
 
 class _Shared(TypedDict):
@@ -98,10 +98,10 @@ def product(b: Evidence, layer: int | str) -> Tensor:
 def feature_maps(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, Tensor]:
     """The channels at a place on the patch grid [B,D,h,w], and the images' scores [B,T]: 1 forward.
 
-    By default the output of the last block's first norm; of a hierarchical model, the stage it is opened behind.
+    By default the output of the last block's first norm; of a hierarchical model, that of the stage it is opened at.
     """
     vit = ask.vit
-    index, norm = _index(layer, vit.depth), place(layer)[1] == "norm1" and not vit.hierarchical
+    index, norm = _index(layer, vit), place(layer)[1] == "norm1" and not vit.hierarchical
     seen = ask.run([LayerJob(lambda b: b.n if norm else b.x, frozenset({"n" if norm else "x"}), (index,))])
     tokens: Tensor = seen.at(index)
     return tokens[:, vit.prefix :].mT.contiguous().unflatten(-1, vit.grid), seen.scores

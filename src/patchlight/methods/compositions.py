@@ -34,7 +34,7 @@ def _last(maps: LayerMaps, layer: int = -1, readout: Readout = "pooling") -> Ten
     return maps.vector(block_index(layer, maps.vit.depth), readout)
 
 
-LAST = Composition(_last, lambda depth, s: (block_index(s["layer"], depth),))
+LAST = Composition(_last, lambda depth, s: (block_index(s["layer"], depth),), staged=True)
 
 
 def _first(maps: LayerMaps, start: int = 0) -> Tensor:
@@ -42,18 +42,19 @@ def _first(maps: LayerMaps, start: int = 0) -> Tensor:
     return maps.vector(block_index(start, maps.vit.depth))
 
 
-FIRST = Composition(_first, lambda depth, s: (block_index(s["start"], depth),))
+FIRST = Composition(_first, lambda depth, s: (block_index(s["start"], depth),), staged=True)
 
 
 def _additive(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tensor:
     """r <- r + r M_l from the last block to the first: the row of prod(I + M_l), never an N x N x N product."""
-    row = maps.start_row(readout)
-    for layer in reversed(_from_start(maps.vit.depth, {"start": start})):
+    row, layers = maps.start_row(readout), _from_start(maps.vit.depth, {"start": start})
+    for layer in reversed(layers):
+        row = maps.merged(row, layer + 1)
         row = row + times(row, maps.values[layer])
-    return row
+    return maps.lifted(row, layers[0])
 
 
-ADDITIVE = Composition(_additive, _from_start)
+ADDITIVE = Composition(_additive, _from_start, staged=True)
 
 
 def _rollout(
@@ -69,8 +70,9 @@ def _rollout(
     `normalise="rows"` divides each row by its sum; `vit-explain` divides column j by the sum of row j, as that code
     does; `scale` multiplies M_l.
     """
-    row = maps.start_row(readout)
-    for layer in reversed(_from_start(maps.vit.depth, {"start": start})):
+    row, layers = maps.start_row(readout), _from_start(maps.vit.depth, {"start": start})
+    for layer in reversed(layers):
+        row = maps.merged(row, layer + 1)
         matrix, share = maps.values[layer], (1 - residual) * scale
         total = 1.0 if normalise == "none" else share * row_sums(matrix) + residual
         if normalise == "rows":
@@ -78,10 +80,10 @@ def _rollout(
         row = share * times(row, matrix) + residual * row
         if normalise == "vit-explain":
             row = row / total
-    return row
+    return maps.lifted(row, layers[0])
 
 
-ROLLOUT = register_composition("rollout", span=_from_start, matrices_only=True)(_rollout)
+ROLLOUT = register_composition("rollout", span=_from_start, matrices_only=True, staged=True)(_rollout)
 
 
 def _plus(maps: LayerMaps, start: int = 0, terms: Terms = "layer", readout: Readout = "pooling") -> Tensor:
@@ -99,7 +101,7 @@ def _plus(maps: LayerMaps, start: int = 0, terms: Terms = "layer", readout: Read
     return torch.stack([base(maps, layer) for layer in layers]).sum(0)
 
 
-PLUS = register_composition("plus", span=_from_start)(_plus)
+PLUS = register_composition("plus", span=_from_start, staged=True)(_plus)
 
 
 def _sum(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tensor:
@@ -107,7 +109,7 @@ def _sum(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tenso
     return _plus(maps, start, readout=readout)
 
 
-SUM = Composition(_sum, _from_start)
+SUM = Composition(_sum, _from_start, staged=True)
 
 
 def _mean(maps: LayerMaps, start: int = 0) -> Tensor:
@@ -141,4 +143,4 @@ def _upper_half(depth: int, settings: Settings) -> range:
     return range(half(depth, settings["start"], settings["rounding"]), depth)
 
 
-SKIPPLUS = register_composition("skipplus", span=_upper_half)(_skipplus)
+SKIPPLUS = register_composition("skipplus", span=_upper_half, staged=True)(_skipplus)

@@ -283,11 +283,13 @@ def _averaged_maps(
 def _with_later_biases(maps: LayerMaps, start: int = 0) -> Tensor:
     """CAT of block `start`, the biases of the blocks from there on, and those behind the last block."""
     layers = range(block_index(start, maps.vit.depth), maps.vit.depth)
-    total = torch.stack([maps.values[layers[0]][0], *(maps.values[k][1] for k in layers)]).sum(0)
-    return total if maps.end.bias is None else total + maps.end.bias
+    biases = [maps.lifted(maps.values[k][1], k) for k in layers]
+    total = torch.stack([maps.lifted(maps.values[layers[0]][0], layers[0]), *biases]).sum(0)
+    end = maps.end_bias()
+    return total if end is None else total + end
 
 
-FULL = Composition(_with_later_biases, lambda depth, s: range(block_index(s["start"], depth), depth))
+FULL = Composition(_with_later_biases, lambda depth, s: range(block_index(s["start"], depth), depth), staged=True)
 
 
 @register_method(

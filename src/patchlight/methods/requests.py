@@ -173,21 +173,30 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
     unscored = _no_score(request, vit)
     if unscored is not None:
         return unscored
-    if vit.depth == 0 and isinstance(method, ReadsBlocks) and method.features:
+    if vit.hierarchical and isinstance(method, ReadsBlocks) and method.features:
         return _no_feature_map(request, method, vit)
     if vit.depth == 0 and _reads_blocks(request):
         instead = "; level='pixel' works" if "pixel" in method.levels and request.in_pass else ""
         return f"it reads single transformer blocks, and {vit.name} is opened as a feature map with none{instead}"
+    if vit.hierarchical and _reads_blocks(request):
+        several = _one_grid(request, method, vit)
+        if several is not None:
+            return several
     differentiates = needs & BACKWARD or (method.class_specific and not isinstance(method, Ablates))
     if differentiates and vit.gradient is not None:
         return f"no gradient flows through {vit.name}: {vit.gradient}"
     if needs & ATTENTION and vit.attention is not None:
         return f"the attention of {vit.name} cannot be read: {vit.attention}"
     if needs & {"n", "gn"} and vit.parts(0).norm1 is None:
-        return f"{vit.name} has no first norm in its blocks"
+        return f"{vit.name} has no first norm in its blocks{_beyond(vit)}"
     if "u" in needs and vit.parts(0).norm2 is None:
-        return f"{vit.name} has no second norm in its blocks, where the tokens after attention are read"
+        return f"the tokens between attention and MLP are not to be seen in {vit.name}{_beyond(vit)}"
     return method.refuses(request.settings, vit) if method.refuses is not None else None
+
+
+def _beyond(vit: Anatomy) -> str:
+    beyond = vit.parts(0).beyond
+    return f": {beyond}" if beyond else ""
 
 
 def _no_score(request: Request, vit: Anatomy) -> str | None:
@@ -203,11 +212,25 @@ def _no_score(request: Request, vit: Anatomy) -> str | None:
 def _no_feature_map(request: Request, method: ReadsBlocks, vit: Anatomy) -> str | None:
     """Why a hierarchical model's one feature map does not serve a request that reads one."""
     if request.composition is not method.combine:
-        return f"it sums over blocks, and {vit.name} is opened as a feature map with none; '{method.name}' works"
-    if request.rule.name != "plain":
-        return f"backward rules are for plain blocks, which {vit.name} has not; '{method.name}' works"
+        return f"it reads one feature map of {vit.name} and no blocks to sum over; '{method.name}' works"
+    if request.rule.name != "plain" and vit.depth == 0:
+        return f"backward rules are for blocks that can be looked into, and {vit.name} has none; '{method.name}' works"
     if request.settings["layer"] != method.settings(method.combine)["layer"].default:
-        return f"{vit.name} has no blocks to name as a layer; load it with another stage, and leave layer out"
+        return (
+            f"it reads the feature map of {vit.name} and has no blocks to name as a layer; load it with another stage, "
+            "and leave layer out"
+        )
+    return None
+
+
+def _one_grid(request: Request, method: Method, vit: Anatomy) -> str | None:
+    """Why a method that reads blocks cannot read those of a hierarchical model; None when it can."""
+    if "v" in request.needs:
+        return f"it reads the values of all tokens together, and attention of {vit.name} is between some of them"
+    composition = request.composition
+    one = bool(request.needs & {"A", "G"}) if composition is None else not composition.staged
+    if one:
+        return f"it puts together maps over one grid of tokens, and the stages of {vit.name} have several"
     return None
 
 

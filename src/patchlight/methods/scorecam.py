@@ -17,7 +17,7 @@ from patchlight.resize import to_pixels
 
 
 def refuses(settings: Settings, vit: Anatomy) -> str | None:
-    if vit.depth and place(settings["layer"])[1] == "norm1" and vit.parts(0).norm1 is None:
+    if not vit.hierarchical and place(settings["layer"])[1] == "norm1" and vit.parts(0).norm1 is None:
         return f"{vit.name} has no first norm in its blocks; layer='input' works"
     return None
 
@@ -50,7 +50,7 @@ def score_cam(
     out of the softmax. Signed like the other CAMs; `relu=True` (preset `paper`) keeps the positive part, which can be
     nothing, since a ViT's activations are signed. `weighting="score"` is sum_k f(X * H_k) H_k, as ViT-CX describes it
     (preset `vit-cx`, with probabilities). `layer` is read as for `gradcam`; a hierarchical model has one feature map,
-    that of the stage it is opened behind. Token maps [B,h,w]; D + 1 forwards.
+    that of the stage it is opened at. Token maps [B,h,w]; D + 1 forwards.
     """
     maps, _ = feature_maps(ask, layer)
     flat = maps.flatten(0, 1)

@@ -231,7 +231,7 @@ def vit_cx(
 ) -> Tensor:
     """Causal score of clustered feature maps, corrected for coverage: W(x) = sum_i s_i M_i(x) / sum_i M_i(x).
 
-    Each of the D channels of `layer` (default "blocks[-1].norm1", or the stage a hierarchical model is opened behind)
+    Each of the D channels of `layer` (default "blocks[-1].norm1", or of the stage a hierarchical model is opened at)
     is upsampled and stretched to [0, 1]; complete linkage on 1 - cosine merges those closer than `distance` (default
     0.1, hierarchical 0.05), and a cluster's mask M_i [H,W] is its members' sum, stretched again (preset `paper`,
     `rescale=False`: their mean). s_i = f(X M_i + e_i) - f(X + e_i) + f(X) with e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2)

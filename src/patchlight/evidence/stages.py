@@ -1,0 +1,251 @@
+"""Rows through a hierarchical model: attention within windows or to pooled tokens, and patches merged between stages.
+
+Attention within windows is a matrix over a stage's tokens that is zero outside them; attention to pooled tokens is a
+rectangular one, times what each pooled token is made of. Where tokens are merged (2 x 2 in Swin), a row is pulled
+through the mean: a merged token's share goes to its children alike, so that a row sums to what it summed before. The
+model mixes children by a linear map of all their channels, which says of none that it counts for more; every other
+split would be a method of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Merging:
+    """Tokens of a `coarse` grid, each made of its `kernel` x `kernel` children on a `fine` one, `stride` apart.
+
+    The first child of the first token stands `padding` before the grid; children outside of it do not count.
+    """
+
+    fine: Grid
+    coarse: Grid
+    kernel: int = 2
+    stride: int = 2
+    padding: int = 0
+
+    def pull(self, row: Tensor) -> Tensor:
+        """A row [...,M] over the coarse tokens as one over the fine [...,N]: the share of each, split alike."""
+        shares = (row / self.children(row)).reshape(-1, 1, row.shape[-1]).expand(-1, self.kernel**2, -1)
+        whole = F.fold(shares, self._whole, self.kernel, stride=self.stride)
+        return F.pad(whole, [-side for side in self._sides]).reshape(*row.shape[:-1], -1)
+
+    def per_token(self, values: Tensor, batch: int) -> Tensor:
+        """Values of all coarse tokens, in any shape, as values [B,N] of the fine; those of the fine stay."""
+        values = values.reshape(batch, -1)
+        return values if values.shape[1] == self.fine[0] * self.fine[1] else self.pull(values)
+
+    @property
+    def _whole(self) -> Grid:
+        rows, columns = ((side - 1) * self.stride + self.kernel for side in self.coarse)
+        return rows, columns
+
+    @property
+    def _sides(self) -> list[int]:
+        """What the children's grid has more than the fine one: left, right, top, bottom."""
+        (rows, columns), (fine_rows, fine_columns) = self._whole, self.fine
+        pad = self.padding
+        return [pad, columns - fine_columns - pad, pad, rows - fine_rows - pad]
+
+    def children(self, like: Tensor) -> Tensor:
+        """How many children each coarse token has [M], as numbers of the type of `like`."""
+        there = F.pad(like.new_ones(1, 1, *self.fine), self._sides)
+        return F.unfold(there, self.kernel, stride=self.stride).sum(1)[0]
+
+
+@dataclass(frozen=True)
+class Bins(Merging):
+    """Tokens of a coarse grid, each the mean of a bin of the fine one, as adaptive pooling cuts it: bins may overlap.
+
+    `kernel`, `stride` and `padding` mean nothing.
+    """
+
+    def pull(self, row: Tensor) -> Tensor:
+        rows, columns = self._means(row)
+        pulled: Tensor = rows.mT @ row.unflatten(-1, self.coarse) @ columns
+        return pulled.flatten(-2)
+
+    def children(self, like: Tensor) -> Tensor:
+        rows, columns = ((means > 0).to(like.dtype).sum(1) for means in self._means(like))
+        return (rows[:, None] * columns).flatten()
+
+    def _means(self, like: Tensor) -> list[Tensor]:
+        """Along each side, which cells of the fine grid a bin is the mean of [bins, cells]."""
+        sides = zip(self.fine, self.coarse, strict=True)
+        return [F.adaptive_avg_pool1d(torch.eye(cells).to(like)[None], bins)[0].mT for cells, bins in sides]
+
+
+class Reach(ABC):
+    """Which of N tokens a block's attention joins: W windows of n queries and m keys, A [B*W,H,n,m]."""
+
+    tokens: int
+    shape: tuple[int, int, int]
+    """W, n and m."""
+
+    def misses(self, seen: Tensor) -> str | None:
+        """Why it is not what attention [B*W,H,n,m] of one image joins; None when it is."""
+        windows, queries, keys = self.shape
+        if (len(seen), *seen.shape[-2:]) == self.shape:
+            return None
+        return f"its attention is {list(seen.shape)}, not {windows} times of {queries} tokens to {keys}"
+
+    @abstractmethod
+    def queries(self, values: Tensor) -> Tensor:
+        """Values [...,N] of the tokens as the queries of the windows have them [...,W,n]; padding has 0."""
+
+    @abstractmethod
+    def keys(self, values: Tensor) -> Tensor | None:
+        """Values [...,N] of the tokens as keys have them [...,W,m]; None where a key is several tokens."""
+
+    @abstractmethod
+    def pull(self, rows: Tensor) -> Tensor:
+        """Rows over the keys [B,W,m] as one over the tokens [B,N]."""
+
+    @abstractmethod
+    def sums(self, values: Tensor) -> Tensor:
+        """The sums [B,N] of the rows of matrices [B,W,n,m], over keys that are tokens."""
+
+    @abstractmethod
+    def written(self, values: Tensor) -> Tensor:
+        """Matrices [...,W,n,m] as one [...,N,N]."""
+
+    @abstractmethod
+    def gradients(self, values: Tensor) -> Tensor:
+        """Gradients of attention [...,W,n,m] as `pull` and `written` give them to tokens: to each all, for they are no
+        shares, and 0 where attention cannot be."""
+
+    @abstractmethod
+    def means(self, values: Tensor) -> Tensor:
+        """The means [B,N] of the rows of gradients [B,W,n,m], over the tokens that a row may look at."""
+
+    @abstractmethod
+    def per_token(self, values: Tensor, batch: int) -> Tensor:
+        """Values of all queries or keys, in any shape, as values [B,N] of the tokens; their sum stays."""
+
+
+class Windows(Reach):
+    """Attention within windows: `slots` [W,n] are the tokens in each, in order, and -1 where a window is padded.
+
+    `allowed` [W,n,n] says which of them may look at which, where a mask parts a window that was shifted over the edge.
+    """
+
+    def __init__(self, slots: Tensor, allowed: Tensor | None = None) -> None:
+        self._slots, self._real = slots, slots >= 0
+        self._allowed = self._real[:, None] if allowed is None else self._real[:, None] & allowed
+        self.tokens = int(self._real.sum())
+        self.shape = (*slots.shape, slots.shape[1])
+        self._places = slots.flatten().argsort()[slots.numel() - self.tokens :]
+
+    @classmethod
+    def of(
+        cls,
+        grid: Grid,
+        window: Grid,
+        shift: Grid = (0, 0),
+        allowed: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> Windows:
+        """Windows that tile a grid rolled by `shift` to the top left, padded at the bottom and on the right.
+
+        >>> Windows.of((2, 4), (2, 2), (0, 1)).written(torch.ones(1, 2, 4, 4))[0, 0]
+        tensor([1., 0., 0., 1., 1., 0., 0., 1.])
+        """
+        rows, columns = grid
+        slots = torch.arange(rows * columns, device=device).view(rows, columns).roll((-shift[0], -shift[1]), (0, 1))
+        slots = F.pad(slots, (0, -columns % window[1], 0, -rows % window[0]), value=-1)
+        tiles = slots.unfold(0, window[0], window[0]).unfold(1, window[1], window[1])
+        return cls(tiles.flatten(2).flatten(0, 1), allowed)
+
+    def queries(self, values: Tensor) -> Tensor:
+        return values[..., self._slots] * self._real.to(values.dtype)
+
+    def keys(self, values: Tensor) -> Tensor:
+        return self.queries(values)
+
+    def pull(self, rows: Tensor) -> Tensor:
+        return rows.flatten(1)[:, self._places]
+
+    def sums(self, values: Tensor) -> Tensor:
+        return self.pull((values * self._real[:, None]).sum(-1))
+
+    def written(self, values: Tensor) -> Tensor:
+        whole = values.new_zeros(*values.shape[:-3], self.tokens + 1, self.tokens + 1)
+        whole[..., self._slots[:, :, None], self._slots[:, None]] = values  # -1, the last, is padding
+        return whole[..., :-1, :-1]
+
+    def gradients(self, values: Tensor) -> Tensor:
+        return values * self._allowed
+
+    def means(self, values: Tensor) -> Tensor:
+        return self.pull(self.gradients(values).sum(-1) / self._allowed.sum(-1).clamp_min(1))
+
+    def per_token(self, values: Tensor, batch: int) -> Tensor:
+        """What stands in padding is shared by the tokens of its window alike."""
+        values = values.reshape(batch, *self._slots.shape)
+        lost = (values * ~self._real).sum(-1, keepdim=True)
+        return self.pull(values + lost / self._real.sum(-1, keepdim=True).clamp_min(1))
+
+
+class Pooled(Reach):
+    """Attention of all tokens to pooled ones: one window, whose keys are merged tokens."""
+
+    def __init__(self, merging: Merging) -> None:
+        self._merging = merging
+        self.tokens = merging.fine[0] * merging.fine[1]
+        self.shape = (1, self.tokens, merging.coarse[0] * merging.coarse[1])
+
+    def queries(self, values: Tensor) -> Tensor:
+        return values[..., None, :]
+
+    def keys(self, values: Tensor) -> None:
+        return None
+
+    def pull(self, rows: Tensor) -> Tensor:
+        return self._merging.pull(rows[:, 0])
+
+    def sums(self, values: Tensor) -> Tensor:
+        return values[:, 0].sum(-1)
+
+    def written(self, values: Tensor) -> Tensor:
+        return self._merging.pull(values[..., 0, :, :])
+
+    def gradients(self, values: Tensor) -> Tensor:
+        return values * self._merging.children(values)
+
+    def means(self, values: Tensor) -> Tensor:
+        return self.gradients(values)[:, 0].sum(-1) / self._merging.children(values).sum()
+
+    def per_token(self, values: Tensor, batch: int) -> Tensor:
+        return self._merging.per_token(values, batch)
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """The matrix [B,N,N] of what stands in the windows of a block's attention, `values` [B,W,n,m], as an operator."""
+
+    values: Tensor
+    reach: Reach
+
+    def pull(self, row: Tensor) -> Tensor:
+        """row [B,N] times the matrix: [B,N]."""
+        return self.reach.pull((self.reach.queries(row)[..., None, :] @ self.values)[..., 0, :])
+
+    def sums(self) -> Tensor:
+        """The sum of each row [B,N]."""
+        return self.reach.sums(self.values)
+
+    def mean_row(self) -> Tensor:
+        """The mean of its rows [B,N]."""
+        return self.pull(self.values.new_full((len(self.values), self.reach.tokens), 1 / self.reach.tokens))
+
+    def written(self) -> Tensor:
+        """The matrix itself [B,N,N]."""
+        return self.reach.written(self.values)
