@@ -246,6 +246,11 @@ def test_an_open_clip_folder(tmp_path: Path) -> None:
     assert (random.logits(batch) - vit.logits(batch)).abs().max() > 1e-3
     filled = pl.load(f"open_clip:{tmp_path}", texts=TEXTS, weights=tmp_path / "open_clip_model.safetensors")
     torch.testing.assert_close(filled.logits(batch), vit.logits(batch))
+    with pytest.raises(pl.PatchlightError, match=r"weights of its own; pretrained='openai'"):
+        pl.load(f"open_clip:{tmp_path}", texts=TEXTS, pretrained="openai")
+    (tmp_path / "open_clip_model.safetensors").unlink()
+    with pytest.raises(pl.PatchlightError, match=r"could not be loaded.*weights"):
+        pl.load(f"open_clip:{tmp_path}", texts=TEXTS)
     (tmp_path / "open_clip_config.json").unlink()
     with pytest.raises(pl.PatchlightError, match=r"no open_clip_config\.json"):
         pl.load(f"open_clip:{tmp_path}", texts=TEXTS)
@@ -326,6 +331,19 @@ def test_a_pass_leaves_the_text_side_alone() -> None:
     handle.remove()
     assert not calls
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["transformers-CLIPModel", "transformers-SiglipModel"])
+def test_removal_metrics_measure_sentences(kind: str) -> None:
+    """The curves begin at the probability that the model itself gives for the sentence."""
+    vit = shared_pair(kind)
+    batch = images(vit, 2)
+    maps = pl.explain(vit, batch, "genatt", target=1)
+    measured = pl.evaluate(vit, batch, maps, "deletion", target=1, progress=False)
+    logits = both_sides(vit, batch, TEXTS)
+    expected = logits.sigmoid() if kind in SIGMOID else logits.softmax(-1)
+    assert measured.curve is not None
+    torch.testing.assert_close(measured.curve[:, 0].double(), expected[:, 1].double(), atol=1e-5, rtol=1e-5)
 
 
 SOME = ("genatt", "tis", "decompx", "rollout", "ixg.libra", "gradcam", "rise", "transatt")

@@ -221,6 +221,8 @@ def create(name: str, tag: str | None, fetch: bool, options: dict[str, Any]) -> 
     if Path(name).is_dir():
         if not (Path(name) / "open_clip_config.json").is_file():
             raise PatchlightError(f"'{name}' has no open_clip_config.json, so it is no folder of open_clip's")
+        if tag is not None:
+            raise PatchlightError(f"'{name}' is a folder with weights of its own; pretrained={tag!r} is for names")
         source, found = f"local-dir:{name}", None
     elif name.startswith("hf-hub:"):
         source, found = name, None
@@ -229,11 +231,11 @@ def create(name: str, tag: str | None, fetch: bool, options: dict[str, Any]) -> 
         if name not in known:
             raise PatchlightError(f"open_clip has no model called '{name}'; {nearest(name, known)}, or give a folder")
         source, found = name, _tag(name, tag) if fetch else None
-    given = dict(options)
+    given = {"pretrained_text": fetch, **options}
     if found is not None:
         quick = bool(open_clip.get_pretrained_cfg(name, found).get("quick_gelu", False))
         given.setdefault("force_quick_gelu", quick)
-    model = open_clip.create_model(source, found, load_weights=fetch, **given)
+    model = open_clip.create_model(source, found, load_weights=fetch, require_pretrained=fetch, **given)
     try:
         tokenizer = open_clip.get_tokenizer(source)
     except Exception as error:
