@@ -278,6 +278,28 @@ def test_open_clip_names() -> None:
         pl.load("vit_tiny_patch16_224", pretrained="openai")
 
 
+def test_open_clip_weights_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked for in the local cache, with what their tag says; else refused at once."""
+    open_clip = pytest.importorskip("open_clip")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("patchlight.anatomy.open_clip.unreachable", lambda: "no network")
+    monkeypatch.setattr("patchlight.anatomy.open_clip.cached", lambda *_: None)
+    with pytest.raises(pl.PatchlightError, match=r"'openai' are not in the local cache.*no network"):
+        pl.load("open_clip:ViT-B-16", texts=TEXTS)
+    seen: dict[str, Any] = {}
+
+    def create(source: str, **given: Any) -> torch.nn.Module:
+        seen.update(given, source=source)
+        return open_clip_model("quick")
+
+    monkeypatch.setattr("patchlight.anatomy.open_clip.cached", lambda *_: tmp_path / "weights.bin")
+    monkeypatch.setattr(open_clip, "create_model", create)
+    pl.load("open_clip:ViT-B-16", texts=TEXTS)
+    assert (seen["source"], seen["pretrained"]) == ("ViT-B-16", str(tmp_path / "weights.bin"))
+    assert seen["force_quick_gelu"] is True
+    assert seen["force_preprocess_cfg"]["mean"] == pytest.approx((0.48145466, 0.4578275, 0.40821073))
+
+
 @pytest.mark.slow
 def test_a_listed_open_clip_model() -> None:
     pytest.importorskip("open_clip")
