@@ -153,6 +153,18 @@ def test_a_folder_of_a_transformers_backbone(kind: str, tmp_path: Path) -> None:
         pl.load(f"hf:{where}", texts=["a dog"])
 
 
+def test_a_transformers_folder_of_dinov3_at_another_size(tmp_path: Path) -> None:
+    """Its processor says the size; rotary positions are those of the grid that it makes."""
+    transformers = pytest.importorskip("transformers")
+    model: Any = transformers_model("DINOv3ViTModel")
+    model.save_pretrained(tmp_path)
+    transformers.DINOv3ViTImageProcessor(size={"height": 80, "width": 96}).save_pretrained(tmp_path)
+    vit = pl.load(f"hf:{tmp_path}", head=probe(WIDTH, torch.float32))
+    assert (vit.grid, vit.preprocess.fit, vit.preprocess.interpolation) == ((5, 6), "squash", "bilinear")
+    batch = images(vit)
+    torch.testing.assert_close(vit.features_of(batch), own_features(model, batch), atol=1e-5, rtol=1e-5)
+
+
 def test_a_transformers_folder_of_pretraining_gives_the_backbone(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTMAEConfig(**VISION, decoder_hidden_size=32, decoder_num_hidden_layers=1)

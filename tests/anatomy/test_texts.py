@@ -246,6 +246,11 @@ def test_an_open_clip_folder(tmp_path: Path) -> None:
     assert (random.logits(batch) - vit.logits(batch)).abs().max() > 1e-3
     filled = pl.load(f"open_clip:{tmp_path}", texts=TEXTS, weights=tmp_path / "open_clip_model.safetensors")
     torch.testing.assert_close(filled.logits(batch), vit.logits(batch))
+    with pytest.raises(pl.PatchlightError, match=r"weights of its own; pretrained='openai'"):
+        pl.load(f"open_clip:{tmp_path}", texts=TEXTS, pretrained="openai")
+    (tmp_path / "open_clip_model.safetensors").unlink()
+    with pytest.raises(pl.PatchlightError, match=r"could not be loaded.*weights"):
+        pl.load(f"open_clip:{tmp_path}", texts=TEXTS)
     (tmp_path / "open_clip_config.json").unlink()
     with pytest.raises(pl.PatchlightError, match=r"no open_clip_config\.json"):
         pl.load(f"open_clip:{tmp_path}", texts=TEXTS)
@@ -271,6 +276,28 @@ def test_open_clip_names() -> None:
         pl.load("open_clip:ViT-B-16", texts=TEXTS, pretrained="opnai")
     with pytest.raises(pl.PatchlightError, match="only open_clip's weights have tags"):
         pl.load("vit_tiny_patch16_224", pretrained="openai")
+
+
+def test_open_clip_weights_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked for in the local cache, with what their tag says; else refused at once."""
+    open_clip = pytest.importorskip("open_clip")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("patchlight.anatomy.open_clip.unreachable", lambda: "no network")
+    monkeypatch.setattr("patchlight.anatomy.open_clip.cached", lambda *_: None)
+    with pytest.raises(pl.PatchlightError, match=r"'openai' are not in the local cache.*no network"):
+        pl.load("open_clip:ViT-B-16", texts=TEXTS)
+    seen: dict[str, Any] = {}
+
+    def create(source: str, **given: Any) -> torch.nn.Module:
+        seen.update(given, source=source)
+        return open_clip_model("quick")
+
+    monkeypatch.setattr("patchlight.anatomy.open_clip.cached", lambda *_: tmp_path / "weights.bin")
+    monkeypatch.setattr(open_clip, "create_model", create)
+    pl.load("open_clip:ViT-B-16", texts=TEXTS)
+    assert (seen["source"], seen["pretrained"]) == ("ViT-B-16", str(tmp_path / "weights.bin"))
+    assert seen["force_quick_gelu"] is True
+    assert seen["force_preprocess_cfg"]["mean"] == pytest.approx((0.48145466, 0.4578275, 0.40821073))
 
 
 @pytest.mark.slow
@@ -326,6 +353,19 @@ def test_a_pass_leaves_the_text_side_alone() -> None:
     handle.remove()
     assert not calls
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["transformers-CLIPModel", "transformers-SiglipModel"])
+def test_removal_metrics_measure_sentences(kind: str) -> None:
+    """The curves begin at the probability that the model itself gives for the sentence."""
+    vit = shared_pair(kind)
+    batch = images(vit, 2)
+    maps = pl.explain(vit, batch, "genatt", target=1)
+    measured = pl.evaluate(vit, batch, maps, "deletion", target=1, progress=False)
+    logits = both_sides(vit, batch, TEXTS)
+    expected = logits.sigmoid() if kind in SIGMOID else logits.softmax(-1)
+    assert measured.curve is not None
+    torch.testing.assert_close(measured.curve[:, 0].double(), expected[:, 1].double(), atol=1e-5, rtol=1e-5)
 
 
 SOME = ("genatt", "tis", "decompx", "rollout", "ixg.libra", "gradcam", "rise", "transatt")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, Parts
 from patchlight.anatomy.families import register_family
+from patchlight.anatomy.hub import cached, endpoint, unreachable
 from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
 from patchlight.anatomy.timm import BeitAnatomy, EvaAnatomy, TimmAnatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
@@ -218,27 +219,55 @@ def create(name: str, tag: str | None, fetch: bool, options: dict[str, Any]) -> 
         raise PatchlightError(
             "'open_clip:' models need the open_clip_torch package: pip install patchlight[open_clip]"
         ) from error
-    if Path(name).is_dir():
+    given: dict[str, Any] = {"pretrained_text": fetch, **options}
+    local = Path(name).is_dir()
+    if local:
         if not (Path(name) / "open_clip_config.json").is_file():
             raise PatchlightError(f"'{name}' has no open_clip_config.json, so it is no folder of open_clip's")
-        source, found = f"local-dir:{name}", None
+        if tag is not None:
+            raise PatchlightError(f"'{name}' is a folder with weights of its own; pretrained={tag!r} is for names")
+        source = f"local-dir:{name}"
     elif name.startswith("hf-hub:"):
-        source, found = name, None
+        source = name
     else:
         known = open_clip.list_models()
         if name not in known:
             raise PatchlightError(f"open_clip has no model called '{name}'; {nearest(name, known)}, or give a folder")
-        source, found = name, _tag(name, tag) if fetch else None
-    given = dict(options)
-    if found is not None:
-        quick = bool(open_clip.get_pretrained_cfg(name, found).get("quick_gelu", False))
-        given.setdefault("force_quick_gelu", quick)
-    model = open_clip.create_model(source, found, load_weights=fetch, **given)
+        source = name
+        given = {**(_weights(name, _tag(name, tag)) if fetch else {}), **given}
+    model = open_clip.create_model(source, load_weights=fetch, require_pretrained=fetch, **given)
+    return model, _tokenizer(source, local)
+
+
+def _weights(name: str, tag: str) -> dict[str, Any]:
+    """Options of open_clip's constructor for the weights of a tag, found in the local cache where the hub is away."""
+    import open_clip
+
+    said = dict(open_clip.get_pretrained_cfg(name, tag))
+    given = {"pretrained": tag, "force_quick_gelu": bool(said.get("quick_gelu", False))}
+    repository, _, file = str(said.get("hf_hub", "")).rpartition("/")
+    reason = unreachable() if repository else ""
+    if not reason:
+        return given
+    found = cached(repository, *([file] if file else ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"]))
+    if found is None:
+        raise PatchlightError(
+            f"'open_clip:{name}' could not be loaded: its weights '{tag}' are not in the local cache, and {endpoint()} "
+            f"cannot be reached ({reason}); give weights=FILE, or pretrained=False for random ones"
+        )
+    return {**given, "pretrained": str(found), "force_preprocess_cfg": said}
+
+
+def _tokenizer(source: str, local: bool) -> Any:
+    """The tokenizer of a model, or what says why there is none; the local cache's, where the hub is away."""
+    import open_clip
+
     try:
-        tokenizer = open_clip.get_tokenizer(source)
+        settings = dict((open_clip.get_model_config(source) or {}).get("text_cfg", {}))
+        away = not local and bool(settings.get("hf_tokenizer_name")) and bool(unreachable())
+        return open_clip.get_tokenizer(source, **({"local_files_only": True} if away else {}))
     except Exception as error:
-        tokenizer = NoTokenizer((str(error).splitlines() or [type(error).__name__])[0])
-    return model, tokenizer
+        return NoTokenizer((str(error).splitlines() or [type(error).__name__])[0])
 
 
 def _tag(name: str, tag: str | None) -> str:
