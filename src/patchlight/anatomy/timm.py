@@ -195,8 +195,6 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
     projection = getattr(embedding, "proj", None)
     head = model.get_classifier()
     classes = int(getattr(head, "out_features", model.num_classes) or model.num_classes)
-    if classes == 0 and (head is None or isinstance(head, nn.Identity)):
-        raise PatchlightError(f"{name or 'this model'} has no classifier (num_classes=0); nothing to explain")
     height, width = getattr(embedding, "img_size", None) or config.get("input_size", (3, 224, 224))[1:]
     preprocess = Preprocess(
         size=(height, width),
@@ -251,6 +249,8 @@ def _pooling(model: Any) -> Pooling:
         return "cls"
     if kind == "avg" and not getattr(model, "pool_include_prefix", False):
         return "avg"
+    if kind == "" and isinstance(model.get_classifier(), nn.Identity):  # it gives all tokens to whom it is a backbone
+        return "cls" if model.num_prefix_tokens else "avg"
     raise PatchlightError(f"pooling '{kind}' of {type(model).__name__} is not supported; 'token', 'avg' and 'map' are")
 
 
