@@ -320,7 +320,7 @@ def read_own(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
 
 
 def _around(model: nn.Module, path: str, backbone: Anatomy, about: dict[str, Any], kind: str) -> OwnAnatomy:
-    if backbone.depth == 0:
+    if backbone.hierarchical:
         inner = type(backbone.model).__name__
         raise PatchlightError(
             f"{kind} is built around '{path}', a {inner}, which has stages and no blocks to cross; wrap the {inner} "
