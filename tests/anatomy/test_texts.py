@@ -355,6 +355,85 @@ def test_a_pass_leaves_the_text_side_alone() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def in_transformers(visual: Any) -> torch.nn.Module:
+    """An open_clip tower's weights in transformers' class."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
+    config = transformers.CLIPVisionConfig(**sizes, image_size=64, patch_size=16, projection_dim=24)
+    model = transformers.CLIPVisionModelWithProjection(config).double().eval()
+    names = {"ln_1": "layer_norm1", "ln_2": "layer_norm2", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
+    state = {
+        "embeddings.class_embedding": visual.class_embedding,
+        "embeddings.patch_embedding.weight": visual.conv1.weight,
+        "embeddings.position_embedding.weight": visual.positional_embedding,
+        "visual_projection.weight": visual.proj.T,
+    }
+    for ours, theirs in (("ln_pre", "pre_layrnorm"), ("ln_post", "post_layernorm")):
+        state |= {f"{theirs}.{kind}": getattr(getattr(visual, ours), kind) for kind in ("weight", "bias")}
+    for i, block in enumerate(visual.transformer.resblocks):
+        at = f"encoder.layers.{i}"
+        for kind in ("weight", "bias"):
+            for ours, theirs in names.items():
+                state[f"{at}.{theirs}.{kind}"] = getattr(block.get_submodule(ours), kind)
+            for letter, part in zip("qkv", getattr(block.attn, f"in_proj_{kind}").chunk(3), strict=True):
+                state[f"{at}.self_attn.{letter}_proj.{kind}"] = part
+            state[f"{at}.self_attn.out_proj.{kind}"] = getattr(block.attn.out_proj, kind)
+    state = {key if key.startswith("visual") else f"vision_model.{key}": value for key, value in state.items()}
+    missing, extra = model.load_state_dict({key: value.clone() for key, value in state.items()}, strict=False)
+    assert not extra
+    assert all("position_ids" in key for key in missing)
+    return model
+
+
+def in_timm(visual: Any) -> torch.nn.Module:
+    """An open_clip tower's weights in timm's class."""
+    import timm
+
+    sizes = {"img_size": 64, "patch_size": 16, "embed_dim": 64, "depth": 3, "num_heads": 4, "num_classes": 24}
+    overlay = {"pretrained_cfg_overlay": {"num_classes": 24}}
+    model = timm.create_model("vit_base_patch16_clip_quickgelu_224", **sizes, **overlay).double().eval()
+    names = {
+        "ln_1": "norm1",
+        "ln_2": "norm2",
+        "mlp.c_fc": "mlp.fc1",
+        "mlp.c_proj": "mlp.fc2",
+        "attn.out_proj": "attn.proj",
+    }
+    state = {
+        "cls_token": visual.class_embedding[None, None],
+        "pos_embed": visual.positional_embedding[None],
+        "patch_embed.proj.weight": visual.conv1.weight,
+        "head.weight": visual.proj.T,
+        "head.bias": torch.zeros(24),
+    }
+    for kind in ("weight", "bias"):
+        state |= {f"norm_pre.{kind}": getattr(visual.ln_pre, kind), f"norm.{kind}": getattr(visual.ln_post, kind)}
+        for i, block in enumerate(visual.transformer.resblocks):
+            state[f"blocks.{i}.attn.qkv.{kind}"] = getattr(block.attn, f"in_proj_{kind}")
+            for ours, theirs in names.items():
+                state[f"blocks.{i}.{theirs}.{kind}"] = getattr(block.get_submodule(ours), kind)
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("library", ["transformers", "timm"])
+def test_the_same_tower_by_another_library(library: str) -> None:
+    """The same weights give the same logits and the same maps, whoever wrote the modules."""
+    vit = shared_pair("open_clip-quick", torch.float64)
+    bare: Any = vit.bare
+    model = (in_transformers if library == "transformers" else in_timm)(bare.model.visual)
+    texts = pl.heads.Texts(bare.encode_texts(TEXTS), TEXTS)
+    other = quiet(model, head=texts, preprocess=vit.preprocess)
+    batch = images(vit)
+    scale = vit.outputs.scale
+    assert scale is not None
+    torch.testing.assert_close(scale * other.logits(batch), vit.logits(batch), atol=1e-10, rtol=1e-10)
+    for method in ("genatt", "rollout", "decompx", "ixg.libra", "attcat", "tokentm"):
+        maps = [pl.explain(each, batch, method, target=1, score="cosine").scores for each in (vit, other)]
+        assert maps[0].abs().max() > 1e-6
+        torch.testing.assert_close(maps[0], maps[1], atol=1e-9, rtol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["transformers-CLIPModel", "transformers-SiglipModel"])
 def test_removal_metrics_measure_sentences(kind: str) -> None:
     """The curves begin at the probability that the model itself gives for the sentence."""
