@@ -258,6 +258,12 @@ class Anatomy(ABC):
             self._views[key]._checked = False  # it is what this one is, which is checked
             return self._views[key]
 
+    def over(self, net: nn.Module, holder: Anatomy) -> Self:
+        """The same anatomy over another copy of its model: a part of the twin of `holder`, which contains it."""
+        there = object.__new__(type(self))
+        there.__dict__.update(self.__dict__, net=net, _products=holder._products)
+        return there
+
     def wide(self) -> Self:
         """Itself, or its view in float32 where the weights are of half precision: what relevance is computed in."""
         return self.view(torch.float32) if self.dtype in (torch.float16, torch.bfloat16) else self
@@ -393,8 +399,11 @@ class Anatomy(ABC):
         return None
 
     @contextlib.contextmanager
-    def projecting(self, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-        """Inside, `change` sees the projected patches [B,P,D] of every `embed`, and what it returns replaces them."""
+    def projecting(self, change: Callable[[Tensor], Tensor | None] | None) -> Iterator[None]:
+        """Inside, `change` sees the projected patches [B,P,D] of every `embed`, and what it returns replaces them.
+
+        With None, nobody sees them.
+        """
         if self.projection() is None:
             raise Unsupported(f"{self.name} has no patch projection to look at")
         before = getattr(_LOCAL, "change", None)

@@ -78,7 +78,7 @@ class HuggingFaceAnatomy(Anatomy):
         if "preprocess" not in about:
             size = _pair(config.image_size)
             about["preprocess"] = (
-                _assumed(published, size, name) if processor is None else _as_processed(processor, channels, name)
+                _assumed(published, size, name) if processor is None else as_processed(processor, channels, name)
             )
         height, width = about["preprocess"].size
         if published is not _DINO and (height, width) != _pair(config.image_size):
@@ -291,7 +291,7 @@ def _assumed(published: Preprocess, size: tuple[int, int], name: str) -> Preproc
     return assumed
 
 
-def _as_processed(processor: Any, channels: int, name: str) -> Preprocess:
+def as_processed(processor: Any, channels: int, name: str) -> Preprocess:
     """What an image processor does, tried on pictures against the processor itself; refused where it does more.
 
     Where a cut begins when half a pixel is left over differs between its versions, so that is found by trying.

@@ -15,6 +15,8 @@ from patchlight.anatomy.base import Anatomy, check_finite
 from patchlight.anatomy.described import DescribedAnatomy
 from patchlight.anatomy.families import read_anatomy
 from patchlight.anatomy.files import fill, read_labels, read_weights
+from patchlight.anatomy.hf import as_processed
+from patchlight.anatomy.own import OWN, read_own
 from patchlight.errors import PatchlightError, nearest
 from patchlight.images import Preprocess
 from patchlight.listed import matching
@@ -87,7 +89,7 @@ def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
         raise PatchlightError(f"wrap takes a torch module; {type(model).__name__} was given (load takes names)")
     model = _unwrap(model)
     if "processor" in about and not any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
-        raise PatchlightError(f"{type(model).__name__} is not of transformers; give preprocess instead of processor")
+        about["preprocess"] = as_processed(about.pop("processor"), 3, str(about.get("name", type(model).__name__)))
     if "labels" in about:
         about["labels"] = read_labels(about["labels"])
     anatomy = _describe(model, about) if "blocks" in about else _read(model, about)
@@ -157,13 +159,18 @@ def list_models(pattern: str = "") -> list[str]:
 
 def _checked(about: dict[str, Any]) -> dict[str, Any]:
     """The keywords of `wrap`, or a sentence about one that it does not take."""
-    known = {*_OVERRIDES, *_DESCRIPTION, "channels", "extent"}
+    known = {*_OVERRIDES, *_DESCRIPTION, *OWN}
     unknown = next((key for key in about if key not in known), None)
     if unknown is not None:
         raise PatchlightError(f"wrap takes no '{unknown}'; {nearest(unknown, known)}")
     preprocess = about.get("preprocess")
     if preprocess is not None and not isinstance(preprocess, Preprocess):
         raise PatchlightError(f"preprocess is {type(preprocess).__name__}; give a pl.Preprocess((height, width), …)")
+    if "output" in about and not callable(about["output"]):
+        kind = type(about["output"]).__name__
+        raise PatchlightError(f"output is {kind}; give a function, such as output=lambda out: out['logits']")
+    if "output" in about and "blocks" in about:
+        raise PatchlightError("output is for models that are read by themselves; a readout gives the logits itself")
     return about
 
 
@@ -182,16 +189,24 @@ def _unwrap(model: nn.Module) -> nn.Module:
 def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     from patchlight.anatomy.hf import supported
 
-    anatomy = read_anatomy(model, about)
+    anatomy = None if any(key in about for key in OWN) else read_anatomy(model, dict(about))
+    if anatomy is None and ("output" in about or not _compares_texts(model)):
+        anatomy = read_own(model, about)
     if anatomy is None:
         raise PatchlightError(_unread(model, supported()))
+    if anatomy.library != "own" and anatomy.classes == 0:
+        raise PatchlightError(f"{anatomy.name} has no classifier (num_classes=0); nothing to explain")
     return anatomy
+
+
+def _compares_texts(model: nn.Module) -> bool:
+    return any(hasattr(model, name) for name in ("get_text_features", "encode_text"))
 
 
 def _unread(model: nn.Module, of_transformers: Sequence[str]) -> str:
     """Why a model cannot be read by itself, and how it is described by hand."""
     kind, blocks, classes = type(model).__name__, "…", "…"
-    if any(hasattr(model, name) for name in ("get_text_features", "encode_text")):
+    if _compares_texts(model):
         towers = ("vision_model.encoder.layers", "visual.transformer.resblocks", "visual.trunk.blocks")
         found = next((path for path in towers if _reaches(model, path)), None)
         blocks, classes = f"model.{found}" if found else "…", "number of texts, labels=texts"

@@ -255,6 +255,8 @@ def _pooling(model: Any) -> Pooling:
         return "cls"
     if kind == "avg" and not getattr(model, "pool_include_prefix", False):
         return "avg"
+    if kind == "" and isinstance(model.get_classifier(), nn.Identity):  # it gives all tokens to whom it is a backbone
+        return "cls" if model.num_prefix_tokens else "avg"
     raise PatchlightError(f"pooling '{kind}' of {type(model).__name__} is not supported; 'token', 'avg' and 'map' are")
 
 
