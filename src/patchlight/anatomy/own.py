@@ -125,7 +125,12 @@ class OwnAnatomy(Anatomy):
     def _logits(self, out: Any, rows: int) -> Tensor:
         """The logits [rows,C] among what the forward gives; one number for each image is one class."""
         if self.output is not None:
-            found = self.output(out)
+            try:
+                found = self.output(out)
+            except Exception as error:
+                raise PatchlightError(
+                    f"output fails on what {self.name} gives, which is {_described(out)}: {_first_line(error)}"
+                ) from error
             if not isinstance(found, Tensor):
                 raise PatchlightError(
                     f"output gives {_described(found)} of what {self.name} gives, which is {_described(out)}; "
