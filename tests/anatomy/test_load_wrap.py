@@ -232,3 +232,71 @@ def test_model_names_can_be_searched() -> None:
     assert "deit_tiny_patch16_224" in list_models("deit")
     assert list_models("pocket") == ["pocket"]
     assert list_models("nothing-like-it") == []
+
+
+def _in_bits(model: nn.Module, bits: int) -> nn.Module:
+    """The linear layers of a model's blocks by bitsandbytes, in 8 or 4 bits."""
+    library = pytest.importorskip("bitsandbytes")
+    for module in list(model.blocks.modules()):  # type: ignore[union-attr, operator]
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, nn.Linear):
+                sizes = layer.in_features, layer.out_features
+                new = library.nn.Linear4bit(*sizes) if bits == 4 else None
+                new = library.nn.Linear8bitLt(*sizes, has_fp16_weights=False) if new is None else new
+                new.load_state_dict(layer.state_dict())
+                setattr(module, name, new.to("cpu"))
+    return model
+
+
+def test_weights_in_8_bits_are_refused_with_a_way_out() -> None:
+    sentence = r"'blocks.0.attn.qkv.weight' of VisionTransformer is an Int\w+ of \w+.*bfloat16"
+    with pytest.raises(pl.PatchlightError, match=sentence):
+        pl.wrap(_in_bits(randomise(FAMILIES["vit"]()), 8))
+
+
+def test_weights_of_torchao_are_refused_with_a_way_out() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = randomise(FAMILIES["vit"]())
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(pl.PatchlightError, match=r"is an Int8Tensor of torchao.*bfloat16"):
+        pl.wrap(model)
+
+
+def test_what_is_refused_is_known_by_its_type() -> None:
+    """As the two above, where neither library is installed."""
+    kind = type("Int8Params", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
+    model = randomise(FAMILIES["vit"]())
+    model.blocks[0].attn.qkv.weight = kind(model.blocks[0].attn.qkv.weight.detach())  # type: ignore[union-attr]
+    with pytest.raises(pl.PatchlightError, match=r"is an Int8Params of bitsandbytes, whose 8 bits"):
+        pl.wrap(model)
+
+
+def test_weights_in_4_bits_are_explained() -> None:
+    model = _in_bits(randomise(FAMILIES["vit"]()), 4)
+    vit = pl.wrap(model)
+    batch = images(vit)
+    torch.testing.assert_close(vit.logits(batch), model(batch))
+    assert (vit.logits(batch) - shared("vit").logits(batch)).abs().max() > 0.01
+    assert pl.explain(vit, batch, "ixg.libra").scores.abs().min() > 0
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "dora", "saved", "IA3Config", "OFTConfig"])
+def test_adapters_are_part_of_the_model(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = {
+        "LoraConfig": lambda: peft.LoraConfig(target_modules=["qkv", "proj"], init_lora_weights=False, r=2),
+        "dora": lambda: peft.LoraConfig(target_modules=["qkv"], init_lora_weights=False, r=2, use_dora=True),
+        "saved": lambda: peft.LoraConfig(target_modules=["qkv"], modules_to_save=["head"], r=2),
+        "IA3Config": lambda: peft.IA3Config(target_modules=["qkv"], feedforward_modules=[], init_ia3_weights=False),
+        "OFTConfig": lambda: peft.OFTConfig(target_modules=["qkv"], init_weights=False, r=0, oft_block_size=12),
+    }[kind]()
+    adapted = peft.get_peft_model(randomise(FAMILIES["vit"]()), config).eval()
+    for name, value in adapted.named_parameters():
+        if "modules_to_save" in name:
+            value.data += 1
+    vit = pl.wrap(adapted)
+    batch = images(vit)
+    torch.testing.assert_close(vit.logits(batch), adapted(batch))
+    assert (vit.logits(batch) - shared("vit").logits(batch)).abs().max() > 1e-3
+    assert pl.explain(vit, batch, ["genatt", "tis", "ixg.libra"])["tis"].scores.isfinite().all()

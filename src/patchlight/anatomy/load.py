@@ -88,6 +88,7 @@ def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     if not isinstance(model, nn.Module):
         raise PatchlightError(f"wrap takes a torch module; {type(model).__name__} was given (load takes names)")
     model = _unwrap(model)
+    _check_quantised(model)
     if "processor" in about and not any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
         about["preprocess"] = as_processed(about.pop("processor"), 3, str(about.get("name", type(model).__name__)))
     if "labels" in about:
@@ -184,6 +185,17 @@ def _unwrap(model: nn.Module) -> nn.Module:
         if inner is None:
             return model
         model = inner
+
+
+def _check_quantised(model: nn.Module) -> None:
+    """Refuse weights of 8 bits that a twin cannot share, or that pass no gradient: torchao's, and bitsandbytes' own."""
+    for key, value in model.named_parameters():
+        kind, package = type(value).__name__, type(value).__module__.partition(".")[0]
+        if package == "torchao" or (package == "bitsandbytes" and kind == "Int8Params"):
+            raise PatchlightError(
+                f"'{key}' of {type(model).__name__} is an {kind} of {package}, whose 8 bits cannot be looked through; "
+                "load the model without quantisation (in bfloat16, say), or wrap it before it is quantised"
+            )
 
 
 def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
