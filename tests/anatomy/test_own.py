@@ -469,3 +469,23 @@ def test_precision_and_views() -> None:
     torch.testing.assert_close(vit.view(torch.float64).logits(batch).float(), vit.logits(batch))
     low, full = (pl.explain(vit, batch, "tis", precision=p).scores for p in ("bf16", "full"))
     assert torch.corrcoef(torch.stack([low.flatten(), full.flatten()]))[0, 1] > 0.9
+
+
+def test_layers_are_randomised_from_the_head_on() -> None:
+    """The module's own layers are its head, and a copy of the module is what is randomised."""
+    from patchlight.metrics.sanity import stages, twin
+
+    module = Own(lambda own, tokens: {"a": own.mlp(tokens[:, 0]), "b": tokens})
+    vit = pl.wrap(module, output=lambda out: out["a"])
+    order = dict(stages(vit))
+    assert order["head"] == ["mlp.0.bias", "mlp.0.weight", "mlp.2.bias", "mlp.2.weight"]
+    assert order["norm"] == ["backbone.norm.bias", "backbone.norm.weight"]
+    assert len(order["block 2"]) == len(list(module.backbone.blocks[2].parameters()))
+    other = twin(vit)
+    batch = images(vit)
+    torch.testing.assert_close(other.logits(batch), vit.logits(batch))
+    with torch.no_grad():
+        for value in other.model.parameters():
+            value += 1
+    assert not torch.allclose(other.logits(batch), vit.logits(batch))
+    torch.testing.assert_close(vit.logits(batch), module(batch)["a"])

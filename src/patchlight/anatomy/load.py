@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, check_finite
 from patchlight.anatomy.described import DescribedAnatomy
 from patchlight.anatomy.families import read_anatomy
-from patchlight.anatomy.files import fill, read_labels, read_weights
+from patchlight.anatomy.files import fill, read_labels, read_weights, resampled
 from patchlight.anatomy.hf import as_processed
 from patchlight.anatomy.own import OWN, read_own
 from patchlight.errors import PatchlightError, nearest
@@ -137,6 +137,8 @@ def load(
     else:
         anatomy = _load_timm(rest, fetch, state, options, about)
     if state is not None:
+        if "img_size" in options or "image_size" in options:
+            state = resampled(state, anatomy.model, anatomy.grid, f"'{weights}'")
         fill(anatomy.model, state, f"'{weights}'", anatomy.name)
     anatomy.model.eval().requires_grad_(False)
     check_finite(anatomy.model, anatomy.name)
@@ -353,8 +355,9 @@ def _load_hf(
     try:
         config, others = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **options, **where)
         others = {key: value for key, value in others.items() if key != "local_files_only"}
-        if state is not None and "num_labels" not in options and "classifier.weight" in state:
-            config.num_labels = int(state["classifier.weight"].shape[0])
+        heads = [state[f"{of}.weight"] for of in ("classifier", "cls_classifier") if f"{of}.weight" in (state or {})]
+        if heads and "num_labels" not in options:
+            config.num_labels = int(heads[0].shape[0])
         config.architectures = config.architectures or []
         kind = next(iter(config.architectures), "")
         cls: Any = getattr(transformers, kind if kind in supported() else "AutoModelForImageClassification")
