@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from patchlight.errors import PatchlightError
 
@@ -56,15 +56,21 @@ def _short(key: str) -> Any:
     return model_validator(mode="before")(lambda value: {key: value} if isinstance(value, str) else value)
 
 
+def _both_sides(size: Any) -> Any:
+    """One number is the size of a square."""
+    return (size, size) if isinstance(size, int) and not isinstance(size, bool) else size
+
+
 class PreprocessSpec(Spec):
     """Where a model's preprocessing is replaced; None leaves the model's own."""
 
-    size: tuple[Many, Many] | None = None
-    mean: tuple[Number, Number, Number] | None = None
-    std: tuple[Spread, Spread, Spread] | None = None
+    size: Annotated[tuple[Many, Many], BeforeValidator(_both_sides)] | None = None
+    mean: Annotated[tuple[Number, ...], Field(min_length=1)] | None = None
+    std: Annotated[tuple[Spread, ...], Field(min_length=1)] | None = None
     crop_pct: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
-    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"] | None = None
     fit: Literal["crop", "squash"] | None = None
+    corner: Literal["nearest", "down", "inward"] | None = None
 
 
 class ModelSpec(Spec):
@@ -74,6 +80,8 @@ class ModelSpec(Spec):
     weights: str | None = None
     labels: str | None = None
     stage: Whole | None = None
+    sigmoid: bool | None = None
+    pretrained: bool | None = None
     preprocess: PreprocessSpec = PreprocessSpec()
     stands_for: str = ""
 
@@ -83,7 +91,8 @@ class ModelSpec(Spec):
         """The model, shown its images as the recipe says."""
         from patchlight.anatomy.load import load
 
-        options: dict[str, Any] = {} if self.stage is None else {"stage": self.stage}
+        options = {key: getattr(self, key) for key in ("stage", "sigmoid", "pretrained")}
+        options = {key: value for key, value in options.items() if value is not None}
         vit = load(self.name, weights=self.weights, labels=self.labels, device=device, **options)
         changed = self.preprocess.model_dump(exclude_none=True)
         size = changed.get("size", vit.preprocess.size)
@@ -93,11 +102,18 @@ class ModelSpec(Spec):
         vit.preprocess = replace(vit.preprocess, **changed)
         return vit
 
-    def other(self, name: str | None = None, weights: str | None = None, labels: str | None = None) -> ModelSpec:
-        """This model with other weights or class names; of a model of another name, nothing else is this one's."""
+    def other(
+        self, name: str | None = None, weights: str | None = None, labels: str | None = None, **more: Any
+    ) -> ModelSpec:
+        """This model with other weights or class names, and whatever else is not None.
+
+        Of a model of another name, nothing else is this one's.
+        """
+        given = {"weights": weights, "labels": labels, **more}
+        given = {key: value for key, value in given.items() if value is not None}
         if name is not None and name != self.name:
-            return ModelSpec(name=name, weights=weights, labels=labels)
-        return self.model_copy(update={"weights": weights or self.weights, "labels": labels or self.labels})
+            return ModelSpec(name=name, **given)
+        return self.model_copy(update=given)
 
 
 class DataSpec(Spec):

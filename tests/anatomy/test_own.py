@@ -97,8 +97,21 @@ def test_methods_keep_their_contract(method: str) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["vit-wide", "deit-distilled", "eva02", "dinov3", "beit", "beitv2", "siglip", "reg4-gap", "torchvision"]
-    + ["hf-vit", "hf-deit", "hf-dinov2", "hf-clip"],
+    [
+        "vit-wide",
+        "deit-distilled",
+        "eva02",
+        "dinov3",
+        "beit",
+        "beitv2",
+        "siglip",
+        "reg4-gap",
+        "torchvision",
+        "hf-vit",
+        "hf-deit",
+        "hf-dinov2",
+        "hf-clip",
+    ],
 )
 def test_every_family_can_be_the_backbone(family: str) -> None:
     """With tokens dropped too, which keep their positions."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,9 +18,11 @@ from patchlight.anatomy.families import read_anatomy
 from patchlight.anatomy.files import fill, read_labels, read_weights, resampled
 from patchlight.anatomy.hf import as_processed
 from patchlight.anatomy.own import OWN, read_own
-from patchlight.errors import PatchlightError, nearest
+from patchlight.anatomy.preprocessing import applied, read_preprocess
+from patchlight.errors import AssumedPreprocess, PatchlightError, nearest
 from patchlight.images import Preprocess
 from patchlight.listed import matching
+from patchlight.specs import PreprocessSpec
 
 if TYPE_CHECKING:
     from patchlight.heads import Head
@@ -28,7 +31,7 @@ _OVERRIDES = ("labels", "name", "preprocess", "processor", "sigmoid", "regressio
 """What `wrap` takes for a model that it reads by itself."""
 _DESCRIPTION = ("embed", "blocks", "readout", "grid", "prefix", "pooling", "heads", "classes")
 """What it needs for one that is described by hand."""
-_LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", "stage")
+_LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "sigmoid", "head", "texts", "template", "stage")
 
 
 def wrap(
@@ -49,11 +52,18 @@ def wrap(
     An Anatomy can be given another head too.
 
     `labels` (names, a list or a CSV file), `name`, `preprocess` (or `processor`, a transformers image processor) and
-    `sigmoid` override what is read from the model, `regression=True` says that its outputs are numbers; `stage`
-    (0-based, or negative from the end) is where a hierarchical model is opened, the second-to-last by default. A model
-    of another make is described by hand: give `embed`, `blocks`, `readout`, `grid`, `prefix`, `pooling`, `heads`,
-    `classes` and `preprocess`. Functions that are methods of the model run on its twin; others run its own modules, put
-    into evaluation mode under a lock where they are not in it.
+    `sigmoid` override what is read from the model, `regression=True` says that its outputs are numbers; `preprocess` is
+    a `Preprocess`, a dictionary or a JSON or TOML file of some of its fields, or a processor's folder. `stage`
+    (0-based, or negative from the end) is where a hierarchical model is opened, the second-to-last by default.
+
+    A module of your own that runs one of these models inside is opened at the blocks of that backbone, and what it does
+    around them is its embedding and head. `output` is a function from what it gives to the logits [B,C], where they
+    are not its only tensor, the first of a tuple, or called logits. A backbone whose grid or prefix tokens the module
+    changes is told with `grid`, `prefix`, `channels`, `extent` or `pooling`.
+
+    A model of another make is described by hand: give `embed`, `blocks`, `readout`, `grid`, `prefix`, `pooling`,
+    `heads`, `classes` and `preprocess`. Functions that are methods of the model run on its twin; others run its own
+    modules, put into evaluation mode under a lock where they are not in it.
     """
     about = {key: value for key, value in about.items() if value is not None}
     if isinstance(model, Anatomy):
@@ -93,7 +103,10 @@ def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
         about["preprocess"] = as_processed(about.pop("processor"), 3, str(about.get("name", type(model).__name__)))
     if "labels" in about:
         about["labels"] = read_labels(about["labels"])
+    if "preprocess" in about:
+        about["preprocess"] = applied(about["preprocess"], lambda: _own_preprocess(model, about))
     anatomy = _describe(model, about) if "blocks" in about else _read(model, about)
+    _check_colours(anatomy)
     check_finite(model, anatomy.name)
     anatomy.check()
     return anatomy
@@ -105,10 +118,11 @@ def load(
     labels: str | Path | Sequence[str] | None = None,
     device: str | torch.device = "cpu",
     pretrained: bool | None = None,
-    preprocess: Preprocess | None = None,
+    preprocess: Preprocess | Mapping[str, Any] | str | Path | None = None,
     head: Head | None = None,
     texts: Sequence[str] | None = None,
     template: str | Sequence[str] = "{}",
+    sigmoid: bool | None = None,
     **options: Any,
 ) -> Anatomy:
     """Load a model by name: "pocket", any timm name, "hf:NAME" (hub name or local folder), or "torchvision:NAME".
@@ -116,16 +130,16 @@ def load(
     `weights` is a safetensors file (or a torch file of plain tensors); the number of classes is read from it. Without
     it the pretrained weights are fetched, where a hub is reachable; `pretrained=False` leaves them random. Further
     options go to the library's own constructor (`img_size=`, `patch_size=`, …); `preprocess`, `head`, `texts`,
-    `template` and `stage` as in wrap.
+    `template`, `sigmoid` and `stage` as in wrap. Of weights for another `img_size` position tables are resampled.
     """
     if not isinstance(name, str):
         raise PatchlightError(f"load takes a name; {type(name).__name__} was given (wrap takes models)")
     fetch = weights is None and pretrained is not False
     state = read_weights(Path(weights)) if weights is not None else None
     library, _, rest = name.partition(":") if name.startswith(("hf:", "torchvision:", "timm:")) else ("timm", "", name)
-    about: dict[str, Any] = {"name": rest or name, **({} if preprocess is None else {"preprocess": preprocess})}
-    if labels is not None:
-        about["labels"] = labels
+    about: dict[str, Any] = {"name": rest or name}
+    about |= {} if preprocess is None else {"preprocess": read_preprocess(preprocess)}
+    about |= {key: value for key, value in (("labels", labels), ("sigmoid", sigmoid)) if value is not None}
     if "stage" in options:
         about["stage"] = options.pop("stage")
     if name == "pocket":
@@ -166,9 +180,8 @@ def _checked(about: dict[str, Any]) -> dict[str, Any]:
     unknown = next((key for key in about if key not in known), None)
     if unknown is not None:
         raise PatchlightError(f"wrap takes no '{unknown}'; {nearest(unknown, known)}")
-    preprocess = about.get("preprocess")
-    if preprocess is not None and not isinstance(preprocess, Preprocess):
-        raise PatchlightError(f"preprocess is {type(preprocess).__name__}; give a pl.Preprocess((height, width), …)")
+    if "preprocess" in about:
+        about["preprocess"] = read_preprocess(about["preprocess"])
     if "output" in about and not callable(about["output"]):
         kind = type(about["output"]).__name__
         raise PatchlightError(f"output is {kind}; give a function, such as output=lambda out: out['logits']")
@@ -189,6 +202,16 @@ def _unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def _check_colours(vit: Anatomy) -> None:
+    """Refuse colour statistics of another number of channels, where pictures can be given at all."""
+    given = len(vit.preprocess.mean)
+    if vit.channels in (1, 3) and given not in (1, 3):
+        raise PatchlightError(
+            f"mean and std of the preprocessing have {given} numbers, but {vit.name} takes images of {vit.channels} "
+            "channel(s); give one for each, or one for all"
+        )
+
+
 def _check_quantised(model: nn.Module) -> None:
     """Refuse weights of 8 bits that a twin cannot share, or that pass no gradient: torchao's, and bitsandbytes' own."""
     for key, value in model.named_parameters():
@@ -200,6 +223,17 @@ def _check_quantised(model: nn.Module) -> None:
             )
 
 
+def _own_preprocess(model: nn.Module, about: dict[str, Any]) -> Preprocess:
+    """What a model says of its images, of which some is to be replaced."""
+    if "blocks" in about:
+        return Preprocess((224, 224))
+    given: PreprocessSpec = about["preprocess"]
+    with warnings.catch_warnings():
+        if given.size and given.mean and given.std:  # nothing that matters is assumed
+            warnings.simplefilter("ignore", AssumedPreprocess)
+        return _read(model, {key: value for key, value in about.items() if key != "preprocess"}).preprocess
+
+
 def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     from patchlight.anatomy.hf import supported
 
@@ -208,8 +242,6 @@ def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
         anatomy = read_own(model, about)
     if anatomy is None:
         raise PatchlightError(_unread(model, supported()))
-    if anatomy.library != "own" and anatomy.classes == 0:
-        raise PatchlightError(f"{anatomy.name} has no classifier (num_classes=0); nothing to explain")
     return anatomy
 
 
@@ -263,7 +295,8 @@ def _load_pocket(about: dict[str, Any], options: dict[str, Any]) -> Anatomy:
     if options:
         raise PatchlightError(f"pocket takes no '{next(iter(options))}'; {nearest(next(iter(options)), _LOADING)}")
     facts = pocket.description()
-    preprocess = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
+    own = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
+    preprocess = applied(about.pop("preprocess", own), lambda: own)
     return _wrapped(pocket.build(), {"labels": facts["classes"], "preprocess": preprocess, **about})
 
 
@@ -375,7 +408,7 @@ def _load_hf(
             ) from error
         raise PatchlightError(_could_not(f"hf:{name}", fetch, error)) from error
     check_complete(info, kind, name)
-    if "preprocess" not in about:
+    if not isinstance(about.get("preprocess"), Preprocess):
         about["processor"] = read_processor(name, where)
     return _wrapped(model, about)
 

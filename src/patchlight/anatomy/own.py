@@ -256,8 +256,9 @@ class OwnAnatomy(Anatomy):
             if not logits.requires_grad:
                 return None
             weights = torch.randn(3, logits.shape[1], generator=torch.Generator().manual_seed(0)).to(logits)
-            found = [torch.autograd.grad(logits, leaf, w[None], retain_graph=True, allow_unused=True)[0] for w in weights]
-        return None if None in found or not any(g.any() for g in found) else sum(g[0].float().norm(dim=1) for g in found)
+            options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+            found = torch.stack([torch.autograd.grad(logits, leaf, w[None], **options)[0][0] for w in weights])
+        return found.float().norm(dim=2).sum(0) if bool(found.any()) else None
 
     def _pooling(self, reads: Tensor, shares: Tensor) -> Pooling:
         """By which tokens are read [N], and the share of each in the gradient where all tokens are the same [N].

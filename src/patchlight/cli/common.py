@@ -44,6 +44,14 @@ Model = Annotated[
 Weights = Annotated[Path | None, typer.Option(help="Weights of the model, a safetensors file.")]
 Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one a line, or a CSV.")]
 Stage = Annotated[int | None, typer.Option(help="Stage a hierarchical model (Swin, PVT, …) is read behind.")]
+Preprocessed = Annotated[
+    Path | None,
+    typer.Option(
+        "--preprocess", help="How images are prepared: a processor's folder, or a JSON or TOML file of size, mean, …"
+    ),
+]
+Sigmoid = Annotated[bool, typer.Option("--sigmoid", help="Probabilities are sigmoids: several classes at once.")]
+NoPretrained = Annotated[bool, typer.Option("--no-pretrained", help="Random weights instead of pretrained ones.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …", autocompletion=one_of("cpu", "cuda", "mps"))]
 Seed = Annotated[int, typer.Option(help="Seed of everything drawn at random.")]
 Plugin = Annotated[
@@ -130,9 +138,14 @@ def load_model(
 ) -> Anatomy:
     from patchlight.anatomy.load import load
 
-    staged: dict[str, Any] = {} if stage is None else {"stage": stage}
+    given = {key: value for key, value in {"stage": stage, **options}.items() if value is not None}
     with telling_warnings():
-        return load(name, weights=weights, labels=labels, device=device, **staged, **options)
+        return load(name, weights=weights, labels=labels, device=device, **given)
+
+
+def of_model(preprocess: Path | None, sigmoid: bool, no_pretrained: bool) -> dict[str, Any]:
+    """What was said about a model beside its weights and labels; None where nothing was."""
+    return {"preprocess": preprocess, "sigmoid": sigmoid or None, "pretrained": False if no_pretrained else None}
 
 
 def read_settings(

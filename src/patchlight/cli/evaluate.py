@@ -17,14 +17,18 @@ from patchlight.cli.common import (
     Device,
     Labels,
     Model,
+    NoPretrained,
     Plugin,
+    Preprocessed,
     Seed,
     Settings,
+    Sigmoid,
     Stage,
     Weights,
     answering,
     console,
     load_model,
+    of_model,
     print_json,
     progress,
     read_settings,
@@ -59,6 +63,9 @@ def evaluate(
     weights: Weights = None,
     labels: Labels = None,
     stage: Stage = None,
+    preprocess: Preprocessed = None,
+    sigmoid: Sigmoid = False,
+    no_pretrained: NoPretrained = False,
     target: Annotated[
         str | None, typer.Option(help="Class asked about, a name or index, or 'label'; else what the maps explain.")
     ] = None,
@@ -99,7 +106,8 @@ def evaluate(
         wanted = {name: {"preset": preset, **own[name]} if preset else own[name] for name in metrics}
         _check_names(wanted, {name: own[name] for name in methods} if maps is None else {})
         with progress("loading the model") as bar:
-            vit = load_model(model, weights, labels, device, stage)
+            said = of_model(preprocess, sigmoid, no_pretrained)
+            vit = load_model(model, weights, labels, device, stage, **said)
             shown = _open(data, images, vit)
             if maps is not None:
                 saved = find_maps(maps, shown.names)

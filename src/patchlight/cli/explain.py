@@ -20,14 +20,18 @@ from patchlight.cli.common import (
     Device,
     Labels,
     Model,
+    NoPretrained,
     Plugin,
+    Preprocessed,
     Seed,
     Settings,
+    Sigmoid,
     Stage,
     Weights,
     answering,
     console,
     load_model,
+    of_model,
     print_json,
     progress,
     read_class,
@@ -85,6 +89,9 @@ def explain(
     weights: Weights = None,
     labels: Labels = None,
     stage: Stage = None,
+    preprocess: Preprocessed = None,
+    sigmoid: Sigmoid = False,
+    no_pretrained: NoPretrained = False,
     target: Annotated[str | None, typer.Option(help="Class to explain, a name or index; else the prediction.")] = None,
     against: Annotated[str | None, typer.Option(help="Class that the target is contrasted with.")] = None,
     out: Annotated[str | None, typer.Option(help="A file for one figure, or a folder for one per image.")] = None,
@@ -108,6 +115,7 @@ def explain(
     """Explain images: which patches speak for a class. Writes pictures and prints predictions."""
     with answering(as_json, debug):
         _check_paths(paths)
+        said = of_model(preprocess, sigmoid, no_pretrained)
         names = _expanded(method.split(","))
         wanted = read_settings(names, settings or [])
         if explainer is not None:
@@ -127,7 +135,7 @@ def explain(
             optional=frozenset(names) - {name.strip() for name in method.split(",")},
         )
         _check_outputs(task)
-        done = _run(task, lambda: load_model(model, weights, labels, device, stage))
+        done = _run(task, lambda: load_model(model, weights, labels, device, stage, **said))
         _report(done, as_json)
         if done.errors:
             raise typer.Exit(SOME_FAILED)
