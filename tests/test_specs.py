@@ -131,3 +131,19 @@ def test_a_shard_can_be_sent_to_another_process(tmp_path: Path) -> None:
     assert (sent.key, sent.cells, sent.methods) == (shard.key, shard.cells, shard.methods)
     values = [[row.value for row in run_shard(one, Resources()).rows] for one in (shard, sent)]
     assert values[0] == values[1]
+
+
+def test_a_model_is_loaded_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    from patchlight.anatomy import load
+
+    vit = load.load("pocket")
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(load, "load", lambda name, **options: asked.update(options) or vit)
+    ModelSpec(name="pocket", sigmoid=True, pretrained=False).load()
+    assert (asked["sigmoid"], asked["pretrained"]) == (True, False)
+    asked.clear()
+    ModelSpec(name="pocket").load()
+    assert "sigmoid" not in asked
+    spec = ModelSpec(name="pocket", sigmoid=True).other(weights="w", pretrained=False, preprocess=None)
+    assert (spec.weights, spec.sigmoid, spec.pretrained) == ("w", True, False)
+    assert ModelSpec(name="pocket", sigmoid=True).other("vit_tiny_patch16_224", labels="l").sigmoid is None

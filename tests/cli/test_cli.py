@@ -425,3 +425,44 @@ def test_an_unknown_kind_of_figure_is_refused(folder: Path, tiny: pl.Anatomy) ->
     assert "a folder's name ends with '/'" in refused("explain", "photos/a.jpg", "--out", "a.pgn")
     run("explain", "photos/a.jpg", "--out", "a.pgn/")
     assert Path("a.pgn/a.png").is_file()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a command asked of `load`, which gives a small random model."""
+    vit, found = families.build("vit"), {}
+
+    def load(name: str, **options: Any) -> pl.Anatomy:
+        found.update(name=name, **options)
+        return vit
+
+    monkeypatch.setattr("patchlight.anatomy.load.load", load)
+    return found
+
+
+def test_what_is_said_about_a_model_reaches_it(folder: Path, asked: dict[str, Any]) -> None:
+    (folder / "own.json").write_text('{"mean": [0.1, 0.1, 0.1]}')
+    said = ["--preprocess", "own.json", "--sigmoid", "--no-pretrained"]
+    for command in (
+        ["explain", "photos/a.jpg", "--out", "a.png"],
+        ["evaluate", "--images", "photos/a.jpg", "--method", "random", "--metric", "gini"],
+    ):
+        asked.clear()
+        run(*command, *said)
+        assert (asked["preprocess"], asked["sigmoid"], asked["pretrained"]) == (Path("own.json"), True, False)
+        asked.clear()
+        run(*command, *(["--force"] if command[0] == "explain" else []))
+        assert not {"preprocess", "sigmoid", "pretrained"} & set(asked)
+
+
+def test_a_model_is_prepared_as_a_file_says(folder: Path) -> None:
+    """Through to the model itself, random weights and all."""
+    (folder / "own.toml").write_text("mean = [0.25, 0.25, 0.25]\n")
+    (folder / "bad.toml").write_text("middle = 3\n")
+    save = ["explain", "photos/a.jpg", "--method", "random", "--save", "maps", "--out", "a.png", "--preprocess"]
+    run(*save, "own.toml", "--sigmoid")
+    (found,) = (folder / "maps").rglob("*.json")
+    about = json.loads(found.read_text())
+    assert about["preprocess"]["mean"] == [0.25, 0.25, 0.25]
+    assert "line 1: there is no key 'middle'" in refused(*save, "bad.toml", "--force")
+    assert "no preprocessing at 'none'" in refused(*save, "none", "--force")

@@ -138,7 +138,8 @@ def _unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def resampled(state: dict[str, Tensor], model: nn.Module, grid: tuple[int, int], source: str) -> dict[str, Tensor]:
     """Weights whose position tables, made for another size of image, are resampled to a model's grid, as timm does."""
-    from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
+    from timm.layers.pos_embed import resample_abs_pos_embed
+    from timm.layers.pos_embed_rel import resize_rel_pos_bias_table
 
     out, own = dict(state), model.state_dict()
     for key in (k for k in own if k in state and own[k].shape != state[k].shape):

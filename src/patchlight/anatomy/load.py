@@ -388,9 +388,10 @@ def _load_hf(
     try:
         config, others = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **options, **where)
         others = {key: value for key, value in others.items() if key != "local_files_only"}
-        heads = [state[f"{of}.weight"] for of in ("classifier", "cls_classifier") if f"{of}.weight" in (state or {})]
-        if heads and "num_labels" not in options:
-            config.num_labels = int(heads[0].shape[0])
+        heads = ((state or {}).get(f"{part}.weight") for part in ("classifier", "cls_classifier"))
+        head = next((weight for weight in heads if weight is not None), None)
+        if head is not None and "num_labels" not in options:
+            config.num_labels = int(head.shape[0])
         config.architectures = config.architectures or []
         kind = next(iter(config.architectures), "")
         cls: Any = getattr(transformers, kind if kind in supported() else "AutoModelForImageClassification")

@@ -76,7 +76,7 @@ class OwnAnatomy(Anatomy):
         inside = self._inside
         inside.watch()
         for block in inside.blocks:
-            block.__class__ = _crossed(type(block))
+            block.__class__ = _crossed(cast(Any, type(block)))
 
     def embed(self, images: Tensor) -> Tensor:
         def stop(tokens: Tensor, call: Callable[[], Any]) -> Any:
@@ -339,7 +339,7 @@ def _backbones(model: nn.Module, about: dict[str, Any]) -> dict[str, Anatomy]:
     waiting = [("", model)]
     while waiting:
         path, module = waiting.pop()
-        module = cast(nn.Module, module._modules.get("_orig_mod") or module)
+        module = module._modules.get("_orig_mod") or module
         if id(module) in seen:
             continue
         seen.add(id(module))
@@ -354,7 +354,7 @@ def _backbones(model: nn.Module, about: dict[str, Any]) -> dict[str, Anatomy]:
 def _read_backbone(module: nn.Module, about: dict[str, Any]) -> Anatomy | None:
     """The anatomy of a module, for images as given where its grid follows them, else for those it is made for."""
     stage = {key: about[key] for key in ("stage",) if key in about}
-    given = {key: about[key] for key in ("preprocess", "processor") if key in about}
+    given: dict[str, Any] = {key: about[key] for key in ("preprocess", "processor") if key in about}
     if "preprocess" in given:
         own = _native(module)
         if own is not None and own != given["preprocess"].size:
@@ -488,4 +488,4 @@ def _ours(frame: Any) -> bool:
 
 
 def _flowing() -> contextlib.AbstractContextManager[Any]:
-    return _Flowing() if torch.is_grad_enabled() else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+    return _Flowing() if torch.is_grad_enabled() else contextlib.nullcontext()
