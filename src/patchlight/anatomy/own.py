@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from patchlight.anatomy.base import Anatomy, Parts, Pooling
 from patchlight.anatomy.families import read_anatomy
 from patchlight.errors import AssumedPreprocess, PatchlightError, warn
 from patchlight.images import Preprocess
+
+if TYPE_CHECKING:
+    from patchlight.heads import Head
 
 BY_HAND = (
     "describe it by hand: wrap(model, embed=…, blocks=…, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, "
@@ -58,7 +61,7 @@ class OwnAnatomy(Anatomy):
                 "channels": backbone.channels,
                 "extent": _scaled(backbone, about["preprocess"]),
                 "heads": backbone.heads,
-                "classes": 0,
+                "classes": 1,
                 **about,
             },
         )
@@ -92,13 +95,17 @@ class OwnAnatomy(Anatomy):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return self._inside.block(index, tokens, positions)
 
-    def readout(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
+        """The backbone's: what another head than the module's own reads."""
+        return self._inside.features(tokens)
+
+    def classified(self, tokens: Tensor) -> Tensor:
         blank = torch.zeros(1, self.channels, *self.preprocess.size, device=tokens.device, dtype=self.dtype)
         return self._behind(tokens, blank if self._one_blank else blank.expand(len(tokens), -1, -1, -1))
 
     def _behind(self, tokens: Tensor, images: Tensor) -> Tensor:
         """What the forward makes of images when the last block gives `tokens`, and the others what they are given."""
-        left = self.depth
+        left = len(self.blocks)
 
         def leave(given: Tensor, call: Callable[[], Any]) -> Any:
             nonlocal left
@@ -111,6 +118,13 @@ class OwnAnatomy(Anatomy):
 
     def whole(self, images: Tensor) -> Tensor:
         return self._logits(self.net(images), len(images))
+
+    def ask(self, head: Head) -> Self:
+        """Another head reads the backbone's features, so what the module does behind them limits nothing."""
+        asked = super().ask(head)
+        bound = cast("Head", asked.head)
+        asked.pooling, asked.can_drop = bound.pooling or self.backbone.pooling, self.backbone.can_drop
+        return asked
 
     def parts(self, index: int) -> Parts:
         return self._inside.parts(index)
@@ -150,22 +164,26 @@ class OwnAnatomy(Anatomy):
 
     def check(self) -> None:
         """Cross the forward on a probe, and say what it does that cannot be crossed; then as every model."""
+        stops = None if self.bare is not None else self._cross()
+        super().check()
+        self.gradient = self.gradient or stops
+
+    def _cross(self) -> str | None:
+        """Compare parts and whole, and see how the forward goes on behind the blocks; why no gradient flows there."""
         drawn = torch.randn(1, self.channels, *self.preprocess.size, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode(False), torch.no_grad(), self.steady():
             image = self.place(drawn)
             whole, end = self._see_calls(image)
             tokens = self.embed(image)
-            stops: str | None = None
-            if tokens.ndim == 3 and tokens.shape[1] == self.tokens:
-                last = self.run(tokens)
-                self._compare(whole, last, end, image)
-                self._see_batches(last)
-                self.can_drop = self._fixed(last)
-                stops = self._see_pooling(last)
-                if self._assumed:
-                    self._tell_assumed(image, tokens)
-        super().check()
-        self.gradient = self.gradient or stops
+            if tokens.ndim != 3 or tokens.shape[1] != self.tokens:  # which is told of every model
+                return None
+            last = self.run(tokens)
+            self._compare(whole, last, end, image)
+            self._see_batches(last)
+            self.can_drop = self._fixed(last)
+            if self._assumed:
+                self._tell_assumed(image, tokens)
+            return self._see_pooling(last)
 
     def _see_calls(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """The logits of the plain forward, and what its last block gave; every block must have been called once."""
@@ -220,10 +238,10 @@ class OwnAnatomy(Anatomy):
     def _see_batches(self, last: Tensor) -> None:
         """Whether one blank image will do for a batch of any size: all but what asks the image for its length."""
         some = torch.cat([last, last.flip(2), last.roll(1, 2)])
-        single = torch.cat([self.readout(row[None]) for row in some])
+        single = torch.cat([self.classified(row[None]) for row in some])
         for self._one_blank in (True, False):
             with contextlib.suppress(Exception):
-                if _alike(self.readout(some), single):
+                if _alike(self.classified(some), single):
                     return
         raise PatchlightError(f"{self.name} gives an image other logits alone than in a batch; {BY_HAND}")
 
@@ -232,7 +250,7 @@ class OwnAnatomy(Anatomy):
         if self.backbone.can_drop is not None:
             return self.backbone.can_drop
         try:
-            self.readout(last[:, : self.prefix + max(1, (self.tokens - self.prefix) // 2)])
+            self.classified(last[:, : self.prefix + max(1, (self.tokens - self.prefix) // 2)])
         except Exception as error:
             return f"what follows its backbone takes {self.tokens} tokens and no fewer ({_first_line(error)})"
         return None
@@ -252,7 +270,7 @@ class OwnAnatomy(Anatomy):
         """How large the gradient of the logits is at each token [N]; None where none flows."""
         with torch.enable_grad():
             leaf = tokens.detach().requires_grad_()
-            logits = self.readout(leaf)
+            logits = self.classified(leaf)
             if not logits.requires_grad:
                 return None
             weights = torch.randn(3, logits.shape[1], generator=torch.Generator().manual_seed(0)).to(logits)
@@ -319,7 +337,7 @@ def _around(model: nn.Module, path: str, backbone: Anatomy, about: dict[str, Any
             f"{kind} is built around '{path}', a {inner}, which has stages and no blocks to cross; wrap the {inner} "
             f"itself, or {BY_HAND}"
         )
-    taken = {key: about[key] for key in ("labels", "sigmoid", *OWN[1:]) if key in about}
+    taken = {key: about[key] for key in ("labels", "sigmoid", "regression", *OWN[1:]) if key in about}
     return OwnAnatomy(
         model,
         path=path,
