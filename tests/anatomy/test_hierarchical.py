@@ -186,7 +186,7 @@ def test_a_neuron_of_any_stage(name: str) -> None:
         width = vit.run(vit.embed(batch), stop=block).shape[-1]
         asked = vit.ask(pl.heads.Neurons(block=block, channels=[3, width - 1], pool="max"))
         torch.testing.assert_close(*totals(asked, batch), rtol=1e-10, atol=1e-10)
-        for method in ("genatt", "rollout", "attcat", "gradcam"):
+        for method in ("genatt", "rollout", "ixg.plus", "gradcam"):
             assert pl.explain(asked, batch, method, target=1).grid == vit.grid
         with pytest.raises(pl.PatchlightError, match=f"have 0 to {width - 1}"):
             vit.ask(pl.heads.Neurons(block=block, channels=[width]))

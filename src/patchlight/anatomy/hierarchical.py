@@ -111,19 +111,20 @@ class StagedAnatomy(HierarchicalAnatomy):
             images = self._stage(i, images)
         return self._merged(self.stage, images).flatten(2).transpose(1, 2)
 
+    def _begins(self, index: int) -> bool:
+        """Whether a block begins a stage behind the one that the model is opened at."""
+        return 0 < index < self.depth and self._order[index][1] == 0
+
     def merge(self, index: int, tokens: Tensor) -> Tensor:
-        merging = self.merging(index)
-        if merging is None:
+        if not self._begins(index):
             return tokens
-        coarse = self._merged(self._order[index][0], tokens.transpose(1, 2).unflatten(2, merging.fine))
-        return coarse.flatten(2).transpose(1, 2)
+        fine = tokens.transpose(1, 2).unflatten(2, self.grid_of(index - 1))
+        return self._merged(self._order[index][0], fine).flatten(2).transpose(1, 2)
 
     def merging(self, index: int) -> Merging | None:
-        order = self._order
-        if not 0 < index < self.depth or order[index][1] > 0:
+        if not self._begins(index):
             return None
-        grids = self._grids[order[index - 1][0] - self.stage], self._grids[order[index][0] - self.stage]
-        return Merging(*grids, self.kernel, 2, self.padding)
+        return Merging(self.grid_of(index - 1), self.grid_of(index), self.kernel, 2, self.padding)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return self._run(*self._order[index], tokens, self.grid_of(index))
@@ -132,7 +133,7 @@ class StagedAnatomy(HierarchicalAnatomy):
         return len(cast(Any, self.blocks[index]).norm1.weight)
 
     def members(self, index: int) -> list[nn.Module]:
-        return [self.blocks[index], *self._between(*self._order[index], merges=self.merging(index) is not None)]
+        return [self.blocks[index], *self._between(*self._order[index], merges=self._begins(index))]
 
     def features(self, tokens: Tensor) -> Tensor:
         return self._pooled(tokens.transpose(1, 2).unflatten(2, self._grids[-1]))
