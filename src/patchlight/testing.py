@@ -377,7 +377,7 @@ def _check_values(trial: _Trial, found: Evaluation, told: Sequence[str], whole: 
     assert bool((inside >= low - room).all() and (inside <= high + room).all()), f"{inside} is not in [{low}, {high}]"
     assert type(found.higher_is_better) is bool, "no direction"
     assert found.metric == trial.request.metric.name
-    assert found.settings == trial.request.settings, "other settings are recorded"
+    assert found.settings == trial.request.suited(trial.vit).settings, "other settings are recorded"
     if found.curve is not None:
         assert found.x is not None, "a curve over nothing"
         assert tuple(found.curve.shape) == (count, len(found.x)), f"the curve has shape {list(found.curve.shape)}"
