@@ -194,7 +194,7 @@ class Toy(Anatomy):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return self.blocks[index](tokens)
 
-    def readout(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
         return self.model["head"](tokens.mean(1) if self.pooled else tokens.flatten(1))  # type: ignore[index]
 
     def images(self, count: int = 2, seed: int = 0) -> Tensor:

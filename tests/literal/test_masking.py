@@ -66,7 +66,7 @@ class Linear(Anatomy):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         raise IndexError(index)
 
-    def readout(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
         return tokens.sum(1) + self.model["b"]  # type: ignore[index]
 
     def batch_of(self, count: int = 2) -> Tensor:

@@ -45,7 +45,7 @@ class Linear(Anatomy):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         raise IndexError(index)
 
-    def readout(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
         return tokens.sum(1)
 
 

@@ -290,9 +290,9 @@ class Anatomy(ABC):
     def features(self, tokens: Tensor) -> Tensor:
         """x_L [B,N,D] to what a head reads [B,E]: pooled and normalised."""
 
-    @abstractmethod
     def classify(self, features: Tensor) -> Tensor:
         """Features [B,E] to the logits of the model's own classifier; of a model that has none, themselves."""
+        return features
 
     def classified(self, tokens: Tensor) -> Tensor:
         """x_L [B,N,D] to the model's own logits."""

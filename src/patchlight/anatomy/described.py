@@ -53,9 +53,6 @@ class DescribedAnatomy(Anatomy):
     def features(self, tokens: Tensor) -> Tensor:
         return cast(Tensor, self.twin.moved(self._given[2])(tokens))
 
-    def classify(self, features: Tensor) -> Tensor:
-        return features
-
     def whole(self, images: Tensor) -> Any:
         """What the model itself gives, where that is logits at all: its own forward may take, or give, anything."""
         described = self.classified(self.run(self.embed(images)))

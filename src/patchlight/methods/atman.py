@@ -18,7 +18,7 @@ from patchlight.evidence.taps import Taps
 from patchlight.methods.base import Ask, register_method
 from patchlight.methods.masking import owners
 from patchlight.registry import Settings
-from patchlight.targets import log_probabilities, score_of
+from patchlight.targets import Outputs, log_probabilities, score_of
 
 Offset = Literal["min", "none"]
 
@@ -117,6 +117,7 @@ def atman(
     plain = ask.score != "probability"
     targets = ask.targets[variants.owner]
     values = logits if plain else log_probabilities(logits, vit.outputs)
-    scores = score_of(values, targets, ask.score if plain else "logit", vit.outputs).view(count, each, -1)
+    score, outputs = (ask.score, vit.outputs) if plain else ("logit", Outputs())
+    scores = score_of(values, targets, score, outputs).view(count, each, -1)
     lost: Tensor = (scores[:, :1] - scores[:, 1:]).mT.unflatten(-1, vit.grid)
     return lost
