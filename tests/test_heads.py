@@ -304,7 +304,7 @@ def test_a_headed_anatomy_follows_its_model(batch: Tensor) -> None:
 @pytest.mark.parametrize("copied", [lambda v: pickle.loads(pickle.dumps(v)), copy.deepcopy], ids=["pickle", "deepcopy"])
 def test_copies_are_whole_and_their_own(copied: Any, batch: Tensor) -> None:
     vit = build("vit", DOUBLE)
-    for head in (heads.Similar(batch[:2]), heads.Neurons(2, [3, 4], pool="max"), heads.Linear(drawn(2, 48)),
+    for head in (heads.Similar(images(vit, 2, seed=7)), heads.Neurons(2, [3, 4], pool="max"), heads.Linear(drawn(2, 48)),
                  heads.Prototypes(drawn(4, 48), [0, 1, 0, 1], neighbours=1)):  # fmt: skip
         asked = vit.ask(head)
         other = copied(asked)
@@ -354,7 +354,7 @@ def test_maps_of_one_head_are_not_measured_on_another(vit: Anatomy, batch: Tenso
 def test_a_backbone_needs_a_head(family: str) -> None:
     model = randomise(FAMILIES[family]())
     model.reset_classifier(0)  # type: ignore[operator]
-    with pytest.raises(PatchlightError, match="no classifier.*Similar.*Prototypes.*Linear.*Neurons"):
+    with pytest.raises(PatchlightError, match=r"no classifier.*Similar.*Prototypes.*Linear.*Neurons"):
         pl.wrap(model)
     vit = pl.wrap(model, head=heads.Linear(torch.ones(2, 48)))
     assert vit.classes == 2
@@ -456,7 +456,7 @@ def test_hierarchical_models_have_no_blocks_for_neurons() -> None:
 
 def test_scores_that_a_head_has_not_are_refused(vit: Anatomy, batch: Tensor) -> None:
     neuron = vit.ask(heads.Neurons(2, [3, 4]))
-    with pytest.raises(Unsupported, match="no probabilities.*score='logit'"):
+    with pytest.raises(Unsupported, match=r"no probabilities.*score='logit'"):
         pl.explain(neuron, batch, score="probability")
     with pytest.raises(Unsupported, match="no cosines"):
         pl.explain(neuron, batch, score="cosine")

@@ -410,6 +410,11 @@ class Anatomy(ABC):
         return len(self.blocks) if self.head is None or self.head.block is None else self.head.block
 
     @property
+    def rows_differ(self) -> bool:
+        """Whether each class reads tokens of its own, so that attention seen from there is its own too."""
+        return self.pooling == "max"
+
+    @property
     def outcomes(self) -> int:
         """How many classes can be asked about: those of its outputs, or both labels of a binary one."""
         return self.outputs.outcomes(self.classes)
