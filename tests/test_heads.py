@@ -304,8 +304,13 @@ def test_a_headed_anatomy_follows_its_model(batch: Tensor) -> None:
 @pytest.mark.parametrize("copied", [lambda v: pickle.loads(pickle.dumps(v)), copy.deepcopy], ids=["pickle", "deepcopy"])
 def test_copies_are_whole_and_their_own(copied: Any, batch: Tensor) -> None:
     vit = build("vit", DOUBLE)
-    for head in (heads.Similar(images(vit, 2, seed=7)), heads.Neurons(2, [3, 4], pool="max"), heads.Linear(drawn(2, 48)),
-                 heads.Prototypes(drawn(4, 48), [0, 1, 0, 1], neighbours=1)):  # fmt: skip
+    made = (
+        heads.Similar(images(vit, 2, seed=7)),
+        heads.Neurons(2, [3, 4], pool="max"),
+        heads.Linear(drawn(2, 48)),
+        heads.Prototypes(drawn(4, 48), [0, 1, 0, 1], neighbours=1),
+    )
+    for head in made:
         asked = vit.ask(head)
         other = copied(asked)
         assert torch.equal(other.logits(batch), asked.logits(batch))

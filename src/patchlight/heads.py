@@ -360,6 +360,17 @@ class Neurons(Head):
         return {**told, "bias": of_tensor(self._bias.values)}
 
 
+def head_of(
+    texts: Sequence[str] = (), template: str | Sequence[str] = "{}", similar_to: Sequence[str | Path] = ()
+) -> Head | None:
+    """The head that sentences or reference images ask for; None where there are neither."""
+    if texts and similar_to:
+        raise PatchlightError("classes are sentences (texts) or images (similar_to); give one of the two")
+    if similar_to:
+        return Similar(list(similar_to))
+    return Texts(list(texts), template=template) if texts else None
+
+
 def _matrix(values: Any, what: str) -> Tensor:
     """A finite matrix of floating-point numbers."""
     try:

@@ -20,9 +20,13 @@ from patchlight.cli.common import (
     Plugin,
     Seed,
     Settings,
+    SimilarTo,
     Stage,
+    Template,
+    Text,
     Weights,
     answering,
+    asked_by,
     console,
     load_model,
     print_json,
@@ -59,6 +63,9 @@ def evaluate(
     weights: Weights = None,
     labels: Labels = None,
     stage: Stage = None,
+    text: Text = None,
+    template: Template = None,
+    similar_to: SimilarTo = None,
     target: Annotated[
         str | None, typer.Option(help="Class asked about, a name or index, or 'label'; else what the maps explain.")
     ] = None,
@@ -91,6 +98,7 @@ def evaluate(
             raise PatchlightError("nothing to measure; give a folder of saved maps, or --method NAME")
         if not images.exists():
             raise PatchlightError(f"no image or folder at '{images}'")
+        head = asked_by(text, template, similar_to)
         _check_csv(csv_file, force)
         metrics = [name.strip() for name in metric.split(",") if name.strip()]
         methods = [name.strip() for name in (method or "").split(",") if name.strip()]
@@ -99,7 +107,7 @@ def evaluate(
         wanted = {name: {"preset": preset, **own[name]} if preset else own[name] for name in metrics}
         _check_names(wanted, {name: own[name] for name in methods} if maps is None else {})
         with progress("loading the model") as bar:
-            vit = load_model(model, weights, labels, device, stage)
+            vit = load_model(model, weights, labels, device, stage, head)
             shown = _open(data, images, vit)
             if maps is not None:
                 saved = find_maps(maps, shown.names)
