@@ -147,3 +147,21 @@ def test_a_model_is_loaded_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch) -
     spec = ModelSpec(name="pocket", sigmoid=True).other(weights="w", pretrained=False, preprocess=None)
     assert (spec.weights, spec.sigmoid, spec.pretrained) == ("w", True, False)
     assert ModelSpec(name="pocket", sigmoid=True).other("vit_tiny_patch16_224", labels="l").sigmoid is None
+
+
+def test_a_recipe_s_model_may_be_asked_by_images(tmp_path: Path) -> None:
+    """Reference images are shown to the model as the recipe's images are, and tell its runs apart."""
+    from patchlight.bench.plan import model_digest
+    from patchlight.zoo import pocket
+
+    cat, dog = (str(pocket.PHOTOS / f"{name}.jpg") for name in ("cat", "dog"))
+    squashed = {"fit": "squash"}
+    plain = ModelSpec(name="pocket", preprocess=squashed).load()
+    one = ModelSpec(name="pocket", similar_to=(cat, dog), preprocess=squashed).load()
+    assert one.labels == ["cat", "dog"]
+    expected = torch.nn.functional.cosine_similarity(plain.features_of([cat]), plain.features_of([dog]))
+    assert one.logits(one.batch([cat]))[0, 1] == pytest.approx(float(expected), abs=1e-5)
+    other = ModelSpec(name="pocket", similar_to=(cat,), preprocess=squashed).load()
+    assert len({model_digest(vit) for vit in (plain, one, other)}) == 3
+    with pytest.raises(PatchlightError, match="one of the two"):
+        ModelSpec(name="pocket", similar_to=(cat,), texts=("a dog",)).load()

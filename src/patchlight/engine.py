@@ -107,7 +107,9 @@ def _explained(
             chosen.append(used)
             for request, had in zip(asked, precisions, strict=True):
                 had[request.precision(vit)] = None
-            hashes.extend(of_images(batch))
+            of_batch = of_images(batch)
+            _warn_of_references(vit, of_batch, used, begin)
+            hashes.extend(of_batch)
             photos.see(batch)
             for kept, scores in zip(chunks, _in_stacks(maps, lambda stack: stack.float()), strict=True):
                 kept.append(scores)
@@ -324,7 +326,7 @@ def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
 
 
 def _finish(request: Request, vit: Anatomy, seen: Pass, j: int) -> Tensor:
-    if not request.backward:
+    if not request.backward and not vit.rows_differ:
         return finish(request, vit, seen, j)[:, None].expand(-1, seen.targets.count, -1, -1)
     return torch.stack([finish(request, vit, seen, j, t) for t in range(seen.targets.count)], 1)
 
@@ -343,7 +345,7 @@ def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: 
     def of(t: int) -> Tensor:
         return _asked(request, vit, images, targets.column(t), seed, shared.setdefault(t, {}), precision)
 
-    if not request.method.class_specific:
+    if not request.method.class_specific and not vit.rows_differ:
         return of(0)[:, None].expand(-1, targets.count, -1, -1)
     return torch.stack([of(t) for t in range(targets.count)], 1)
 
@@ -380,6 +382,18 @@ def _warn_if_degenerate(request: Request, vit: Anatomy, dead: Tensor, first: int
         reason += f": {request.method.constant}" if request.method.constant else ""
     if reason is not None:
         warn(f"{request.name}: {reason}", DegenerateMap)
+
+
+def _warn_of_references(vit: Anatomy, hashes: Sequence[str], targets: Targets, first: int) -> None:
+    """Say which images are explained by their similarity to themselves."""
+    same = [] if vit.head is None else vit.head.itself(hashes, targets.index)
+    if same:
+        images = ", ".join(str(first + i) for i in same[:8])
+        warn(
+            f"image {images} is the reference itself, whose similarity is 1 with no gradient, so what its map shows is "
+            "rounding; explain another image",
+            DegenerateMap,
+        )
 
 
 def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Targets, broken: Tensor, first: int) -> None:

@@ -74,7 +74,10 @@ class PreprocessSpec(Spec):
 
 
 class ModelSpec(Spec):
-    """A model, by a name `load` knows; `stands_for` is the recipe's model in whose place the user gave this one."""
+    """A model, by a name `load` knows; `stands_for` is the recipe's model in whose place the user gave this one.
+
+    Its classes are its own, the sentences `texts` (in a `template`), or the reference images `similar_to`.
+    """
 
     name: str
     weights: str | None = None
@@ -82,6 +85,9 @@ class ModelSpec(Spec):
     stage: Whole | None = None
     sigmoid: bool | None = None
     pretrained: bool | None = None
+    texts: tuple[str, ...] = ()
+    template: str | tuple[str, ...] = "{}"
+    similar_to: tuple[str, ...] = ()
     preprocess: PreprocessSpec = PreprocessSpec()
     stands_for: str = ""
 
@@ -90,17 +96,22 @@ class ModelSpec(Spec):
     def load(self, device: str = "cpu") -> Anatomy:
         """The model, shown its images as the recipe says."""
         from patchlight.anatomy.load import load
+        from patchlight.heads import head_of
 
+        head = head_of(self.texts, self.template, self.similar_to)
         options = {key: getattr(self, key) for key in ("stage", "sigmoid", "pretrained")}
         options = {key: value for key, value in options.items() if value is not None}
-        vit = load(self.name, weights=self.weights, labels=self.labels, device=device, **options)
+        vit = load(self.name, weights=self.weights, labels=self.labels, device=device, head=head, **options)
         changed = self.preprocess.model_dump(exclude_none=True)
         size = changed.get("size", vit.preprocess.size)
         if tuple(size) != tuple(vit.preprocess.size):
             asked, own = (" x ".join(map(str, each)) for each in (size, vit.preprocess.size))
             raise PatchlightError(f"images of {asked} do not fit {vit.name}, which takes {own}; leave out size")
         vit.preprocess = replace(vit.preprocess, **changed)
-        return vit
+        if head is None or vit.bare is None:
+            return vit
+        vit.bare.preprocess = vit.preprocess
+        return vit.ask(head)  # references are shown as the images are
 
     def other(
         self, name: str | None = None, weights: str | None = None, labels: str | None = None, **more: Any

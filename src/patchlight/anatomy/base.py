@@ -443,6 +443,16 @@ class Anatomy(ABC):
         return len(self.blocks) if self.head is None or self.head.block is None else self.head.block
 
     @property
+    def probable(self) -> bool:
+        """Whether its outputs are best told as probabilities, and not as the similarities or numbers that they are."""
+        return self.outputs.kind != "cosine" and self.outputs.no_probability(self.classes) is None
+
+    @property
+    def rows_differ(self) -> bool:
+        """Whether each class reads tokens of its own, so that attention seen from there is its own too."""
+        return self.pooling == "max"
+
+    @property
     def outcomes(self) -> int:
         """How many classes can be asked about: those of its outputs, or both labels of a binary one."""
         return self.outputs.outcomes(self.classes)
@@ -520,9 +530,9 @@ class Anatomy(ABC):
         return probabilities(logits, self.outputs)
 
     def predict(self, images: Any, k: int = 5) -> list[list[tuple[str, float]]]:
-        """For each image the k most probable classes, as (label, probability); the output, where there is no such."""
+        """For each image its first k classes as (label, probability), or (label, output) where not `probable`."""
         logits = self.logits(self.batch(images)).float()
-        values = logits if self.outputs.no_probability(self.classes) is not None else self.probabilities(logits)
+        values = self.probabilities(logits) if self.probable else logits
         top = values.topk(min(k, self.outcomes), 1)
         rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
         return [[(self.label(i), p) for p, i in zip(*row, strict=True)] for row in rows]
