@@ -502,3 +502,23 @@ def test_layers_are_randomised_from_the_head_on() -> None:
             value += 1
     assert not torch.allclose(other.logits(batch), vit.logits(batch))
     torch.testing.assert_close(vit.logits(batch), module(batch)["a"])
+
+
+def test_another_head_reads_the_backbones_features() -> None:
+    weight = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    head = pl.heads.Linear(weight, None, list("abcd"))
+    module = Own(lambda own, tokens: own.mlp(tokens[:, 1:].mean(1)))
+    vit, direct = pl.wrap(module, head=head), pl.wrap(module.backbone, head=head)
+    batch = images(vit)
+    assert (vit.pooling, vit.labels) == ("cls", list("abcd"))
+    torch.testing.assert_close(vit.logits(batch), direct.logits(batch))
+    for method in ("genatt", "tis"):
+        torch.testing.assert_close(pl.explain(vit, batch, method).scores, pl.explain(direct, batch, method).scores)
+    neurons = pl.wrap(module).ask(pl.heads.Neurons(block=1, channels=[3, 5]))
+    assert pl.explain(neurons, batch, "genatt").scores.isfinite().all()
+
+
+def test_numbers_instead_of_classes() -> None:
+    vit = pl.wrap(Own(lambda own, tokens: own.mlp(tokens[:, 0])[:, 1]), regression=True)
+    assert vit.outputs.kind == "none"
+    assert pl.explain(vit, images(vit), "genatt").scores.isfinite().all()

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from patchlight.anatomy.base import Anatomy, Parts, Pooling
 from patchlight.anatomy.families import read_anatomy
 from patchlight.errors import AssumedPreprocess, PatchlightError, warn
 from patchlight.images import Preprocess
+
+if TYPE_CHECKING:
+    from patchlight.heads import Head
 
 BY_HAND = (
     "describe it by hand: wrap(model, embed=…, blocks=…, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, "
@@ -36,8 +39,7 @@ class OwnAnatomy(Anatomy):
 
     Blocks are the backbone's. Before and behind them stands whatever the forward does: `embed` runs it until the first
     block is called, and `classified` runs it on a blank image, all blocks passed over, the last one giving the tokens.
-    A head of another kind reads the features of the backbone. Which token the logits are read from is seen by their
-    gradient.
+    Which token the logits are read from is seen by their gradient.
     """
 
     library = "own"
@@ -59,7 +61,7 @@ class OwnAnatomy(Anatomy):
                 "channels": backbone.channels,
                 "extent": _scaled(backbone, about["preprocess"]),
                 "heads": backbone.heads,
-                "classes": -1,  # the probe counts them
+                "classes": 1,  # the probe counts them
                 **about,
             },
         )
@@ -94,6 +96,7 @@ class OwnAnatomy(Anatomy):
         return self._inside.block(index, tokens, positions)
 
     def features(self, tokens: Tensor) -> Tensor:
+        """The backbone's: what another head than the module's own reads."""
         return self._inside.features(tokens)
 
     def classified(self, tokens: Tensor) -> Tensor:
@@ -102,7 +105,7 @@ class OwnAnatomy(Anatomy):
 
     def _behind(self, tokens: Tensor, images: Tensor) -> Tensor:
         """What the forward makes of images when the last block gives `tokens`, and the others what they are given."""
-        left = self.depth
+        left = len(self.blocks)
 
         def leave(given: Tensor, call: Callable[[], Any]) -> Any:
             nonlocal left
@@ -115,6 +118,13 @@ class OwnAnatomy(Anatomy):
 
     def whole(self, images: Tensor) -> Tensor:
         return self._logits(self.net(images), len(images))
+
+    def ask(self, head: Head) -> Self:
+        """Another head reads the backbone's features, so what the module does behind them limits nothing."""
+        asked = super().ask(head)
+        bound = cast("Head", asked.head)
+        asked.pooling, asked.can_drop = bound.pooling or self.backbone.pooling, self.backbone.can_drop
+        return asked
 
     def parts(self, index: int) -> Parts:
         return self._inside.parts(index)
@@ -154,25 +164,26 @@ class OwnAnatomy(Anatomy):
 
     def check(self) -> None:
         """Cross the forward on a probe, and say what it does that cannot be crossed; then as every model."""
-        if self.bare is not None:
-            super().check()
-            return
+        stops = None if self.bare is not None else self._cross()
+        super().check()
+        self.gradient = self.gradient or stops
+
+    def _cross(self) -> str | None:
+        """Compare parts and whole, and see how the forward goes on behind the blocks; why no gradient flows there."""
         drawn = torch.randn(1, self.channels, *self.preprocess.size, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode(False), torch.no_grad(), self.steady():
             image = self.place(drawn)
             whole, end = self._see_calls(image)
             tokens = self.embed(image)
-            stops: str | None = None
-            if tokens.ndim == 3 and tokens.shape[1] == self.tokens:
-                last = self.run(tokens)
-                self._compare(whole, last, end, image)
-                self._see_batches(last)
-                self.can_drop = self._fixed(last)
-                stops = self._see_pooling(last)
-                if self._assumed:
-                    self._tell_assumed(image, tokens)
-        super().check()
-        self.gradient = self.gradient or stops
+            if tokens.ndim != 3 or tokens.shape[1] != self.tokens:  # which is told of every model
+                return None
+            last = self.run(tokens)
+            self._compare(whole, last, end, image)
+            self._see_batches(last)
+            self.can_drop = self._fixed(last)
+            if self._assumed:
+                self._tell_assumed(image, tokens)
+            return self._see_pooling(last)
 
     def _see_calls(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """The logits of the plain forward, and what its last block gave; every block must have been called once."""
