@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-import torch
 from PIL import Image
 from torch import Tensor
 
