@@ -16,6 +16,15 @@ RESULTS = Path(__file__).parent / "results"
 
 def medians(tasks: dict[str, Callable[[], object]], repeats: int = 5) -> dict[str, float]:
     """Median seconds of each task, run in turn `repeats` times after one warm-up, so that drift hits all alike."""
+    return {name: statistics.median(values) for name, values in _timed(tasks, repeats).items()}
+
+
+def minima(tasks: dict[str, Callable[[], object]], repeats: int = 5) -> dict[str, float]:
+    """The least seconds of each task, run so: what it costs where nothing else runs."""
+    return {name: min(values) for name, values in _timed(tasks, repeats).items()}
+
+
+def _timed(tasks: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in tasks}
     for round_ in range(repeats + 1):
         for name, task in tasks.items():
@@ -25,7 +34,7 @@ def medians(tasks: dict[str, Callable[[], object]], repeats: int = 5) -> dict[st
             _settle()
             if round_:
                 times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def device() -> str:

@@ -451,10 +451,8 @@ def test_references_of_one_name_are_told_apart() -> None:
     assert heads.Similar(["a/cat.jpg", "b/cat.jpg", "dog.png"]).labels == ["a/cat.jpg", "b/cat.jpg", "dog"]
 
 
-def test_hierarchical_models_have_no_blocks_for_neurons() -> None:
+def test_hierarchical_models_are_asked_too() -> None:
     vit = shared("swin")
-    with pytest.raises(PatchlightError, match="no blocks"):
-        vit.ask(heads.Neurons(1, [3]))
     asked = vit.ask(heads.Similar(images(vit, 1, seed=4)))
     assert pl.explain(asked, images(vit, 2), "gradcam").scores.isfinite().all()
 

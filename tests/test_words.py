@@ -49,7 +49,7 @@ GONE_VALUES = {
 }
 WHOLE: dict[str, set[Any]] = {
     "unit": {"auto", *get_args(Unit)},
-    "quantity": {"accuracy", "probability", "kl", "nll", "aopc"},
+    "quantity": {"accuracy", "probability", "logit", "cosine", "kl", "nll", "aopc"},
     "sign": {"signed", "abs", "relu"},
 }
 """Vocabularies of which each method or metric has its part, and none has all."""

@@ -45,8 +45,34 @@ def draw_gates(path: Path, photos: tuple[str, ...] = ("dog.jpg", "cat.jpg")) -> 
     figure.savefig(path, dpi=100)
 
 
+FEW = ("genatt", "tis", "ixg.plus.libra")
+
+
+def draw_prototypes(path: Path) -> None:
+    """One photograph under two classes that the model was not asked about: other photographs of their kind."""
+    vit = pl.load("pocket")
+    kinds = {"dog": "dog", "cat": "cat", "ship": "ship"}
+    features = vit.features_of([pocket.PHOTOS / f"{name}.jpg" for name in kinds])
+    asked = vit.ask(pl.heads.Prototypes(features, list(kinds.values())))
+    photo = pocket.PHOTOS / "dog-and-cat.jpg"
+    maps = pl.explain(asked, photo, FEW, target=[["dog", "cat"]])
+    pl.figure(photo, maps, vit=asked, path=path)
+
+
+def draw_similar(path: Path) -> None:
+    """Why two photographs are similar: each explained by its similarity to the other."""
+    vit = pl.load("pocket")
+    photos = [pocket.PHOTOS / "dog-and-cat.jpg", pocket.PHOTOS / "dog.jpg"]
+    asked = vit.ask(pl.heads.Similar(photos, ["the one below", "the one above"]))
+    maps = pl.explain(asked, photos, FEW, target=[1, 0])
+    cosine = float(asked.logits(asked.batch(photos))[0, 1])
+    pl.figure(photos, maps, predictions=[f"similar to the other: {cosine:.2f}"] * 2, path=path)
+
+
 def main() -> None:
     draw_demo(DOCS)
+    draw_prototypes(DOCS / "prototypes.png")
+    draw_similar(DOCS / "similar.png")
     draw_gates(DOCS / "results" / "diffmask-layers.png")
 
 

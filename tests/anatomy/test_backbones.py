@@ -220,7 +220,7 @@ def test_backbones_of_timm(name: str) -> None:
     torch.testing.assert_close(vit.logits(batch), head(features), atol=1e-5, rtol=1e-5)
     bare: Any = vit.bare
     for other in (
-        pl.heads.Similar(batch[:2]),
+        pl.heads.Similar(batch[1:]),
         pl.heads.Prototypes(features, [0, 0, 1]),
         pl.heads.Texts(features, ["a", "b", "c"]),
         pl.heads.Neurons(1, channels=[3, 5]),

@@ -457,7 +457,11 @@ def _adapted(model: nn.Module) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["qkv", "fc1"], init_lora_weights=False, r=2))
 
 
-@pytest.mark.parametrize("wrapper", [torch.compile, nn.DataParallel, _adapted])
+def _parallel(model: nn.Module) -> Any:
+    return nn.DataParallel(model, device_ids=[])  # on a machine with an accelerator it would move its input there
+
+
+@pytest.mark.parametrize("wrapper", [torch.compile, _parallel, _adapted])
 def test_a_backbone_inside_other_wrappers(wrapper: Any) -> None:
     """Compiled, parallel, with adapters: inside the module, and around it."""
 

@@ -243,7 +243,7 @@ def test_the_pooler() -> None:
         ("siglip", {"cosine": "projected"}, "no output projection"),
         ("vit", {"attention": "pooler"}, "has cls pooling and no pooler"),
         ("siglip", {"attention": "pooler", "layer": 0}, "behind the last block"),
-        ("swin", {}, "opened as a feature map"),
+        ("swin", {}, "reads the values of all tokens together"),
     ],
 )
 def test_refusals(family: str, settings: dict[str, Any], told: str) -> None:

@@ -244,7 +244,7 @@ def test_a_zero_head_is_told() -> None:
     [
         ("vit", {"attention": "pooler"}, "has cls pooling and no pooler"),
         ("hf-siglip", {"readout": "cls"}, "has no CLS token"),
-        ("swin", {}, "opened as a feature map"),
+        ("swin", {}, "reads the values of all tokens together"),
     ],
 )
 def test_refusals(family: str, settings: dict[str, Any], told: str) -> None:
