@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import patchlight as pl
 from patchlight.anatomy.files import read_labels
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from tests.families import CLASSES, FAMILIES, randomise
+from tests.families import FAMILIES, randomise
 from tests.strangers.table import command, refuses, row
 
 SHAPES = {"portrait": (90, 131), "landscape": (203, 117), "square": (64, 64), "tiny": (9, 13), "long": (257, 61)}
