@@ -172,7 +172,7 @@ FAULTS: dict[str, tuple[Function, dict[str, Any], str]] = {
     "the global random state read": (read_global_state, {}, "two equal calls differ"),
     "the global random state moved": (move_global_state, {}, "the global random state was moved"),
     "maps written to": (write_maps, {}, "another metric after sparseness and before sparseness"),
-    "what others share, written to": (write_shared, {}, "another metric after auc and before auc"),
+    "what others share, written to": (write_shared, {}, "another metric after aopc and before aopc"),
     "others beside a constant map": (mix_odd_maps, {}, "beside a constant map and without"),
     "the wrong direction": (
         lambda ask: Measured(share(ask)),
