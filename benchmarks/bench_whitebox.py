@@ -20,7 +20,7 @@ from tests.literal.test_decompx import Forward
 
 def one_pass_names() -> list[str]:
     """Every method that is read off one forward and one backward under the plain rule, with no decomposition after."""
-    more = ("globenc", "alti", "attin", "eigencam", "diffmask")
+    more = ("globenc", "alti", "attin", "eigencam", "diffmask", "legrad")
     entries = METHODS.items()
     return [n for n, e in entries if isinstance(e, LayerMap) and e.rule == "plain" and n not in more]
 
@@ -76,11 +76,15 @@ def _measured(name: str, batch: int) -> list[list[str]]:
             "all": lambda: pl.explain(vit, images, names),
             "half": lambda: half_network(plain, images),
             "skipplus": lambda: pl.explain(vit, images, "decompx.skipplus"),
+            "legrad": lambda: pl.explain(vit, images, "legrad"),
+            "grad-eclip": lambda: pl.explain(vit, images, "grad-eclip"),
         }
     )
     rows = [
         [f"{name}: {len(names)} one-pass methods / forward + backward", f"{seconds['all'] / seconds['plain']:.2f}"],
         [f"{name}: decompx.skipplus / half a network", f"{seconds['skipplus'] / seconds['half']:.2f}"],
+        [f"{name}: legrad / forward + backward", f"{seconds['legrad'] / seconds['plain']:.2f}"],
+        [f"{name}: grad-eclip / forward + backward", f"{seconds['grad-eclip'] / seconds['plain']:.2f}"],
     ]
     if device() == "cpu":
         double = pl.load("vit_tiny_patch16_224", pretrained=False)

@@ -178,3 +178,26 @@ def images(vit: Anatomy, count: int = 3, seed: int = 1) -> torch.Tensor:
     fine = torch.randn(count, vit.channels, *vit.preprocess.size, generator=generator, dtype=torch.float64)
     smooth = torch.nn.functional.interpolate(coarse, vit.preprocess.size, mode="bilinear")
     return (smooth * 1.2 + 0.3 * fine).to(vit.dtype)
+
+
+def _drawn(count: int, width: int, vit: Anatomy) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(count, width, generator=generator, dtype=torch.float64).to(vit.dtype)
+
+
+HEADS: dict[str, tuple[str, Callable[[Anatomy], Any]]] = {
+    "texts": ("vit-wide", lambda vit: pl.heads.Texts(_drawn(3, 48, vit), ["a dog", "a cat", "a hat"])),
+    "similar": ("dinov2-reg", lambda vit: pl.heads.Similar(images(vit, 3, seed=7))),
+    "neurons": ("vit", lambda vit: pl.heads.Neurons(2, [3, 17, 5])),
+    "max-neurons": ("reg4-gap", lambda vit: pl.heads.Neurons(2, directions=_drawn(3, 48, vit), pool="max")),
+    "cls-neurons": ("vit", lambda vit: pl.heads.Neurons(3, [3, 17, 5], pool="cls")),
+    "neighbours": ("siglip", lambda vit: pl.heads.Prototypes(_drawn(6, 48, vit), list("abcabc"), neighbours=1)),
+}
+"""By name, a family and the head it is asked by."""
+
+
+@cache
+def asked(head: str, dtype: torch.dtype = torch.float32) -> Anatomy:
+    """The shared model of a family, asked by one of HEADS."""
+    family, made = HEADS[head]
+    return shared(family, dtype).ask(made(shared(family, dtype)))

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/methods.md", "docs/data.md", "docs/metrics.md", "docs/benchmark.md"]
+    "page",
+    ["README.md", "docs/methods.md", "docs/data.md", "docs/metrics.md", "docs/benchmark.md", "docs/own-models.md"],
 )
 def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)

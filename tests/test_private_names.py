@@ -16,7 +16,7 @@ OF_LIBRARIES = {
     "sys": {"_getframe"},
     "functools": {"_lru_cache_wrapper"},
     "named tuples": {"_fields", "_replace"},
-    "torch": {"_softmax_backward_data", "_weight_norm", "_version"}
+    "torch": {"_softmax_backward_data", "_weight_norm", "_version", "_C", "_set_grad_enabled"}
     | {f"_foreach_{name}" for name in ("add_", "copy_", "lerp", "lerp_", "mul_")}
     | {"_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu"}
     | {f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "cudnn")},
@@ -24,6 +24,7 @@ OF_LIBRARIES = {
     "timm": {"_pos_embed", "_get_rel_pos_bias"},
     "torchvision": {"_process_input"},
     "transformers": {"_from_config"},
+    "open_clip": {"_embeds", "_pool"},
 }
 """Names with an underscore that are not ours, by whose they are."""
 OPENED = {"anatomy/base.py", "anatomy/twin.py", "bench/code.py", "testing.py"}

@@ -131,3 +131,37 @@ def test_a_shard_can_be_sent_to_another_process(tmp_path: Path) -> None:
     assert (sent.key, sent.cells, sent.methods) == (shard.key, shard.cells, shard.methods)
     values = [[row.value for row in run_shard(one, Resources()).rows] for one in (shard, sent)]
     assert values[0] == values[1]
+
+
+def test_a_model_is_loaded_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    from patchlight.anatomy import load
+
+    vit = load.load("pocket")
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(load, "load", lambda name, **options: asked.update(options) or vit)
+    ModelSpec(name="pocket", sigmoid=True, pretrained=False).load()
+    assert (asked["sigmoid"], asked["pretrained"]) == (True, False)
+    asked.clear()
+    ModelSpec(name="pocket").load()
+    assert "sigmoid" not in asked
+    spec = ModelSpec(name="pocket", sigmoid=True).other(weights="w", pretrained=False, preprocess=None)
+    assert (spec.weights, spec.sigmoid, spec.pretrained) == ("w", True, False)
+    assert ModelSpec(name="pocket", sigmoid=True).other("vit_tiny_patch16_224", labels="l").sigmoid is None
+
+
+def test_a_recipe_s_model_may_be_asked_by_images(tmp_path: Path) -> None:
+    """Reference images are shown to the model as the recipe's images are, and tell its runs apart."""
+    from patchlight.bench.plan import model_digest
+    from patchlight.zoo import pocket
+
+    cat, dog = (str(pocket.PHOTOS / f"{name}.jpg") for name in ("cat", "dog"))
+    squashed = {"fit": "squash"}
+    plain = ModelSpec(name="pocket", preprocess=squashed).load()
+    one = ModelSpec(name="pocket", similar_to=(cat, dog), preprocess=squashed).load()
+    assert one.labels == ["cat", "dog"]
+    expected = torch.nn.functional.cosine_similarity(plain.features_of([cat]), plain.features_of([dog]))
+    assert one.logits(one.batch([cat]))[0, 1] == pytest.approx(float(expected), abs=1e-5)
+    other = ModelSpec(name="pocket", similar_to=(cat,), preprocess=squashed).load()
+    assert len({model_digest(vit) for vit in (plain, one, other)}) == 3
+    with pytest.raises(PatchlightError, match="one of the two"):
+        ModelSpec(name="pocket", similar_to=(cat,), texts=("a dog",)).load()

@@ -107,7 +107,9 @@ def _explained(
             chosen.append(used)
             for request, had in zip(asked, precisions, strict=True):
                 had[request.precision(vit)] = None
-            hashes.extend(of_images(batch))
+            of_batch = of_images(batch)
+            _warn_of_references(vit, of_batch, used, begin)
+            hashes.extend(of_batch)
             photos.see(batch)
             for kept, scores in zip(chunks, _in_stacks(maps, lambda stack: stack.float()), strict=True):
                 kept.append(scores)
@@ -161,8 +163,8 @@ def compute(
 ) -> tuple[Targets, list[Tensor]]:
     """The maps [B,T,h,w] of every request, each in its own precision, on one batch (from image `first` on).
 
-    White-box requests are grouped by backward rule, score and precision; each group is one forward and one backward per
-    class. Requests without a gradient join the first group of their precision.
+    White-box requests are grouped by course, backward rule, score and precision; each group is one forward and one
+    backward per class. Requests without a gradient join the first group of their precision.
     """
     asked, maps = targets, dict[int, Tensor]()
     requests = [request.suited(vit) for request in requests]
@@ -204,7 +206,8 @@ def _passed(
     """The maps [B,T,h,w] of requests that share a pass, and the classes explained."""
     rule, score = _rule_and_score(requests)
     jobs = [job(request, vit) for request in requests]
-    seen = run_pass(vit, batch, targets, score, rule, jobs, precision=requests[0].precision(vit))
+    precision, course = requests[0].precision(vit), requests[0].course(vit)
+    seen = run_pass(vit, batch, targets, score, rule, jobs, precision=precision, course=course)
     maps = [_finish(request, vit, seen, j) for j, request in enumerate(requests)]
     return seen.targets if targets is None else targets, maps
 
@@ -264,12 +267,13 @@ def _groups(requests: Sequence[Request], vit: Anatomy) -> list[list[int]]:
     asked = [(i, request, request.precision(vit)) for i, request in enumerate(requests) if request.in_pass]
     for i, request, precision in asked:
         if request.backward:
-            key = (precision, request.settings["compile"], request.rule.name, request.score)
+            course = request.course(vit)
+            key = (precision, request.settings["compile"], course, request.rule.name, request.score)
             groups.setdefault(key, []).append(i)
     for i, request, precision in asked:
         if not request.backward:
-            alike = (precision, request.settings["compile"])
-            same = next((key for key in groups if key[:2] == alike), alike)
+            alike = (precision, request.settings["compile"], request.course(vit))
+            same = next((key for key in groups if key[:3] == alike), alike)
             groups.setdefault(same, []).append(i)
     return list(groups.values())
 
@@ -322,7 +326,7 @@ def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
 
 
 def _finish(request: Request, vit: Anatomy, seen: Pass, j: int) -> Tensor:
-    if not request.backward:
+    if not request.backward and not vit.rows_differ:
         return finish(request, vit, seen, j)[:, None].expand(-1, seen.targets.count, -1, -1)
     return torch.stack([finish(request, vit, seen, j, t) for t in range(seen.targets.count)], 1)
 
@@ -341,7 +345,7 @@ def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: 
     def of(t: int) -> Tensor:
         return _asked(request, vit, images, targets.column(t), seed, shared.setdefault(t, {}), precision)
 
-    if not request.method.class_specific:
+    if not request.method.class_specific and not vit.rows_differ:
         return of(0)[:, None].expand(-1, targets.count, -1, -1)
     return torch.stack([of(t) for t in range(targets.count)], 1)
 
@@ -378,6 +382,18 @@ def _warn_if_degenerate(request: Request, vit: Anatomy, dead: Tensor, first: int
         reason += f": {request.method.constant}" if request.method.constant else ""
     if reason is not None:
         warn(f"{request.name}: {reason}", DegenerateMap)
+
+
+def _warn_of_references(vit: Anatomy, hashes: Sequence[str], targets: Targets, first: int) -> None:
+    """Say which images are explained by their similarity to themselves."""
+    same = [] if vit.head is None else vit.head.itself(hashes, targets.index)
+    if same:
+        images = ", ".join(str(first + i) for i in same[:8])
+        warn(
+            f"image {images} is the reference itself, whose similarity is 1 with no gradient, so what its map shows is "
+            "rounding; explain another image",
+            DegenerateMap,
+        )
 
 
 def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Targets, broken: Tensor, first: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Affine, Anatomy, Pooling
-from patchlight.errors import PatchlightError
+from patchlight.errors import PatchlightError, integer
 from patchlight.fingerprints import of_images, of_tensor
 from patchlight.targets import Outputs
 
@@ -53,6 +53,10 @@ class Head(ABC):
         """The linear map that it is; None where it is none."""
         return None
 
+    def itself(self, hashes: Sequence[str], index: Tensor) -> list[int]:
+        """Which of the images with these hashes are compared with themselves by one of their classes `index` [B,T]."""
+        return []
+
     def read_row(self, tokens: Tensor, index: Tensor) -> Tensor:
         """The weight [B,N] with which the class `index` [B] reads each of the tokens that a block is given."""
         raise NotImplementedError
@@ -65,13 +69,15 @@ class Held:
     """A tensor, given where and in the type that another one has; each is made once."""
 
     def __init__(self, values: Tensor) -> None:
-        self.values = values.detach().clone()
+        with torch.inference_mode(False):  # what is kept must be of use to gradients
+            self.values = values.detach().clone()
         self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def like(self, other: Tensor) -> Tensor:
         key = (other.device, other.dtype)
         if key not in self._made:
-            self._made[key] = self.values.to(other)
+            with torch.inference_mode(False):
+                self._made[key] = self.values.to(other)
         return self._made[key]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,13 +98,11 @@ class Linear(Head):
         sigmoid: bool = False,
         regression: bool = False,
     ) -> None:
+        if sigmoid and regression:
+            raise PatchlightError("outputs are yes or no each (sigmoid=True) or numbers (regression=True), not both")
         matrix = _matrix(weight, "weight")
-        offset = matrix.new_zeros(len(matrix)) if bias is None else torch.as_tensor(bias).detach().to(matrix)
-        if offset.shape != (len(matrix),):
-            raise PatchlightError(
-                f"bias is {list(offset.shape)}; a weight of {list(matrix.shape)} needs [{len(matrix)}]"
-            )
-        self._weight, self._bias = Held(matrix), Held(offset)
+        offset = torch.zeros(len(matrix)) if bias is None else _vector(bias, len(matrix), "bias")
+        self._weight, self._bias = Held(matrix), Held(offset.to(matrix))
         self.outputs = Outputs("none" if regression else "sigmoid" if sigmoid else "softmax")
         self.labels = _named(labels, len(matrix), "output" if regression else "class")
 
@@ -135,7 +139,7 @@ class Compared(Head):
     def _with(self, rows: Tensor, vit: Anatomy, what: str) -> Self:
         _check_width(rows, vit, what)
         made = copy(self)
-        made._rows = Held(F.normalize(rows, dim=-1))
+        made._rows = Held(_unit(rows, what))
         return made
 
     def _hash(self) -> str:
@@ -163,7 +167,7 @@ class Texts(Compared):
             self._sentences = _sentences(texts)
             self.labels = _named(labels or self._sentences, len(texts), "text")
         else:
-            self._given = _matrix(texts, "texts")
+            self._given = _unit(_matrix(texts, "texts"), "texts")
             self.labels = _named(labels, len(self._given), "text")
 
     def bound(self, vit: Anatomy) -> Self:
@@ -189,7 +193,8 @@ class Texts(Compared):
 class Similar(Compared):
     """The classes are reference images: what in the image makes it similar to each, by the cosine of their features.
 
-    An image is most similar to itself, and then no gradient is left: explain others than the references.
+    An image is most similar to itself, and then no gradient is left: explain others than the references. Their features
+    are computed once, when the head is asked: after further training, ask again.
     """
 
     outputs = Outputs("cosine", 1.0)
@@ -199,7 +204,7 @@ class Similar(Compared):
         self._images = [images] if single else images
         if len(self._images) == 0:
             raise PatchlightError("Similar was given no reference images; give one or more")
-        names = [_stem(image, i) for i, image in enumerate(self._images)]
+        names = _stems(self._images)
         self.labels = _named(labels or names, len(names), "reference")
         self._seen: tuple[str, ...] = ()
 
@@ -214,9 +219,9 @@ class Similar(Compared):
     def about(self) -> dict[str, Any]:
         return {"head": "Similar", "labels": list(self.labels), "images": list(self._seen), "features": self._hash()}
 
-    def itself(self, hashes: Sequence[str]) -> list[int]:
-        """Which of the images with these hashes are references themselves."""
-        return [i for i, each in enumerate(hashes) if each in self._seen]
+    def itself(self, hashes: Sequence[str], index: Tensor) -> list[int]:
+        asked = zip(hashes, index.tolist(), strict=True)
+        return [i for i, (each, classes) in enumerate(asked) if any(self._seen[c] == each for c in classes)]
 
 
 class Prototypes(Compared):
@@ -229,14 +234,12 @@ class Prototypes(Compared):
     outputs = Outputs("cosine", 1.0)
 
     def __init__(self, features: Any, labels: Sequence[Any], neighbours: int | None = None) -> None:
-        rows = F.normalize(_matrix(features, "features"), dim=-1)
+        rows = _unit(_matrix(features, "features"), "features")
         owners = [str(label) for label in (labels.tolist() if hasattr(labels, "tolist") else labels)]
         if len(owners) != len(rows):
             raise PatchlightError(f"{len(owners)} labels were given for {len(rows)} features; give one for each")
-        if neighbours is not None and neighbours < 1:
-            raise PatchlightError(f"neighbours is {neighbours}; give 1 or more, or None for class means")
         self.labels = list(dict.fromkeys(owners))
-        self._neighbours = neighbours
+        self._neighbours = neighbours if neighbours is None else integer("neighbours", neighbours, 1)
         self._members = [torch.tensor([i for i, o in enumerate(owners) if o == name]) for name in self.labels]
         means = [rows[members].mean(0) for members in self._members]
         self._rows = Held(rows if neighbours is not None else F.normalize(torch.stack(means), dim=-1))
@@ -286,16 +289,14 @@ class Neurons(Head):
             raise PatchlightError("Neurons reads either channels=[…] or directions=W of a block; give one of the two")
         if pool not in ("avg", "cls", "max"):
             raise PatchlightError(f"pool is {pool!r}; give 'avg', 'cls' or 'max'")
-        self.block, self.pool, self.pooling = block, pool, pool
-        self._channels = None if channels is None else [int(c) for c in channels]
-        self._center = None if center is None else Held(torch.as_tensor(center).detach())
-        self._rows = None if directions is None else Held(_matrix(directions, "directions"))
-        count = len(self._channels) if self._channels is not None else len(_matrix(directions, "directions"))
-        if count == 0:
+        self.block, self.pool, self.pooling = integer("block", block, 1), pool, pool
+        self._channels = None if channels is None else [integer("channel", c, 0) for c in channels]
+        if self._channels == []:
             raise PatchlightError("Neurons was given no channels; give one or more")
-        self._bias = Held(torch.zeros(count) if bias is None else torch.as_tensor(bias).detach())
-        if self._bias.values.shape != (count,):
-            raise PatchlightError(f"bias is {list(self._bias.values.shape)}; {count} neurons need [{count}]")
+        self._center = None if center is None else Held(_vector(center, None, "center"))
+        self._rows = None if directions is None else Held(_matrix(directions, "directions"))
+        count = len(self._channels) if self._rows is None else len(self._rows.values)  # type: ignore[arg-type]
+        self._bias = Held(torch.zeros(count) if bias is None else _vector(bias, count, "bias"))
         word = "direction" if self._channels is None else "channel"
         own = [f"{word} {c} of block {block}" for c in self._channels or range(count)]
         self.labels = _named(labels or own, count, "neuron")
@@ -303,6 +304,10 @@ class Neurons(Head):
 
     def bound(self, vit: Anatomy) -> Self:
         assert self.block is not None
+        if vit.depth == 0:
+            raise PatchlightError(
+                f"{vit.name} is opened as a feature map with no blocks, so it has no tokens that Neurons could read"
+            )
         if not 1 <= self.block <= vit.depth:
             raise PatchlightError(
                 f"there is nothing to explain before block {self.block}; {vit.name} has 1 to {vit.depth}"
@@ -315,7 +320,7 @@ class Neurons(Head):
             wrong = next((c for c in self._channels if not 0 <= c < width), None)
             if wrong is not None:
                 raise PatchlightError(f"there is no channel {wrong}; the tokens of {vit.name} have 0 to {width - 1}")
-            made._rows = Held(torch.eye(width)[self._channels])
+            made._rows = Held(torch.eye(width)[self._channels])  # exact in any type
         assert made._rows is not None
         for what, held in (("directions", made._rows), ("center", self._center)):
             if held is not None and held.values.shape[-1] != width:
@@ -347,7 +352,19 @@ class Neurons(Head):
         assert self._rows is not None
         told: dict[str, Any] = {"head": "Neurons", "block": self.block, "pool": self.pool, "labels": list(self.labels)}
         told |= {"channels": self._channels, "directions": of_tensor(self._rows.values)}
-        return {**told, "center": None if self._center is None else of_tensor(self._center.values)}
+        told |= {"center": None if self._center is None else of_tensor(self._center.values)}
+        return {**told, "bias": of_tensor(self._bias.values)}
+
+
+def head_of(
+    texts: Sequence[str] = (), template: str | Sequence[str] = "{}", similar_to: Sequence[str | Path] = ()
+) -> Head | None:
+    """The head that sentences or reference images ask for; None where there are neither."""
+    if texts and similar_to:
+        raise PatchlightError("classes are sentences (texts) or images (similar_to); give one of the two")
+    if similar_to:
+        return Similar(list(similar_to))
+    return Texts(list(texts), template=template) if texts else None
 
 
 def _matrix(values: Any, what: str) -> Tensor:
@@ -366,6 +383,28 @@ def _matrix(values: Any, what: str) -> Tensor:
     return found
 
 
+def _vector(values: Any, count: int | None, what: str) -> Tensor:
+    """Finite floating-point numbers, `count` of them."""
+    try:
+        found = torch.as_tensor(values).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PatchlightError(f"{what} is a {type(values).__name__}; give a tensor or list of numbers") from error
+    if found.ndim != 1 or (count is not None and len(found) != count):
+        raise PatchlightError(f"{what} has shape {list(found.shape)}; give [{'width' if count is None else count}]")
+    found = found if found.is_floating_point() else found.float()
+    if not bool(found.isfinite().all()):
+        raise PatchlightError(f"{what} holds NaN or infinity")
+    return found
+
+
+def _unit(rows: Tensor, what: str) -> Tensor:
+    """Rows of length 1; those of length 0 are refused."""
+    flat = (rows == 0).all(1).nonzero().flatten().tolist()
+    if flat:
+        raise PatchlightError(f"row {flat[0]} of {what} is zero, so it has no direction to compare with")
+    return F.normalize(rows, dim=-1)
+
+
 def _sentences(texts: Sequence[str]) -> list[str]:
     if not texts:
         raise PatchlightError("Texts was given no sentences; give one or more")
@@ -381,13 +420,18 @@ def _sentences(texts: Sequence[str]) -> list[str]:
 def _named(labels: Sequence[str] | None, count: int, word: str) -> list[str]:
     if labels is None:
         return [f"{word} {i}" for i in range(count)]
+    if isinstance(labels, str):
+        raise PatchlightError(f"labels are a str, {labels!r}; give a list of names")
     if len(labels) != count:
         raise PatchlightError(f"{len(labels)} labels were given for a head of {count} classes")
     return [str(label) for label in labels]
 
 
-def _stem(image: Any, i: int) -> str:
-    return Path(image).stem if isinstance(image, str | Path) else f"reference {i}"
+def _stems(images: Any) -> list[str]:
+    """What reference images are called: files by their stem, or as they were given where two have the same."""
+    files = [Path(image) if isinstance(image, str | Path) else None for image in images]
+    stems = [f"reference {i}" if file is None else file.stem for i, file in enumerate(files)]
+    return [str(file) if file is not None and stems.count(s) > 1 else s for s, file in zip(stems, files, strict=True)]
 
 
 def _check_width(rows: Tensor, vit: Anatomy, what: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from patchlight.errors import PatchlightError
 
@@ -56,24 +56,38 @@ def _short(key: str) -> Any:
     return model_validator(mode="before")(lambda value: {key: value} if isinstance(value, str) else value)
 
 
+def _both_sides(size: Any) -> Any:
+    """One number is the size of a square."""
+    return (size, size) if isinstance(size, int) and not isinstance(size, bool) else size
+
+
 class PreprocessSpec(Spec):
     """Where a model's preprocessing is replaced; None leaves the model's own."""
 
-    size: tuple[Many, Many] | None = None
-    mean: tuple[Number, Number, Number] | None = None
-    std: tuple[Spread, Spread, Spread] | None = None
+    size: Annotated[tuple[Many, Many], BeforeValidator(_both_sides)] | None = None
+    mean: Annotated[tuple[Number, ...], Field(min_length=1)] | None = None
+    std: Annotated[tuple[Spread, ...], Field(min_length=1)] | None = None
     crop_pct: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
-    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"] | None = None
     fit: Literal["crop", "squash"] | None = None
+    corner: Literal["nearest", "down", "inward"] | None = None
 
 
 class ModelSpec(Spec):
-    """A model, by a name `load` knows; `stands_for` is the recipe's model in whose place the user gave this one."""
+    """A model, by a name `load` knows; `stands_for` is the recipe's model in whose place the user gave this one.
+
+    Its classes are its own, the sentences `texts` (in a `template`), or the reference images `similar_to`.
+    """
 
     name: str
     weights: str | None = None
     labels: str | None = None
     stage: Whole | None = None
+    sigmoid: bool | None = None
+    pretrained: bool | None = None
+    texts: tuple[str, ...] = ()
+    template: str | tuple[str, ...] = "{}"
+    similar_to: tuple[str, ...] = ()
     preprocess: PreprocessSpec = PreprocessSpec()
     stands_for: str = ""
 
@@ -82,22 +96,35 @@ class ModelSpec(Spec):
     def load(self, device: str = "cpu") -> Anatomy:
         """The model, shown its images as the recipe says."""
         from patchlight.anatomy.load import load
+        from patchlight.heads import head_of
 
-        options: dict[str, Any] = {} if self.stage is None else {"stage": self.stage}
-        vit = load(self.name, weights=self.weights, labels=self.labels, device=device, **options)
+        head = head_of(self.texts, self.template, self.similar_to)
+        options = {key: getattr(self, key) for key in ("stage", "sigmoid", "pretrained")}
+        options = {key: value for key, value in options.items() if value is not None}
+        vit = load(self.name, weights=self.weights, labels=self.labels, device=device, head=head, **options)
         changed = self.preprocess.model_dump(exclude_none=True)
         size = changed.get("size", vit.preprocess.size)
         if tuple(size) != tuple(vit.preprocess.size):
             asked, own = (" x ".join(map(str, each)) for each in (size, vit.preprocess.size))
             raise PatchlightError(f"images of {asked} do not fit {vit.name}, which takes {own}; leave out size")
         vit.preprocess = replace(vit.preprocess, **changed)
-        return vit
+        if head is None or vit.bare is None:
+            return vit
+        vit.bare.preprocess = vit.preprocess
+        return vit.ask(head)  # references are shown as the images are
 
-    def other(self, name: str | None = None, weights: str | None = None, labels: str | None = None) -> ModelSpec:
-        """This model with other weights or class names; of a model of another name, nothing else is this one's."""
+    def other(
+        self, name: str | None = None, weights: str | None = None, labels: str | None = None, **more: Any
+    ) -> ModelSpec:
+        """This model with other weights or class names, and whatever else is not None.
+
+        Of a model of another name, nothing else is this one's.
+        """
+        given = {"weights": weights, "labels": labels, **more}
+        given = {key: value for key, value in given.items() if value is not None}
         if name is not None and name != self.name:
-            return ModelSpec(name=name, weights=weights, labels=labels)
-        return self.model_copy(update={"weights": weights or self.weights, "labels": labels or self.labels})
+            return ModelSpec(name=name, **given)
+        return self.model_copy(update=given)
 
 
 class DataSpec(Spec):

@@ -50,6 +50,24 @@ class Outputs:
             return "a softmax over one class is always 1; ask about two or more"
         return None
 
+    def no_accuracy(self, classes: int) -> str | None:
+        """Why no class can be the right one; None where one can."""
+        if self.kind == "none":
+            return "its outputs are plain numbers, of which none is the right one"
+        if self.outcomes(classes) == 1:
+            return "its one class is always the predicted one"
+        return None
+
+    def no_cosine(self) -> str | None:
+        """Why the logits are made of no cosines; None where they are."""
+        return "its logits are made of no cosines" if self.scale is None else None
+
+    def no_divergence(self, classes: int) -> str | None:
+        """Why there is no distribution to compare by KL; None where there is."""
+        if self.kind == "cosine":
+            return "its classes are similarities, each by itself, and no distribution"
+        return self.no_probability(classes)
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -210,11 +228,9 @@ def cosines(logits: Tensor, outputs: Outputs) -> Tensor:
 
 def kl_divergence(clean: Tensor, other: Tensor, outputs: Outputs) -> Tensor:
     """KL(p_clean || p_other) [...] from logits [...,C]; summed over classes that are each a yes or no."""
-    if outputs.kind in ("cosine", "none"):
-        raise PatchlightError(
-            "KL compares distributions over classes, and this head gives similarities or plain numbers; "
-            "give quantity='score', or use insertion and deletion"
-        )
+    reason = outputs.no_divergence(clean.shape[-1])
+    if reason is not None:
+        raise PatchlightError(f"KL compares distributions over the classes of a model: {reason}; 'deletion' works")
     if outputs.alone:
         clean, other = (torch.cat([-logits, logits], -1) for logits in (clean, other))
         outputs = Outputs("sigmoid")

@@ -41,6 +41,163 @@ def test_weights_from_a_torch_file(weights: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(vit.logits(batch), shared("vit").logits(batch))
 
 
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda state: {f"module.{k}": v for k, v in state.items()},
+        lambda state: {f"model.{k}": v for k, v in state.items()},
+        lambda state: {f"backbone.{k}": v for k, v in state.items()},
+        lambda state: {f"_orig_mod.{k}": v for k, v in state.items()},
+        lambda state: {f"module._orig_mod.model.{k}": v for k, v in state.items()},
+        lambda state: {"n_averaged": torch.tensor(3), **{f"module.{k}": v for k, v in state.items()}},
+        lambda state: {"epoch": 3, "state_dict": {f"module.{k}": v for k, v in state.items()}, "optimizer": {"a": 1}},
+        lambda state: {"model_ema": state, "epoch": 3},
+        lambda state: {"model": state, "model_ema": {k: v + 1 for k, v in state.items()}},
+        lambda state: {"model": {"state_dict": state}},
+        lambda state: {"mine": state, "epoch": 3, "optimizer": {"state": {}, "param_groups": []}},
+    ],
+)
+def test_what_training_puts_around_weights_is_taken_off(wrapped: object, tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save(wrapped(build("vit").model.state_dict()), path)  # type: ignore[operator]
+    vit = pl.load("vit_tiny_patch16_224", weights=path, **SMALL)
+    batch = images(vit)
+    torch.testing.assert_close(vit.logits(batch), shared("vit").logits(batch))
+    assert vit.classes == CLASSES
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "message"),
+    [
+        (lambda state: {"a": state, "b": state}, "holds tensors under 'a', 'b'; save those of one model alone"),
+        (lambda state: {"epoch": 3}, "does not hold plain tensors by name"),
+        (lambda state: [*state.values()], "does not hold plain tensors by name"),
+        (
+            lambda state: {**{f"backbone.{k}": v for k, v in state.items()}, "fc.weight": torch.ones(2)},
+            r"do not fit vit_tiny_patch16_224: \d+ missing \(cls_token\); \d+ extra \(backbone.cls_token\)",
+        ),
+        (lambda state: {**state, "more": torch.ones(2)}, r"do not fit .*: 1 extra \(more\)"),
+    ],
+)
+def test_checkpoints_that_are_no_one_models(wrapped: object, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save(wrapped(build("vit").model.state_dict()), path)  # type: ignore[operator]
+    with pytest.raises(pl.PatchlightError, match=message):
+        pl.load("vit_tiny_patch16_224", weights=path, **SMALL)
+
+
+def test_positions_are_resampled_for_another_size(weights: Path, tmp_path: Path) -> None:
+    """As timm does by itself, where the size of the images is free."""
+    small = {**SMALL, "img_size": (96, 80)}
+    vit = pl.load("vit_tiny_patch16_224", weights=weights, **small)
+    free = pl.load(
+        "vit_tiny_patch16_224",
+        weights=weights,
+        dynamic_img_size=True,
+        preprocess=pl.Preprocess((96, 80)),
+        **SMALL,
+    )
+    assert vit.grid == free.grid == (6, 5)
+    batch = images(vit)
+    torch.testing.assert_close(vit.logits(batch), free.logits(batch), rtol=1e-4, atol=1e-4)
+    with pytest.raises(pl.PatchlightError, match=r"'pos_embed' is \[1, 17, 48\] but must be .*img_size= of the images"):
+        pl.load("vit_tiny_patch16_224", weights=weights, **{k: v for k, v in SMALL.items() if k != "img_size"})
+    wide = tmp_path / "wide.safetensors"
+    save_file({k: v.contiguous() for k, v in build("vit-wide").model.state_dict().items()}, wide)
+    with pytest.raises(pl.PatchlightError, match=r"'pos_embed' .* is no square grid of positions behind 1 others"):
+        pl.load("vit_tiny_patch16_224", weights=wide, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "options"),
+    [
+        ("beit", "beit_base_patch16_224", {**SMALL, "img_size": 96}),
+        ("swin", "swin_tiny_patch4_window7_224", {"img_size": 128, "window_size": 8, "embed_dim": 16}),
+    ],
+)
+def test_relative_positions_are_resampled(family: str, name: str, options: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    vit = build(family)
+    save_file({k: v.contiguous() for k, v in vit.model.state_dict().items()}, path)
+    staged = {"depths": (1, 1, 2, 1), "num_heads": (1, 2, 2, 4)} if family == "swin" else {}
+    other = pl.load(name, weights=path, **options, **staged)  # type: ignore[arg-type]
+    tables = {k: v for k, v in other.model.state_dict().items() if k.endswith("bias_table")}
+    assert tables
+    for key, table in tables.items():
+        old = vit.model.state_dict()[key]
+        assert table.shape != old.shape
+        kept = slice(-3, None) if family == "beit" else slice(1)
+        torch.testing.assert_close(table[kept], old[kept])
+    assert pl.explain(other, images(other), "gradcam" if family == "swin" else "genatt").scores.isfinite().all()
+
+
+def test_positions_of_transformers_and_torchvision_are_resampled(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "weights.safetensors"
+    for family, key in (("hf-vit", "vit.embeddings.position_embeddings"), ("torchvision", "encoder.pos_embedding")):
+        vit = build(family)
+        state = {k: v.contiguous() for k, v in vit.model.state_dict().items()}
+        save_file(state, path)
+        if family == "hf-vit":
+            vit.model.config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
+            own = {"image_size": 96, "preprocess": pl.Preprocess((96, 96))}
+            other = pl.load(f"hf:{tmp_path}", weights=path, **own).model.state_dict()[key]  # type: ignore[arg-type]
+        else:
+            from patchlight.anatomy.files import resampled
+
+            larger = type(vit.model)(96, 16, 3, 4, 48, 96, num_classes=CLASSES)  # type: ignore[call-arg]
+            other = resampled(state, larger, (6, 6), "it")[key]
+        assert other.shape == (1, 37, 48)
+        torch.testing.assert_close(other[:, 0], state[key][:, 0])
+        torch.testing.assert_close(other[:, 1:].mean(1), state[key][:, 1:].mean(1), rtol=0.2, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_small_patch16_dinov3", "vit_base_patch16_siglip_224"],
+)
+def test_the_size_of_images_is_free_where_the_model_says_so(name: str) -> None:
+    from PIL import Image
+
+    size = {**SMALL, "patch_size": 16, "num_classes": CLASSES, "dynamic_img_size": True}
+    vit = pl.load(name, pretrained=False, preprocess=pl.Preprocess((48, 80)), **size)
+    randomise(vit.model)
+    assert vit.grid == (3, 5)
+    batch = images(vit)
+    torch.testing.assert_close(vit.logits(batch), vit.model(batch))
+    assert pl.explain(vit, batch, "genatt").scores.shape == (3, 3, 5)
+    check_method("tis", vit, batch)
+    sizes = [Image.new("RGB", (90, 40), "red"), Image.new("RGB", (40, 90), "blue")]
+    assert pl.explain(vit, sizes, "genatt").scores.shape == (2, 3, 5)
+    with pytest.raises(pl.PatchlightError, match=r"images have shape \[1, 3, 64, 64\]; this model takes \[B,3,48,80\]"):
+        pl.explain(vit, torch.zeros(1, 3, 64, 64))
+
+
+def test_sizes_are_not_free_elsewhere() -> None:
+    with pytest.raises(pl.PatchlightError, match=r"does not take an image of shape \[1, 3, 48, 80\]"):
+        pl.load("vit_tiny_patch16_224", pretrained=False, preprocess=pl.Preprocess((48, 80)), **SMALL)
+    with pytest.raises(pl.PatchlightError, match=r"'beit_base_patch16_224' takes no 'dynamic_img_size'"):
+        pl.load("beit_base_patch16_224", pretrained=False, dynamic_img_size=True)
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+def test_one_and_five_channels(channels: int) -> None:
+    from PIL import Image
+
+    vit = pl.load("vit_tiny_patch16_224", pretrained=False, in_chans=channels, num_classes=CLASSES, **SMALL)
+    randomise(vit.model)
+    batch = images(vit)
+    assert batch.shape == (3, channels, 64, 64)
+    for method in ("genatt", "rise", "gradcam", "occlusion"):
+        check_method(method, vit, batch)
+    photo = Image.new("RGB", (80, 64), "red")
+    if channels == 1:
+        assert pl.explain(vit, photo, "genatt").scores.shape == (1, 4, 4)
+        return
+    with pytest.raises(pl.PatchlightError, match=r"takes 5 channels, which a picture does not have; .*\[B,5,64,64\]"):
+        pl.explain(vit, photo, "genatt")
+
+
 class Evil:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return (print, ("unpickled",))
@@ -232,3 +389,71 @@ def test_model_names_can_be_searched() -> None:
     assert "deit_tiny_patch16_224" in list_models("deit")
     assert list_models("pocket") == ["pocket"]
     assert list_models("nothing-like-it") == []
+
+
+def _in_bits(model: nn.Module, bits: int) -> nn.Module:
+    """The linear layers of a model's blocks by bitsandbytes, in 8 or 4 bits."""
+    library = pytest.importorskip("bitsandbytes")
+    for module in list(model.blocks.modules()):  # type: ignore[union-attr, operator]
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, nn.Linear):
+                sizes = layer.in_features, layer.out_features
+                new = library.nn.Linear4bit(*sizes) if bits == 4 else None
+                new = library.nn.Linear8bitLt(*sizes, has_fp16_weights=False) if new is None else new
+                new.load_state_dict(layer.state_dict())
+                setattr(module, name, new.to("cpu"))
+    return model
+
+
+def test_weights_in_8_bits_are_refused_with_a_way_out() -> None:
+    sentence = r"'blocks.0.attn.qkv.weight' of VisionTransformer is an Int\w+ of \w+.*bfloat16"
+    with pytest.raises(pl.PatchlightError, match=sentence):
+        pl.wrap(_in_bits(randomise(FAMILIES["vit"]()), 8))
+
+
+def test_weights_of_torchao_are_refused_with_a_way_out() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = randomise(FAMILIES["vit"]())
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(pl.PatchlightError, match=r"is an Int8Tensor of torchao.*bfloat16"):
+        pl.wrap(model)
+
+
+def test_what_is_refused_is_known_by_its_type() -> None:
+    """As the two above, where neither library is installed."""
+    kind = type("Int8Params", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
+    model = randomise(FAMILIES["vit"]())
+    model.blocks[0].attn.qkv.weight = kind(model.blocks[0].attn.qkv.weight.detach())  # type: ignore[union-attr]
+    with pytest.raises(pl.PatchlightError, match=r"is an Int8Params of bitsandbytes, whose 8 bits"):
+        pl.wrap(model)
+
+
+def test_weights_in_4_bits_are_explained() -> None:
+    model = _in_bits(randomise(FAMILIES["vit"]()), 4)
+    vit = pl.wrap(model)
+    batch = images(vit)
+    torch.testing.assert_close(vit.logits(batch), model(batch))
+    assert (vit.logits(batch) - shared("vit").logits(batch)).abs().max() > 0.01
+    assert pl.explain(vit, batch, "ixg.libra").scores.abs().min() > 0
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "dora", "saved", "IA3Config", "OFTConfig"])
+def test_adapters_are_part_of_the_model(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = {
+        "LoraConfig": lambda: peft.LoraConfig(target_modules=["qkv", "proj"], init_lora_weights=False, r=2),
+        "dora": lambda: peft.LoraConfig(target_modules=["qkv"], init_lora_weights=False, r=2, use_dora=True),
+        "saved": lambda: peft.LoraConfig(target_modules=["qkv"], modules_to_save=["head"], r=2),
+        "IA3Config": lambda: peft.IA3Config(target_modules=["qkv"], feedforward_modules=[], init_ia3_weights=False),
+        "OFTConfig": lambda: peft.OFTConfig(target_modules=["qkv"], init_weights=False, r=0, oft_block_size=12),
+    }[kind]()
+    adapted = peft.get_peft_model(randomise(FAMILIES["vit"]()), config).eval()
+    for name, value in adapted.named_parameters():
+        if "modules_to_save" in name:
+            value.data += 1
+    vit = pl.wrap(adapted)
+    batch = images(vit)
+    torch.testing.assert_close(vit.logits(batch), adapted(batch))
+    assert (vit.logits(batch) - shared("vit").logits(batch)).abs().max() > 1e-3
+    assert pl.explain(vit, batch, ["genatt", "tis", "ixg.libra"])["tis"].scores.isfinite().all()

@@ -9,7 +9,7 @@ import pytest
 from patchlight.bench.recipe import Quick, override, parse, quickened, read_recipe
 from patchlight.errors import PatchlightError
 from patchlight.recipes import key_lines
-from patchlight.specs import MetricSpec
+from patchlight.specs import MetricSpec, PreprocessSpec
 from tests.bench.small import text
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -148,3 +148,12 @@ def test_settings_of_a_user_are_checked_at_once(tmp_path: Path) -> None:
     for wrong, told in (({"fusion": "most"}, "fusion='most'"), ({"upsampling": "best"}, "upsampling='best'")):
         with pytest.raises(PatchlightError, match=told):
             override(recipe, settings={"Rollout": wrong})
+
+
+def test_what_is_said_about_models_goes_to_each_in_order(tmp_path: Path) -> None:
+    prepared = PreprocessSpec(crop_pct=0.5)
+    about = {"labels": ["l.txt"], "preprocess": [prepared]}
+    found = override(parse(text(tmp_path)), about=about, flags={"sigmoid": True, "pretrained": None}).models["Pocket"]
+    assert (found.labels, found.preprocess, found.sigmoid, found.pretrained) == ("l.txt", prepared, True, None)
+    with pytest.raises(PatchlightError, match="2 preprocess were given for 1 model"):
+        override(parse(text(tmp_path)), about={"preprocess": [prepared, prepared]})

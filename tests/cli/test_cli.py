@@ -138,7 +138,7 @@ def test_names_are_completed() -> None:
     assert "decompx.skipplus" in completed("patchlight methods decompx.")
     assert completed("patchlight methods rise.plus") == [], "it has no layer maps to sum"
     assert completed("patchlight methods nothing.") == []
-    assert completed("patchlight explain a.jpg --score ") == ["logit", "probability"]
+    assert completed("patchlight explain a.jpg --score ") == ["logit", "probability", "cosine"]
     assert "deit_tiny_patch16_224" in completed("patchlight methods --model deit_t")
     assert completed("patchlight evaluate --metric deletion,inserti") == ["deletion,insertion"]
     assert "rise" in completed("patchlight evaluate --metric deletion --preset ")
@@ -425,3 +425,75 @@ def test_an_unknown_kind_of_figure_is_refused(folder: Path, tiny: pl.Anatomy) ->
     assert "a folder's name ends with '/'" in refused("explain", "photos/a.jpg", "--out", "a.pgn")
     run("explain", "photos/a.jpg", "--out", "a.pgn/")
     assert Path("a.pgn/a.png").is_file()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a command asked of `load`, which gives a small random model."""
+    vit, found = families.build("vit"), {}
+
+    def load(name: str, **options: Any) -> pl.Anatomy:
+        found.update(name=name, **options)
+        return vit
+
+    monkeypatch.setattr("patchlight.anatomy.load.load", load)
+    return found
+
+
+def test_what_is_said_about_a_model_reaches_it(folder: Path, asked: dict[str, Any]) -> None:
+    (folder / "own.json").write_text('{"mean": [0.1, 0.1, 0.1]}')
+    said = ["--preprocess", "own.json", "--sigmoid", "--no-pretrained"]
+    for command in (
+        ["explain", "photos/a.jpg", "--out", "a.png"],
+        ["evaluate", "--images", "photos/a.jpg", "--method", "random", "--metric", "gini"],
+    ):
+        asked.clear()
+        run(*command, *said)
+        assert (asked["preprocess"], asked["sigmoid"], asked["pretrained"]) == (Path("own.json"), True, False)
+        asked.clear()
+        run(*command, *(["--force"] if command[0] == "explain" else []))
+        assert not {"preprocess", "sigmoid", "pretrained"} & set(asked)
+
+
+def test_a_model_is_prepared_as_a_file_says(folder: Path) -> None:
+    """Through to the model itself, random weights and all."""
+    (folder / "own.toml").write_text("mean = [0.25, 0.25, 0.25]\n")
+    (folder / "bad.toml").write_text("middle = 3\n")
+    save = ["explain", "photos/a.jpg", "--method", "random", "--save", "maps", "--out", "a.png", "--preprocess"]
+    run(*save, "own.toml", "--sigmoid")
+    (found,) = (folder / "maps").rglob("*.json")
+    about = json.loads(found.read_text())
+    assert about["preprocess"]["mean"] == [0.25, 0.25, 0.25]
+    assert "line 1: there is no key 'middle'" in refused(*save, "bad.toml", "--force")
+    assert "no preprocessing at 'none'" in refused(*save, "none", "--force")
+
+
+def test_classes_are_reference_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    from patchlight.zoo import pocket
+
+    cat, dog, kitten = (str(pocket.PHOTOS / f"{name}.jpg") for name in ("cat", "dog", "kitten"))
+    asked = ["--similar-to", cat, "--similar-to", dog]
+    told = json.loads(run("explain", kitten, *asked, "--target", "dog", "--save", "maps", "--json").stdout)
+    (image,) = told["images"]
+    assert image["target"] == {"index": 1, "label": "dog"}
+    vit = pl.load("pocket", head=pl.heads.Similar([cat, dog]))
+    expected = dict(zip(("cat", "dog"), vit.logits(vit.batch(kitten))[0].tolist(), strict=True))
+    assert {p["label"]: p["score"] for p in image["predictions"]} == pytest.approx(expected, abs=1e-5)
+    assert pl.Attribution.load(Path(image["maps"]["genatt"])).head["labels"] == ["cat", "dog"]
+    shown = run("explain", kitten, *asked, "--out", "again.png").stdout
+    assert f"cat {expected['cat']:.3g}" in shown
+    found = run("evaluate", "maps", "--images", kitten, *asked, "--metric", "deletion", "--set", "steps=2", "--json")
+    (row,) = json.loads(found.stdout)["results"]
+    assert row["settings"]["score"] == "probability"
+    assert "other weights" in run("evaluate", "maps", "--images", kitten, "--metric", "deletion", code=2).stderr
+
+
+def test_wrong_heads_are_one_sentence(folder: Path) -> None:
+    photo = "photos/a.jpg"
+    assert "no image at 'nowhere.jpg'" in refused("explain", photo, "--similar-to", "nowhere.jpg")
+    assert "either --text or --similar-to" in refused("explain", photo, "--text", "a", "--similar-to", photo)
+    assert "--template stands around" in refused("explain", photo, "--template", "a {}")
+    assert "no text side" in refused("explain", photo, "--text", "a dog", "--text", "a cat")
+    assert "no place for a text" in refused("explain", photo, "--text", "a dog", "--template", "a photo")
+    assert "text 0 is empty" in refused("explain", photo, "--text", " ")

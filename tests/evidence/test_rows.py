@@ -10,6 +10,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.evidence import passes, taps
+from patchlight.evidence.record import ATTENTION
 from patchlight.evidence.rows import Attention, Entry, Rows, attend, head_mean, mean_row, row_sums, times, written
 from patchlight.methods.requests import refusal, resolve
 from patchlight.testing import contract_names
@@ -103,12 +104,14 @@ def test_maps_with_fused_attention_are_those_with_matrices(family: str, monkeypa
     """Every layer map that reads attention, all compositions and rules: only how A and G are read differs."""
     vit = roomy(family, torch.float64)
     batch = images(vit, 2)
-    names = [n for n in contract_names() if resolve(n).in_pass and resolve(n).needs & {"A", "G"}]
+    names = [n for n in contract_names() if resolve(n).in_pass and resolve(n).needs & ATTENTION]
     names += ["genatt.plus", "genatt.rollout", "attcam.plus", "genatt.attnlrp", "attngrad.plus.libra", "rawatt.rollout"]
     asked: dict[str, dict[str, Any]] = {name: {} for name in names}
     asked |= {"tails": {"method": "genatt.plus", "terms": "tail"}, "mean": {"method": "genatt", "rectify": "mean"}}
     asked |= {"parts": {"method": "attngrad", "sign": "abs"}, "max": {"method": "rollout", "fusion": "max"}}
     asked |= {"necc": {"method": "tokentm", "preset": "libragrad"}, "all": {"method": "gradsam", "readout": "tokens"}}
+    asked |= {"own": {"method": "legrad", "readout": "pooling", "attention": "block"}, "legrad.libra": {}}
+    asked |= {"block": {"method": "grad-eclip", "attention": "block"}, "grad-eclip.plus.attnlrp": {}}
     for name in [n for n, s in asked.items() if refusal(resolve(n, s), vit) is not None]:
         del asked[name]
     explicit = pl.explain(vit, batch, asked, target=[[0, 1], [2, 3]])
@@ -140,6 +143,17 @@ def test_methods_that_read_a_row_write_no_matrix(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Rows, "_summed", lambda self, weights, over_rows: torch.zeros_like(self.attention.lse))
     for part in ("A", "G", "entries"):
         monkeypatch.setattr(Attention, part, property(lambda self: pytest.fail("a matrix was written")))
-    for name in ("genatt", "gradsam", "rollout", "rawatt", "attnfrom", "attcat", "attngrad", "tokentm", "genatt.plus"):
+    for name in (
+        "genatt",
+        "gradsam",
+        "rollout",
+        "rawatt",
+        "attnfrom",
+        "attcat",
+        "attngrad",
+        "tokentm",
+        "genatt.plus",
+        "legrad",
+    ):
         pl.explain(vit, images(vit, 1), name, target=1)
     assert fused

@@ -16,7 +16,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.metrics.base import METRICS, MapFunction
 from patchlight.targets import Targets
 from patchlight.testing import check_metric
-from tests.families import images, shared
+from tests.families import HEADS, asked, images, shared
 from tests.literal.toys import linear
 
 FAMILIES = ("vit-wide", "siglip", "swin")
@@ -51,7 +51,7 @@ class Scene:
 
 @cache
 def scene(family: str) -> Scene:
-    vit = shared(family)
+    vit = asked(family) if family in HEADS else shared(family)
     batch = images(vit, COUNT)
     height, width = vit.preprocess.size
     boxes = [
@@ -232,3 +232,26 @@ def test_parts_in_the_order_of_their_worth(name: str, settings: dict[str, Any]) 
     given = {**fills, **settings}
     found = check_metric(name, vit, batch, None, given, labels=labels.tolist(), better=worth, worse=-worth)
     assert (found is None) == (settings.get("preset") == "vit-shapley"), "only that drops every token"
+
+
+NO_PROBABILITY = ("neurons", "max-neurons", "cls-neurons")
+WITHOUT = {"auc": {}, "lodds": {}, "perturbation": {"quantity": "logit"}, **{t: {"quantity": "aopc"} for t in TOKENS}}
+"""What cannot be read of a head that has no probabilities, and the settings with which it can; none for two."""
+
+
+@pytest.mark.parametrize("name", sorted(METRICS))
+@pytest.mark.parametrize(
+    "head", [pytest.param(h, marks=() if i < 3 else pytest.mark.slow) for i, h in enumerate(HEADS)]
+)
+def test_contract_on_heads(name: str, head: str) -> None:
+    given, double = scene(head), asked(head, torch.float64)
+    refused = head in NO_PROBABILITY and name in WITHOUT
+    if refused:
+        assert check_metric(name, given.vit, given.images, **needed(given, name)) is None
+        if not WITHOUT[name]:
+            return
+    settings = WITHOUT[name] if refused else {}
+    found = check_metric(name, given.vit, given.images, double, settings, **needed(given, name))
+    assert found is not None
+    if "score" in found.settings and METRICS[name].ablates:
+        assert found.settings["score"] == ("logit" if head in NO_PROBABILITY else "probability")

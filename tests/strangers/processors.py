@@ -291,16 +291,17 @@ def folder_of(kind: str, folder: Path) -> str:
 def a_folder_without_a_classifier(folder: Path) -> None:
     for kind in ("ViTModel", "Dinov2Model", "DeiTModel"):
         name = folder_of(kind, folder)
-        refuses(lambda n=name: pl.load(f"hf:{n}"), f"a {kind} without 'classifier.bias', 'classifier.weight'")  # type: ignore[misc]
+        refuses(lambda n=name: pl.load(f"hf:{n}"), "no classifier", "Similar(images)")  # type: ignore[misc]
     picture("square").save(folder / "image.png")
-    command("explain", str(folder / "image.png"), "--model", f"hf:{name}", code=2, says=("classifier.weight", "random"))
+    command("explain", str(folder / "image.png"), "--model", f"hf:{name}", code=2, says=("no classifier", "Linear"))
 
 
 @row
 def a_folder_of_an_image_text_model(folder: Path) -> None:
     for kind in ("CLIPModel", "SiglipModel"):
         name = folder_of(kind, folder)
-        refuses(lambda n=name: pl.load(f"hf:{n}"), f"a {kind} without 'classifier.bias'", "described by hand")  # type: ignore[misc]
+        refuses(lambda n=name: pl.load(f"hf:{n}"), "no classifier", "Texts(sentences)")  # type: ignore[misc]
+        refuses(lambda n=name: pl.load(f"hf:{n}", texts=["a dog"]), "without a tokenizer", "processor=")  # type: ignore[misc]
 
 
 @row
@@ -486,17 +487,19 @@ def image_text(folder: Path) -> Any:
 
 @row
 def an_image_text_model_is_told_how_to_be_described(folder: Path) -> None:
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vision_model = image_text(folder).vision_model
+
+        def encode_text(self) -> None: ...
+
     refuses(
-        lambda: pl.wrap(image_text(folder)),
-        "CLIPModel compares images with texts",
+        lambda: pl.wrap(Other()),
+        "Other compares images with texts",
         "blocks=model.vision_model.encoder.layers",
         "classes=number of texts, labels=texts",
     )
-
-    class Other(nn.Module):
-        def encode_text(self) -> None: ...
-
-    refuses(lambda: pl.wrap(Other()), "Other compares images with texts", "blocks=…")
 
 
 @row

@@ -259,6 +259,12 @@ class Anatomy(ABC):
             self._views[key]._checked = False  # it is what this one is, which is checked
             return self._views[key]
 
+    def over(self, net: nn.Module, holder: Anatomy) -> Self:
+        """The same anatomy over another copy of its model: a part of the twin of `holder`, which contains it."""
+        there = object.__new__(type(self))
+        there.__dict__.update(self.__dict__, net=net, _products=holder._products)
+        return there
+
     def wide(self) -> Self:
         """Itself, or its view in float32 where the weights are of half precision: what relevance is computed in."""
         return self.view(torch.float32) if self.dtype in (torch.float16, torch.bfloat16) else self
@@ -363,19 +369,21 @@ class Anatomy(ABC):
         """How similarities to texts become logits and probabilities."""
         return Outputs("cosine", 1.0)
 
-    def first_row(self, tokens: Tensor) -> Tensor:
+    def first_row(self, tokens: Tensor, heads: int | None = None) -> Tensor:
         """The last block of a plain ViT on tokens [B,N,D], its output at the first token alone [B,1,D], by its parts.
 
-        Only keys and values are computed for all tokens. `reads_first` says whether it may stand for the block.
+        Only keys and values are computed for all tokens. `reads_first` says whether it may stand for the block; it may
+        be computed with another number of `heads`, as if the block had them.
         """
+        heads = self.heads if heads is None else heads
         parts: Any = self.parts(self.depth - 1)
         weight, bias = parts.qkv()
         size = len(weight) // 3
         n = parts.norm1(tokens)
         q = F.linear(n[:, :1], weight[:size], None if bias is None else bias[:size])
         both = F.linear(n, weight[size:], None if bias is None else bias[size:])
-        k, v = both.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        o = F.scaled_dot_product_attention(q.unflatten(-1, (self.heads, -1)).transpose(1, 2), k, v)
+        k, v = both.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        o = F.scaled_dot_product_attention(q.unflatten(-1, (heads, -1)).transpose(1, 2), k, v)
         attended = parts.out(o.transpose(1, 2).flatten(2))
         u = tokens[:, :1] + (attended if parts.scale1 is None else attended * parts.scale1)
         added = parts.fc2(parts.activation(parts.fc1(parts.norm2(u))))
@@ -415,8 +423,11 @@ class Anatomy(ABC):
         return None
 
     @contextlib.contextmanager
-    def projecting(self, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-        """Inside, `change` sees the projected patches [B,P,D] of every `embed`, and what it returns replaces them."""
+    def projecting(self, change: Callable[[Tensor], Tensor | None] | None) -> Iterator[None]:
+        """Inside, `change` sees the projected patches [B,P,D] of every `embed`, and what it returns replaces them.
+
+        With None, nobody sees them.
+        """
         if self.projection() is None:
             raise Unsupported(f"{self.name} has no patch projection to look at")
         before = getattr(_LOCAL, "change", None)
@@ -430,6 +441,16 @@ class Anatomy(ABC):
     def depth(self) -> int:
         """How many blocks stand before what is read."""
         return len(self.blocks) if self.head is None or self.head.block is None else self.head.block
+
+    @property
+    def probable(self) -> bool:
+        """Whether its outputs are best told as probabilities, and not as the similarities or numbers that they are."""
+        return self.outputs.kind != "cosine" and self.outputs.no_probability(self.classes) is None
+
+    @property
+    def rows_differ(self) -> bool:
+        """Whether each class reads tokens of its own, so that attention seen from there is its own too."""
+        return self.pooling == "max"
 
     @property
     def outcomes(self) -> int:
@@ -509,9 +530,9 @@ class Anatomy(ABC):
         return probabilities(logits, self.outputs)
 
     def predict(self, images: Any, k: int = 5) -> list[list[tuple[str, float]]]:
-        """For each image the k most probable classes, as (label, probability); the output, where there is no such."""
+        """For each image its first k classes as (label, probability), or (label, output) where not `probable`."""
         logits = self.logits(self.batch(images)).float()
-        values = logits if self.outputs.no_probability(self.classes) is not None else self.probabilities(logits)
+        values = self.probabilities(logits) if self.probable else logits
         top = values.topk(min(k, self.outcomes), 1)
         rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
         return [[(self.label(i), p) for p, i in zip(*row, strict=True)] for row in rows]

@@ -25,7 +25,8 @@ class Family(Entry):
 
 
 FAMILIES: Registry[Family] = Registry(
-    "model family", [f"patchlight.anatomy.{room}" for room in ("timm", "hf", "torchvision")]
+    "model family",
+    [f"patchlight.anatomy.{room}" for room in ("timm", "hf", "hf_backbones", "open_clip", "torchvision")],
 )
 Reader = TypeVar("Reader", bound=Callable[..., Anatomy | None])
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +79,20 @@ def _by_index(pairs: Sequence[tuple[Any, str]], source: Path | str) -> list[str]
     return [names[i] for i in range(len(names))]
 
 
+_HOLDERS = ("state_dict", "model", "model_state_dict", "module", "net", "network", "weights", "params")
+"""Under which of its keys a checkpoint keeps the model, where it keeps other things beside it."""
+_AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "ema_model")
+_WRAPPERS = ("module.", "model.", "backbone.")
+"""What training scripts put before the name of every weight."""
+_POSITIONS = re.compile(r"(.*\.)?(pos_embed|pos_embedding|position_embeddings|position_embedding\.weight)")
+_BIASES = re.compile(r"(.*)\.relative_position_bias_table")
+
+
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors by name from a safetensors file, or a torch file read without unpickling code."""
+    """Tensors by name from a safetensors file, or a torch file read without unpickling code.
+
+    Names are as the model has them: what wrappers put before all of them is taken off.
+    """
     if not path.is_file():
         raise PatchlightError(f"no weights at '{path}'")
     if path.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
@@ -88,19 +101,64 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            tensors: dict[str, Tensor] = load_file(path)
-            return tensors
+            return _unwrapped(load_file(path))
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise PatchlightError(
             f"'{path}' cannot be read as weights: it is damaged, or holds more than plain tensors"
         ) from error
-    for key in ("state_dict", "model"):
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise PatchlightError(f"'{path}' does not hold plain tensors by name")
+    return _unwrapped(_held(state, path))
+
+
+def _held(state: Any, path: Path) -> dict[str, Tensor]:
+    """The dictionary of plain tensors in a checkpoint: itself, or under the key that says so, or the only one."""
+    if isinstance(state, dict) and state and all(isinstance(v, Tensor) for v in state.values()):
+        return state
+    inside = {key: v for key, v in state.items() if isinstance(v, dict) and v} if isinstance(state, dict) else {}
+    known = next((key for key in (*_HOLDERS, *_AVERAGED) if key in inside), None)
+    others = [key for key, v in inside.items() if all(isinstance(each, Tensor) for each in v.values())]
+    if known is not None or len(others) == 1:
+        return _held(inside[known if known is not None else others[0]], path)
+    if others:
+        named = ", ".join(f"'{key}'" for key in others)
+        raise PatchlightError(f"'{path}' holds tensors under {named}; save those of one model alone")
+    raise PatchlightError(f"'{path}' does not hold plain tensors by name")
+
+
+def _unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names without what `torch.compile`, data parallelism or a training script put before every one of them."""
+    state = {key.replace("_orig_mod.", ""): value for key, value in state.items() if key != "n_averaged"}
+    while state:
+        prefix = next((p for p in _WRAPPERS if all(key.startswith(p) for key in state)), None)
+        if prefix is None:
+            break
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
     return state
+
+
+def resampled(state: dict[str, Tensor], model: nn.Module, grid: tuple[int, int], source: str) -> dict[str, Tensor]:
+    """Weights whose position tables, made for another size of image, are resampled to a model's grid, as timm does."""
+    from timm.layers.pos_embed import resample_abs_pos_embed
+    from timm.layers.pos_embed_rel import resize_rel_pos_bias_table
+
+    out, own = dict(state), model.state_dict()
+    for key in (k for k in own if k in state and own[k].shape != state[k].shape):
+        table, bias = state[key], _BIASES.fullmatch(key)
+        if bias is not None:
+            window, shape = cast(Any, model.get_submodule(bias[1])).window_size, own[key].shape
+            out[key] = resize_rel_pos_bias_table(table, new_window_size=window, new_bias_shape=tuple(shape))
+        elif _POSITIONS.fullmatch(key) and table.ndim == own[key].ndim and table.shape[-1] == own[key].shape[-1]:
+            prefix = own[key].shape[-2] - grid[0] * grid[1]
+            side = math.isqrt(max(table.shape[-2] - prefix, 0))
+            if prefix < 0 or side * side + prefix != table.shape[-2] or side == 0:
+                raise PatchlightError(
+                    f"'{key}' in {source} is {list(table.shape)}, which is no square grid of positions behind {prefix} "
+                    f"others; it cannot be resampled to {grid[0]} x {grid[1]}"
+                )
+            flat = table if table.ndim == 3 else table[None]
+            new = resample_abs_pos_embed(flat.float(), list(grid), (side, side), prefix).to(table.dtype)
+            out[key] = new if table.ndim == 3 else new[0]
+    return out
 
 
 def fill(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> None:
@@ -111,6 +169,8 @@ def fill(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> 
     if missing or extra or shapes:
         parts = [f"{len(keys)} {word} ({keys[0]})" for word, keys in (("missing", missing), ("extra", extra)) if keys]
         parts += [f"'{k}' is {list(state[k].shape)} but must be {list(own[k].shape)}" for k in shapes[:1]]
+        if shapes and _POSITIONS.fullmatch(shapes[0]):
+            parts.append("with img_size= of the images it shall take, positions are resampled")
         raise PatchlightError(f"weights in {source} do not fit {name}: {'; '.join(parts)}")
     other = next((k for k in own if not _same_kind(state[k], own[k])), None)
     if other is not None:

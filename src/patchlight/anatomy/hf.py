@@ -1,7 +1,7 @@
 """Anatomy of transformers' image classifiers: ViT, DeiT (with and without teacher), DINOv2, CLIP, SigLIP.
 
-Written for transformers 4.46 to 5.x: the module layout differs between 4.x and 5.x, so parts are found by any of
-their names rather than by one path.
+Models without a classifier are in hf_backbones.py. Written for transformers 4.46 to 5.x: the module layout differs
+between 4.x and 5.x, so parts are found by any of their names rather than by one path.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,22 +27,37 @@ from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 _HALF = (0.5, 0.5, 0.5)
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # How the processors published with each family's checkpoints prepare a picture.
-_VIT = Preprocess((224, 224), _HALF, _HALF, 1.0, "bilinear", "squash", "down")
-_DEIT = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 0.875, "bicubic", "squash", "down")
-_DINO = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 0.875, "bicubic", "crop", "down")
-_CLIP = Preprocess((224, 224), _CLIP_MEAN, _CLIP_STD, 1.0, "bicubic", "crop", "down")
-_SIGLIP = Preprocess((224, 224), _HALF, _HALF, 1.0, "bicubic", "squash", "down")
-_SHAPES: dict[str, tuple[str, Pooling, int, Preprocess]] = {
-    # class: backbone attribute, pooling, prefix tokens, published preprocessing
-    "ViTForImageClassification": ("vit", "cls", 1, _VIT),
-    "DeiTForImageClassification": ("deit", "cls", 2, _DEIT),
-    "DeiTForImageClassificationWithTeacher": ("deit", "cls+dist", 2, _DEIT),
-    "Dinov2ForImageClassification": ("dinov2", "cls+avg", 1, _DINO),
-    "Dinov2WithRegistersForImageClassification": ("dinov2_with_registers", "cls+avg", 1, _DINO),
-    "CLIPForImageClassification": ("vision_model", "avg", 1, _CLIP),
-    "SiglipForImageClassification": ("vision_model", "avg", 0, _SIGLIP),
+VIT = Preprocess((224, 224), _HALF, _HALF, 1.0, "bilinear", "squash", "down")
+DEIT = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 0.875, "bicubic", "squash", "down")
+DINO = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 0.875, "bicubic", "crop", "down")
+CLIP = Preprocess((224, 224), _CLIP_MEAN, _CLIP_STD, 1.0, "bicubic", "crop", "down")
+SIGLIP = Preprocess((224, 224), _HALF, _HALF, 1.0, "bicubic", "squash", "down")
+DINO3 = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "squash", "down")
+
+
+class Shape(NamedTuple):
+    """Where the transformer is inside a model ("" where it is the model), and how it is read.
+
+    Registers aside, `prefix` tokens stand before the patches; `published` is how its family's pictures are prepared,
+    and `any_size` says whether they may be of another size than the model was made for.
+    """
+
+    path: str
+    pooling: Pooling
+    prefix: int
+    published: Preprocess
+    any_size: bool = False
+
+
+_SHAPES: dict[str, Shape] = {
+    "ViTForImageClassification": Shape("vit", "cls", 1, VIT),
+    "DeiTForImageClassification": Shape("deit", "cls", 2, DEIT),
+    "DeiTForImageClassificationWithTeacher": Shape("deit", "cls+dist", 2, DEIT),
+    "Dinov2ForImageClassification": Shape("dinov2", "cls+avg", 1, DINO, True),
+    "Dinov2WithRegistersForImageClassification": Shape("dinov2_with_registers", "cls+avg", 1, DINO, True),
+    "CLIPForImageClassification": Shape("vision_model", "avg", 1, CLIP),
+    "SiglipForImageClassification": Shape("vision_model", "avg", 0, SIGLIP),
 }
-_IMAGE_TEXT = ("CLIPModel", "SiglipModel")
 _CORNERS: tuple[Literal["down", "inward", "nearest"], ...] = ("down", "inward", "nearest")
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 
@@ -51,6 +66,10 @@ class HuggingFaceAnatomy(Anatomy):
     """An image classifier of transformers."""
 
     library = "transformers"
+    shapes: ClassVar[Mapping[str, Shape]] = _SHAPES
+    """By the name of a class, those that are read."""
+    classifies: ClassVar[bool] = True
+    """Whether they have a classifier of their own."""
 
     def __init__(
         self,
@@ -61,13 +80,12 @@ class HuggingFaceAnatomy(Anatomy):
         **about: Any,
     ) -> None:
         kind = type(model).__name__
-        attribute, pooling, prefix, published = _SHAPES[kind]
-        self._attribute = attribute
+        self.path, pooling, prefix, published, any_size = self.shapes[kind]
         config = getattr(model.config, "vision_config", model.config)
         patch_h, patch_w = _pair(config.patch_size)
-        classes = int(model.config.num_labels)
+        classes = int(model.config.num_labels) if self.classifies else 0
         given = labels is not None
-        if labels is None and all(not str(v).startswith("LABEL_") for v in model.config.id2label.values()):
+        if classes and labels is None and all(not str(v).startswith("LABEL_") for v in model.config.id2label.values()):
             labels = [str(model.config.id2label[i]) for i in range(len(model.config.id2label))]
         if getattr(model.config, "problem_type", None) == "multi_label_classification":
             about.setdefault("sigmoid", True)
@@ -75,13 +93,14 @@ class HuggingFaceAnatomy(Anatomy):
             about.setdefault("regression", True)
         name = name or getattr(model, "name_or_path", "") or kind
         channels = int(getattr(config, "num_channels", 3))
+        processor = getattr(processor, "image_processor", processor)  # of one for images and texts
         if "preprocess" not in about:
             size = _pair(config.image_size)
             about["preprocess"] = (
-                _assumed(published, size, name) if processor is None else _as_processed(processor, channels, name)
+                _assumed(published, size, name) if processor is None else as_processed(processor, channels, name)
             )
         height, width = about["preprocess"].size
-        if published is not _DINO and (height, width) != _pair(config.image_size):
+        if not any_size and (height, width) != _pair(config.image_size):
             raise PatchlightError(
                 f"{name} takes pictures of {_times(_pair(config.image_size))} pixels, but its preprocessing gives "
                 f"{_times((height, width))}; pass preprocess=pl.Preprocess({_pair(config.image_size)}, …)"
@@ -103,23 +122,24 @@ class HuggingFaceAnatomy(Anatomy):
         self._required = required_after_first(type(self.blocks[0]))
 
     @property
-    def _backbone(self) -> Any:
-        backbone = getattr(self.net, self._attribute)
-        return backbone if hasattr(backbone, "embeddings") else backbone.vision_model
+    def backbone(self) -> Any:
+        found: Any = self.net.get_submodule(self.path)
+        return found if hasattr(found, "embeddings") else found.vision_model
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        holder = getattr(self._backbone, "encoder", self._backbone)
+        inside = (getattr(self.backbone, name, None) for name in ("encoder", "model"))
+        holder = next((found for found in inside if found is not None), self.backbone)
         layers = getattr(holder, "layers", None)
         return cast("Sequence[nn.Module]", holder.layer if layers is None else layers)
 
     def embed(self, images: Tensor) -> Tensor:
-        tokens = self._backbone.embeddings(images)
-        before = getattr(self._backbone, "pre_layrnorm", None)
+        tokens = self.backbone.embeddings(images)
+        before = getattr(self.backbone, "pre_layrnorm", None)
         return cast(Tensor, tokens if before is None else before(tokens))
 
     def projection(self) -> nn.Module | None:
-        return _find(self._backbone.embeddings, "patch_embeddings", "patch_embedding")
+        return _find(self.backbone.embeddings, "patch_embeddings", "patch_embedding")
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         out = self.blocks[index](tokens, **dict.fromkeys(self._required))
@@ -129,7 +149,7 @@ class HuggingFaceAnatomy(Anatomy):
         kind = type(self.net).__name__
         if kind.startswith("CLIP"):
             return tokens[:, 1:].mean(1)
-        norm = getattr(self._backbone, "post_layernorm", None) or self._backbone.layernorm
+        norm = getattr(self.backbone, "post_layernorm", None) or self.backbone.layernorm
         tokens = norm(tokens)
         if kind.startswith("Siglip"):
             return tokens.mean(1)
@@ -144,7 +164,7 @@ class HuggingFaceAnatomy(Anatomy):
         if self.pooling != "cls+dist":
             return super().classified(tokens)
         model: Any = self.net  # each of its two tokens has a classifier
-        tokens = self._backbone.layernorm(tokens)
+        tokens = self.backbone.layernorm(tokens)
         both = model.cls_classifier(tokens[:, 0]) + model.distillation_classifier(tokens[:, 1])
         return cast(Tensor, both / 2)
 
@@ -157,7 +177,10 @@ class HuggingFaceAnatomy(Anatomy):
         value: Any = three[2]
         scales = [_find(block, f"layer_scale{i}") for i in (1, 2)]
         fc1, fc2 = _find(block, "mlp.fc1", "intermediate.dense"), _find(block, "mlp.fc2", "output.dense")
-        activations = (("mlp", "activation_fn"), ("mlp", "activation"), ("intermediate", "intermediate_act_fn"))
+        if _find(block, "mlp.gate_proj") is None:
+            fc1, fc2 = fc1 or _find(block, "mlp.up_proj"), fc2 or _find(block, "mlp.down_proj")
+        activations = [("mlp", name) for name in ("activation_fn", "activation", "act_fn")]
+        activations.append(("intermediate", "intermediate_act_fn"))
         found = [getattr(getattr(block, holder, None), name, None) for holder, name in activations]
         return Parts(
             _find(block, "layernorm_before", "layer_norm1", "norm1"),
@@ -174,12 +197,13 @@ class HuggingFaceAnatomy(Anatomy):
         )
 
     def own_ends(self) -> Ends | None:
-        if type(self.model).__name__ not in ("ViTForImageClassification", "DeiTForImageClassification"):
+        kinds = ("ViTForImageClassification", "DeiTForImageClassification", "ViTModel", "DeiTModel")
+        if type(self.model).__name__ not in kinds:
             return None
-        stem, model = self._backbone.embeddings, cast(Any, self.net)
+        stem, head = self.backbone.embeddings, getattr(self.net, "classifier", nn.Identity())
         prefix = stem.cls_token if self.prefix == 1 else torch.cat([stem.cls_token, stem.distillation_token], 1)
         projection = stem.patch_embeddings.projection
-        return Ends(projection, prefix, stem.position_embeddings, self._backbone.layernorm, model.classifier)
+        return Ends(projection, prefix, stem.position_embeddings, self.backbone.layernorm, head)
 
 
 @register_family("transformers", package="transformers")
@@ -206,10 +230,9 @@ def check_complete(info: Mapping[str, Any], kind: str, name: str) -> None:
     if not missing:
         return
     shown = ", ".join(f"'{key}'" for key in missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-    paired = "; an image-text model can be described by hand with pl.wrap" if kind in _IMAGE_TEXT else ""
     raise PatchlightError(
         f"'hf:{name}' holds a {kind or 'checkpoint'} without {shown}, which would be random; load one that was trained "
-        f"to classify images, or give weights=FILE that has them{paired}"
+        "whole, or give weights=FILE that has them"
     )
 
 
@@ -279,7 +302,7 @@ def _assumed(published: Preprocess, size: tuple[int, int], name: str) -> Preproc
 
     DINOv2 was trained on 518 pixels, but its classifiers are published with pictures of 224.
     """
-    assumed = published if published is _DINO and size == (518, 518) else replace(published, size=size)
+    assumed = published if published is DINO and size == (518, 518) else replace(published, size=size)
     longer = _times((math.floor(assumed.size[0] / assumed.crop_pct), math.floor(assumed.size[1] / assumed.crop_pct)))
     resized = f"resized to {longer}" if assumed.fit == "squash" else f"with the shorter side resized to cover {longer}"
     warn(
@@ -291,7 +314,7 @@ def _assumed(published: Preprocess, size: tuple[int, int], name: str) -> Preproc
     return assumed
 
 
-def _as_processed(processor: Any, channels: int, name: str) -> Preprocess:
+def as_processed(processor: Any, channels: int, name: str) -> Preprocess:
     """What an image processor does, tried on pictures against the processor itself; refused where it does more.
 
     Where a cut begins when half a pixel is left over differs between its versions, so that is found by trying.

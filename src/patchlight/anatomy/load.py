@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,19 +15,26 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, check_finite
 from patchlight.anatomy.described import DescribedAnatomy
 from patchlight.anatomy.families import read_anatomy
-from patchlight.anatomy.files import fill, read_labels, read_weights
-from patchlight.errors import PatchlightError, nearest
+from patchlight.anatomy.files import fill, read_labels, read_weights, resampled
+from patchlight.anatomy.hf import as_processed
+from patchlight.anatomy.own import OWN, read_own
+from patchlight.anatomy.preprocessing import applied, read_preprocess
+from patchlight.errors import AssumedPreprocess, PatchlightError, nearest
 from patchlight.images import Preprocess
 from patchlight.listed import matching
+from patchlight.specs import PreprocessSpec
 
 if TYPE_CHECKING:
     from patchlight.heads import Head
 
-_OVERRIDES = ("labels", "name", "preprocess", "processor", "sigmoid", "regression", "stage")
+_OVERRIDES = ("labels", "name", "preprocess", "processor", "tokenizer", "sigmoid", "regression", "stage")
 """What `wrap` takes for a model that it reads by itself."""
 _DESCRIPTION = ("embed", "blocks", "readout", "grid", "prefix", "pooling", "heads", "classes")
 """What it needs for one that is described by hand."""
-_LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", "stage")
+_PASSED = ("sigmoid", "regression", "stage", "tokenizer")
+"""What `load` takes for `wrap`."""
+_LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", *_PASSED)
+_LIBRARIES = ("hf:", "torchvision:", "timm:", "open_clip:")
 
 
 def wrap(
@@ -36,7 +44,7 @@ def wrap(
     template: str | Sequence[str] = "{}",
     **about: Any,
 ) -> Anatomy:
-    """The anatomy of a model you already have: timm, transformers or torchvision.
+    """The anatomy of a model you already have: timm, transformers, open_clip or torchvision.
 
     A probe is run through the model, whole and in parts, and a model whose forward does more than its parts is refused.
     The model itself is only read: everything runs on a twin over the same weights, in evaluation mode, so the model may
@@ -44,14 +52,22 @@ def wrap(
 
     `head` (of `pl.heads`) asks another question than the model's own classifier; `texts` are the sentences of an
     image-text model, short for `head=pl.heads.Texts(texts, template=template)`. A model without a classifier needs one.
-    An Anatomy can be given another head too.
+    An Anatomy can be given another head too. `tokenizer` reads the sentences: of transformers, or what
+    `open_clip.get_tokenizer` gives; a transformers `processor` may hold one.
 
     `labels` (names, a list or a CSV file), `name`, `preprocess` (or `processor`, a transformers image processor) and
-    `sigmoid` override what is read from the model, `regression=True` says that its outputs are numbers; `stage`
-    (0-based, or negative from the end) is where a hierarchical model is opened, the second-to-last by default. A model
-    of another make is described by hand: give `embed`, `blocks`, `readout`, `grid`, `prefix`, `pooling`, `heads`,
-    `classes` and `preprocess`. Functions that are methods of the model run on its twin; others run its own modules, put
-    into evaluation mode under a lock where they are not in it.
+    `sigmoid` override what is read from the model, `regression=True` says that its outputs are numbers; `preprocess` is
+    a `Preprocess`, a dictionary or a JSON or TOML file of some of its fields, or a processor's folder. `stage`
+    (0-based, or negative from the end) is where a hierarchical model is opened, the second-to-last by default.
+
+    A module of your own that runs one of these models inside is opened at the blocks of that backbone, and what it does
+    around them is its embedding and head. `output` is a function from what it gives to the logits [B,C], where they
+    are not its only tensor, the first of a tuple, or called logits. A backbone whose grid or prefix tokens the module
+    changes is told with `grid`, `prefix`, `channels`, `extent` or `pooling`.
+
+    A model of another make is described by hand: give `embed`, `blocks`, `readout`, `grid`, `prefix`, `pooling`,
+    `heads`, `classes` and `preprocess`. Functions that are methods of the model run on its twin; others run its own
+    modules, put into evaluation mode under a lock where they are not in it.
     """
     about = {key: value for key, value in about.items() if value is not None}
     if isinstance(model, Anatomy):
@@ -86,11 +102,17 @@ def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     if not isinstance(model, nn.Module):
         raise PatchlightError(f"wrap takes a torch module; {type(model).__name__} was given (load takes names)")
     model = _unwrap(model)
+    _check_quantised(model)
     if "processor" in about and not any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
-        raise PatchlightError(f"{type(model).__name__} is not of transformers; give preprocess instead of processor")
+        about["preprocess"] = as_processed(about.pop("processor"), 3, str(about.get("name", type(model).__name__)))
+    if "tokenizer" in about and not _reads_texts(model):
+        raise PatchlightError(f"{type(model).__name__} has no text side, so a tokenizer means nothing for it")
     if "labels" in about:
         about["labels"] = read_labels(about["labels"])
+    if "preprocess" in about:
+        about["preprocess"] = applied(about["preprocess"], lambda: _own_preprocess(model, about))
     anatomy = _describe(model, about) if "blocks" in about else _read(model, about)
+    _check_colours(anatomy)
     check_finite(model, anatomy.name)
     anatomy.check()
     return anatomy
@@ -101,39 +123,48 @@ def load(
     weights: str | Path | None = None,
     labels: str | Path | Sequence[str] | None = None,
     device: str | torch.device = "cpu",
-    pretrained: bool | None = None,
-    preprocess: Preprocess | None = None,
+    pretrained: bool | str | None = None,
+    preprocess: Preprocess | Mapping[str, Any] | str | Path | None = None,
     head: Head | None = None,
     texts: Sequence[str] | None = None,
     template: str | Sequence[str] = "{}",
     **options: Any,
 ) -> Anatomy:
-    """Load a model by name: "pocket", any timm name, "hf:NAME" (hub name or local folder), or "torchvision:NAME".
+    """Load a model by name.
+
+    "pocket", any timm name, "hf:NAME" (hub name or local folder), "open_clip:NAME" (of its list, or a local folder), or
+    "torchvision:NAME".
 
     `weights` is a safetensors file (or a torch file of plain tensors); the number of classes is read from it. Without
-    it the pretrained weights are fetched, where a hub is reachable; `pretrained=False` leaves them random. Further
-    options go to the library's own constructor (`img_size=`, `patch_size=`, …); `preprocess`, `head`, `texts`,
-    `template` and `stage` as in wrap.
+    it the pretrained weights are fetched, where a hub is reachable (of open_clip's, `pretrained` says by tag which);
+    `pretrained=False` leaves them random. Further options go to the library's own constructor (`img_size=`,
+    `patch_size=`, …); `preprocess`, `head`, `texts`, `template`, `tokenizer`, `sigmoid`, `regression` and `stage` as in
+    wrap. Of weights for another `img_size` the position tables are resampled.
     """
     if not isinstance(name, str):
         raise PatchlightError(f"load takes a name; {type(name).__name__} was given (wrap takes models)")
     fetch = weights is None and pretrained is not False
     state = read_weights(Path(weights)) if weights is not None else None
-    library, _, rest = name.partition(":") if name.startswith(("hf:", "torchvision:", "timm:")) else ("timm", "", name)
-    about: dict[str, Any] = {"name": rest or name, **({} if preprocess is None else {"preprocess": preprocess})}
-    if labels is not None:
-        about["labels"] = labels
-    if "stage" in options:
-        about["stage"] = options.pop("stage")
+    library, _, rest = name.partition(":") if name.startswith(_LIBRARIES) else ("timm", "", name)
+    if isinstance(pretrained, str) and library != "open_clip":
+        raise PatchlightError(f"pretrained is {pretrained!r}; only open_clip's weights have tags, others True or False")
+    about: dict[str, Any] = {"name": rest or name}
+    about |= {} if preprocess is None else {"preprocess": read_preprocess(preprocess)}
+    about |= {} if labels is None else {"labels": labels}
+    about |= {key: value for key in _PASSED if (value := options.pop(key, None)) is not None}
     if name == "pocket":
         anatomy = _load_pocket(about, options)
     elif library == "hf":
         anatomy = _load_hf(rest, fetch, state, options, about)
+    elif library == "open_clip":
+        anatomy = _load_open_clip(rest, pretrained if isinstance(pretrained, str) else None, fetch, options, about)
     elif library == "torchvision":
         anatomy = _load_torchvision(rest, fetch, state, options, about)
     else:
         anatomy = _load_timm(rest, fetch, state, options, about)
     if state is not None:
+        if "img_size" in options or "image_size" in options:
+            state = resampled(state, anatomy.model, anatomy.grid, f"'{weights}'")
         fill(anatomy.model, state, f"'{weights}'", anatomy.name)
     anatomy.model.eval().requires_grad_(False)
     check_finite(anatomy.model, anatomy.name)
@@ -157,13 +188,17 @@ def list_models(pattern: str = "") -> list[str]:
 
 def _checked(about: dict[str, Any]) -> dict[str, Any]:
     """The keywords of `wrap`, or a sentence about one that it does not take."""
-    known = {*_OVERRIDES, *_DESCRIPTION, "channels", "extent"}
+    known = {*_OVERRIDES, *_DESCRIPTION, *OWN}
     unknown = next((key for key in about if key not in known), None)
     if unknown is not None:
         raise PatchlightError(f"wrap takes no '{unknown}'; {nearest(unknown, known)}")
-    preprocess = about.get("preprocess")
-    if preprocess is not None and not isinstance(preprocess, Preprocess):
-        raise PatchlightError(f"preprocess is {type(preprocess).__name__}; give a pl.Preprocess((height, width), …)")
+    if "preprocess" in about:
+        about["preprocess"] = read_preprocess(about["preprocess"])
+    if "output" in about and not callable(about["output"]):
+        kind = type(about["output"]).__name__
+        raise PatchlightError(f"output is {kind}; give a function, such as output=lambda out: out['logits']")
+    if "output" in about and "blocks" in about:
+        raise PatchlightError("output is for models that are read by themselves; a readout gives the logits itself")
     return about
 
 
@@ -179,19 +214,53 @@ def _unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
-    from patchlight.anatomy.hf import supported
+def _check_colours(vit: Anatomy) -> None:
+    """Refuse colour statistics of another number of channels, where pictures can be given at all."""
+    given = len(vit.preprocess.mean)
+    if vit.channels in (1, 3) and given not in (1, 3):
+        raise PatchlightError(
+            f"mean and std of the preprocessing have {given} numbers, but {vit.name} takes images of {vit.channels} "
+            "channel(s); give one for each, or one for all"
+        )
 
-    anatomy = read_anatomy(model, about)
+
+def _check_quantised(model: nn.Module) -> None:
+    """Refuse weights of 8 bits that a twin cannot share, or that pass no gradient: torchao's, and bitsandbytes' own."""
+    for key, value in model.named_parameters():
+        kind, package = type(value).__name__, type(value).__module__.partition(".")[0]
+        if package == "torchao" or (package == "bitsandbytes" and kind == "Int8Params"):
+            raise PatchlightError(
+                f"'{key}' of {type(model).__name__} is an {kind} of {package}, whose 8 bits cannot be looked through; "
+                "load the model without quantisation (in bfloat16, say), or wrap it before it is quantised"
+            )
+
+
+def _own_preprocess(model: nn.Module, about: dict[str, Any]) -> Preprocess:
+    """What a model says of its images, of which some is to be replaced."""
+    if "blocks" in about:
+        return Preprocess((224, 224))
+    given: PreprocessSpec = about["preprocess"]
+    with warnings.catch_warnings():
+        if given.size and given.mean and given.std:  # nothing that matters is assumed
+            warnings.simplefilter("ignore", AssumedPreprocess)
+        return _read(model, {key: value for key, value in about.items() if key != "preprocess"}).preprocess
+
+
+def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
+    from patchlight.anatomy import hf, hf_backbones
+
+    anatomy = None if any(key in about for key in OWN) else read_anatomy(model, dict(about))
+    if anatomy is None and ("output" in about or not _reads_texts(model)):
+        anatomy = read_own(model, about)
     if anatomy is None:
-        raise PatchlightError(_unread(model, supported()))
+        raise PatchlightError(_unread(model, [*hf.supported(), *hf_backbones.supported()]))
     return anatomy
 
 
 def _unread(model: nn.Module, of_transformers: Sequence[str]) -> str:
     """Why a model cannot be read by itself, and how it is described by hand."""
     kind, blocks, classes = type(model).__name__, "…", "…"
-    if any(hasattr(model, name) for name in ("get_text_features", "encode_text")):
+    if _reads_texts(model):
         towers = ("vision_model.encoder.layers", "visual.transformer.resblocks", "visual.trunk.blocks")
         found = next((path for path in towers if _reaches(model, path)), None)
         blocks, classes = f"model.{found}" if found else "…", "number of texts, labels=texts"
@@ -202,13 +271,17 @@ def _unread(model: nn.Module, of_transformers: Sequence[str]) -> str:
     else:
         why = (
             f"{kind} is not a model that can be read by itself; looked for timm's VisionTransformer, Eva, Beit, Swin, "
-            "SwinV2, PVTv2 and Twins, torchvision's VisionTransformer, and transformers' "
+            "SwinV2, PVTv2 and Twins, torchvision's VisionTransformer, open_clip's CLIP, and transformers' "
             f"{', '.join(of_transformers)}. Describe it by hand"
         )
     return (
         f"{why}: wrap(model, embed=…, blocks={blocks}, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, "
         f"classes={classes}, preprocess=Preprocess((H, W)))"
     )
+
+
+def _reads_texts(model: nn.Module) -> bool:
+    return any(hasattr(model, name) for name in ("get_text_features", "encode_text"))
 
 
 def _reaches(model: nn.Module, path: str) -> bool:
@@ -234,7 +307,8 @@ def _load_pocket(about: dict[str, Any], options: dict[str, Any]) -> Anatomy:
     if options:
         raise PatchlightError(f"pocket takes no '{next(iter(options))}'; {nearest(next(iter(options)), _LOADING)}")
     facts = pocket.description()
-    preprocess = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
+    own = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
+    preprocess = applied(about.pop("preprocess", own), lambda: own)
     return _wrapped(pocket.build(), {"labels": facts["classes"], "preprocess": preprocess, **about})
 
 
@@ -313,7 +387,7 @@ def _load_hf(
         import transformers
     except ImportError as error:
         raise PatchlightError("'hf:' models need the transformers package: pip install patchlight[hf]") from error
-    from patchlight.anatomy.hf import check_complete, check_floating, read_processor, supported
+    from patchlight.anatomy.hf import check_complete, check_floating, read_processor
     from patchlight.anatomy.hub import endpoint, unreachable
 
     local = name != "" and Path(name).is_dir()
@@ -326,17 +400,21 @@ def _load_hf(
     try:
         config, others = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **options, **where)
         others = {key: value for key, value in others.items() if key != "local_files_only"}
-        if state is not None and "num_labels" not in options and "classifier.weight" in state:
-            config.num_labels = int(state["classifier.weight"].shape[0])
+        heads = ((state or {}).get(f"{part}.weight") for part in ("classifier", "cls_classifier"))
+        head = next((weight for weight in heads if weight is not None), None)
+        if head is not None and "num_labels" not in options:
+            config.num_labels = int(head.shape[0])
         config.architectures = config.architectures or []
-        kind = next(iter(config.architectures), "")
-        cls: Any = getattr(transformers, kind if kind in supported() else "AutoModelForImageClassification")
+        kind, extra = _kind_of(next(iter(config.architectures), ""), name, state)
+        cls: Any = getattr(transformers, kind or "AutoModelForImageClassification")
         if fetch:
-            how = {**options, **where, "ignore_mismatched_sizes": True, "output_loading_info": True}
+            how = {**options, **where, **extra, "ignore_mismatched_sizes": True, "output_loading_info": True}
             model, info = cls.from_pretrained(name, **how)
         else:
-            make = cls._from_config if kind in supported() else cls.from_config
-            model, info = make(config, **others), {}
+            make = cls._from_config if kind else cls.from_config
+            model, info = make(config, **others, **extra), {}
+    except PatchlightError:
+        raise
     except Exception as error:
         if reason and isinstance(error, OSError):
             raise PatchlightError(
@@ -344,10 +422,43 @@ def _load_hf(
                 f"({reason}); give hf:FOLDER of a model that lies here"
             ) from error
         raise PatchlightError(_could_not(f"hf:{name}", fetch, error)) from error
-    check_complete(info, kind, name)
-    if "preprocess" not in about:
+    check_complete(info, next(iter(config.architectures), ""), name)
+    if not isinstance(about.get("preprocess"), Preprocess):
         about["processor"] = read_processor(name, where)
+    if _reads_texts(model) and "tokenizer" not in about:
+        from patchlight.anatomy.hf_backbones import read_tokenizer
+
+        about["tokenizer"] = read_tokenizer(name, where)
     return _wrapped(model, about)
+
+
+def _kind_of(saved: str, name: str, state: dict[str, Tensor] | None) -> tuple[str, dict[str, Any]]:
+    """The class as which a transformers model is opened, with what it is made with; "" where a classifier is wanted.
+
+    Weights that have a classifier make one of a backbone. A pooler behind a backbone, often not trained, is left out.
+    """
+    from patchlight.anatomy import hf, hf_backbones
+
+    hf_backbones.check_kind(saved, f"'hf:{name}'")
+    classifies = state is not None and "classifier.weight" in state
+    if saved in hf.supported():
+        return saved, {}
+    kind = hf_backbones.PRETRAINED.get(saved, saved)
+    if classifies or kind not in hf_backbones.supported():
+        return "", {}
+    return kind, {"add_pooling_layer": False} if kind in ("ViTModel", "DeiTModel") else {}
+
+
+def _load_open_clip(name: str, tag: str | None, fetch: bool, options: dict[str, Any], about: dict[str, Any]) -> Anatomy:
+    from patchlight.anatomy.open_clip import create
+
+    try:
+        model, tokenizer = create(name, tag, fetch, options)
+    except PatchlightError:
+        raise
+    except Exception as error:
+        raise PatchlightError(_could_not(f"open_clip:{name}", fetch, error)) from error
+    return _wrapped(model, {"tokenizer": tokenizer, **about})
 
 
 def _load_torchvision(

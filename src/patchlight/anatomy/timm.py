@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -18,17 +19,25 @@ from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 
 class TimmAnatomy(Anatomy):
-    """What all of timm's plain transformers share: `patch_embed`, `blocks`, `norm`, `forward_head`."""
+    """What all of timm's plain transformers share: `patch_embed`, `blocks`, `norm`, `forward_head`.
+
+    `path` leads to one that is part of a larger model.
+    """
 
     library = "timm"
 
-    def __init__(self, model: Any, name: str | None = None, labels: Sequence[str] | None = None, **about: Any) -> None:
+    def __init__(
+        self, whole: Any, name: str | None = None, labels: Sequence[str] | None = None, path: str = "", **about: Any
+    ) -> None:
+        self.path = path
+        model: Any = whole.get_submodule(path)
         stem = model.patch_embed
+        self.projects = labels is None and projects(model)
         about = described(model, name, labels, about)
         grid = stem.dynamic_feat_size(about["preprocess"].size)
         cell = stem.feat_ratio(as_scalar=False)
         super().__init__(
-            model,
+            whole,
             grid=(int(grid[0]), int(grid[1])),
             extent=(int(grid[0] * cell[0]), int(grid[1] * cell[1])),
             prefix=int(model.num_prefix_tokens),
@@ -42,7 +51,7 @@ class TimmAnatomy(Anatomy):
 
     @property
     def _net(self) -> Any:
-        return self.net
+        return self.net.get_submodule(self.path) if self.path else self.net
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -59,10 +68,10 @@ class TimmAnatomy(Anatomy):
         return cast(Tensor, self.blocks[index](tokens))
 
     def features(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self._net.forward_head(self._net.norm(tokens), pre_logits=True))
+        return cast(Tensor, self._net.forward_head(self._net.norm(tokens), pre_logits=not self.projects))
 
     def classify(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self._net.head(features))
+        return cast(Tensor, features if self.projects else self._net.head(features))
 
     def classified(self, tokens: Tensor) -> Tensor:
         return cast(Tensor, self._net.forward_head(self._net.norm(tokens)))
@@ -107,7 +116,8 @@ class TimmAnatomy(Anatomy):
         plain = all(m is None or isinstance(m, nn.Identity) for m in more) and self.pooling == "cls"
         if not (plain and isinstance(projection, nn.Conv2d) and positions is not None and net.cls_token is not None):
             return None
-        if not isinstance(net.norm, nn.LayerNorm) or affine(net.head) is None:
+        linear_head = isinstance(net.head, nn.Identity) or affine(net.head) is not None
+        if not isinstance(net.norm, nn.LayerNorm) or not linear_head or self.projects:
             return None
         registers = getattr(net, "reg_token", None)
         prefix = net.cls_token if registers is None else torch.cat([net.cls_token, registers], 1)
@@ -210,14 +220,46 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
         interpolation=config.get("interpolation") or "bicubic",
         fit="squash" if config.get("crop_mode") == "squash" else "crop",
     )
+    if _beside_texts(model) and classes in (0, config.get("num_classes")):
+        preprocess = _as_trained(preprocess, config)
+    if labels is None and projects(model):
+        classes = 0
     return {
         "name": name or config.get("architecture") or type(model).__name__,
         "classes": classes,
         "channels": getattr(embedding, "in_chans", getattr(projection, "in_channels", 3)),
-        "labels": labels if labels is not None else imagenet_labels(classes),
+        "labels": labels if labels is not None else imagenet_labels(about.get("classes", classes)),
         "preprocess": preprocess,
         **about,
     }
+
+
+def _beside_texts(model: Any) -> bool:
+    """Whether its weights are the image side of an image-text model, as it was trained and not tuned to classify."""
+    config = dict(getattr(model, "pretrained_cfg", None) or {})
+    words = f"{config.get('architecture')} {config.get('tag')}"
+    return ("clip" in words or "siglip" in words) and "_ft_" not in words
+
+
+def projects(model: Any) -> bool:
+    """Whether what timm calls the classifier is the projection to features that lie beside those of texts."""
+    config = dict(getattr(model, "pretrained_cfg", None) or {})
+    width = getattr(model.get_classifier(), "out_features", None)
+    return _beside_texts(model) and width is not None and width == config.get("num_classes")
+
+
+def _as_trained(preprocess: Preprocess, config: dict[str, Any]) -> Preprocess:
+    """How such a model's own training pipeline shows it a picture; timm's table has its defaults for some.
+
+    Nothing is cut off but what a square leaves over; SigLIP squashes, MobileCLIP (mean 0) resizes bilinearly.
+    """
+    siglip = "siglip" in str(config.get("architecture"))
+    return replace(
+        preprocess,
+        crop_pct=1.0,
+        fit="squash" if siglip else preprocess.fit,
+        interpolation="bicubic" if any(preprocess.mean) else "bilinear",
+    )
 
 
 @register_family("timm", package="timm")
@@ -255,6 +297,8 @@ def _pooling(model: Any) -> Pooling:
         return "cls"
     if kind == "avg" and not getattr(model, "pool_include_prefix", False):
         return "avg"
+    if kind == "" and isinstance(model.get_classifier(), nn.Identity):  # it gives all tokens to whom it is a backbone
+        return "cls" if model.num_prefix_tokens else "avg"
     raise PatchlightError(f"pooling '{kind}' of {type(model).__name__} is not supported; 'token', 'avg' and 'map' are")
 
 

@@ -77,10 +77,11 @@ class TorchvisionAnatomy(Anatomy):
 
     def own_ends(self) -> Ends | None:
         net = self._net
-        head = net.heads[-1]
-        if not isinstance(net.conv_proj, nn.Conv2d) or len(net.heads) != 1 or not isinstance(head, nn.Linear):
+        heads = list(net.heads) if isinstance(net.heads, nn.Sequential) else [net.heads]
+        known = len(heads) == 1 and isinstance(heads[0], nn.Linear | nn.Identity)
+        if not isinstance(net.conv_proj, nn.Conv2d) or not known:
             return None
-        return Ends(net.conv_proj, net.class_token, net.encoder.pos_embedding, net.encoder.ln, head)
+        return Ends(net.conv_proj, net.class_token, net.encoder.pos_embedding, net.encoder.ln, heads[0])
 
 
 @register_family("torchvision", package="torchvision")

@@ -23,7 +23,7 @@ from patchlight.evidence.taps import Activation
 _TENSORS = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = (*_TENSORS, "_modules", *_HOOKS)
-_ACTIVATION_NAME = re.compile(r"(.*_)?act(ivation)?(_fn)?")
+_ACTIVATION_NAME = re.compile(r"(.*_)?act(ivation)?(_fn)?|(quick_)?gelu")
 _SEEN_BY_TAPS = (nn.GELU, nn.SiLU, nn.ReLU, nn.Identity, nn.Dropout)
 _NOT_ELEMENTWISE = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.MultiheadAttention)
 

@@ -157,15 +157,18 @@ def override(
     seed: int | None = None,
     target: str | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
+    about: Mapping[str, Sequence[Any]] | None = None,
+    flags: Mapping[str, Any] | None = None,
 ) -> Recipe:
     """The recipe with a user's own models, data and sizes.
 
     A model is `LABEL=NAME`, and stands for the recipe's model of that label; of a recipe with one model, `NAME` will
     do. Weights belong to the models in order, else to the recipe's own. `data` is `DIR` or `KIND:DIR`. `settings` are
-    further settings of methods and metrics, by label.
+    further settings of methods and metrics, by label. `about` has labels and preprocessing, which belong to the models
+    as weights do, and `flags` what holds for all of them.
     """
     recipe = quickened(recipe) if quick else recipe
-    changes: dict[str, Any] = {"models": _models(recipe, models, weights)}
+    changes: dict[str, Any] = {"models": _models(recipe, models, {"weights": weights, **(about or {})}, flags or {})}
     source = recipe.data if data is None else recipe.data.at(data)
     changes["data"] = source if images is None else source.model_copy(update={"images": images})
     if seed is not None:
@@ -187,17 +190,21 @@ def _set(specs: Mapping[str, T], settings: Mapping[str, Mapping[str, Any]]) -> d
     return {**specs, **changed}
 
 
-def _models(recipe: Recipe, models: Sequence[str], weights: Sequence[str]) -> dict[str, ModelSpec]:
-    """The models a user gave in the place of the recipe's, else the recipe's own, with the user's weights."""
+def _models(
+    recipe: Recipe, models: Sequence[str], about: Mapping[str, Sequence[Any]], flags: Mapping[str, Any]
+) -> dict[str, ModelSpec]:
+    """The models a user gave in the place of the recipe's, else the recipe's own, with what was given for each."""
     places = [_place(recipe, given) for given in models] or [
         (label, spec.name) for label, spec in recipe.models.items()
     ]
-    if len(weights) > len(places):
-        raise PatchlightError(f"{len(weights)} weights were given for {len(places)} model(s)")
+    for what, given in about.items():
+        if len(given) > len(places):
+            raise PatchlightError(f"{len(given)} {what} were given for {len(places)} model(s)")
     found: dict[str, ModelSpec] = {}
-    for (label, name), file in zip(places, [*weights, *[None] * len(places)], strict=False):
+    for place, (label, name) in enumerate(places):
         own = recipe.models[label]
-        spec = own.other(name, file)
+        mine = {what: given[place] for what, given in about.items() if place < len(given)}
+        spec = own.other(name, **mine, **flags)
         shown = label if name == own.name else name
         if shown in found:
             raise PatchlightError(f"model '{name}' was given twice")

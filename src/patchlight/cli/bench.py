@@ -17,7 +17,9 @@ from patchlight.cli.common import (
     AsJson,
     Debug,
     Device,
+    NoPretrained,
     Plugin,
+    Sigmoid,
     answering,
     print_json,
     progress,
@@ -56,6 +58,13 @@ def run(
         ),
     ] = None,
     weights: Annotated[list[str] | None, typer.Option(help="Weights of each --model, in order.")] = None,
+    labels: Annotated[list[str] | None, typer.Option(help="Class names of each --model, in order.")] = None,
+    preprocess: Annotated[
+        list[str] | None,
+        typer.Option(help="How images of each --model are prepared, in order: a processor's folder, or a file."),
+    ] = None,
+    sigmoid: Sigmoid = False,
+    no_pretrained: NoPretrained = False,
     data: Annotated[str | None, typer.Option(help="Folder of the data, or KIND:FOLDER.")] = None,
     target: Annotated[
         str | None,
@@ -74,12 +83,17 @@ def run(
     """Run a recipe. What is done already is left alone; failures are counted and do not stop it."""
     with answering(as_json, debug):
         with progress("reading the recipe"):
+            from patchlight.anatomy.preprocessing import as_spec
             from patchlight.bench.local import run as run_local
             from patchlight.bench.recipe import override, read_recipe
 
             read, text = read_recipe(recipe)
             own = read_settings([*read.methods, *read.metrics], settings or [])
-            chosen = override(read, model or (), weights or (), data, images, quick, seed, target, own)
+            about = {"labels": labels or (), "preprocess": [as_spec(each) for each in preprocess or ()]}
+            flags = {"sigmoid": sigmoid or None, "pretrained": False if no_pretrained else None}
+            chosen = override(
+                read, model or (), weights or (), data, images, quick, seed, target, own, about=about, flags=flags
+            )
         try:
             with _watching(chosen, as_json) as listen:
                 summary = run_local(chosen, out, text=text, device=device, quick=quick, retry=retry, listen=listen)

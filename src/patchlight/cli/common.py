@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +44,21 @@ Model = Annotated[
 Weights = Annotated[Path | None, typer.Option(help="Weights of the model, a safetensors file.")]
 Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one a line, or a CSV.")]
 Stage = Annotated[int | None, typer.Option(help="Stage that a hierarchical model (Swin, PVT, …) is opened at.")]
+Preprocessed = Annotated[
+    Path | None,
+    typer.Option(
+        "--preprocess", help="How images are prepared: a processor's folder, or a JSON or TOML file of size, mean, …"
+    ),
+]
+Sigmoid = Annotated[bool, typer.Option("--sigmoid", help="Probabilities are sigmoids: several classes at once.")]
+NoPretrained = Annotated[bool, typer.Option("--no-pretrained", help="Random weights instead of pretrained ones.")]
+Text = Annotated[
+    list[str] | None, typer.Option(help="A sentence as a class, for a model with a text side; repeatable.")
+]
+Template = Annotated[str | None, typer.Option(help="What stands around each --text, as in 'a photo of a {}'.")]
+SimilarTo = Annotated[
+    list[Path] | None, typer.Option(help="An image as a class: what is similar to it; repeatable.", metavar="IMAGE")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …", autocompletion=one_of("cpu", "cuda", "mps"))]
 Seed = Annotated[int, typer.Option(help="Seed of everything drawn at random.")]
 Plugin = Annotated[
@@ -126,13 +141,34 @@ def load_model(
     labels: Path | None = None,
     device: str = "cpu",
     stage: int | None = None,
+    asked: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Anatomy:
+    """The model; `asked` are `texts`, `template` and `similar_to`."""
     from patchlight.anatomy.load import load
+    from patchlight.heads import head_of
 
-    staged: dict[str, Any] = {} if stage is None else {"stage": stage}
+    given = {key: value for key, value in {"stage": stage, **options}.items() if value is not None}
     with telling_warnings():
-        return load(name, weights=weights, labels=labels, device=device, **staged, **options)
+        head = head_of(**(asked or {}))
+        return load(name, weights=weights, labels=labels, device=device, head=head, **given)
+
+
+def of_model(preprocess: Path | None, sigmoid: bool, no_pretrained: bool) -> dict[str, Any]:
+    """What was said about a model beside its weights and labels; None where nothing was."""
+    return {"preprocess": preprocess, "sigmoid": sigmoid or None, "pretrained": False if no_pretrained else None}
+
+
+def asked_by(text: list[str] | None, template: str | None, similar_to: list[Path] | None) -> dict[str, Any]:
+    """What --text, --template and --similar-to say, checked before anything slow is imported."""
+    missing = next((path for path in similar_to or () if not path.is_file()), None)
+    if missing is not None:
+        raise PatchlightError(f"no image at '{missing}' (--similar-to)")
+    if text and similar_to:
+        raise PatchlightError("give either --text or --similar-to: classes are sentences or images")
+    if template is not None and not text:
+        raise PatchlightError("--template stands around the sentences of --text; give one or more")
+    return {"texts": text or (), "template": template or "{}", "similar_to": similar_to or ()}
 
 
 def read_settings(

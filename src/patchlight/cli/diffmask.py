@@ -13,10 +13,14 @@ from patchlight.cli.common import (
     Debug,
     Device,
     Labels,
+    NoPretrained,
     Plugin,
+    Preprocessed,
     Settings,
+    Sigmoid,
     Weights,
     answering,
+    of_model,
     print_json,
     progress,
     read_settings,
@@ -50,6 +54,9 @@ def train(
     ] = None,
     weights: Weights = None,
     labels: Labels = None,
+    preprocess: Preprocessed = None,
+    sigmoid: Sigmoid = False,
+    no_pretrained: NoPretrained = False,
     initial: Annotated[Path | None, typer.Option(help="An explainer whose gates training begins with.")] = None,
     preset: Annotated[
         str | None,
@@ -66,7 +73,8 @@ def train(
     """Train DiffMask for a model: gates that keep the few patches its output depends on."""
     with answering(as_json, debug):
         with progress("loading the model") as bar:
-            asked = _recipe(recipe, data, held_out, model, weights, labels, initial, preset)
+            said = of_model(preprocess, sigmoid, no_pretrained)
+            asked = _recipe(recipe, data, held_out, model, weights, labels, initial, preset, said)
             chosen = asked.training(**read_settings(["train"], settings or [])["train"])
             from patchlight.trained.diffmask import load
             from patchlight.trained.diffmask import train as train_gates
@@ -140,8 +148,10 @@ def _recipe(
     labels: Path | None,
     initial: Path | None,
     preset: str | None,
+    said: dict[str, Any],
 ) -> TrainingRecipe:
     """The recipe's file, if any, with what was given beside it."""
+    from patchlight.anatomy.preprocessing import as_spec
     from patchlight.trained.diffmask.recipe import TrainingRecipe, data_at, read_recipe
 
     recipe = TrainingRecipe() if path is None else read_recipe(path)
@@ -151,8 +161,9 @@ def _recipe(
     held = recipe.held_out if held_out is None else data_at(held_out, recipe.held_out)
     if held is not None and not held.path:
         held = held.model_copy(update={"path": images.path})
+    prepared = None if said["preprocess"] is None else as_spec(said["preprocess"])
     changes: dict[str, Any] = {
-        "model": recipe.model.other(model, _text(weights), _text(labels)),
+        "model": recipe.model.other(model, _text(weights), _text(labels), **{**said, "preprocess": prepared}),
         "data": images,
         "held_out": held,
         "initial": _text(initial) or recipe.initial,

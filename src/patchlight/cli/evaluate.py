@@ -17,14 +17,22 @@ from patchlight.cli.common import (
     Device,
     Labels,
     Model,
+    NoPretrained,
     Plugin,
+    Preprocessed,
     Seed,
     Settings,
+    Sigmoid,
+    SimilarTo,
     Stage,
+    Template,
+    Text,
     Weights,
     answering,
+    asked_by,
     console,
     load_model,
+    of_model,
     print_json,
     progress,
     read_settings,
@@ -59,6 +67,12 @@ def evaluate(
     weights: Weights = None,
     labels: Labels = None,
     stage: Stage = None,
+    preprocess: Preprocessed = None,
+    sigmoid: Sigmoid = False,
+    no_pretrained: NoPretrained = False,
+    text: Text = None,
+    template: Template = None,
+    similar_to: SimilarTo = None,
     target: Annotated[
         str | None, typer.Option(help="Class asked about, a name or index, or 'label'; else what the maps explain.")
     ] = None,
@@ -91,6 +105,7 @@ def evaluate(
             raise PatchlightError("nothing to measure; give a folder of saved maps, or --method NAME")
         if not images.exists():
             raise PatchlightError(f"no image or folder at '{images}'")
+        head = asked_by(text, template, similar_to)
         _check_csv(csv_file, force)
         metrics = [name.strip() for name in metric.split(",") if name.strip()]
         methods = [name.strip() for name in (method or "").split(",") if name.strip()]
@@ -99,7 +114,8 @@ def evaluate(
         wanted = {name: {"preset": preset, **own[name]} if preset else own[name] for name in metrics}
         _check_names(wanted, {name: own[name] for name in methods} if maps is None else {})
         with progress("loading the model") as bar:
-            vit = load_model(model, weights, labels, device, stage)
+            said = of_model(preprocess, sigmoid, no_pretrained)
+            vit = load_model(model, weights, labels, device, stage, head, **said)
             shown = _open(data, images, vit)
             if maps is not None:
                 saved = find_maps(maps, shown.names)

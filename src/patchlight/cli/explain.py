@@ -20,14 +20,22 @@ from patchlight.cli.common import (
     Device,
     Labels,
     Model,
+    NoPretrained,
     Plugin,
+    Preprocessed,
     Seed,
     Settings,
+    Sigmoid,
+    SimilarTo,
     Stage,
+    Template,
+    Text,
     Weights,
     answering,
+    asked_by,
     console,
     load_model,
+    of_model,
     print_json,
     progress,
     read_class,
@@ -85,6 +93,12 @@ def explain(
     weights: Weights = None,
     labels: Labels = None,
     stage: Stage = None,
+    preprocess: Preprocessed = None,
+    sigmoid: Sigmoid = False,
+    no_pretrained: NoPretrained = False,
+    text: Text = None,
+    template: Template = None,
+    similar_to: SimilarTo = None,
     target: Annotated[str | None, typer.Option(help="Class to explain, a name or index; else the prediction.")] = None,
     against: Annotated[str | None, typer.Option(help="Class that the target is contrasted with.")] = None,
     out: Annotated[str | None, typer.Option(help="A file for one figure, or a folder for one per image.")] = None,
@@ -94,7 +108,10 @@ def explain(
     save: Annotated[str | None, typer.Option(help="Folder for the raw scores, one attribution per method.")] = None,
     score: Annotated[
         str | None,
-        typer.Option(help="What is explained: logit or probability.", autocompletion=one_of("logit", "probability")),
+        typer.Option(
+            help="What is explained: logit, probability or cosine.",
+            autocompletion=one_of("logit", "probability", "cosine"),
+        ),
     ] = None,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -108,6 +125,8 @@ def explain(
     """Explain images: which patches speak for a class. Writes pictures and prints predictions."""
     with answering(as_json, debug):
         _check_paths(paths)
+        said = of_model(preprocess, sigmoid, no_pretrained)
+        head = asked_by(text, template, similar_to)
         names = _expanded(method.split(","))
         wanted = read_settings(names, settings or [])
         if explainer is not None:
@@ -127,7 +146,7 @@ def explain(
             optional=frozenset(names) - {name.strip() for name in method.split(",")},
         )
         _check_outputs(task)
-        done = _run(task, lambda: load_model(model, weights, labels, device, stage))
+        done = _run(task, lambda: load_model(model, weights, labels, device, stage, head, **said))
         _report(done, as_json)
         if done.errors:
             raise typer.Exit(SOME_FAILED)
@@ -421,7 +440,7 @@ def _finish(
     written.extend(saved.values())
     about = {
         "path": str(item.path),
-        "predictions": [{"label": label, "probability": round(p, 6)} for label, p in top],
+        "predictions": [{"label": label, "probability" if vit.probable else "score": round(p, 6)} for label, p in top],
         "target": {"index": int(att.target[0]), "label": att.labels[0]},
         "picture": str(item.picture or task.figure),
         "maps": saved,
@@ -449,13 +468,16 @@ def _report(done: Done, as_json: bool) -> None:
         return
     from rich.table import Table
 
-    from patchlight.viz import percent, short
+    from patchlight.viz import in_words, short
 
     table = Table(title=f"Predictions of {done.model}", title_justify="left", title_style="bold")
     for heading in ("image", "prediction", "then", "explained"):
         table.add_column(heading, overflow="fold")
     for image in done.images[:TABLE_ROWS]:
-        words = [f"{short(p['label'])} {percent(p['probability'])}" for p in image["predictions"]]
+        words = [
+            in_words((p["label"], p.get("probability", p.get("score"))), "probability" in p)
+            for p in image["predictions"]
+        ]
         explained = short(image["target"]["label"])
         if "against" in image:
             explained += f" against {short(image['against']['label'])}"

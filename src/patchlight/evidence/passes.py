@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,24 @@ def in_memory(run: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         if len(rows) == 1:
             raise
     return torch.cat([in_memory(run, half) for half in rows.chunk(2)])
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a pass explains, where that is not the model's own score by its own blocks.
+
+    `local`: every block has a score of its own, that of its output read in this way as if it were the last, and only
+    its own attention's gradient is seen; `pooler`: the attention of the model's pooling, fed with that output, is seen
+    in place of the block's. `one_head`: the last block attends with one head of the tokens' whole width.
+    """
+
+    local: Literal["pooling", "cls", "patches", "tokens"] | None = None
+    pooler: bool = False
+    one_head: bool = False
+
+
+WHOLE = Course()
+"""The model as it is, explained by its own score."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +136,9 @@ def run_pass(
     jobs: Sequence[LayerJob] = (),
     tokens: Tensor | None = None,
     precision: Decided = "full",
+    course: Course = WHOLE,
 ) -> Pass:
-    """One forward over `images` and one backward per class, all `jobs` done on the way.
+    """One forward over `images` and one backward per class, all `jobs` done on the way, on the course given.
 
     `tokens` [B,N,D] enter block 0 in place of the embedded images, where given. Blocks below the first layer that a
     backward job wants run without a graph; with no backward job there is no backward at all. In bf16 and fp16 the
@@ -129,7 +148,7 @@ def run_pass(
     vit = vit.wide()
     runs = lowered(vit, precision, products=True)
     with torch.inference_mode(False), vit.steady(), runs.steady():
-        runner = _Runner(vit, runs, rule, jobs, precision)
+        runner = _runner_of(course)(vit, runs, rule, jobs, precision, course)
         rounds: Decided = "tf32" if precision == "tf32" else "full"  # what rounds in half precision does so by itself
         try:
             with rounding(vit, rounds):
@@ -137,12 +156,11 @@ def run_pass(
             if targets is None:
                 targets = surely_predicted(vit, images, logits.detach(), precision)
             targets = targets.repeat(1)
-            with torch.set_grad_enabled(runner.backward):
-                scores = score_of(logits, targets, score, vit.outputs)
+            scores = runner.score(logits, targets, score)
             found, ends = [], []
             with rounding(vit, rounds):
                 for t in range(targets.count):
-                    done, end = runner.explain(scores[:, t], last=t == targets.count - 1)
+                    done, end = runner.explain(t, last=t == targets.count - 1)
                     found.append(done)
                     ends.append(end)
         finally:
@@ -181,11 +199,20 @@ def fused_type(vit: Anatomy, precision: Decided) -> torch.dtype | None:
     return HALF.get(precision) if vit.device.type == "cuda" and has_tiles() else None
 
 
-class _Runner:
+def _runner_of(course: Course) -> type[Runner]:
+    from patchlight.evidence.courses import Local, OneHead
+
+    return Local if course.local is not None else OneHead if course.one_head else Runner
+
+
+class Runner:
     """The state of one pass: evidence by layer, and the values of the class being explained."""
 
-    def __init__(self, vit: Anatomy, runs: Anatomy, rule: Rule, jobs: Sequence[LayerJob], precision: Decided) -> None:
+    def __init__(
+        self, vit: Anatomy, runs: Anatomy, rule: Rule, jobs: Sequence[LayerJob], precision: Decided, course: Course
+    ) -> None:
         self.vit, self.runs, self.rule, self.jobs, self.precision = vit, runs, rule, jobs, precision
+        self.course = course
         self.backward = any(job.backward for job in jobs)
         self.fused = fused_type(vit, precision)
         self.scales = precision == "fp16" and self.backward
@@ -196,21 +223,30 @@ class _Runner:
         self.values: list[dict[int, Any]] = [{} for _ in jobs]
         self.finished: set[int] = set()
         self.closing = False
-        self.leaf = self.last = self.cut = torch.empty(0)
+        self.leaf = self.last = self.cut = self.scores = torch.empty(0)
         self.end = Record(vit.depth, torch.empty(0))
         self.projected: Tensor | None = None
 
     def release(self) -> None:
         """Let go of the graph: its hooks hold the runner."""
-        self.last = self.cut = torch.empty(0)
+        self.last = self.cut = self.scores = torch.empty(0)
+
+    def score(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
+        """The explained scores [B,T] of the model's logits."""
+        with torch.set_grad_enabled(self.backward):
+            self.scores = self.scored(logits, targets, score)
+        return self.scores
+
+    def scored(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
+        return score_of(logits, targets, score, self.vit.outputs)
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
-        vit, runs = self.vit, self.runs
+        vit = self.vit
         pixels = self.backward and self.first == PIXELS
         x = self.leaf = images.detach().requires_grad_(pixels)
         self.records[PIXELS] = Record(PIXELS, x.detach().movedim(1, -1))
-        with self._running(pixels, self.records[PIXELS], frozenset(), in_block=False):
-            x = self._embed(x).to(vit.dtype) if tokens is None else tokens
+        with self.running(pixels, self.records[PIXELS], frozenset(), in_block=False):
+            x = self.embed(x).to(vit.dtype) if tokens is None else tokens
         for layer in range(vit.depth):
             if layer == self._end_of_stage:
                 x = self._feature_map(x)
@@ -220,14 +256,9 @@ class _Runner:
                 x = self.leaf = x.detach().requires_grad_()
             elif graph:
                 x.register_hook(self._hook(layer))
-            needs = self._needs(layer)
-            record = Record(layer, x.detach(), vit.prefix, vit.depth, partial(vit.parts, layer))
-            self.records[layer] = record
-            if self.projected is not None:
-                record.seen["p"] = self.projected
-            with self._running(graph, record, needs & TAPPED):
-                first = layer == vit.depth - 1 and self._first_row_is_enough()
-                x = (runs.first_row(x) if first else runs.block(layer, x)).to(vit.dtype)
+            record = self.records[layer] = self.record(layer, x)
+            with self.running(graph, record, self.needs(layer)):
+                x = self.block(layer, x).to(vit.dtype)
             record.seen["y"] = x.detach()
             with torch.no_grad():
                 for j in self.wants[layer]:
@@ -247,11 +278,21 @@ class _Runner:
         if self.scales:
             self.last = x
             x = self.cut = x.detach().requires_grad_()
-        with torch.set_grad_enabled(self.backward), self._tapped(self.backward, self.end, needs, in_block=False):
+        with torch.set_grad_enabled(self.backward), self.tapped(self.backward, self.end, needs, in_block=False):
             return vit.readout(x)
 
+    def needs(self, layer: int) -> frozenset[str]:
+        """What is to be seen inside a block."""
+        return TAPPED & frozenset[str]().union(*(self.jobs[j].needs for j in self.wants[layer]))
+
+    def record(self, layer: int, x: Tensor) -> Record:
+        record = Record(layer, x.detach(), self.vit.prefix, self.vit.depth, partial(self.vit.parts, layer))
+        if self.projected is not None:
+            record.seen["p"] = self.projected
+        return record
+
     @contextlib.contextmanager
-    def _running(
+    def running(
         self,
         graph: bool,
         record: Record,
@@ -259,9 +300,14 @@ class _Runner:
         in_block: bool = True,
         place: Merging | None = None,
     ) -> Iterator[None]:
-        tapped = self._tapped(graph, record, needs, in_block, place)
+        tapped = self.tapped(graph, record, needs, in_block, place)
         with torch.set_grad_enabled(graph), casting(self.vit, self.precision), tapped:
             yield
+
+    def block(self, layer: int, x: Tensor) -> Tensor:
+        """What a block makes of its input."""
+        first = layer == self.vit.depth - 1 and self._first_row_is_enough()
+        return self.runs.first_row(x) if first else self.runs.block(layer, x)
 
     def _first_row_is_enough(self) -> bool:
         """Whether the classifier reads the last block's first token alone, and nobody else reads anything of it."""
@@ -280,9 +326,6 @@ class _Runner:
     def _graph(self, layer: int) -> bool:
         """Whether a layer is run with a graph."""
         return self.backward and self._order(layer) >= self._order(self.first)
-
-    def _needs(self, layer: int) -> frozenset[str]:
-        return frozenset[str]().union(*(self.jobs[j].needs for j in self.wants[layer]))
 
     def _feature_map(self, x: Tensor) -> Tensor:
         """The tokens behind the stage that a hierarchical model is opened at, which stand for the input of a block."""
@@ -307,9 +350,9 @@ class _Runner:
         before = self.records.get(layer - 1)
         if graph and before is not None:
             x.register_hook(self._hook_y(before))
-        needs = self._needs(layer - 1) & {"bias"} if before is not None else frozenset[str]()
+        needs = self.needs(layer - 1) & {"bias"} if before is not None else frozenset[str]()
         record = before or Record(layer, x.detach())
-        with self._running(graph, record, needs, in_block=False, place=merging):
+        with self.running(graph, record, needs, in_block=False, place=merging):
             return self.runs.merge(layer, x).to(self.vit.dtype)
 
     @staticmethod
@@ -319,7 +362,7 @@ class _Runner:
 
         return arrived
 
-    def _embed(self, images: Tensor) -> Tensor:
+    def embed(self, images: Tensor) -> Tensor:
         if not any("p" in job.needs for job in self.jobs):
             return self.runs.embed(images)
 
@@ -329,7 +372,7 @@ class _Runner:
         with self.runs.projecting(keep):
             return self.runs.embed(images)
 
-    def _tapped(
+    def tapped(
         self,
         graph: bool,
         record: Record,
@@ -340,7 +383,7 @@ class _Runner:
         ruled = graph and self.rule.name != "plain"
         if not needs and not ruled:
             return contextlib.nullcontext()
-        return Taps(self.rule, needs, record, in_block, self.fused, place)
+        return Taps(self.rule, needs, record, in_block, self.fused, self.course.local is not None, place)
 
     def _hook(self, layer: int) -> Callable[[Tensor], None]:
         def arrived(gradient: Tensor) -> None:
@@ -366,21 +409,22 @@ class _Runner:
         if self.closing:
             self.records.pop(layer).clear()  # the graph holds on to the record until the backward is over
 
-    def explain(self, scores: Tensor, last: bool) -> tuple[list[dict[int, Any]], End]:
+    def explain(self, target: int, last: bool) -> tuple[list[dict[int, Any]], End]:
         """The backward of one class: its values by job and layer, and the bias terms behind the last block."""
         if not self.backward:
             return self.values, self.end.end()
+        scores = self.scores[:, target]
         if not scores.requires_grad:
-            raise Unsupported(
-                f"no gradient flows back through {self.vit.name}: a layer of it (quantised, or under no_grad) has "
-                "none; methods that remove patches or mask pixels work"
-            )
+            raise Unsupported(self.no_gradient())
         self.finished, self.closing = set(), last
         self.values = [{} if job.backward else self.values[j] for j, job in enumerate(self.jobs)]
         outputs, weights = scores.sum(), None
         if self.scales:
-            outputs, weights = self.last, self._scaled(self._grad(outputs, self.cut, None, last))
-        gradient = self._grad(outputs, self.leaf, weights, last)
+            weights, unscale = scaled(self.grad(outputs, self.cut, None, last))
+            outputs = self.last
+            for record in self.records.values():
+                record.unscale = unscale
+        gradient = self.grad(outputs, self.leaf, weights, last)
         if self.first == PIXELS:
             gradient = gradient.movedim(1, -1)
         for layer in sorted(self.records, key=self._order, reverse=True):
@@ -391,7 +435,13 @@ class _Runner:
         self.end.forget()
         return self.values, end
 
-    def _grad(self, outputs: Tensor, of: Tensor, weights: Tensor | None, last: bool) -> Tensor:
+    def no_gradient(self) -> str:
+        return (
+            f"no gradient flows back through {self.vit.name}: a layer of it (quantised, or under no_grad) has none; "
+            "methods that remove patches or mask pixels work"
+        )
+
+    def grad(self, outputs: Tensor, of: Tensor, weights: Tensor | None, last: bool) -> Tensor:
         try:
             (gradient,) = torch.autograd.grad(outputs, of, weights, retain_graph=not last, allow_unused=True)
         except RuntimeError as error:
@@ -403,17 +453,16 @@ class _Runner:
             ) from error
         return torch.zeros_like(of) if gradient is None else gradient
 
-    def _scaled(self, gradient: Tensor) -> Tensor:
-        """The gradient of the last tokens where float16 is finest, each image times a power of two; records know it.
 
-        Backward each image is by itself and all is linear, so scaling changes nothing but what is lost.
-        """
-        largest = gradient.abs().flatten(1).amax(1)
-        power = torch.floor(torch.log2(_MIDDLE / largest)).clamp(-100, 100)
-        scale = torch.where(largest > 0, torch.exp2(power), 1.0)
-        for record in self.records.values():
-            record.unscale = 1 / scale
-        return gradient * scale.view(-1, *[1] * (gradient.ndim - 1))
+def scaled(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of tokens where float16 is finest, each image times a power of two; and what undoes it [B].
+
+    Backward each image is by itself and all is linear, so scaling changes nothing but what is lost.
+    """
+    largest = gradient.abs().flatten(1).amax(1)
+    power = torch.floor(torch.log2(_MIDDLE / largest)).clamp(-100, 100)
+    scale = torch.where(largest > 0, torch.exp2(power), 1.0)
+    return gradient * scale.view(-1, *[1] * (gradient.ndim - 1)), 1 / scale
 
 
 _MIDDLE = 64.0

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from patchlight.errors import PatchlightError, Unsupported
-from patchlight.evidence.rows import Attention, Entry, Matrix, Rows, head_mean, signed, written
+from patchlight.evidence.rows import Attention, Entry, Matrix, Rows, head_mean, mean_row, signed, written
 from patchlight.evidence.stages import Local, Merging, Reach
 
 T = TypeVar("T")
-BACKWARD = frozenset({"g", "gy", "gn", "G", "bias"})
+BACKWARD = frozenset({"g", "gy", "gn", "G", "dO", "bias"})
 """Parts of the evidence that take a backward."""
-TAPPED = frozenset({"A", "G", "v", "n", "gn", "u", "bias"})
+ATTENTION = frozenset({"A", "G", "q", "k", "v", "dO"})
+"""Parts that are seen of a block's attention."""
+TAPPED = ATTENTION | {"n", "gn", "u", "bias"}
 """Parts that are seen inside a block, as it runs."""
-PARTS = frozenset({"x", "y", "A", "v", "n", "u", "p"}) | BACKWARD
+PARTS = frozenset({"x", "y", "p"}) | TAPPED | BACKWARD
 
 
 @dataclass
@@ -27,9 +29,10 @@ class Record:
     """What one pass has seen of one block so far: tensors by their letters in `Evidence`.
 
     `scalar_bias` [B] sums the bias terms that belong to no token; `shared` is what layer maps keep for each other.
-    Where attention stayed fused, `fused` has what it was given, and `dO` is the gradient of what it gave. Gradients
-    here are to be multiplied by `unscale` [B], where it is given. Where attention is not between all tokens, `reach`
-    says which it joins, and A, G and v are those of its windows [B*W,...].
+    Where attention stayed fused and its matrices are read, `fused` has what it was given, and `dO` is the gradient of
+    what it gave. Gradients here are to be multiplied by `unscale` [B], where it is given. `only_read`: attention has no
+    other rows than those that are read. `leaf` is the attention's output, where a graph begins with it. Where attention
+    is not between all tokens, `reach` says which it joins, and A, G and v are those of its windows [B*W,...].
     """
 
     index: int
@@ -43,6 +46,8 @@ class Record:
     fused: Attention | None = None
     dO: Tensor | None = None
     unscale: Tensor | None = None
+    only_read: bool = False
+    leaf: Tensor | None = None
     reach: Reach | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +82,8 @@ class Record:
         for gradient, of in (("gy", "x"), ("gn", "n"), ("G", "A")):
             if gradient not in self.seen and of in self.seen:
                 self.seen[gradient] = torch.zeros_like(self.seen[of])
+        if "dO" not in self.seen and "v" in self.seen:
+            self.seen["dO"] = self.x.new_zeros(()).expand_as(self.seen["v"])
         if "bias" not in self.seen:
             self.seen["bias"] = self.x.new_zeros(self.x.shape[:2])
 
@@ -91,7 +98,7 @@ class Record:
         """Drop everything that was seen."""
         self.forget()
         self.seen.clear()
-        self.fused = None
+        self.fused = self.leaf = None
 
     @property
     def attention(self) -> Attention | None:
@@ -99,9 +106,17 @@ class Record:
         return None if self.fused is None else replace(self.fused, dO=self.dO, unscale=self.unscale)
 
     def fused_part(self, name: str) -> Tensor:
-        """A, G or v of fused attention, in the type of the tokens."""
-        part: Tensor = getattr(self.attention, name)
+        """A, G, q, k, v or dO of fused attention, in the type of the tokens."""
+        attention: Any = self.attention
+        part: Tensor = attention.output_gradient if name == "dO" else getattr(attention, name)
         return part.to(self.x.dtype)
+
+    def see_dO(self, gradient: Tensor) -> None:
+        """Take the gradient of what attention gave [B,H,N,d]: as it is where attention stayed fused."""
+        if self.fused is None:
+            self.seen["dO"] = gradient.to(self.x.dtype)
+        else:
+            self.dO = gradient
 
     def end(self) -> End:
         return End(self.seen.get("bias"), self.scalar_bias)
@@ -129,20 +144,23 @@ class Evidence:
     """What one pass saw of one block, as far as a layer map declares that it reads it.
 
     x, y: tokens entering and leaving [B,N,D]; g, gy: their gradients. A: attention [B,H,N,N] (to, from); G: its
-    gradient; v: values [B,H,N,d]. n, gn: output of the first norm and its gradient. u: tokens after attention and
-    its skip. bias: sum over the block's biases b of <b, ds/dz> per token [B,N]. p: the projected patches [B,P,D],
-    before positions; every block has the same.
+    gradient. q, k, v: queries (times the scores' scale, in models that put it there), keys and values as they enter
+    attention [B,H,N,d]; dO: the gradient of its output A v [B,H,N,d], so that G = dO v^T. n, gn: output of the first
+    norm and its gradient. u: tokens after attention and its skip. bias: sum over the block's biases b of <b, ds/dz> per
+    token [B,N]. p: the projected patches [B,P,D], before positions; every block has the same.
     `matrix` gives a mean over the heads of A, G or both that is only written where it must be: whoever needs a row of
     it, and not all of A or G, asks for that.
     `index` and `depth` say which block of how many, `tokens` is N, and `prefix` of them stand before the patches.
+    `only_read`: q and dO have fewer rows than N, those that are read and no others.
     """
 
-    x, y, A, v, n, u, p = (_Part() for _ in range(7))
-    g, gy, gn, G, bias = (_Part() for _ in range(5))
+    x, y, A, q, k, v, n, u, p = (_Part() for _ in range(9))
+    g, gy, gn, G, dO, bias = (_Part() for _ in range(6))
 
     def __init__(self, record: Record, needs: Iterable[str] = PARTS, reader: str = "this layer map") -> None:
         self._record, self._needs, self._reader = record, needs, reader
         self.index, self.prefix, self.depth, self.tokens = record.index, record.prefix, record.depth, record.x.shape[1]
+        self.only_read = record.only_read
 
     @classmethod
     def of(
@@ -161,12 +179,12 @@ class Evidence:
         record = self._record
         if name in record.seen:
             reach = record.reach
-            if reach is None or name not in ("A", "G", "v"):
+            if reach is None or name not in ATTENTION:
                 return self._seen(name)
-            if name == "v":
-                raise Unsupported(f"`{self._reader}` reads v, and block {self.index} has it in windows or pooled")
+            if name not in ("A", "G"):
+                raise Unsupported(f"`{self._reader}` reads {name}, and block {self.index} has it in windows or pooled")
             return self.once(f"written {name}", lambda: reach.written(self._in_windows(name, reach)))
-        if record.fused is None or name not in ("A", "G", "v"):
+        if record.fused is None or name not in ATTENTION:
             raise Unsupported(f"`{self._reader}` reads {name}, and block {self.index} of this model shows none")
         return self.once(name, lambda: record.fused_part(name))
 
@@ -267,6 +285,16 @@ class Evidence:
             means: Tensor = reach.means(G.flatten(0, 1)).unflatten(0, G.shape[:2])
             return means
         return self.G[..., self.prefix :].mean(-1) if attention is None else attention.gradient_mean(self.prefix)
+
+    @property
+    def positive_gradient(self) -> Tensor:
+        """mean_hi ReLU(G[h,i,j]) [B,N]: of G = dO v^T one head is written at a time, or none."""
+        attention = self._record.attention
+        if attention is not None and attention.dO is not None:
+            self._check_declared("dO")
+            return mean_row(Rows(attention, "relu(G)"))
+        dO, v = self.dO, self.v
+        return torch.stack([(dO[:, h] @ v[:, h].mT).relu_().mean(1) for h in range(v.shape[1])]).mean(0)
 
     @property
     def AG(self) -> Tensor:

@@ -52,6 +52,11 @@ class Attention:
             return torch.zeros_like(self.A)
         return self._unscaled(_wide(self.dO) @ _wide(self.v).mT)
 
+    @property
+    def output_gradient(self) -> Tensor:
+        """dO as it is [B,H,N,d]."""
+        return torch.zeros_like(self.v) if self.dO is None else self._unscaled(_wide(self.dO))
+
     def _unscaled(self, gradient: Tensor) -> Tensor:
         factors = self.unscale
         return gradient if factors is None else gradient * factors.view(-1, *[1] * (gradient.ndim - 1))

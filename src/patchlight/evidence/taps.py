@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from patchlight.errors import Unsupported
 from patchlight.evidence import rules
-from patchlight.evidence.record import Record
+from patchlight.evidence.record import ATTENTION, Record
 from patchlight.evidence.rows import Attention, attend
 from patchlight.evidence.rules import Rule
 from patchlight.evidence.stages import Merging, Reach
@@ -78,10 +78,11 @@ class Activation(nn.Module):
 
 
 class Taps(TorchFunctionMode):
-    """Apply `rule` to a stretch of a model, and write into `record` what `needs` names (A, G, v, n, gn, u, bias).
+    """Apply `rule` to a stretch of a model, and write into `record` what `needs` names of what is seen inside.
 
     With `fused`, a type, attention stays fused in that type where it can, and the record has what its matrices are
-    made of. `place` says where what runs now has its tokens: nowhere else (None), in windows, on a coarser grid.
+    made of. With `cut`, a graph begins at the attention's output, of which the record has the leaf. `place` says where
+    what runs now has its tokens: nowhere else (None), in windows, on a coarser grid.
     """
 
     def __init__(
@@ -91,13 +92,16 @@ class Taps(TorchFunctionMode):
         record: Record,
         in_block: bool,
         fused: torch.dtype | None = None,
+        cut: bool = False,
         place: Reach | Merging | None = None,
     ) -> None:
         super().__init__()
-        self.place = place
-        self.rule, self.needs, self.record, self.in_block, self.fused = rule, needs, record, in_block, fused
+        self.rule, self.needs, self.record = rule, needs, record
+        self.in_block, self.fused, self.cut, self.place = in_block, fused, cut, place
         self._outer: list[Taps | None] = []
         self._attention: Tensor | None = None
+        self._factors: tuple[Tensor, Tensor] | None = None
+        self._taken = False
 
     def __enter__(self) -> Taps:
         self._outer.append(current())
@@ -107,7 +111,9 @@ class Taps(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         _LOCAL.tap = self._outer.pop()
-        self._attention = None if not self._outer else self._attention
+        if not self._outer:
+            self._attention = self._factors = None
+            self._taken = False
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -136,9 +142,7 @@ class Taps(TorchFunctionMode):
 
         In windows it is [B*W,H,n,m] or [B,W,H,n,m].
         """
-        watched = bool(self.needs & {"A", "G", "v"})
-        if watched and self._attention is not None:
-            raise Unsupported("a block takes more than one softmax, so it has no one attention matrix")
+        watched = self._take()
         if isinstance(self.place, Reach):
             self.record.reach = self.place
         attention = rules.softmax(scores, self.rule, self._observer())
@@ -147,12 +151,22 @@ class Taps(TorchFunctionMode):
             self.record.see("A", attention)
         return attention
 
+    def _take(self) -> bool:
+        """Whether somebody looks at the attention that is computed now: of a block, there is one."""
+        watched = bool(self.needs & ATTENTION)
+        if watched and self._taken:
+            raise Unsupported("a block takes more than one softmax, so it has no one attention matrix")
+        self._taken = True
+        return watched
+
     def softmax(self, func: Callable[..., Any], scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dim = args[0] if args else kwargs.get("dim")
         dtype = kwargs.get("dtype")
         axes = (4, 5) if isinstance(self.place, Reach) else (4,)
         if scores.ndim not in axes or dim not in (-1, scores.ndim - 1):
             return func(scores, *args, **kwargs)  # type: ignore[no-any-return]
+        if self._factors is not None:
+            self._show(q=self._factors[0], k=self._factors[1].mT)
         return self.attend(scores if dtype is None else scores.to(dtype))
 
     def scaled_dot_product_attention(
@@ -167,11 +181,11 @@ class Taps(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """The fused attention where it can be; else written out, for someone who looks at it or for a rule.
+        """The fused attention where it can be; else written out, for someone who looks at its matrix or for a rule.
 
         A CPU's fused backward takes longer than what is left of it under a rule.
         """
-        watched = self.needs & {"A", "G", "v"}
+        watched, matrix = self.needs & ATTENTION, self.needs & {"A", "G"}
         graph = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         ruled = graph and self.rule.attention != "plain"
         if not watched and (not ruled or query.is_cuda):
@@ -187,32 +201,42 @@ class Taps(TorchFunctionMode):
             out = self._in_tiles(query, key, value, factor)
             if out is not None:
                 return out
-        if "v" in self.needs:
-            self.record.see("v", value)
+        self._show(q=query, k=key, v=value)
+        if not matrix and (not ruled or query.is_cuda):
+            self._take()
+            given = rules.attended(query, key, value, self.rule) if ruled else (query, key, value)
+            return self._begin(func(*given, attn_mask, dropout_p, scale=scale))
         scores = self._product(query * factor, key.transpose(-2, -1))
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        return self._product(self.attend(scores), value)
+        return self._begin(self._product(self.attend(scores), value))
+
+    def _show(self, **seen: Tensor) -> None:
+        for name, value in seen.items():
+            if name in self.needs:
+                self.record.see(name, value)
+
+    def _begin(self, out: Tensor) -> Tensor:
+        """What attention gives, its gradient seen; where the graph is cut, it begins here."""
+        if self.cut and "dO" in self.needs:
+            out = self.record.leaf = out.detach().requires_grad_()
+        elif out.requires_grad and ("dO" in self.needs or ("G" in self.needs and self.record.fused is not None)):
+            out.register_hook(self.record.see_dO)
+        return out
 
     def _in_tiles(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
         """Fused attention whose matrices the record can give rows of; None where there is no such kernel."""
         width, known = query.shape[-1], query.shape == key.shape == value.shape
         if self.fused is None or not self.in_block or not known or query.ndim != 4 or width % 8 or width > 128:
             return None
-        if self.record.fused is not None:
-            raise Unsupported("a block takes more than one softmax, so it has no one attention matrix")
         q, k, v = (t.to(self.fused) for t in rules.attended(query, key, value, self.rule))
         found = attend(q, k, v, scale)
         if found is None:
             return None
+        self._take()
         out, lse = found
         self.record.fused = Attention(q.detach(), k.detach(), v.detach(), lse.detach(), scale)
-        if "G" in self.needs and out.requires_grad:
-            out.register_hook(self._see_dO)
-        return out
-
-    def _see_dO(self, gradient: Tensor) -> None:
-        self.record.dO = gradient
+        return self._begin(out)
 
     def multi_head_attention_forward(
         self,
@@ -250,14 +274,18 @@ class Taps(TorchFunctionMode):
         return a @ b
 
     def matmul(self, func: Callable[..., Any], a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._attention is not None and a.shape == self._attention.shape:
-            if a.data_ptr() != self._attention.data_ptr() and a.dtype == self._attention.dtype:
+        attention = self._attention
+        values = attention is not None and a.shape == attention.shape
+        if attention is not None and values:
+            if a.data_ptr() != attention.data_ptr() and a.dtype == attention.dtype:
                 raise Unsupported("a block changes its attention between the softmax and the values")
-            if "v" in self.needs:
-                self.record.see("v", b)
+            self._show(v=b)
+        elif attention is None and a.ndim == b.ndim == 4 and self.needs & {"q", "k"}:
+            self._factors = a, b
         if self.rule.attention == "uniform" and a.requires_grad and b.requires_grad:
             a, b = rules.halved(a), rules.halved(b)
-        return func(a, b, *args, **kwargs)  # type: ignore[no-any-return]
+        out: Tensor = func(a, b, *args, **kwargs)
+        return self._begin(out) if values else out
 
     def layer_norm(
         self,

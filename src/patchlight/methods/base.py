@@ -20,7 +20,7 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
 from patchlight.evidence.ablation import ABLATION, Ablation, Variants
-from patchlight.evidence.passes import LayerJob, Pass, run_pass
+from patchlight.evidence.passes import WHOLE, Course, LayerJob, Pass, run_pass
 from patchlight.evidence.precision import Decided, PassPrecision
 from patchlight.evidence.record import BACKWARD, PARTS, End, Evidence
 from patchlight.evidence.rows import Matrix, times
@@ -256,15 +256,21 @@ class ReadsBlocks(Method):
         return frozenset(self.needs(settings) if callable(self.needs) else self.needs)
 
 
+def _whole(settings: Settings, vit: Anatomy) -> Course:
+    return WHOLE
+
+
 @dataclass(frozen=True)
 class LayerMap(ReadsBlocks):
     """A method inside the pass: a function of the Evidence of one block, and its composition.
 
     `rule`: the backward rule that is part of it. `adds_end`: the bias terms behind the last block belong to the map.
+    `course`: the pass it is computed in, where that is not the model's own score by its own blocks.
     """
 
     rule: str = "plain"
     adds_end: bool = False
+    course: Callable[[Settings, Anatomy], Course] = _whole
 
     def settings(self, composition: Composition | None) -> dict[str, Setting]:
         return {**super().settings(composition), **CAPTURED}
@@ -315,8 +321,10 @@ METHODS: Registry[Method] = Registry(
             "decomposition",
             "decompx",
             "diffmask",
+            "eclip",
             "gradients",
             "hsic",
+            "legrad",
             "lime",
             "occlusion",
             "pami",
@@ -372,6 +380,7 @@ class AboutLayerMap(AboutBlocks, total=False):
     combine: Required[Composition]
     rule: str
     adds_end: bool
+    course: Callable[[Settings, Anatomy], Course]
 
 
 class AboutOwnPasses(AboutBlocks, total=False):

@@ -112,6 +112,15 @@ def _sum(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tenso
 SUM = Composition(_sum, _from_start, staged=True)
 
 
+def _mean(maps: LayerMaps, start: int = 0) -> Tensor:
+    """The mean of the blocks' maps [B,N] from `start` on."""
+    layers = _from_start(maps.vit.depth, {"start": start})
+    return torch.stack([maps.vector(layer) for layer in layers]).mean(0)
+
+
+MEAN = Composition(_mean, _from_start)
+
+
 def half(depth: int, start: int | None, rounding: str = "ceil") -> int:
     """SkipPLUS's first block: m = ceil(L/2), or L//2 as the released code has it, or the block given."""
     if start is not None:

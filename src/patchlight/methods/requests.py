@@ -10,8 +10,9 @@ from torch import nn
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported, nearest
+from patchlight.evidence.passes import WHOLE, Course
 from patchlight.evidence.precision import HALF, Decided, chosen
-from patchlight.evidence.record import BACKWARD
+from patchlight.evidence.record import ATTENTION, BACKWARD
 from patchlight.evidence.rules import PLAIN, RULES, Rule
 from patchlight.methods.base import (
     COMPOSITIONS,
@@ -67,6 +68,10 @@ class Request:
         found = chosen(self.settings.get("precision", "full"), vit.device, vit.dtype, auto)
         relevance = isinstance(self.method, OwnPasses) and not self.method.ruled  # float32 is the least it goes back in
         return "tf32" if relevance and found in HALF else found
+
+    def course(self, vit: Anatomy) -> Course:
+        """What the pass it is computed in explains."""
+        return self.method.course(self.settings, vit) if isinstance(self.method, LayerMap) else WHOLE
 
     @property
     def backward(self) -> bool:
@@ -180,7 +185,7 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
     differentiates = needs & BACKWARD or (method.class_specific and not isinstance(method, Ablates))
     if differentiates and vit.gradient is not None:
         return f"no gradient flows through {vit.name}: {vit.gradient}"
-    if needs & {"A", "G", "v"} and vit.attention is not None:
+    if needs & ATTENTION and vit.attention is not None:
         return f"the attention of {vit.name} cannot be read: {vit.attention}"
     if needs & {"n", "gn"} and vit.parts(0).norm1 is None:
         return f"{vit.name} has no first norm in its blocks{_beyond(vit)}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError, UndefinedMetric, warn
+from patchlight.errors import PatchlightError, UndefinedMetric, Unsupported, warn
 from patchlight.evidence.ablation import ABLATION, Ablation, Unit
 from patchlight.frames import frame, stacked
 from patchlight.registry import Entry, Listed, Registry, Setting, Settings, in_words, settings_of, settled
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 TargetClass = Literal["given", "label", "prediction"]
 """The class the map explains, the true one, or the model's own prediction."""
+MeasuredScore = Literal["auto", "probability", "logit", "cosine"]
+"""What is read of a class: its probability, its logit, or the cosine that this is made of; `auto` is the probability
+where the model has one, else the logit."""
 MapFunction = Callable[[Anatomy, Tensor, Targets, int], Tensor]
 """From a model, images [B,C,H,W], their classes and a seed to maps [B,h,w]."""
 Sums = Mapping[str, Tensor]
@@ -173,7 +176,7 @@ class Metric(Entry):
     images itself, so it needs a method and not only maps. `combine`: the data set's number from the sums of `parts`
     over images; without it, the mean of the values. `words`: by preset, a paper's own words for the values of a
     setting. `ablates`: it scores variants of the images. `stochastic`: its values depend on the seed even where a map
-    has no ties.
+    has no ties. `refuses`: why a model cannot be measured with these settings.
     """
 
     higher_is_better: bool | Callable[[Settings], bool] = True
@@ -185,6 +188,7 @@ class Metric(Entry):
     combine: Callable[[Sums], Tensor] | None = None
     ablates: bool = False
     stochastic: bool = False
+    refuses: Callable[[Settings, Anatomy], str | None] | None = None
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -244,6 +248,7 @@ class AboutMetric(TypedDict, total=False):
     combine: Callable[[Sums], Tensor]
     ablates: bool
     stochastic: bool
+    refuses: Callable[[Settings, Anatomy], str | None]
 
 
 F = TypeVar("F", bound=Callable[..., "Measured"])
@@ -289,6 +294,17 @@ class MetricRequest:
     label: str
     metric: Metric
     settings: dict[str, Any]
+
+    def suited(self, vit: Anatomy) -> MetricRequest:
+        """The same for a model: `score="auto"` is decided, and what its outputs cannot give is refused."""
+        settings = self.settings
+        if settings.get("score") == "auto":
+            sure = vit.outputs.no_probability(vit.classes) is None
+            settings = {**settings, "score": "probability" if sure else "logit"}
+        reason = self.metric.refuses(settings, vit) if self.metric.refuses is not None else None
+        if reason is not None:
+            raise Unsupported(f"'{self.metric.name}' cannot be measured on {vit.name}: {reason}")
+        return replace(self, settings=settings)
 
 
 def resolve_metric(label: str, settings: Settings | None = None, options: Sequence[str] = ()) -> MetricRequest:

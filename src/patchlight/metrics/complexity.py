@@ -11,8 +11,9 @@ from torch import Tensor
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Level
 from patchlight.metrics.base import Measure, Measured, register_metric
+from patchlight.metrics.quantities import unread
 from patchlight.resize import Upsampling
-from patchlight.targets import score_of
+from patchlight.targets import ScoreName, score_of
 
 Small = Annotated[float, Field(ge=0)]
 
@@ -70,20 +71,21 @@ def sparseness(
     higher_is_better=False,
     bounds=(0.0, float("inf")),
     cost="1 forward; 2 with a baseline",
+    refuses=unread(lambda settings: settings["score"], "score='logit' works"),
 )
 def completeness_error(
     ask: Measure,
     baseline: Fill | None = None,
-    score: Literal["logit", "probability"] = "logit",
+    score: ScoreName = "logit",
     relative: bool = False,
 ) -> Measured:
     """How far the map's sum is from what it explains: |sum of the map - (s(x) - s(baseline))|.
 
-    s is the class's logit (a pair's difference) in full precision. Without a `baseline` its term is 0: the target of
-    methods that share out the whole logit, FullGrad and DecompX with their biases. Integrated gradients and SHAP share
-    out the difference to a baseline: give it (`zero` for `ig` at pixel level). The map is the method's own, not
-    upsampled; what it leaves out (prefix tokens, biases) is part of the error. `relative` divides by
-    |s(x) - s(baseline)|.
+    s is the class's logit, or its probability or cosine (a pair's difference), in full precision. Without a `baseline`
+    its term is 0: the target of methods that share out the whole logit, FullGrad and DecompX with their biases.
+    Integrated gradients and SHAP share out the difference to a baseline: give it (`zero` for `ig` at pixel level). The
+    map is the method's own, not upsampled; what it leaves out (prefix tokens, biases) is part of the error. `relative`
+    divides by |s(x) - s(baseline)|.
     """
     explained = _score(ask, ask.images, score)
     if baseline is not None:
@@ -92,5 +94,5 @@ def completeness_error(
     return Measured(error / explained.abs() if relative else error)
 
 
-def _score(ask: Measure, images: Tensor, score: Literal["logit", "probability"]) -> Tensor:
+def _score(ask: Measure, images: Tensor, score: ScoreName) -> Tensor:
     return score_of(ask.vit.logits(images), ask.targets, score, ask.vit.outputs)[:, 0].double()

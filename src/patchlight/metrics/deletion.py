@@ -1,4 +1,4 @@
-"""Insertion and deletion: the class's probability while the map's highest pixels appear, or disappear, step by step.
+"""Insertion and deletion: the class's score while the map's highest pixels appear, or disappear, step by step.
 
 `removed_logits` is the one place that takes parts of images away in a map's order; every faithfulness metric reads it.
 """
@@ -15,7 +15,8 @@ from torch import Tensor
 from patchlight.errors import Unsupported
 from patchlight.evidence.ablation import Count, RankThresholds, TokenSubsets, Unit
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.metrics.base import Measure, Measured, TargetClass, register_metric
+from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
+from patchlight.metrics.quantities import no_score
 from patchlight.resize import Upsampling, to_pixels
 from patchlight.targets import Targets, score_of
 
@@ -108,23 +109,37 @@ def _check_tokens(ask: Measure, changed: Tensor, insert: bool) -> None:
     if vit.can_drop is not None:
         raise Unsupported(f"{vit.name} cannot drop tokens: {vit.can_drop}; unit='patch' fills patches instead")
     left = changed if insert else count_cells(ask, "token") - changed
-    if (vit.prefix == 0 or vit.pooling == "avg") and int(left.min()) == 0:
+    if (vit.prefix == 0 or vit.pooling in ("avg", "max")) and int(left.min()) == 0:
         raise Unsupported(
             f"{vit.name} reads its class off the patches, so nothing is left to classify once all are dropped; "
             f"unit='patch' fills patches instead"
         )
 
 
-def probability(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
-    """p(class) [B,P] of logits [B,P,C]; of a pair, the difference."""
+def scored(logits: Tensor, targets: Targets, ask: Measure, score: MeasuredScore = "probability") -> Tensor:
+    """p(class) [B,P] of logits [B,P,C], or another score; of a pair, the difference."""
+    assert score != "auto", "decided by MetricRequest.suited"
     points = logits.shape[1]
     against = None if targets.against is None else targets.against.repeat_interleave(points, 0)
     each = Targets(targets.index.repeat_interleave(points, 0), against)
-    return score_of(logits.flatten(0, 1), each, "probability", ask.vit.outputs).view(-1, points)
+    return score_of(logits.flatten(0, 1), each, score, ask.vit.outputs).view(-1, points)
 
 
-def _curve(ask: Measure, insert: bool, changed: Tensor, fill: Fill, target: TargetClass, **options: Any) -> Tensor:
-    return probability(removed_logits(ask, changed, insert, fill, **options), ask.of(target), ask)
+def span(score: str) -> tuple[float, float]:
+    """Between what a score lies."""
+    return {"logit": (-math.inf, math.inf), "cosine": (-1.0, 1.0)}.get(score, (0.0, 1.0))
+
+
+def _curve(
+    ask: Measure,
+    insert: bool,
+    changed: Tensor,
+    fill: Fill,
+    target: TargetClass,
+    score: MeasuredScore,
+    **options: Any,
+) -> Tensor:
+    return scored(removed_logits(ask, changed, insert, fill, **options), ask.of(target), ask, score)
 
 
 def _measured(curve: Tensor, changed: Tensor, integrator: Integrator) -> Measured:
@@ -134,11 +149,18 @@ def _measured(curve: Tensor, changed: Tensor, integrator: Integrator) -> Measure
 
 
 def _limits(settings: Any) -> tuple[float, float]:
+    low, high = span(settings["score"])
     if settings["integrator"] != "unit":
-        return 0.0, 1.0
+        return low, high
     if settings["steps"] is None:
-        return 0.0, math.inf
-    return 0.0, float(settings["steps"] - (0 if settings["first"] else 1))
+        return low and -math.inf, math.inf
+    steps = max(1, settings["steps"] - (0 if settings["first"] else 1))
+    return low * steps, high * steps
+
+
+def _difference_limits(settings: Any) -> tuple[float, float]:
+    low, high = _limits(settings)
+    return low - high, high - low
 
 
 @register_metric(
@@ -147,6 +169,7 @@ def _limits(settings: Any) -> tuple[float, float]:
     higher_is_better=True,
     bounds=_limits,
     ablates=True,
+    refuses=no_score,
     cost="steps (224) + 1 forwards",
     presets={"rise": {**_RISE, "fill": "blur-rise"}, "tis": {**_TIS, "fill": "blur-tis"}, "vit-shapley": _SHAPLEY},
     words=_WORDS,
@@ -161,6 +184,7 @@ def insertion(
     integrator: Integrator = "trapezoid",
     target_class: TargetClass = "given",
     upsampling: Upsampling = "bilinear",
+    score: MeasuredScore = "auto",
 ) -> Measured:
     """Area under p(class) while the highest-ranked pixels of the image appear on the fill; higher is better.
 
@@ -168,10 +192,11 @@ def insertion(
     one each where `steps` is None; `first` adds the bare fill as a point. Preset `rise`: 225 points, trapezoids, the
     predicted class, RISE's blur. Preset `tis`: 224 points without the bare fill, their mean, the class given; fills by
     its words (blur, random, black, mean). Preset `vit-shapley`: tokens one by one, from none to all, the mean of the
-    points, the true class. Curve [B,P] over the fraction shown. P forwards an image.
+    points, the true class. `score`: p(class), or of a head without probabilities the logit. Curve [B,P] over the
+    fraction shown. P forwards an image.
     """
     changed = thresholds(count_cells(ask, unit), steps, first)
-    curve = _curve(ask, True, changed, fill, target_class, unit=unit, upsampling=upsampling)
+    curve = _curve(ask, True, changed, fill, target_class, score, unit=unit, upsampling=upsampling)
     return _measured(curve, changed, integrator)
 
 
@@ -181,6 +206,7 @@ def insertion(
     higher_is_better=False,
     bounds=_limits,
     ablates=True,
+    refuses=no_score,
     cost="steps (224) + 1 forwards",
     presets={"rise": {**_RISE, "fill": "zero"}, "tis": {**_TIS, "fill": "blur-tis"}, "vit-shapley": _SHAPLEY},
     words=_WORDS,
@@ -195,13 +221,14 @@ def deletion(
     integrator: Integrator = "trapezoid",
     target_class: TargetClass = "given",
     upsampling: Upsampling = "bilinear",
+    score: MeasuredScore = "auto",
 ) -> Measured:
     """Area under p(class) while the highest-ranked pixels of the image give way to the fill; lower is better.
 
     Settings and presets as for `insertion`; `rise` deletes to `zero`, grey after normalisation.
     """
     changed = thresholds(count_cells(ask, unit), steps, first)
-    curve = _curve(ask, False, changed, fill, target_class, unit=unit, upsampling=upsampling)
+    curve = _curve(ask, False, changed, fill, target_class, score, unit=unit, upsampling=upsampling)
     return _measured(curve, changed, integrator)
 
 
@@ -209,8 +236,9 @@ def deletion(
     "ins-del",
     paper="Englebert et al., ICCV-W 2023",
     higher_is_better=True,
-    bounds=lambda settings: (-_limits(settings)[1], _limits(settings)[1]),
+    bounds=_difference_limits,
     ablates=True,
+    refuses=no_score,
     cost="2 steps (448) + 2 forwards",
     presets={
         "rise": {**_RISE, "fill": "blur-rise", "deletion_fill": "zero"},
@@ -230,12 +258,13 @@ def ins_del(
     integrator: Integrator = "trapezoid",
     target_class: TargetClass = "given",
     upsampling: Upsampling = "bilinear",
+    score: MeasuredScore = "auto",
 ) -> Measured:
     """Insertion less deletion, over the same fill (or `deletion_fill`); higher is better. Curve: their difference."""
     changed = thresholds(count_cells(ask, unit), steps, first)
     over = fill if deletion_fill is None else deletion_fill
-    inserted = _curve(ask, True, changed, fill, target_class, unit=unit, upsampling=upsampling)
-    deleted = _curve(ask, False, changed, over, target_class, unit=unit, upsampling=upsampling)
+    inserted = _curve(ask, True, changed, fill, target_class, score, unit=unit, upsampling=upsampling)
+    deleted = _curve(ask, False, changed, over, target_class, score, unit=unit, upsampling=upsampling)
     found = _measured(inserted - deleted, changed, integrator)
     parts = {
         "insertion": _measured(inserted, changed, integrator).values,

@@ -153,6 +153,7 @@ def measure(
 ) -> dict[str, Evaluations]:
     """By label of the maps, every metric asked: batch by batch, of which nothing but the values is kept."""
     vit.renew()
+    requests = [request.suited(vit) for request in requests]
     seed, batch_size = integer("seed", seed, 0), integer("batch_size", batch_size, 1)
     read: list[Any] | None = [] if annotations.labels is True else None
     count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels, note, read)

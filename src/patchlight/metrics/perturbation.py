@@ -1,4 +1,4 @@
-"""Perturbation tests at a few levels of removal: accuracy, probability, KL and log-likelihood of what remains.
+"""Perturbation tests at a few levels of removal: accuracy, score, KL and log-likelihood of what remains.
 
 Positive perturbation removes the map's highest parts first, negative its lowest. Variants are made by
 `deletion.removed_logits` and shared by the metrics of one call.
@@ -17,20 +17,21 @@ from torch import Tensor
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill
-from patchlight.metrics.base import Measure, Measured, TargetClass, register_metric
-from patchlight.metrics.deletion import Integrator, Share, area, count_cells, probability, removed_logits
+from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
+from patchlight.metrics.deletion import Integrator, Share, area, count_cells, removed_logits, scored, span
+from patchlight.metrics.quantities import no_score, unread
 from patchlight.resize import Upsampling
 from patchlight.targets import Targets, kl_divergence, log_probabilities
 
 Direction = Literal["positive", "negative"]
-Quantity = Literal["accuracy", "probability", "kl", "nll"]
+Quantity = Literal["accuracy", "probability", "logit", "cosine", "kl", "nll"]
 Points = Annotated[int, Field(ge=2)]
 TokenQuantity = Literal["accuracy", "aopc"]
 Form = Literal["area", "percent", "higher"]
 """The area itself; times 100; or times 100 and, where lower is better, subtracted from 100."""
 
 _LOG_FLOOR = math.log(1e-12)
-_FALLING = ("accuracy", "probability")
+_RISING = ("kl", "nll")
 
 
 def levels(cells: int, points: int, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -58,22 +59,25 @@ def accuracy(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
 def _quantity(ask: Measure, quantity: Quantity, logits: Tensor, targets: Targets) -> Tensor:
     if quantity == "accuracy":
         return accuracy(logits, targets, ask)
-    if quantity == "probability":
-        return probability(logits, targets, ask)
     if quantity == "kl":
         return kl_divergence(ask.logits()[:, None], logits, ask.vit.outputs).clamp_min(0)
-    return -log_probability(logits, targets, ask)
+    if quantity == "nll":
+        return -log_probability(logits, targets, ask)
+    return scored(logits, targets, ask, quantity)
 
 
 def _perturbation_rises(settings: Mapping[str, Any]) -> bool:
-    falls: bool = settings["quantity"] in _FALLING
+    falls: bool = settings["quantity"] not in _RISING
     return falls is (settings["direction"] == "negative")
 
 
 def _perturbation_limits(settings: Mapping[str, Any]) -> tuple[float, float]:
-    top = {"kl": math.inf, "nll": -_LOG_FLOOR}.get(settings["quantity"], 1.0)
+    low, high = {"kl": (0.0, math.inf), "nll": (0.0, -_LOG_FLOOR)}.get(settings["quantity"], span(settings["quantity"]))
     across = settings["high"] - settings["low"]
-    return 0.0, top * {"unit": settings["points"] - 1, "width": across}.get(settings["integrator"], 1.0)
+    if settings["points"] == 1:  # its one point is the value
+        return low, high
+    size = {"unit": settings["points"] - 1, "width": across}.get(settings["integrator"], 1.0)
+    return low * size, high * size
 
 
 @register_metric(
@@ -82,6 +86,7 @@ def _perturbation_limits(settings: Mapping[str, Any]) -> tuple[float, float]:
     higher_is_better=_perturbation_rises,
     bounds=_perturbation_limits,
     ablates=True,
+    refuses=unread(lambda settings: settings["quantity"], "quantity='logit' works"),
     cost="points (9) forwards",
     presets={
         "chefer": {
@@ -126,11 +131,12 @@ def perturbation(
     noise: tuple[float, float] = (0.0, 1.0),
     noise_seed: int | None = None,
 ) -> Measured:
-    """Accuracy (or p, KL, -log p) averaged over levels of removal, highest (positive) or lowest (negative) parts first.
+    """Accuracy (or a score, KL, -log p) averaged over levels of removal, highest (positive) or lowest parts first.
 
     At each of `points` fractions from `low` to `high`, int(fraction * HW) pixels give way to the fill. `quantity`:
-    `accuracy` is 1 where the largest logit is the class's; `probability` p(class); `kl` KL(p_clean || p_k) over all
-    classes; `nll` -log p(class). Positive perturbation should lower the first two and raise the others.
+    `accuracy` is 1 where the largest logit is the class's; `probability` p(class), `logit` and `cosine` other scores of
+    it; `kl` KL(p_clean || p_k) over all classes; `nll` -log p(class). Positive perturbation should raise the last two
+    and lower the others.
 
     Preset `chefer`: 9 levels of 10 % to 90 %, true black, accuracy against the true label, the mean. Preset `diffmask`:
     29 points of 1792 px (of 224 x 224), noise U(-1, 1) of seed 123, trapezoids of width 1, the predicted class; what
@@ -150,6 +156,7 @@ _TOKENTM = "Wu et al., CVPR 2024"
     paper=_TOKENTM,
     higher_is_better=False,
     ablates=True,
+    refuses=unread(lambda settings: "accuracy", "'aopc' works"),
     cost="points (21) forwards, shared with aopc and lodds",
     quick={"points": 5},
 )
@@ -172,12 +179,18 @@ def auc(
     return Measured(area(curve, "trapezoid", x), curve, x)
 
 
+def _fall_limits(score: str) -> tuple[float, float]:
+    low, high = span(score)
+    return low - high, high - low
+
+
 @register_metric(
     "aopc",
     paper=_TOKENTM,
     higher_is_better=True,
-    bounds=(-1.0, 1.0),
+    bounds=lambda settings: _fall_limits(settings["score"]),
     ablates=True,
+    refuses=no_score,
     cost="points (21) + 1 forwards, shared with auc and lodds",
     quick={"points": 5},
 )
@@ -188,14 +201,16 @@ def aopc(
     fill: Fill = "black",
     target_class: TargetClass = "prediction",
     upsampling: Upsampling = "bilinear",
+    score: MeasuredScore = "auto",
 ) -> Measured:
     """Mean fall of p(class) over the levels of removal, 1/|K| sum_k [p(y|x) - p(y|x_k)]; higher is better.
 
-    K = {0, 5, ..., 100} per cent of the pixels; level 0 counts. Curve [B,P]: the fall at each level.
+    K = {0, 5, ..., 100} per cent of the pixels; level 0 counts. `score`: p(class), or of a head without probabilities
+    the logit. Curve [B,P]: the fall at each level.
     """
     x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
     targets = ask.of(target_class)
-    curve = probability(ask.logits()[:, None], targets, ask) - probability(logits, targets, ask)
+    curve = scored(ask.logits()[:, None], targets, ask, score) - scored(logits, targets, ask, score)
     return Measured(curve.mean(1), curve, x)
 
 
@@ -205,6 +220,7 @@ def aopc(
     higher_is_better=False,
     bounds=(_LOG_FLOOR, -_LOG_FLOOR),
     ablates=True,
+    refuses=unread(lambda settings: "nll", "'aopc' works"),
     cost="points (21) + 1 forwards, shared with auc and aopc",
     quick={"points": 5},
 )
@@ -240,6 +256,10 @@ _SKIPPLUS_PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def _token_quantity(settings: Mapping[str, Any]) -> str:
+    return str(settings["quantity"] if settings["quantity"] == "accuracy" else settings["score"])
+
+
 def _natural(insert: bool, quantity: str) -> bool:
     """Whether higher is better before anything is subtracted from 100."""
     return insert == (quantity == "accuracy")
@@ -250,7 +270,9 @@ def _token_limits(insert: bool) -> Callable[[Mapping[str, Any]], tuple[float, fl
         across = 1 - settings["low"] if insert else settings["high"]
         top = {"unit": float(settings["points"]), "width": across}.get(settings["integrator"], 1.0)
         top *= 1 if settings["form"] == "area" else 100
-        low = -top if settings["quantity"] == "aopc" else 0.0
+        low = 0.0
+        if settings["quantity"] == "aopc":
+            low, top = (top * side for side in _fall_limits(settings["score"]))
         flipped = settings["form"] == "higher" and not _natural(insert, settings["quantity"])
         return (100 - top, 100 - low) if flipped else (low, top)
 
@@ -258,7 +280,14 @@ def _token_limits(insert: bool) -> Callable[[Mapping[str, Any]], tuple[float, fl
 
 
 def _token_measured(
-    ask: Measure, insert: bool, quantity: TokenQuantity, form: Form, integrator: Integrator, targets: Targets, grid: Any
+    ask: Measure,
+    insert: bool,
+    quantity: TokenQuantity,
+    form: Form,
+    integrator: Integrator,
+    targets: Targets,
+    grid: Any,
+    score: MeasuredScore,
 ) -> Measured:
     """The curve over levels of token removal with the whole image as its first (deletion) or last (insertion) point."""
     points, low, high = grid
@@ -269,7 +298,7 @@ def _token_measured(
     if quantity == "accuracy":
         curve = accuracy(together, targets, ask)
     else:
-        curve = probability(whole, targets, ask) - probability(together, targets, ask)
+        curve = scored(whole, targets, ask, score) - scored(together, targets, ask, score)
     end = x.new_tensor([1.0 if insert else 0.0])
     x = torch.cat([x, end] if insert else [end, x])
     values = area(curve, integrator, x)
@@ -286,6 +315,7 @@ def _token_measured(
     higher_is_better=lambda s: s["form"] == "higher" or _natural(False, s["quantity"]),
     bounds=_token_limits(False),
     ablates=True,
+    refuses=unread(_token_quantity, "quantity='aopc' works, and score='logit'"),
     cost="points (9) + 1 forwards of fewer tokens",
     presets=_SKIPPLUS_PRESETS,
     quick={"points": 3},
@@ -299,17 +329,18 @@ def token_deletion(
     integrator: Integrator = "trapezoid",
     form: Form = "area",
     target_class: TargetClass = "label",
+    score: MeasuredScore = "auto",
 ) -> Measured:
     """Area under accuracy, or under the fall of p(class), while the highest patch tokens are really removed.
 
     At each of `points` fractions r the int(r N) highest of N patch tokens leave the sequence after the position
     embedding; prefix tokens stay, and the whole image is a further point at 0. `quantity`: `accuracy` (lower is better)
-    or `aopc`, p(y|x) - p(y|x_r) (higher is better).
+    or `aopc`, p(y|x) - p(y|x_r) (higher is better; `score` as for the metric `aopc`).
 
     Preset `skipplus`: 10 % to 90 %, in per cent, accuracy as 100 - area, so that higher is always better. Preset
     `skipplus-code`: as released, trapezoids over [0, 0.9] that end at 90 per cent, nothing subtracted. Curve [B,P+1].
     """
-    return _token_measured(ask, False, quantity, form, integrator, ask.of(target_class), (points, low, high))
+    return _token_measured(ask, False, quantity, form, integrator, ask.of(target_class), (points, low, high), score)
 
 
 @register_metric(
@@ -318,6 +349,7 @@ def token_deletion(
     higher_is_better=lambda s: s["form"] == "higher" or _natural(True, s["quantity"]),
     bounds=_token_limits(True),
     ablates=True,
+    refuses=unread(_token_quantity, "quantity='aopc' works, and score='logit'"),
     cost="points (9) + 1 forwards of fewer tokens",
     presets=_SKIPPLUS_PRESETS,
     quick={"points": 3},
@@ -331,10 +363,11 @@ def token_insertion(
     integrator: Integrator = "trapezoid",
     form: Form = "area",
     target_class: TargetClass = "label",
+    score: MeasuredScore = "auto",
 ) -> Measured:
     """Area under accuracy, or under the lack of p(class), while only the highest patch tokens are kept.
 
     As `token-deletion`, with the int(r N) highest tokens kept and the whole image as the point at 1. `accuracy` is
     better high, `aopc` low; preset `skipplus` subtracts the latter from 100.
     """
-    return _token_measured(ask, True, quantity, form, integrator, ask.of(target_class), (points, low, high))
+    return _token_measured(ask, True, quantity, form, integrator, ask.of(target_class), (points, low, high), score)

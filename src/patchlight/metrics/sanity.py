@@ -137,7 +137,7 @@ def _reached(named: Mapping[str, Tensor], logits: Tensor) -> set[str]:
 
 def twin(vit: Anatomy) -> Anatomy:
     """The same model with parameters of its own."""
-    if vit.library == "described":
+    if vit.library in ("described", "own"):
         if not vit.castable:
             raise Unsupported(
                 f"{vit.name} was described by functions, which a copy of it cannot use; describe it by bound methods "

@@ -216,15 +216,15 @@ def figure_bytes(fig: Figure, path: str | Path) -> bytes:
     return out.getvalue()
 
 
-def in_words(prediction: Prediction) -> str:
+def in_words(prediction: Prediction, probable: bool = True) -> str:
     """
-    >>> in_words(("tabby, tabby cat", 0.871))
-    'tabby 87 %'
+    >>> in_words(("tabby, tabby cat", 0.871)), in_words(("this cat", 0.871), probable=False)
+    ('tabby 87 %', 'this cat 0.871')
     """
     if isinstance(prediction, str):
         return prediction
-    label, probability = prediction
-    return f"{short(label)} {percent(probability)}"
+    label, value = prediction
+    return f"{short(label)} {percent(value) if probable else format(value, '.3g')}"
 
 
 def short(label: str) -> str:
@@ -332,9 +332,10 @@ def _row_labels(
     if predictions is None and vit is not None and (tensors or vit.channels in (1, 3)):
         shown = images if tensors else [open_image(image) for image in images]
         predictions = [top[0] for top in vit.predict(shown, k=1)]
+    probable = vit is None or vit.probable
     several = _several_words(att) if alike else []
     if several:
-        words = [""] * len(att) if predictions is None else [in_words(p) for p in predictions]
+        words = [""] * len(att) if predictions is None else [in_words(p, probable) for p in predictions]
         return [_wrapped(f"{one} {more}".strip()) for one, more in zip(words, several, strict=True)]
     one_class = alike and att.scores.ndim == 3
     explained = [short(label) for label in att.explained] if one_class else [""] * len(att)
@@ -346,7 +347,7 @@ def _row_labels(
     labels = []
     for prediction, one, other in zip(predictions, explained, opposed, strict=True):
         told = isinstance(prediction, str) or short(prediction[0]) == one
-        lines = [in_words(prediction), f"for {one}" if one and (other or not told) else "", other]
+        lines = [in_words(prediction, probable), f"for {one}" if one and (other or not told) else "", other]
         labels.append("\n".join(map(_wrapped, filter(None, lines))))
     return labels
 

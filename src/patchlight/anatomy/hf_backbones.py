@@ -1,0 +1,238 @@
+"""Anatomy of transformers' models without a classifier.
+
+Backbones (ViT, DeiT, DINOv2, DINOv3, MAE), the image sides of CLIP and SigLIP, and both with their text side.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from patchlight.anatomy.base import Anatomy, Parts
+from patchlight.anatomy.families import register_family
+from patchlight.anatomy.hf import CLIP, DEIT, DINO, DINO3, SIGLIP, VIT, HuggingFaceAnatomy, Shape
+from patchlight.anatomy.hub import cached
+from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
+from patchlight.errors import PatchlightError, Unsupported
+from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from patchlight.targets import Outputs
+
+_MAE = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "squash", "down")
+PRETRAINED = {
+    "ViTMAEForPreTraining": "ViTMAEModel",
+    "ViTForMaskedImageModeling": "ViTModel",
+    "DeiTForMaskedImageModeling": "DeiTModel",
+}
+"""By the name of a class that pretrains a backbone, the backbone's."""
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
+_NAFLEX = (
+    "it is a SigLIP2 of the NaFlex kind, which cuts every picture into a grid of its own and so has no one patch grid; "
+    "SigLIP2 of a fixed size (SiglipModel) works"
+)
+
+
+class BackboneAnatomy(HuggingFaceAnatomy):
+    """A transformer whose features are its normalised CLS token; the pooler that some have behind it is left out."""
+
+    classifies = False
+    shapes: ClassVar[Mapping[str, Shape]] = {
+        "ViTModel": Shape("", "cls", 1, VIT),
+        "DeiTModel": Shape("", "cls", 2, DEIT),
+        "Dinov2Model": Shape("", "cls", 1, DINO, True),
+        "Dinov2WithRegistersModel": Shape("", "cls", 1, DINO, True),
+    }
+
+    def __init__(self, model: Any, labels: Sequence[str] | None = None, **about: Any) -> None:
+        if labels is not None:
+            raise PatchlightError(f"{type(model).__name__} has no classes to name; give labels to the head")
+        super().__init__(model, **about)
+
+    def features(self, tokens: Tensor) -> Tensor:
+        norm = getattr(self.backbone, "norm", None) or self.backbone.layernorm
+        return cast(Tensor, norm(tokens)[:, 0])
+
+    def classify(self, features: Tensor) -> Tensor:
+        return features
+
+    def whole(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self.net(images).last_hidden_state[:, 0])
+
+
+class RotaryAnatomy(BackboneAnatomy):
+    """DINOv3: rotary positions are given to each block, gathered per sample when tokens are dropped."""
+
+    shapes: ClassVar[Mapping[str, Shape]] = {"DINOv3ViTModel": Shape("", "cls", 1, DINO3, True)}
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        image = tokens.new_empty(1).expand(1, 1, *self.preprocess.size)  # of which the size is read
+        rotation = self.backbone.rope_embeddings(image)
+        if positions is not None:
+            rotation = tuple(part[positions][:, None] for part in rotation)
+        out: Any = self.blocks[index](tokens, position_embeddings=rotation)
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
+
+    def parts(self, index: int) -> Parts:
+        found = super().parts(index)
+        return replace(found, beyond=found.beyond or "its attention rotates queries and keys")
+
+
+class MaskedAnatomy(BackboneAnatomy):
+    """MAE, with nothing masked: its twin keeps every patch, in order."""
+
+    shapes: ClassVar[Mapping[str, Shape]] = {"ViTMAEModel": Shape("", "cls", 1, _MAE)}
+
+    def watch(self) -> None:
+        super().watch()
+        stem = self.backbone.embeddings
+        stem.config = copy.copy(stem.config)  # the twin's own
+        stem.config.mask_ratio = 0.0
+
+    def embed(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self.backbone.embeddings(images, noise=self._order(images))[0])
+
+    def whole(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self.net(images, noise=self._order(images)).last_hidden_state[:, 0])
+
+    def _order(self, images: Tensor) -> Tensor:
+        """The numbers by which it sorts patches, of those in order."""
+        return torch.arange(self.tokens - self.prefix, device=images.device).expand(len(images), -1)
+
+
+class TowerAnatomy(BackboneAnatomy):
+    """The image side of CLIP (a CLS token, projected where the model does) or SigLIP (attention pooling)."""
+
+    shapes: ClassVar[Mapping[str, Shape]] = {
+        "CLIPVisionModel": Shape("", "cls", 1, CLIP),
+        "CLIPVisionModelWithProjection": Shape("vision_model", "cls", 1, CLIP),
+        "SiglipVisionModel": Shape("", "map", 0, SIGLIP),
+    }
+
+    def __init__(self, model: Any, **about: Any) -> None:
+        super().__init__(model, **about)
+        if self.pooling == "map" and getattr(self.backbone, "head", None) is None:
+            raise PatchlightError(f"{self.name} has no pooling (vision_use_head=False), so no features of an image")
+
+    def features(self, tokens: Tensor) -> Tensor:
+        if self.pooling == "map":
+            return cast(Tensor, self.backbone.head(self.backbone.post_layernorm(tokens)))
+        found = self.backbone.post_layernorm(tokens[:, 0])
+        projection = getattr(self.net, "visual_projection", None)
+        return cast(Tensor, found if projection is None else projection(found))
+
+    def whole(self, images: Tensor) -> Tensor:
+        out = self.net(images)
+        projected = getattr(out, "image_embeds", None)
+        return cast(Tensor, out.pooler_output if projected is None else projected)
+
+
+class PairAnatomy(TowerAnatomy):
+    """CLIP or SigLIP (SigLIP2 of a fixed size too), whole: its text side reads the sentences that a head asks about."""
+
+    shapes: ClassVar[Mapping[str, Shape]] = {
+        "CLIPModel": Shape("vision_model", "cls", 1, CLIP),
+        "SiglipModel": Shape("vision_model", "map", 0, SIGLIP),
+    }
+
+    def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, **about: Any) -> None:
+        self.tokenizer: Any = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
+        super().__init__(model, processor=processor, **about)
+
+    @property
+    def _sigmoid(self) -> bool:
+        return type(self.model).__name__ == "SiglipModel"
+
+    def whole(self, images: Tensor) -> Tensor:
+        return _tensor(cast(Any, self.net).get_image_features(pixel_values=images))
+
+    def encode_texts(self, prompts: Sequence[str]) -> Tensor:
+        if self.tokenizer is None or isinstance(self.tokenizer, NoTokenizer):
+            why = f" ({self.tokenizer.reason})" if isinstance(self.tokenizer, NoTokenizer) else ""
+            raise PatchlightError(
+                f"{self.name} came without a tokenizer to read sentences with{why}; give tokenizer=, or processor= one "
+                "of transformers that holds it, or pl.heads.Texts(embeddings, labels)"
+            )
+        with self.steady(), torch.no_grad():
+            return in_chunks(self._encode, prompts)
+
+    def _encode(self, prompts: Sequence[str]) -> Tensor:
+        ids = {key: value.to(self.device) for key, value in self._ids(prompts).items()}
+        return _tensor(cast(Any, self.net).get_text_features(**ids))
+
+    def _ids(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Token ids, with their mask where the model was trained with one.
+
+        SigLIP reads a text at its last place, and was trained on lower-cased texts filled up to all places, unmasked.
+        """
+        sizes = cast(Any, self.model).config.text_config
+        room = int(sizes.max_position_embeddings)
+        texts = [prompt.lower() for prompt in prompts] if self._sigmoid else list(prompts)
+        filled: dict[str, Any] = {"padding": "max_length", "max_length": room} if self._sigmoid else {"padding": True}
+        try:
+            lengths = [len(ids) for ids in self.tokenizer(texts)["input_ids"]]
+            check_length(prompts, lengths, room, self.name)
+            found = self.tokenizer(texts, return_tensors="pt", **filled)
+        except PatchlightError:
+            raise
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise PatchlightError(
+                f"the {type(self.tokenizer).__name__} of {self.name} cannot read {prompts[0]!r}: {reason}"
+            ) from error
+        check_vocabulary(found["input_ids"], int(sizes.vocab_size), self.name)
+        names = ("input_ids",) if self._sigmoid else ("input_ids", "attention_mask")
+        return {name: found[name] for name in names if name in found}
+
+    def text_outputs(self) -> Outputs:
+        net: Any = self.net
+        with self.steady():
+            scale = float(net.logit_scale.exp())
+            return Outputs("sigmoid", scale, float(net.logit_bias)) if self._sigmoid else Outputs("softmax", scale)
+
+
+_KINDS = (BackboneAnatomy, RotaryAnatomy, MaskedAnatomy, TowerAnatomy, PairAnatomy)
+
+
+@register_family("transformers backbones", package="transformers")
+def read_backbone(model: nn.Module, **about: Any) -> Anatomy | None:
+    """The anatomy of a transformers model without a classifier, or None."""
+    check_kind(type(model).__name__, about.get("name") or type(model).__name__)
+    anatomy = next((kind for kind in _KINDS if type(model).__name__ in kind.shapes), None)
+    return None if anatomy is None else anatomy(model, **about)
+
+
+def supported() -> list[str]:
+    """The transformers classes that are read."""
+    return sorted(name for kind in _KINDS for name in kind.shapes)
+
+
+def check_kind(kind: str, name: str) -> None:
+    """Refuse a class of models that cannot be opened, with the reason."""
+    if kind.startswith("Siglip2"):
+        raise Unsupported(f"{name} cannot be opened: {_NAFLEX}")
+
+
+def read_tokenizer(name: str, where: Mapping[str, Any]) -> Any:
+    """The tokenizer of a folder or a hub name, or what says why there is none.
+
+    Where no vocabulary lies there, transformers 5 makes a tokenizer that knows letters alone.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(name, **where)
+    except Exception as error:
+        return NoTokenizer((str(error).splitlines() or [type(error).__name__])[0])
+    local = Path(name).is_dir()
+    there = any((Path(name) / file).is_file() for file in _VOCABULARIES) if local else cached(name, *_VOCABULARIES)
+    return found if there else NoTokenizer(f"none of {', '.join(_VOCABULARIES)} is there")
+
+
+def _tensor(out: Any) -> Tensor:
+    """Features, which 4.x gives as a tensor and 5.x inside an output."""
+    return cast(Tensor, out if isinstance(out, Tensor) else out.pooler_output)

@@ -1,0 +1,326 @@
+"""Anatomy of open_clip's image-text models: CLIP, SigLIP and their kin, with towers of its own or timm's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from patchlight.anatomy.base import Anatomy, Parts
+from patchlight.anatomy.families import register_family
+from patchlight.anatomy.hub import cached, endpoint, unreachable
+from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
+from patchlight.anatomy.timm import BeitAnatomy, EvaAnatomy, TimmAnatomy
+from patchlight.errors import PatchlightError, Unsupported, nearest
+from patchlight.images import Preprocess
+from patchlight.targets import Outputs
+
+_OWN_VOCABULARY = 49408
+"""How many tokens the tokenizer knows that open_clip brings along."""
+
+
+class PairAnatomy(Anatomy):
+    """What all of them share: features that a projection gives, and a text side."""
+
+    library = "open_clip"
+    tokenizer: Any = None
+
+    @property
+    def _whole(self) -> Any:
+        return self.net
+
+    def classify(self, features: Tensor) -> Tensor:
+        return features
+
+    def whole(self, images: Tensor) -> Any:
+        return self._whole.encode_image(images)
+
+    def encode_texts(self, prompts: Sequence[str]) -> Tensor:
+        if self.tokenizer is None or isinstance(self.tokenizer, NoTokenizer):
+            why = f" ({self.tokenizer.reason})" if isinstance(self.tokenizer, NoTokenizer) else ""
+            raise PatchlightError(
+                f"{self.name} came without a tokenizer to read sentences with{why}; give "
+                "tokenizer=open_clip.get_tokenizer(NAME), or pl.heads.Texts(embeddings, labels)"
+            )
+        with self.steady(), torch.no_grad():
+            return in_chunks(self._encode, prompts)
+
+    def _encode(self, prompts: Sequence[str]) -> Tensor:
+        model: Any = self.model
+        room = int(model.context_length)
+        count = _counting(self.tokenizer)
+        if count is not None:
+            check_length(prompts, [count(prompt) for prompt in prompts], room, self.name)
+        ids = self.tokenizer(list(prompts), context_length=room)
+        check_vocabulary(ids, int(model.vocab_size), self.name)
+        return cast(Tensor, self._whole.encode_text(ids.to(self.device)))
+
+    def text_outputs(self) -> Outputs:
+        with self.steady():
+            scale, bias = float(self._whole.logit_scale.exp()), self._whole.logit_bias
+            return Outputs("softmax", scale) if bias is None else Outputs("sigmoid", scale, float(bias))
+
+
+class OpenClipAnatomy(PairAnatomy):
+    """A tower of open_clip's own: attention is torch's MultiheadAttention, seen at its outer function."""
+
+    def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
+        visual = model.visual
+        if visual.attn_pool is not None or visual.pool_type not in ("tok", "avg"):
+            raise Unsupported(
+                f"{about['name']} pools its tokens by an attention that cannot be looked into; "
+                "towers that pool by token or average work"
+            )
+        self.tokenizer = tokenizer
+        rows, columns = visual.grid_size
+        cell = visual.patch_size
+        super().__init__(
+            model,
+            grid=(int(rows), int(columns)),
+            extent=(int(rows * cell[0]), int(columns * cell[1])),
+            prefix=1,
+            pooling="cls" if visual.pool_type == "tok" else "avg",
+            heads=int(visual.transformer.resblocks[0].attn.num_heads),
+            classes=0,
+            **about,
+        )
+
+    @property
+    def _visual(self) -> Any:
+        return self._whole.visual
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the images it takes: in open_clip's half precision some of its weights stay whole."""
+        return cast(torch.dtype, self._visual.conv1.weight.dtype)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return cast("Sequence[nn.Module]", self._visual.transformer.resblocks)
+
+    def embed(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self._visual._embeds(images))
+
+    def projection(self) -> nn.Module | None:
+        return cast(nn.Module, self._visual.conv1)
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        if getattr(self._visual.transformer, "batch_first", True):
+            return cast(Tensor, self.blocks[index](tokens))
+        return cast(Tensor, self.blocks[index](tokens.transpose(0, 1)).transpose(0, 1))
+
+    def features(self, tokens: Tensor) -> Tensor:
+        pooled, _ = self._visual._pool(tokens)
+        return cast(Tensor, pooled if self._visual.proj is None else pooled @ self._visual.proj)
+
+    def parts(self, index: int) -> Parts:
+        block: Any = self.blocks[index]
+        attention = block.attn
+        around = (getattr(block, "ln_attn", None), getattr(attention, "ln_inner", None))
+        linear = all(m is None or isinstance(m, nn.Identity) for m in around)
+        linear = linear and getattr(attention, "head_scale", None) is None
+        return Parts(
+            block.ln_1,
+            block.ln_2,
+            attention.out_proj,
+            (lambda: attention.in_proj_weight.chunk(3)[2]) if linear else None,
+            qkv=lambda: (attention.in_proj_weight, attention.in_proj_bias),
+            fc1=block.mlp.c_fc,
+            activation=block.mlp.gelu,
+            fc2=block.mlp.c_proj,
+            scale1=getattr(block.ls_1, "gamma", None),
+            scale2=getattr(block.ls_2, "gamma", None),
+            beyond="" if type(block).__name__ == "ResidualAttentionBlock" else "it scales or normalises inside",
+        )
+
+
+class _Trunk(PairAnatomy):
+    """A tower of timm's, with open_clip's projection behind it."""
+
+    def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
+        self.tokenizer = tokenizer
+        super().__init__(model, path="visual.trunk", classes=0, **about)  # type: ignore[call-arg]
+
+    def features(self, tokens: Tensor) -> Tensor:
+        visual = self._whole.visual
+        return cast(Tensor, visual.head(visual.trunk.forward_head(visual.trunk.norm(tokens))))
+
+    def classified(self, tokens: Tensor) -> Tensor:
+        return self.features(tokens)
+
+    def own_ends(self) -> None:
+        return None
+
+
+class OpenClipTimmAnatomy(_Trunk, TimmAnatomy):
+    """A VisionTransformer of timm's."""
+
+
+class OpenClipEvaAnatomy(_Trunk, EvaAnatomy):
+    """An Eva of timm's."""
+
+
+class OpenClipBeitAnatomy(_Trunk, BeitAnatomy):
+    """A BEiT of timm's."""
+
+
+@register_family("open_clip", package="open_clip")
+def read_open_clip(
+    model: nn.Module, name: str | None = None, labels: Sequence[str] | None = None, tokenizer: Any = None, **about: Any
+) -> Anatomy | None:
+    """The anatomy of an open_clip model, or None."""
+    kind, visual = type(model).__name__, cast(Any, model).visual if hasattr(model, "visual") else None
+    name = name or kind
+    if kind == "CoCa":
+        raise Unsupported(
+            f"{name} cannot be opened: a CoCa pools its tokens by an attention of separate projections, which cannot "
+            "be looked into; open_clip's CLIP and SigLIP models work"
+        )
+    if kind not in ("CLIP", "CustomTextCLIP"):
+        return None
+    if labels is not None:
+        raise PatchlightError(f"{name} has no classes to name; give labels to the head")
+    tokenizer = _own_tokenizer(model) if tokenizer is None else tokenizer
+    about["name"] = name
+    if "preprocess" not in about:
+        about["preprocess"] = _preprocess(visual, name)
+    if type(visual).__name__ == "VisionTransformer":
+        return OpenClipAnatomy(model, tokenizer, **about)
+    trunk = getattr(visual, "trunk", None)
+    found = _trunk_anatomy(trunk)
+    if found is None:
+        inside = type(visual if trunk is None else trunk).__name__
+        raise Unsupported(f"{name} cannot be opened: its image side is a {inside}, and no plain Vision Transformer")
+    anatomy: Anatomy = found(model, tokenizer, **about)
+    return anatomy
+
+
+def _trunk_anatomy(trunk: Any) -> Any:
+    from timm.models.beit import Beit
+    from timm.models.eva import Eva
+    from timm.models.vision_transformer import VisionTransformer
+
+    known = ((VisionTransformer, OpenClipTimmAnatomy), (Eva, OpenClipEvaAnatomy), (Beit, OpenClipBeitAnatomy))
+    return next((anatomy for kind, anatomy in known if isinstance(trunk, kind)), None)
+
+
+def create(name: str, tag: str | None, fetch: bool, options: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """An open_clip model of its list or of a local folder, and its tokenizer.
+
+    Without a tag the weights are OpenAI's where there are such, else the first of its list; weights that were trained
+    with QuickGELU get it.
+    """
+    try:
+        import open_clip
+    except ImportError as error:
+        raise PatchlightError(
+            "'open_clip:' models need the open_clip_torch package: pip install patchlight[open_clip]"
+        ) from error
+    given: dict[str, Any] = {"pretrained_text": fetch, **options}
+    local = Path(name).is_dir()
+    if local:
+        if not (Path(name) / "open_clip_config.json").is_file():
+            raise PatchlightError(f"'{name}' has no open_clip_config.json, so it is no folder of open_clip's")
+        if tag is not None:
+            raise PatchlightError(f"'{name}' is a folder with weights of its own; pretrained={tag!r} is for names")
+        source = f"local-dir:{name}"
+    elif name.startswith("hf-hub:"):
+        source = name
+    else:
+        known = open_clip.list_models()
+        if name not in known:
+            raise PatchlightError(f"open_clip has no model called '{name}'; {nearest(name, known)}, or give a folder")
+        source = name
+        given = {**(_weights(name, _tag(name, tag)) if fetch else {}), **given}
+    model = open_clip.create_model(source, load_weights=fetch, require_pretrained=fetch, **given)
+    return model, _tokenizer(source, local)
+
+
+def _weights(name: str, tag: str) -> dict[str, Any]:
+    """Options of open_clip's constructor for the weights of a tag, found in the local cache where the hub is away."""
+    import open_clip
+
+    said = dict(open_clip.get_pretrained_cfg(name, tag))
+    given = {"pretrained": tag, "force_quick_gelu": bool(said.get("quick_gelu", False))}
+    repository, _, file = str(said.get("hf_hub", "")).rpartition("/")
+    reason = unreachable() if repository else ""
+    if not reason:
+        return given
+    found = cached(repository, *([file] if file else ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"]))
+    if found is None:
+        raise PatchlightError(
+            f"'open_clip:{name}' could not be loaded: its weights '{tag}' are not in the local cache, and {endpoint()} "
+            f"cannot be reached ({reason}); give weights=FILE, or pretrained=False for random ones"
+        )
+    return {**given, "pretrained": str(found), "force_preprocess_cfg": said}
+
+
+def _tokenizer(source: str, local: bool) -> Any:
+    """The tokenizer of a model, or what says why there is none; the local cache's, where the hub is away."""
+    import open_clip
+
+    try:
+        settings = dict((open_clip.get_model_config(source) or {}).get("text_cfg", {}))
+        away = not local and bool(settings.get("hf_tokenizer_name")) and bool(unreachable())
+        return open_clip.get_tokenizer(source, **({"local_files_only": True} if away else {}))
+    except Exception as error:
+        return NoTokenizer((str(error).splitlines() or [type(error).__name__])[0])
+
+
+def _tag(name: str, tag: str | None) -> str:
+    import open_clip
+
+    known = open_clip.list_pretrained_tags_by_model(name)
+    if not known:
+        raise PatchlightError(
+            f"open_clip has no weights for '{name}'; give weights=FILE, or pretrained=False for random ones"
+        )
+    if tag is None:
+        return "openai" if "openai" in known else known[0]
+    if tag not in known:
+        raise PatchlightError(f"open_clip has no weights '{tag}' for '{name}'; {nearest(tag, known)}")
+    return tag
+
+
+def _preprocess(visual: Any, name: str) -> Preprocess:
+    """How open_clip prepares pictures for a model, as it says itself."""
+    from open_clip.model import get_model_preprocess_cfg
+    from open_clip.transform import PreprocessCfg
+
+    said = PreprocessCfg(**get_model_preprocess_cfg(visual))
+    if said.resize_mode not in ("shortest", "squash"):
+        raise PatchlightError(
+            f"the pictures of {name} are resized to their longer side and filled up (resize_mode "
+            f"'{said.resize_mode}'); pass preprocess=pl.Preprocess(…) to say otherwise"
+        )
+    return Preprocess(
+        size=cast("tuple[int, int]", tuple(said.input_size[1:])),
+        mean=tuple(said.mean),
+        std=tuple(said.std),
+        interpolation="bilinear" if said.interpolation == "bilinear" else "bicubic",
+        fit="squash" if said.resize_mode == "squash" else "crop",
+    )
+
+
+def _own_tokenizer(model: Any) -> Any:
+    """The tokenizer that open_clip brings along, for a model of its vocabulary; None for others."""
+    if int(model.vocab_size) != _OWN_VOCABULARY or not isinstance(model.context_length, int):
+        return None
+    from open_clip import SimpleTokenizer
+
+    return SimpleTokenizer(context_length=model.context_length)
+
+
+def _counting(tokenizer: Any) -> Callable[[str], int] | None:
+    """What counts the tokens of a sentence before anything is cut off; None of a tokenizer that is not known."""
+    if hasattr(tokenizer, "encode") and hasattr(tokenizer, "sot_token_id"):
+        return lambda text: len(tokenizer.encode(text)) + 2
+    inner, clean = getattr(tokenizer, "tokenizer", None), getattr(tokenizer, "clean_fn", str)
+    if inner is None:
+        return None
+    if getattr(tokenizer, "tokenizer_mode", "") == "clips":
+        return lambda text: len(inner(clean(text), add_special_tokens=False)["input_ids"]) + 3
+    return lambda text: len(inner(clean(text))["input_ids"])

@@ -1,0 +1,109 @@
+"""How a model's images are prepared, as a user says it: in Python, in a JSON or TOML file, or a processor's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from patchlight.errors import PatchlightError, nearest
+from patchlight.images import Preprocess
+from patchlight.specs import PreprocessSpec
+
+PROCESSOR = "preprocessor_config.json"
+Prepared = Preprocess | PreprocessSpec
+"""All of a preprocessing, or what of a model's own is replaced."""
+
+
+def read_preprocess(given: Any) -> Prepared:
+    """A preprocessing from what a user gives.
+
+    A `Preprocess`, or an image processor of transformers, or a folder with its preprocessor_config.json, says all of
+    it. A dictionary, or a JSON or TOML file, has some of the fields of `Preprocess`; the others stay the model's own.
+    """
+    if isinstance(given, Preprocess | PreprocessSpec):
+        return given
+    if isinstance(given, Mapping):
+        return _checked(given, "preprocess")
+    if isinstance(given, str | Path):
+        return _read_path(Path(given))
+    if callable(given) and hasattr(given, "image_mean"):
+        return _as_processed(given, "the model")
+    raise PatchlightError(
+        f"preprocess is {type(given).__name__}; give a pl.Preprocess((height, width), …), a dictionary or a JSON or "
+        "TOML file of some of its fields, or the folder of an image processor"
+    )
+
+
+def applied(given: Prepared, own: Callable[[], Preprocess]) -> Preprocess:
+    """A preprocessing, with the fields that were not given from the model's own."""
+    return given if isinstance(given, Preprocess) else replace(own(), **given.model_dump(exclude_none=True))
+
+
+def as_spec(given: Any) -> PreprocessSpec:
+    """A preprocessing as a recipe would say it."""
+    read = read_preprocess(given)
+    return read if isinstance(read, PreprocessSpec) else PreprocessSpec.model_validate(asdict(read))
+
+
+def _read_path(path: Path) -> Prepared:
+    if path.is_dir():
+        if not (path / PROCESSOR).is_file():
+            raise PatchlightError(f"no {PROCESSOR} in '{path}'; give the folder of an image processor, or a file")
+        return _from_folder(path)
+    if not path.is_file():
+        raise PatchlightError(f"no preprocessing at '{path}'; give a JSON or TOML file, or a processor's folder")
+    if path.name == PROCESSOR:
+        return _from_folder(path.parent)
+    if path.suffix.lower() not in (".json", ".toml"):
+        raise PatchlightError(f"'{path}' cannot be read as a preprocessing; give a .json or .toml file, or a folder")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PatchlightError(f"'{path}' cannot be read as a preprocessing: {error}") from error
+    if path.suffix.lower() == ".toml":
+        from patchlight.recipes import parse_as
+
+        return parse_as(PreprocessSpec, text, f"'{path}'")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PatchlightError(f"'{path}' is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise PatchlightError(f"'{path}' holds a {type(content).__name__}; give an object with size, mean, std, …")
+    return _checked(content, f"'{path}'")
+
+
+def _checked(fields: Mapping[str, Any], where: str) -> PreprocessSpec:
+    known = PreprocessSpec.model_fields
+    unknown = next((key for key in fields if key not in known), None)
+    if unknown is not None:
+        raise PatchlightError(f"{where} has no field '{unknown}'; {nearest(str(unknown), known)}")
+    try:
+        return PreprocessSpec.model_validate(dict(fields))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise PatchlightError(f"{where}: '{name}': {first['msg']}, not {first['input']!r}") from error
+
+
+def _from_folder(folder: Path) -> Preprocess:
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise PatchlightError(
+            f"the image processor in '{folder}' needs the transformers package: pip install patchlight[hf]"
+        ) from error
+    from patchlight.anatomy.hf import read_processor
+
+    return _as_processed(read_processor(str(folder), {"local_files_only": True}), f"'{folder}'")
+
+
+def _as_processed(processor: Any, name: str) -> Preprocess:
+    from patchlight.anatomy.hf import as_processed
+
+    return as_processed(processor, 3, name)

@@ -1,0 +1,103 @@
+"""Grad-ECLIP: values weighted by their channels' gradients and by how alike query and keys are."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.anatomy.base import Anatomy, affine
+from patchlight.evidence.passes import WHOLE, Course
+from patchlight.evidence.record import Evidence
+from patchlight.methods.base import register_method
+from patchlight.methods.compositions import LAST
+from patchlight.methods.legrad import Attended, no_pooler, reads_pooler
+from patchlight.registry import Settings
+
+Cosine = Literal["raw", "projected", "none"]
+
+
+def _is_last(settings: Settings, vit: Anatomy) -> bool:
+    """Whether the last block alone is asked for, and no composition."""
+    return settings.get("layer") in (-1, vit.depth - 1)
+
+
+def _course(settings: Settings, vit: Anatomy) -> Course:
+    if settings["heads"] == "single":
+        return Course(one_head=True)
+    pooler = reads_pooler(settings, vit) and _is_last(settings, vit)
+    return Course("pooling", pooler=True) if pooler else WHOLE
+
+
+def _needs(settings: Settings) -> frozenset[str]:
+    return frozenset({"v", "dO"} if settings["cosine"] == "none" else {"q", "k", "v", "dO"})
+
+
+def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    last, pooler = _is_last(settings, vit), _course(settings, vit).pooler
+    if settings["heads"] == "single" and not last:
+        return "heads='single' is about the last block alone; leave out layer and composition"
+    if settings["heads"] == "single" and not vit.reads_first:
+        return f"heads='single' is for a plain ViT that is read at CLS, which {vit.name} is not; heads='model' works"
+    if settings["cosine"] == "projected" and (pooler or affine(vit.parts(vit.depth - 1).out) is None):
+        return f"{vit.name} shows no output projection of that attention; cosine='raw' works"
+    if settings["attention"] == "pooler" and not last:
+        return "the pooler stands behind the last block; leave out layer and composition"
+    return no_pooler(settings, vit)
+
+
+def _flat(heads: Tensor) -> Tensor:
+    """[B,H,N,d] as [B,N,D]."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def spatial_weights(q: Tensor, k: Tensor, prefix: int) -> Tensor:
+    """cos(q_i, k_j) over the whole width [B,Q,N], min-max over the patches j; 0 where it is constant over them."""
+    cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
+    low, high = cosine[..., prefix:].aminmax(dim=-1, keepdim=True)
+    return torch.where(high > low, (cosine - low) / (high - low), 0)
+
+
+@register_method(
+    "grad-eclip",
+    paper="Zhao et al., ICML 2024",
+    aliases=("gradeclip",),
+    needs=_needs,
+    combine=LAST,
+    course=_course,
+    refuses=_refuses,
+    matrix=True,
+    nonnegative=True,
+    precision="full",
+    presets={
+        "code": {"heads": "single"},
+        "evaluation": {"heads": "single", "cosine": "projected"},
+        "wo-ksim": {"heads": "single", "cosine": "none"},
+    },
+    cost="1 forward + 1 backward through the last block",
+    constant=(
+        "no patch has a positive gradient there, or all keys lie alike to the query; cosine='none' does without these"
+    ),
+)
+def grad_eclip(
+    b: Evidence, cosine: Cosine = "raw", heads: Literal["model", "single"] = "model", attention: Attended = "auto"
+) -> Tensor:
+    """Grad-ECLIP: H_j = lambda_j ReLU(sum_c w_c v_jc) of the last block, w = ds/do_CLS, o = A v before the projection.
+
+    lambda_j is the cosine of q_CLS and k_j over the whole width, min-max over the patches. sum_c w_c v_jc is
+    sum_h G_h[CLS,j], so no matrix of a head is written. `cosine`: of queries and keys as they are (the paper), as the
+    output projection maps them (`projected`), or lambda = 1 (`none`). `heads="single"` computes the last block, and
+    with it the score, with one head of the whole width, as the authors' code does: that explains another model.
+    Presets: `code` is their notebook, `evaluation` their evaluation, `wo-ksim` their form without lambda. Ours, and not
+    the authors': without CLS pooling each row that is read has its own lambda, and they are averaged as they are read
+    (`readout`); a pooling by attention is read at its own query, keys and values (`attention`: "auto", "block",
+    "pooler"); `layer` may be another block. One forward, one backward.
+    """
+    weighed = (_flat(b.dO) @ _flat(b.v).mT).relu()
+    if cosine != "none":
+        project = affine(b.parts.out) if cosine == "projected" else None
+        q, k = (_flat(t) if project is None else project.to(t)(_flat(t)) for t in (b.q, b.k))
+        weighed = weighed * spatial_weights(q, k, b.prefix)
+    return weighed.mean(1) if b.only_read else weighed

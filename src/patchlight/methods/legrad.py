@@ -1,0 +1,69 @@
+"""LeGrad: each block's attention gradient of the block's own score."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.passes import Course
+from patchlight.evidence.record import Evidence
+from patchlight.methods.base import register_method
+from patchlight.methods.compositions import MEAN, Readout
+from patchlight.registry import Settings
+
+Attended = Literal["auto", "block", "pooler"]
+"""Whose attention is read: the block's, that of a pooling by attention, or the latter where there is one."""
+
+
+def reads_pooler(settings: Settings, vit: Anatomy) -> bool:
+    """Whether the attention of the model's pooling is read in place of a block's."""
+    return settings["attention"] == "pooler" or (settings["attention"] == "auto" and vit.pooling == "map")
+
+
+def no_pooler(settings: Settings, vit: Anatomy) -> str | None:
+    """Why the attention of the pooling cannot be read; None when it can, or is not asked for."""
+    if settings["attention"] == "pooler" and vit.pooling != "map":
+        return f"{vit.name} has {vit.pooling} pooling and no pooler with attention; attention='block' works"
+    return None
+
+
+def _local(settings: Settings, vit: Anatomy) -> Course:
+    if reads_pooler(settings, vit):
+        return Course("pooling", pooler=True)
+    return Course(settings["readout"])
+
+
+def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    if settings["readout"] == "cls" and vit.prefix == 0:
+        return f"{vit.name} has no CLS token; readout 'pooling', 'patches' and 'tokens' work"
+    return no_pooler(settings, vit)
+
+
+@register_method(
+    "legrad",
+    paper="Bousselham et al., ICCV 2025",
+    needs={"v", "dO"},
+    combine=MEAN,
+    course=_local,
+    refuses=_refuses,
+    nonnegative=True,
+    precision="full",
+    composable="it is the mean over the blocks already; start= says which",
+    cost="1 forward + 1 backward through each block alone",
+    presets={"code": {"start": -2}},
+    constant="no head's gradient is positive there, so the ReLU leaves nothing",
+)
+def legrad(b: Evidence, readout: Readout = "tokens", attention: Attended = "auto") -> Tensor:
+    """LeGrad: the mean over blocks of mean_hi ReLU(G_l[h,i,j]), the attention gradient of each block's own score.
+
+    s_l is the score that the readout gives for block l's output in place of the last, G_l = ds_l/dA_l; attention itself
+    is not multiplied in. `readout`: the head reads the mean of all `tokens`, as the authors do, or of the `patches`,
+    the `cls` token, or what the model's own `pooling` reads. A model that pools by attention has the gradient of that
+    pooler's attention, fed with each block's output, in place of G_l (`attention`: "auto", "block", "pooler"), and then
+    reads as it pools, final norm included; the authors leave that norm out, and subtract what an empty prompt shows,
+    which is not done here. Preset `code` takes the last two blocks as the released code does, and the paper all. What
+    enters a block is constant, and no N x N matrix is kept: G_l = dO_l v_l^T. One forward, one local backward.
+    """
+    return b.positive_gradient
