@@ -357,8 +357,9 @@ class _Trial:
 
 @torch.no_grad()
 def _tokens_size(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-    """Maps of the size of each patch's last token."""
-    return vit.patches(torch.linalg.vector_norm(vit.run(vit.embed(images)), dim=-1))
+    """Maps of the size of each patch's last token; in a hierarchical model, of the last in the stage of its grid."""
+    last = vit.run(vit.embed(images), stop=vit.stage_end if vit.hierarchical else None)
+    return vit.patches(torch.linalg.vector_norm(last, dim=-1))
 
 
 def _check_values(trial: _Trial, found: Evaluation, told: Sequence[str], whole: bool = True) -> None:

@@ -117,7 +117,8 @@ def still_and_nervous(scene: Scene) -> tuple[MapFunction, MapFunction]:
 def model_and_image(scene: Scene) -> tuple[MapFunction, MapFunction]:
     def model(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
         with torch.no_grad():
-            return vit.patches(vit.run(vit.embed(given)).sum(-1))
+            last = vit.run(vit.embed(given), stop=vit.stage_end if vit.hierarchical else None)
+            return vit.patches(last.sum(-1))
 
     def image(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
         return F.adaptive_avg_pool2d(given.mean(1), vit.grid)
