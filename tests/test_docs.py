@@ -18,16 +18,10 @@ from tests.registries import restored
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        *(
-            f"docs/{page}.md"
-            for page in ("methods", "data", "metrics", "benchmark", "heads", "heads-texts", "own-models")
-        ),
-    ],
-)
+PAGES = ("methods", "data", "metrics", "benchmark", "heads", "heads-texts", "own-models")
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in PAGES)])
 def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert blocks

@@ -462,7 +462,7 @@ def a_misspelt_keyword_of_wrap(_: Path) -> None:
     refuses(lambda: pl.wrap(vit.model, embed=vit.embed, block=[]), "wrap takes no 'block'", "'blocks'")
     refuses(lambda: pl.wrap(vit, labels=["a"]), "labels cannot be given", "wrapped already")
     refuses(lambda: pl.wrap(vit.model, preprocess="squash"), "no preprocessing at 'squash'", "JSON or TOML")
-    refuses(lambda: pl.wrap(vit.model, processor=object()), "give preprocess instead of processor")
+    refuses(lambda: pl.wrap(vit.model, processor=object()), "the object of VisionTransformer", "pass preprocess=")
 
 
 @row
