@@ -25,7 +25,7 @@ class Family(Entry):
 
 
 FAMILIES: Registry[Family] = Registry(
-    "model family", [f"patchlight.anatomy.{room}" for room in ("timm", "hf", "torchvision")]
+    "model family", [f"patchlight.anatomy.{room}" for room in ("timm", "relatives", "staged", "hf", "torchvision")]
 )
 Reader = TypeVar("Reader", bound=Callable[..., Anatomy | None])
 

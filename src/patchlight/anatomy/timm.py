@@ -23,7 +23,7 @@ class TimmAnatomy(Anatomy):
     library = "timm"
 
     def __init__(self, model: Any, name: str | None = None, labels: Sequence[str] | None = None, **about: Any) -> None:
-        stem = model.patch_embed
+        stem, body = self.stem(model), self.body(model)
         about = described(model, name, labels, about)
         grid = stem.dynamic_feat_size(about["preprocess"].size)
         cell = stem.feat_ratio(as_scalar=False)
@@ -31,18 +31,28 @@ class TimmAnatomy(Anatomy):
             model,
             grid=(int(grid[0]), int(grid[1])),
             extent=(int(grid[0] * cell[0]), int(grid[1] * cell[1])),
-            prefix=int(model.num_prefix_tokens),
+            prefix=int(getattr(model, "num_prefix_tokens", getattr(model, "cls_token", None) is not None)),
             pooling=_pooling(model),
-            heads=_heads(model.blocks[0]),
+            heads=_heads(body.blocks[0]),
             **about,
         )
         self.assumed_labels = labels is None
-        if model.global_pool == "prr" and getattr(model.attn_pool, "pool", "") == "token":
+        if getattr(model, "global_pool", "") == "prr" and getattr(model.attn_pool, "pool", "") == "token":
             self.pool_query = "cls"
+
+    @staticmethod
+    def body(model: Any) -> Any:
+        """The module that holds the blocks."""
+        return model
+
+    @classmethod
+    def stem(cls, model: Any) -> Any:
+        """The module that makes patches of the image and knows their grid."""
+        return cls.body(model).patch_embed
 
     @property
     def _net(self) -> Any:
-        return self.net
+        return self.body(self.net)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -88,7 +98,9 @@ class TimmAnatomy(Anatomy):
             return "its attention normalises queries and keys"
         if getattr(self._net, "rope", None) is not None:
             return "its attention rotates queries and keys"
-        if getattr(self._net, "rel_pos_bias", None) or getattr(attn, "relative_position_bias_table", None) is not None:
+        biases = (getattr(self._net, "rel_pos_bias", None), getattr(self._net, "shared_rel_pos", None))
+        biases += (getattr(attn, "rel_pos", None), getattr(attn, "relative_position_bias_table", None))
+        if any(bias is not None for bias in biases):
             return "its attention adds a relative position bias"
         if type(mlp).__name__ != "Mlp" or _has(mlp, "norm"):
             return "its MLP is more than two linear maps and an activation"
@@ -126,8 +138,9 @@ class EvaAnatomy(TimmAnatomy):
         net = self._net
         if getattr(net, "rope", None) is None:
             return None
-        table = net.rope.get_embed(shape=self.grid) if net.dynamic_img_size else net.rope.get_embed()
-        if getattr(net, "rope_mixed", False):
+        by_shape = getattr(net, "dynamic_img_size", True)
+        table = net.rope.get_embed(shape=self.grid) if by_shape else net.rope.get_embed()
+        if getattr(net, "rope_mixed", False) or getattr(net, "rope_is_mixed", False):
             table = table[index]
         if positions is None:
             return cast(Tensor, table)
@@ -151,9 +164,9 @@ class BeitAnatomy(TimmAnatomy):
             block.attn.__class__ = _gathering(cast(Any, type(block.attn)))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        with _kept_tokens(None if positions is None else self.places(positions)):
+        with kept_tokens(None if positions is None else self.places(positions)):
             shared = self._net.rel_pos_bias
-            shared = None if shared is None else _gathered_bias(lambda: self._net.rel_pos_bias()[None])
+            shared = None if shared is None else gathered_bias(lambda: self._net.rel_pos_bias()[None])
             return cast(Tensor, self.blocks[index](tokens, shared_rel_pos_bias=shared))
 
 
@@ -162,7 +175,7 @@ def _gathering(kind: type[nn.Module]) -> Any:
     """An attention of this kind whose bias is that of the tokens kept."""
 
     def gathered(self: Any) -> Tensor:
-        return _gathered_bias(lambda: cast(Any, kind)._get_rel_pos_bias(self))
+        return gathered_bias(lambda: cast(Any, kind)._get_rel_pos_bias(self))
 
     return type(kind.__name__, (kind,), {"_get_rel_pos_bias": gathered})
 
@@ -172,7 +185,8 @@ _LOCAL = threading.local()
 
 
 @contextlib.contextmanager
-def _kept_tokens(places: Tensor | None) -> Iterator[None]:
+def kept_tokens(places: Tensor | None) -> Iterator[None]:
+    """Inside, a relative position bias is that of the tokens at `places` [B,k]; None for all."""
     _LOCAL.kept = places
     try:
         yield
@@ -180,7 +194,7 @@ def _kept_tokens(places: Tensor | None) -> Iterator[None]:
         _LOCAL.kept = None
 
 
-def _gathered_bias(whole: Callable[[], Tensor]) -> Tensor:
+def gathered_bias(whole: Callable[[], Tensor]) -> Tensor:
     """A bias [1,H,N,N]: its rows and columns that belong to the tokens kept [B,H,k,k]."""
     bias, kept = whole(), getattr(_LOCAL, "kept", None)
     if kept is None:
@@ -191,13 +205,14 @@ def _gathered_bias(whole: Callable[[], Tensor]) -> Tensor:
 def described(model: Any, name: str | None, labels: Sequence[str] | None, about: dict[str, Any]) -> dict[str, Any]:
     """What every timm model says about itself: name, classes and their labels, channels, preprocessing."""
     config = dict(getattr(model, "pretrained_cfg", None) or {})
-    embedding = getattr(model, "patch_embed", None) or model.patch_embeds[0]
-    projection = getattr(embedding, "proj", None)
+    embedding = _embedding(model)
+    convolution = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    inputs = config.get("input_size") or (3, 224, 224)
     head = model.get_classifier()
     classes = int(getattr(head, "out_features", model.num_classes) or model.num_classes)
     if classes == 0 and (head is None or isinstance(head, nn.Identity)):
         raise PatchlightError(f"{name or 'this model'} has no classifier (num_classes=0); nothing to explain")
-    height, width = getattr(embedding, "img_size", None) or config.get("input_size", (3, 224, 224))[1:]
+    height, width = getattr(embedding, "img_size", None) or inputs[1:]
     preprocess = Preprocess(
         size=(height, width),
         mean=tuple(config.get("mean") or IMAGENET_MEAN),
@@ -209,11 +224,18 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
     return {
         "name": name or config.get("architecture") or type(model).__name__,
         "classes": classes,
-        "channels": getattr(embedding, "in_chans", getattr(projection, "in_channels", 3)),
+        "channels": getattr(embedding, "in_chans", getattr(convolution, "in_channels", inputs[0])),
         "labels": labels if labels is not None else imagenet_labels(classes),
         "preprocess": preprocess,
         **about,
     }
+
+
+def _embedding(model: Any) -> Any:
+    """The module that makes patches of the image, where a model has one that it is known by."""
+    inner = getattr(model, "encoder", model)
+    first = next(iter(getattr(model, "patch_embeds", ())), None)
+    return getattr(inner, "patch_embed", None) or getattr(model, "pixel_embed", None) or first
 
 
 @register_family("timm", package="timm")
@@ -246,7 +268,7 @@ def _pooling(model: Any) -> Pooling:
         return "map"
     if hasattr(model, "head_dist"):
         return "cls+dist"
-    kind = model.global_pool
+    kind = model.global_pool if hasattr(model, "global_pool") else model.head.global_pool.pool_type
     if kind == "token":
         return "cls"
     if kind == "avg" and not getattr(model, "pool_include_prefix", False):
@@ -266,7 +288,7 @@ def _plain_values(attention: Any) -> bool:
     """Whether only attention stands between a linear map to the values and the output projection."""
     between = [getattr(attention, "norm", None), getattr(attention, "gate", None)]
     plain = all(m is None or isinstance(m, nn.Identity) for m in between)
-    known = type(attention).__name__ in {"Attention", "AttentionRope", "EvaAttention"}
+    known = type(attention).__name__ in {"Attention", "AttentionRope", "EvaAttention", "RelPosAttention"}
     known = known and getattr(attention, "num_kv_heads", attention.num_heads) == attention.num_heads
     return plain and known
 
@@ -297,4 +319,4 @@ def _qkv(attn: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _is_pre_norm(block: nn.Module) -> bool:
-    return type(block).__name__ in {"Block", "EvaBlock"}
+    return type(block).__name__ in {"Block", "EvaBlock", "RelPosBlock", "DeepseekVitBlock"}
