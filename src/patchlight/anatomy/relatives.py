@@ -137,6 +137,7 @@ class SamAnatomy(TimmAnatomy):
     """SAM's image encoder with a classifier: most blocks attend within windows, and a neck of convolutions ends it."""
 
     can_drop = _GRID.format("windows")
+    can_rule = "a position bias that depends on the queries takes part in its attention"
 
     def embed(self, images: Tensor) -> Tensor:
         from timm.layers import resample_abs_pos_embed_nhwc
@@ -242,6 +243,8 @@ class _Beside(nn.Module):
 class CaitAnatomy(LateAnatomy):
     """CaiT: attention between the patches with talking heads, then two layers in which CLS alone attends."""
 
+    can_rule = "its attention is mixed over heads behind the softmax"
+
     @property
     def blocks(self) -> Sequence[nn.Module]:
         return [*self._net.blocks, *self._net.blocks_token_only]
@@ -258,6 +261,7 @@ class XcitAnatomy(LateAnatomy):
     """XCiT: attention between channels and convolutions between patches, then two layers in which CLS attends."""
 
     can_drop = _GRID.format("convolutions")
+    can_rule = "its blocks attend between channels, and have convolutions"
 
     @classmethod
     def stem(cls, model: Any) -> Any:
@@ -289,6 +293,7 @@ class ConvitAnatomy(LateAnatomy):
     """ConViT: gated positional attention between the patches, then blocks of plain attention with CLS."""
 
     can_drop = _GRID.format("positional attention")
+    can_rule = "its attention is a sum of two, divided by its rows"
 
     @property
     def joins(self) -> int:
@@ -305,6 +310,8 @@ class ConvitAnatomy(LateAnatomy):
 
 class TntAnatomy(TimmAnatomy):
     """TNT: a token is a patch's vector and, behind it, the vectors of the pixels in the patch (none of CLS)."""
+
+    can_rule = "it attends within patches too"
 
     @classmethod
     def stem(cls, model: Any) -> Any:

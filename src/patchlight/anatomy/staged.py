@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.families import register_family
+from patchlight.anatomy.names import STAGED, known_as, why_not
 from patchlight.anatomy.timm import described
 from patchlight.errors import PatchlightError
 
@@ -57,13 +58,17 @@ class StagedAnatomy(Anatomy):
         return cast(Cut, self.net.patchlight_cut)
 
     def check(self) -> None:
-        """Look at what the modules before the cut give, so that they can be skipped; then probe as ever."""
-        with torch.inference_mode(False), torch.no_grad(), self.steady():
+        self.look()
+        super().check()
+
+    @undisturbed
+    def look(self) -> None:
+        """See what the modules before the cut give, so that they can be skipped, and what the stage gives."""
+        with torch.no_grad():
             blank = torch.zeros(2, self.channels, *self.preprocess.size)
             one, two = (self._cut.outputs(self.place(blank[:count])) for count in (1, 2))
         *self._skipped, self._out = (_shapes(a, b) for a, b in zip(one, two, strict=True))
         self._read_layout(*_tensors(self._out))
-        super().check()
 
     def _read_layout(self, cells: Shape | None, beside: list[Shape]) -> None:
         """Grid, prefix tokens and extent, from the shape of what the stage gives."""
@@ -136,7 +141,8 @@ def stages_of(model: Any) -> list[Stage]:
     """The stages of a timm network, from what it says of its features."""
     kind = type(model).__name__
     if kind == "CoaT":
-        ends = [(i, getattr(model, f"serial_blocks{i}")) for i in (1, 2, 3, 4)]
+        alone = (1, 2, 3, 4) if model.parallel_blocks is None else (1, 2)  # the others go on side by side
+        ends = [(i, getattr(model, f"serial_blocks{i}")) for i in alone]
         return [Stage(f"serial_blocks{i}.{len(b) - 1}", 2 ** (i + 1), model.embed_dims[i - 1]) for i, b in ends]
     if kind == "Visformer":
         return [Stage(f"stage{i}", 2 ** (i + 2), 0) for i in (1, 2, 3)]
@@ -267,7 +273,17 @@ def _heads(model: nn.Module) -> int:
 def read_staged(
     model: Any, stage: int = -2, name: str | None = None, labels: Sequence[str] | None = None, **about: Any
 ) -> Anatomy | None:
-    """The anatomy of a timm network of stages that has attention, or None where it is not one."""
+    """The anatomy of a timm network of stages with attention, or None where it is not of timm."""
+    known, module = known_as(model)
+    if not module:
+        return None
+    reason = why_not(known, module)
+    if reason is not None or module not in STAGED:
+        told = reason or "its class is not one that is known there"
+        raise PatchlightError(
+            f"{name or known} ({type(model).__name__}) is not a Vision Transformer that can be read: {told}; "
+            "pl.list_models() names those of timm that are"
+        )
     opened = StagedAnatomy(model, stage, **described(model, name, labels, about))
     opened.assumed_labels = labels is None
     return opened

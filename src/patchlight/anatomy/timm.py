@@ -206,7 +206,6 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
     """What every timm model says about itself: name, classes and their labels, channels, preprocessing."""
     config = dict(getattr(model, "pretrained_cfg", None) or {})
     embedding = _embedding(model)
-    convolution = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     inputs = config.get("input_size") or (3, 224, 224)
     head = model.get_classifier()
     classes = int(getattr(head, "out_features", model.num_classes) or model.num_classes)
@@ -224,11 +223,22 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
     return {
         "name": name or config.get("architecture") or type(model).__name__,
         "classes": classes,
-        "channels": getattr(embedding, "in_chans", getattr(convolution, "in_channels", inputs[0])),
+        "channels": _channels(model, config),
         "labels": labels if labels is not None else imagenet_labels(classes),
         "preprocess": preprocess,
         **about,
     }
+
+
+def _channels(model: Any, config: dict[str, Any]) -> int:
+    """The channels of an image: those of the convolution that timm calls the first, or what the model says."""
+    first = config.get("first_conv")
+    modules = dict(model.named_modules()) if isinstance(first, str) else {}
+    convolution = modules.get(first) if isinstance(first, str) else None
+    if not isinstance(convolution, nn.Conv2d):
+        convolution = getattr(_embedding(model), "proj", None)
+    default = getattr(model, "in_chans", (config.get("input_size") or (3,))[0])
+    return int(convolution.in_channels if isinstance(convolution, nn.Conv2d) else default)
 
 
 def _embedding(model: Any) -> Any:

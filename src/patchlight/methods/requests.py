@@ -160,6 +160,8 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
     if vit.depth == 0 and _reads_blocks(request):
         instead = "; level='pixel' works" if "pixel" in method.levels and request.in_pass else ""
         return f"it reads single transformer blocks, and {vit.name} is opened as a feature map with none{instead}"
+    if request.rule.name != "plain" and vit.can_rule is not None:
+        return f"the backward rule '{request.rule.name}' does not hold for {vit.name}: {vit.can_rule}"
     differentiates = needs & BACKWARD or (method.class_specific and not isinstance(method, Ablates))
     if differentiates and vit.gradient is not None:
         return f"no gradient flows through {vit.name}: {vit.gradient}"
