@@ -120,7 +120,6 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-
 def _cnn_stem(name: str) -> nn.Module:
     import timm
 

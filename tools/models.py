@@ -11,7 +11,6 @@ import gc
 import inspect
 import io
 import math
-import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -28,13 +27,14 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.families import read_anatomy
 from patchlight.anatomy.names import STAGED, module_of, why_not
 
-DOCS = Path(os.environ.get("PATCHLIGHT_DOCS", Path(__file__).parent.parent / "docs"))
+DOCS = Path(__file__).parent.parent / "docs"
 CLASSES = 7
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one name: how it opens (plain, staged, refused), its image and grid, what can be done."""
+    """What is known of one name: how it opens (plain, staged, refused; failed or unwalked while the table is made),
+    its image and grid, what can be done with it, and on which model of its structure that was seen."""
 
     module: str
     kind: str
@@ -190,17 +190,86 @@ def from_csv(text: str) -> list[Row]:
     return [Row(**line) for line in csv.DictReader(io.StringIO(text))]
 
 
+def seeded(rows: Iterable[Row]) -> dict[str, Row]:
+    """A row for every name of the installed timm: those given, what is refused by its kind, and what waits."""
+    known = {row.name: row for row in rows}
+    every = ((module, name) for module in timm.list_modules() for name in timm.list_models(module=module))
+    waiting = {name: Row(module, "", name, "unwalked", reason=why_not(name, module) or "") for module, name in every}
+    waiting = {name: replace(row, opens="refused") if row.reason else row for name, row in waiting.items()}
+    return {name: known.get(name, row) for name, row in waiting.items()}
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """A line for every timm module and class that is opened alike, and one for each reason not to."""
+    opened = [row for row in rows if row.opens in ("plain", "staged")]
+    waiting = [row for row in rows if row.opens == "unwalked"]
+    lines = [
+        "# Models of timm",
+        "",
+        f"Of the {len(rows)} names of timm {timm.__version__}, {len(opened)} open; the others are refused in a "
+        "sentence. Every name is in [models.csv](models.csv), with its image, grid, prefix tokens, pooling and "
+        "blocks, and `seen_on`: the smallest model of the same structure, which was built, probed (its parts are the "
+        "whole) and, where it has stages, held against timm's own features. Made by `python -m tools.models` "
+        "(`python -m tools.models MODULE` for some of timm's modules).",
+        "",
+        "A *plain* model has blocks over one grid. A *staged* one is opened behind a stage (`stage=`, the "
+        "second-to-last by default): its feature map is explained, and nothing reads inside. *Tokens dropped*: patches "
+        "can really be removed. *Attention*: methods that read attention matrices work; elsewhere they are refused, "
+        "and the rest works.",
+        "",
+        "| timm module | class | names | opens | grids | prefix | pooling | tokens dropped | attention |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in opened:
+        groups.setdefault((row.module, row.kind, row.opens, row.tokens, row.attention), []).append(row)
+    for (module, kind, opens, tokens, attention), group in sorted(groups.items()):
+        grids, prefixes, poolings = (
+            _few({getattr(row, key) for row in group}) for key in ("grid", "prefix", "pooling")
+        )
+        cells = (module, kind, len(group), opens, grids, prefixes, poolings, _dash(tokens), _dash(attention))
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "## Refused", "", "| why | timm modules | names |", "|---|---|---|"]
+    reasons: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.opens in ("refused", "failed"):
+            reasons.setdefault(row.reason.partition(" (timm's ")[0].partition(";")[0], []).append(row)
+    for reason, group in sorted(reasons.items()):
+        lines.append(f"| {reason} | {', '.join(sorted({row.module for row in group}))} | {len(group)} |")
+    if waiting:
+        modules = ", ".join(sorted({row.module for row in waiting}))
+        lines += ["", f"Not walked yet, though listed as names that open: {len(waiting)} names of {modules}."]
+    return "\n".join(lines) + "\n"
+
+
+def _few(values: set[str]) -> str:
+    found = sorted(values, key=lambda value: [int(side) if side.isdigit() else 0 for side in value.split("x")])
+    return ", ".join(found) if len(found) <= 4 else f"{found[0]} to {found[-1]}"
+
+
+def _dash(reason: str) -> str:
+    return reason if reason == "yes" else "no" if not reason else f"no: {reason}"
+
+
+def write(rows: Iterable[Row]) -> None:
+    ordered = sorted(rows, key=lambda row: (row.module, row.name))
+    (DOCS / "models.csv").write_text(as_csv(ordered), encoding="utf-8")
+    (DOCS / "models.md").write_text(as_markdown(ordered), encoding="utf-8")
+
+
+def table() -> list[Row]:
+    """The table as it lies there."""
+    file = DOCS / "models.csv"
+    return from_csv(file.read_text(encoding="utf-8")) if file.exists() else []
+
+
 def main(modules: Sequence[str]) -> None:
-    """Walk some modules (all, where none is named), and put what was found into the table as it lies there."""
-    table = DOCS / "models.csv"
-    rows = {row.name: row for row in from_csv(table.read_text(encoding="utf-8"))} if table.exists() else {}
-    known = {*timm.list_models()}
+    """Walk some modules (all, where none is named), and put what was found into the table after each."""
+    rows = seeded(table())
     for module in modules or timm.list_modules():
-        found = {row.name: row for row in walk(module)}
-        others = {n: row for n, row in rows.items() if row.module != module and n in known}
-        rows = others | found
-        table.write_text(as_csv(sorted(rows.values(), key=lambda row: (row.module, row.name))), encoding="utf-8")
-    print(f"wrote {table}")
+        rows |= {row.name: row for row in walk(module)}
+        write(rows.values())
+    print(f"wrote {DOCS / 'models.md'} and models.csv")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class RelPosAnatomy(TimmAnatomy):
     """ViT with relative positions: a bias of each attention, or of all, gathered per sample when tokens are dropped."""
 
     def embed(self, images: Tensor) -> Tensor:
-        net = self._net
+        net = self.inner
         tokens: Tensor = net.patch_embed(images)
         return tokens if net.cls_token is None else _joined(net.cls_token, tokens)
 
@@ -33,7 +33,7 @@ class RelPosAnatomy(TimmAnatomy):
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         with kept_tokens(None if positions is None else self.places(positions)):
-            shared = self._net.shared_rel_pos
+            shared = self.inner.shared_rel_pos
             bias = None if shared is None else shared.get_bias()
             return cast(Tensor, self.blocks[index](tokens, shared_rel_pos=bias))
 
@@ -55,13 +55,13 @@ class NaFlexAnatomy(EvaAnatomy):
         return model.embeds
 
     def embed(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self._net.norm_pre(self._net.embeds(images)[0]))
+        return cast(Tensor, self.inner.norm_pre(self.inner.embeds(images)[0]))
 
     def projection(self) -> nn.Module | None:
-        return cast(nn.Module, self._net.embeds.proj)
+        return cast(nn.Module, self.inner.embeds.proj)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        rope = self._rope(index, positions)
+        rope = self.rope(index, positions)
         return cast(Tensor, self.blocks[index](tokens, **({} if rope is None else {"rope": rope})))
 
     def ends(self) -> Ends | None:
@@ -84,11 +84,11 @@ class EncoderAnatomy(EvaAnatomy):
         return model.encoder
 
     def embed(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self._net._pos_embed(self._net.patch_embed(images))[0])
+        return cast(Tensor, self.inner._pos_embed(self.inner.patch_embed(images))[0])
 
     def readout(self, tokens: Tensor) -> Tensor:
-        tokens = self._net.norm(tokens) if hasattr(self._net, "norm") else tokens
-        projector = _projector(self._net)
+        tokens = self.inner.norm(tokens) if hasattr(self.inner, "norm") else tokens
+        projector = _projector(self.inner)
         tokens = tokens if projector is None else projector(tokens.unflatten(1, self.grid))
         return cast(Tensor, cast(Any, self.net).forward_head(tokens))
 
@@ -112,15 +112,15 @@ class GemmaAnatomy(TimmAnatomy):
         return _Cells(*model.get_patch_size())
 
     def embed(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self._net.patch_embed(images)[0])
+        return cast(Tensor, self.inner.patch_embed(images)[0])
 
     def projection(self) -> nn.Module | None:
-        return cast(nn.Module, self._net.patch_embed.input_proj)
+        return cast(nn.Module, self.inner.patch_embed.input_proj)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         cells = torch.arange(self.tokens, device=tokens.device)[None] if positions is None else positions
         places = torch.stack([cells % self.grid[1], cells // self.grid[1]], -1)
-        return cast(Tensor, self.blocks[index](tokens, *self._net.rotary_emb(tokens, places)))
+        return cast(Tensor, self.blocks[index](tokens, *self.inner.rotary_emb(tokens, places)))
 
     def readout(self, tokens: Tensor) -> Tensor:
         return cast(Tensor, cast(Any, self.net).forward_head(tokens))
@@ -142,14 +142,14 @@ class SamAnatomy(TimmAnatomy):
     def embed(self, images: Tensor) -> Tensor:
         from timm.layers import resample_abs_pos_embed_nhwc
 
-        net = self._net
+        net = self.inner
         cells = net.patch_embed(images)
         if net.pos_embed is not None:
             cells = cells + resample_abs_pos_embed_nhwc(net.pos_embed, cells.shape[1:3])
         return cast(Tensor, net.norm_pre(cells).flatten(1, 2))
 
     def watch(self) -> None:
-        for block in self._net.blocks:
+        for block in self.inner.blocks:
             block.norm1 = _Flat(block.norm1)
         super().watch()
 
@@ -158,7 +158,7 @@ class SamAnatomy(TimmAnatomy):
 
     def readout(self, tokens: Tensor) -> Tensor:
         cells = tokens.unflatten(1, self.grid).permute(0, 3, 1, 2)
-        return cast(Tensor, self._net.forward_head(self._net.neck(cells)))
+        return cast(Tensor, self.inner.forward_head(self.inner.neck(cells)))
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
@@ -192,14 +192,14 @@ class LateAnatomy(TimmAnatomy):
     @property
     def joins(self) -> int:
         """The first block that has a CLS token."""
-        return len(self._net.blocks)
+        return len(self.inner.blocks)
 
     def embed(self, images: Tensor) -> Tensor:
-        return _joined(self._net.cls_token, self._patches(images))
+        return _joined(self.inner.cls_token, self._patches(images))
 
     def _patches(self, images: Tensor) -> Tensor:
         """The embedded patches [B,N-1,D]."""
-        return cast(Tensor, self._net.patch_embed(images) + self._net.pos_embed)
+        return cast(Tensor, self.inner.patch_embed(images) + self.inner.pos_embed)
 
     def watch(self) -> None:
         for block in self.blocks[: self.joins]:
@@ -247,7 +247,7 @@ class CaitAnatomy(LateAnatomy):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        return [*self._net.blocks, *self._net.blocks_token_only]
+        return [*self.inner.blocks, *self.inner.blocks_token_only]
 
     def _together(self, block: Any, tokens: Tensor) -> Tensor:
         return torch.cat([block(tokens[:, 1:], tokens[:, :1]), tokens[:, 1:]], 1)
@@ -269,10 +269,10 @@ class XcitAnatomy(LateAnatomy):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        return [*self._net.blocks, *self._net.cls_attn_blocks]
+        return [*self.inner.blocks, *self.inner.cls_attn_blocks]
 
     def _patches(self, images: Tensor) -> Tensor:
-        net = self._net
+        net = self.inner
         patches, size = net.patch_embed(images)
         if net.pos_embed is not None:
             patches = patches + net.pos_embed(len(patches), *size).flatten(2).mT
@@ -297,11 +297,11 @@ class ConvitAnatomy(LateAnatomy):
 
     @property
     def joins(self) -> int:
-        return int(self._net.local_up_to_layer)
+        return int(self.inner.local_up_to_layer)
 
     def _patches(self, images: Tensor) -> Tensor:
-        patches: Tensor = self._net.patch_embed(images)
-        return patches + self._net.pos_embed if self._net.use_pos_embed else patches
+        patches: Tensor = self.inner.patch_embed(images)
+        return patches + self.inner.pos_embed if self.inner.use_pos_embed else patches
 
     def check(self) -> None:
         super().check()
@@ -321,7 +321,7 @@ class TntAnatomy(TimmAnatomy):
         return None
 
     def embed(self, images: Tensor) -> Tensor:
-        net = self._net
+        net = self.inner
         pixels = net.pixel_embed(images, net.pixel_pos)
         inside = pixels.reshape(len(images), self.tokens - 1, -1)
         patches = net.norm2_proj(net.proj(net.norm1_proj(inside)))
@@ -332,12 +332,12 @@ class TntAnatomy(TimmAnatomy):
         return torch.cat([patches, F.pad(inside, (0, 0, 1, 0))], -1)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        size = self._net.pixel_embed.in_dim
-        patches, pixels = tokens[..., : self._net.embed_dim], tokens[:, 1:, self._net.embed_dim :]
+        size = self.inner.pixel_embed.in_dim
+        patches, pixels = tokens[..., : self.inner.embed_dim], tokens[:, 1:, self.inner.embed_dim :]
         return self._packed(*self.blocks[index](pixels.reshape(-1, pixels.shape[-1] // size, size), patches))
 
     def readout(self, tokens: Tensor) -> Tensor:
-        return super().readout(tokens[..., : self._net.embed_dim])
+        return super().readout(tokens[..., : self.inner.embed_dim])
 
     def parts(self, index: int) -> Parts:
         return Parts(beyond="it attends within patches, and between them")

@@ -76,7 +76,8 @@ class StagedAnatomy(Anatomy):
         if len(shape) not in (3, 4) or shape[0] != 1 or len(beside) > 1:
             raise PatchlightError(f"stage {self.stage} of {self.name} gives no one feature map that could be read")
         if len(shape) == 4:
-            last = shape[3] == self._at.channels and (shape[1] != shape[3] or shape[1:3] == self.grid)
+            told = type(self.model).__name__ in _CHANNELS_LAST  # where all three sides are the same
+            last = shape[3] == self._at.channels and (shape[1] != shape[3] or told)
             self._layout, sides = ("channels last", shape[1:3]) if last else ("channels first", shape[2:])
             self.grid, self.prefix = (sides[0], sides[1]), beside[0].of(1)[1] if beside else 0
         else:
@@ -126,6 +127,9 @@ class StagedAnatomy(Anatomy):
             return None
         rows = torch.arange(self.tokens).view(1, -1, 1)
         return cast(Tensor, reroll(rows, int(self._at.path.rpartition(".")[2])).flatten())
+
+
+_CHANNELS_LAST = ("VOLO", "HieraDet")
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,13 @@ class TimmAnatomy(Anatomy):
         return cls.body(model).patch_embed
 
     @property
-    def _net(self) -> Any:
+    def inner(self) -> Any:
+        """The twin's module that holds the blocks."""
         return self.body(self.net)
+
+    @property
+    def _net(self) -> Any:
+        return self.inner
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -132,9 +137,10 @@ class EvaAnatomy(TimmAnatomy):
         return cast(Tensor, self._net.norm_pre(tokens))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        return cast(Tensor, self.blocks[index](tokens, rope=self._rope(index, positions)))
+        return cast(Tensor, self.blocks[index](tokens, rope=self.rope(index, positions)))
 
-    def _rope(self, index: int, positions: Tensor | None) -> Tensor | None:
+    def rope(self, index: int, positions: Tensor | None) -> Tensor | None:
+        """The rotary positions of a block's patches, or of those at `positions`; None where it has none."""
         net = self._net
         if getattr(net, "rope", None) is None:
             return None
