@@ -243,7 +243,10 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def _few(values: set[str]) -> str:
-    found = sorted(values, key=lambda value: [int(side) if side.isdigit() else 0 for side in value.split("x")])
+    def by_size(value: str) -> tuple[list[int], str]:
+        return [int(side) for side in value.split("x") if side.isdigit()], value
+
+    found = sorted(values, key=by_size)
     return ", ".join(found) if len(found) <= 4 else f"{found[0]} to {found[-1]}"
 
 

@@ -29,7 +29,7 @@ class RelPosAnatomy(TimmAnatomy):
         super().watch()
         for module in self.net.modules():
             if hasattr(module, "get_bias"):
-                module.__class__ = _gathering(type(module))
+                module.__class__ = _gathering(cast(Any, type(module)))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         with kept_tokens(None if positions is None else self.places(positions)):
@@ -140,7 +140,7 @@ class SamAnatomy(TimmAnatomy):
     can_rule = "a position bias that depends on the queries takes part in its attention"
 
     def embed(self, images: Tensor) -> Tensor:
-        from timm.layers import resample_abs_pos_embed_nhwc
+        from timm.layers.pos_embed import resample_abs_pos_embed_nhwc
 
         net = self.inner
         cells = net.patch_embed(images)
@@ -202,6 +202,7 @@ class LateAnatomy(TimmAnatomy):
         return cast(Tensor, self.inner.patch_embed(images) + self.inner.pos_embed)
 
     def watch(self) -> None:
+        block: Any
         for block in self.blocks[: self.joins]:
             block.norm1, block.norm2 = _Beside(block.norm1), _Beside(block.norm2)
         super().watch()

@@ -103,8 +103,8 @@ class TimmAnatomy(Anatomy):
             return "its attention normalises queries and keys"
         if getattr(self._net, "rope", None) is not None:
             return "its attention rotates queries and keys"
-        biases = (getattr(self._net, "rel_pos_bias", None), getattr(self._net, "shared_rel_pos", None))
-        biases += (getattr(attn, "rel_pos", None), getattr(attn, "relative_position_bias_table", None))
+        shared = [getattr(self._net, name, None) for name in ("rel_pos_bias", "shared_rel_pos")]
+        biases = [*shared, *(getattr(attn, name, None) for name in ("rel_pos", "relative_position_bias_table"))]
         if any(bias is not None for bias in biases):
             return "its attention adds a relative position bias"
         if type(mlp).__name__ != "Mlp" or _has(mlp, "norm"):
