@@ -49,6 +49,7 @@ def _timm(name: str, **options: Any) -> nn.Module:
 
     torch.manual_seed(0)
     options = {"img_size": 64, "patch_size": 16, "embed_dim": 48, "depth": 3, "num_heads": 4, **options}
+    options = {key: value for key, value in options.items() if value is not None}
     return timm.create_model(name, num_classes=options.pop("num_classes", CLASSES), **options)
 
 
@@ -118,6 +119,72 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "pvtv2": lambda: _staged("pvt_v2_b0", embed_dims=(16, 32, 32, 48)),
 }
 
+
+def _cnn_stem(name: str) -> nn.Module:
+    import timm
+
+    torch.manual_seed(0)
+    options = {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 4, "num_classes": CLASSES}
+    return timm.create_model(name, **options)
+
+
+def _sized(name: str, size: int, **options: Any) -> nn.Module:
+    import timm
+
+    torch.manual_seed(0)
+    return timm.create_model(
+        name, num_classes=CLASSES, pretrained_cfg_overlay={"input_size": (3, size, size)}, **options
+    )
+
+
+def _made(kind: str, *given: Any, **options: Any) -> nn.Module:
+    """A timm model made by its class, for images of 64 pixels."""
+    from timm import models
+
+    torch.manual_seed(0)
+    model: nn.Module = getattr(models, kind)(*given, num_classes=CLASSES, **options)
+    model.pretrained_cfg = {"input_size": (3, 64, 64)}
+    return model
+
+
+def _mvit(**options: Any) -> nn.Module:
+    from timm.models.mvitv2 import MultiScaleVitCfg
+
+    return _made("MultiScaleVit", MultiScaleVitCfg(depths=(1, 1, 1, 1), embed_dim=16, **options), img_size=64)
+
+
+_PIT = {"img_size": 64, "base_dims": (16, 16, 16), "depth": (1, 1, 1), "heads": (1, 2, 4)}
+_SMALL = {"embed_dim": 48, "depth": 3, "num_heads": 4}
+RELATIVES: dict[str, Callable[[], nn.Module]] = {
+    "relpos": lambda: _timm("vit_relpos_small_patch16_224"),
+    "relpos-cls": lambda: _timm("vit_relpos_base_patch16_cls_224", img_size=(48, 80)),
+    "srelpos": lambda: _timm("vit_srelpos_small_patch16_224"),
+    "hybrid": lambda: _cnn_stem("vit_tiny_r_s16_p8_224"),
+    "naflex": lambda: _sized("naflexvit_base_patch16_gap", 64, **_SMALL),
+    "naflex-map": lambda: _sized("naflexvit_base_patch16_map", 64, **_SMALL),
+    "qwen3": lambda: _timm("qwen3_vit_88m"),
+    "qwen3-merge": lambda: _timm("qwen3_vit_88m_merge", out_features=32),
+    "gemma4": lambda: _sized("gemma4_vit_167m", 64, **_SMALL, head_dim=12),
+    "cait": lambda: _timm("cait_xxs24_224"),
+    "tnt": lambda: _timm("tnt_s_patch16_224", num_heads=None, num_heads_outer=4, num_heads_inner=2, inner_dim=8),
+    "sam": lambda: _timm("samvit_base_patch16_224", window_size=3, global_attn_indexes=(1,)),
+    "xcit": lambda: _timm("xcit_nano_12_p16_224"),
+    "convit": lambda: _timm("convit_tiny", local_up_to_layer=2, embed_dim=12),
+}
+"""timm's other plain transformers, each with what only it has."""
+
+STAGED: dict[str, Callable[[], nn.Module]] = {
+    "pit": lambda: _made("PoolingVisionTransformer", **_PIT),
+    "pit-distilled": lambda: _made("PoolingVisionTransformer", **_PIT, distilled=True),
+    "mvitv2-cls": lambda: _mvit(use_cls_token=True),
+    "hiera": lambda: _made("Hiera", img_size=(64, 64), embed_dim=16, stages=(1, 1, 2, 1)),
+    "levit": lambda: _sized("levit_128s", 64, img_size=64, embed_dim=(16, 24, 32), num_heads=(1, 2, 2), key_dim=8),
+    "nest": lambda: _made("Nest", img_size=64, num_levels=2, embed_dims=(16, 24), num_heads=(1, 2), depths=(1, 1)),
+    "coat": lambda: _sized("coat_lite_tiny", 64, img_size=64, embed_dims=(16, 16, 32, 32), serial_depths=(1, 1, 1, 1)),
+    "edgenext": lambda: _sized("edgenext_xx_small", 64),
+}
+"""timm's networks of stages, cut where their features say; one of each way in which a map travels."""
+
 HIERARCHICAL = ("swin", "pvtv2")
 """Families of several stages, opened at their second-to-last."""
 PLAIN = tuple(family for family in FAMILIES if family not in HIERARCHICAL)
@@ -138,7 +205,7 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Anatomy:
         import pytest
 
         pytest.importorskip("transformers")
-    model = randomise(FAMILIES[family]()).to(dtype)
+    model = randomise({**FAMILIES, **RELATIVES, **STAGED}[family]()).to(dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pl.AssumedPreprocess)
         return pl.wrap(model, name=family)

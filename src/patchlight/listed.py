@@ -25,6 +25,7 @@ _SOURCES = (
     "data/*.py",
     "registry.py",
     "anatomy/load.py",
+    "anatomy/names.py",
     "cli/tables.py",
 )
 

@@ -127,6 +127,8 @@ class Anatomy(ABC):
     library: str = ""
     can_drop: str | None = None
     """None when tokens can be dropped, else the reason why not."""
+    can_rule: str | None = None
+    """None when backward rules see all that its blocks do, else the reason why not."""
     pool_query: Literal["all", "cls"] = "all"
     """Which queries of an attention pooling the classifier reads."""
     hierarchical: bool = False

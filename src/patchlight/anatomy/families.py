@@ -26,7 +26,10 @@ class Family(Entry):
 
 FAMILIES: Registry[Family] = Registry(
     "model family",
-    [f"patchlight.anatomy.{room}" for room in ("timm", "hf", "hf_backbones", "open_clip", "torchvision")],
+    [
+        f"patchlight.anatomy.{room}"
+        for room in ("timm", "relatives", "staged", "hf", "hf_backbones", "open_clip", "torchvision")
+    ],
 )
 Reader = TypeVar("Reader", bound=Callable[..., Anatomy | None])
 

@@ -17,6 +17,7 @@ from patchlight.anatomy.described import DescribedAnatomy
 from patchlight.anatomy.families import read_anatomy
 from patchlight.anatomy.files import fill, read_labels, read_weights, resampled
 from patchlight.anatomy.hf import as_processed
+from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
 from patchlight.anatomy.own import OWN, read_own
 from patchlight.anatomy.preprocessing import applied, read_preprocess
 from patchlight.errors import AssumedPreprocess, PatchlightError, nearest
@@ -180,10 +181,8 @@ def list_models(pattern: str = "") -> list[str]:
     """The names `load` knows without a prefix: pocket, and timm's plain and hierarchical transformers."""
     import timm
 
-    plain = ("vision_transformer", "deit", "eva", "beit")
-    hierarchical = ("swin_transformer", "swin_transformer_v2", "pvt_v2", "twins")
-    names = ["pocket", *(n for m in (*plain, *hierarchical) for n in timm.list_models(module=m))]
-    return matching(names, pattern)
+    names = [n for m in (*PLAIN, *STAGED) for n in timm.list_models(module=m) if why_not(n, m) is None]
+    return matching(["pocket", *names], pattern)
 
 
 def _checked(about: dict[str, Any]) -> dict[str, Any]:
@@ -270,8 +269,8 @@ def _unread(model: nn.Module, of_transformers: Sequence[str]) -> str:
         )
     else:
         why = (
-            f"{kind} is not a model that can be read by itself; looked for timm's VisionTransformer, Eva, Beit, Swin, "
-            "SwinV2, PVTv2 and Twins, torchvision's VisionTransformer, open_clip's CLIP, and transformers' "
+            f"{kind} is not a model that can be read by itself; looked for timm's transformers (list_models names "
+            "them), torchvision's VisionTransformer, open_clip's CLIP, and transformers' "
             f"{', '.join(of_transformers)}. Describe it by hand"
         )
     return (
@@ -320,8 +319,11 @@ def _load_timm(
     known = list_models()
     if not timm.is_model(name):
         raise PatchlightError(f"no model is called '{name}'; {nearest(name, known)}")
-    if name.partition(".")[0] not in known:
-        raise PatchlightError(f"'{name}' is not a Vision Transformer that can be read; {nearest(name, known)}")
+    reason = why_not(name.partition(".")[0], module_of(name))
+    if reason is not None:
+        raise PatchlightError(
+            f"'{name}' is not a Vision Transformer that can be read: {reason}; {nearest(name, known)}"
+        )
     if state is not None and "num_classes" not in options:
         head = state.get("head.weight", state.get("head.fc.weight"))
         if head is not None:

@@ -31,7 +31,7 @@ class TimmAnatomy(Anatomy):
     ) -> None:
         self.path = path
         model: Any = whole.get_submodule(path)
-        stem = model.patch_embed
+        stem, body = self.stem(model), self.body(model)
         self.projects = labels is None and projects(model)
         about = described(model, name, labels, about)
         grid = stem.dynamic_feat_size(about["preprocess"].size)
@@ -40,18 +40,38 @@ class TimmAnatomy(Anatomy):
             whole,
             grid=(int(grid[0]), int(grid[1])),
             extent=(int(grid[0] * cell[0]), int(grid[1] * cell[1])),
-            prefix=int(model.num_prefix_tokens),
+            prefix=int(getattr(model, "num_prefix_tokens", getattr(model, "cls_token", None) is not None)),
             pooling=_pooling(model),
-            heads=_heads(model.blocks[0]),
+            heads=_heads(body.blocks[0]),
             **about,
         )
         self.assumed_labels = labels is None
-        if model.global_pool == "prr" and getattr(model.attn_pool, "pool", "") == "token":
+        if getattr(model, "global_pool", "") == "prr" and getattr(model.attn_pool, "pool", "") == "token":
             self.pool_query = "cls"
+
+    @staticmethod
+    def body(model: Any) -> Any:
+        """The module that holds the blocks."""
+        return model
+
+    @classmethod
+    def stem(cls, model: Any) -> Any:
+        """The module that makes patches of the image and knows their grid."""
+        return cls.body(model).patch_embed
+
+    @property
+    def outer(self) -> Any:
+        """The twin's whole timm model."""
+        return self.net.get_submodule(self.path) if self.path else self.net
+
+    @property
+    def inner(self) -> Any:
+        """The twin's module that holds the blocks."""
+        return self.body(self.outer)
 
     @property
     def _net(self) -> Any:
-        return self.net.get_submodule(self.path) if self.path else self.net
+        return self.inner
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -103,7 +123,9 @@ class TimmAnatomy(Anatomy):
             return "its attention normalises queries and keys"
         if getattr(self._net, "rope", None) is not None:
             return "its attention rotates queries and keys"
-        if getattr(self._net, "rel_pos_bias", None) or getattr(attn, "relative_position_bias_table", None) is not None:
+        shared = [getattr(self._net, name, None) for name in ("rel_pos_bias", "shared_rel_pos")]
+        biases = [*shared, *(getattr(attn, name, None) for name in ("rel_pos", "relative_position_bias_table"))]
+        if any(bias is not None for bias in biases):
             return "its attention adds a relative position bias"
         if type(mlp).__name__ != "Mlp" or _has(mlp, "norm"):
             return "its MLP is more than two linear maps and an activation"
@@ -136,14 +158,16 @@ class EvaAnatomy(TimmAnatomy):
         return cast(Tensor, self._net.norm_pre(tokens))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        return cast(Tensor, self.blocks[index](tokens, rope=self._rope(index, positions)))
+        return cast(Tensor, self.blocks[index](tokens, rope=self.rope(index, positions)))
 
-    def _rope(self, index: int, positions: Tensor | None) -> Tensor | None:
+    def rope(self, index: int, positions: Tensor | None) -> Tensor | None:
+        """The rotary positions of a block's patches, or of those at `positions`; None where it has none."""
         net = self._net
         if getattr(net, "rope", None) is None:
             return None
-        table = net.rope.get_embed(shape=self.grid) if net.dynamic_img_size else net.rope.get_embed()
-        if getattr(net, "rope_mixed", False):
+        by_shape = getattr(net, "dynamic_img_size", True)
+        table = net.rope.get_embed(shape=self.grid) if by_shape else net.rope.get_embed()
+        if getattr(net, "rope_mixed", False) or getattr(net, "rope_is_mixed", False):
             table = table[index]
         if positions is None:
             return cast(Tensor, table)
@@ -167,9 +191,9 @@ class BeitAnatomy(TimmAnatomy):
             block.attn.__class__ = _gathering(cast(Any, type(block.attn)))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        with _kept_tokens(None if positions is None else self.places(positions)):
+        with kept_tokens(None if positions is None else self.places(positions)):
             shared = self._net.rel_pos_bias
-            shared = None if shared is None else _gathered_bias(lambda: self._net.rel_pos_bias()[None])
+            shared = None if shared is None else gathered_bias(lambda: self._net.rel_pos_bias()[None])
             return cast(Tensor, self.blocks[index](tokens, shared_rel_pos_bias=shared))
 
 
@@ -178,7 +202,7 @@ def _gathering(kind: type[nn.Module]) -> Any:
     """An attention of this kind whose bias is that of the tokens kept."""
 
     def gathered(self: Any) -> Tensor:
-        return _gathered_bias(lambda: cast(Any, kind)._get_rel_pos_bias(self))
+        return gathered_bias(lambda: cast(Any, kind)._get_rel_pos_bias(self))
 
     return type(kind.__name__, (kind,), {"_get_rel_pos_bias": gathered})
 
@@ -188,7 +212,8 @@ _LOCAL = threading.local()
 
 
 @contextlib.contextmanager
-def _kept_tokens(places: Tensor | None) -> Iterator[None]:
+def kept_tokens(places: Tensor | None) -> Iterator[None]:
+    """Inside, a relative position bias is that of the tokens at `places` [B,k]; None for all."""
     _LOCAL.kept = places
     try:
         yield
@@ -196,7 +221,7 @@ def _kept_tokens(places: Tensor | None) -> Iterator[None]:
         _LOCAL.kept = None
 
 
-def _gathered_bias(whole: Callable[[], Tensor]) -> Tensor:
+def gathered_bias(whole: Callable[[], Tensor]) -> Tensor:
     """A bias [1,H,N,N]: its rows and columns that belong to the tokens kept [B,H,k,k]."""
     bias, kept = whole(), getattr(_LOCAL, "kept", None)
     if kept is None:
@@ -207,11 +232,11 @@ def _gathered_bias(whole: Callable[[], Tensor]) -> Tensor:
 def described(model: Any, name: str | None, labels: Sequence[str] | None, about: dict[str, Any]) -> dict[str, Any]:
     """What every timm model says about itself: name, classes and their labels, channels, preprocessing."""
     config = dict(getattr(model, "pretrained_cfg", None) or {})
-    embedding = getattr(model, "patch_embed", None) or model.patch_embeds[0]
-    projection = getattr(embedding, "proj", None)
+    embedding = _embedding(model)
+    inputs = config.get("input_size") or (3, 224, 224)
     head = model.get_classifier()
     classes = int(getattr(head, "out_features", model.num_classes) or model.num_classes)
-    height, width = getattr(embedding, "img_size", None) or config.get("input_size", (3, 224, 224))[1:]
+    height, width = getattr(embedding, "img_size", None) or inputs[1:]
     preprocess = Preprocess(
         size=(height, width),
         mean=tuple(config.get("mean") or IMAGENET_MEAN),
@@ -227,7 +252,7 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
     return {
         "name": name or config.get("architecture") or type(model).__name__,
         "classes": classes,
-        "channels": getattr(embedding, "in_chans", getattr(projection, "in_channels", 3)),
+        "channels": _channels(model, config),
         "labels": labels if labels is not None else imagenet_labels(about.get("classes", classes)),
         "preprocess": preprocess,
         **about,
@@ -262,6 +287,24 @@ def _as_trained(preprocess: Preprocess, config: dict[str, Any]) -> Preprocess:
     )
 
 
+def _channels(model: Any, config: dict[str, Any]) -> int:
+    """The channels of an image: those of the convolution that timm calls the first, or what the model says."""
+    first = config.get("first_conv")
+    modules = dict(model.named_modules()) if isinstance(first, str) else {}
+    convolution = modules.get(first) if isinstance(first, str) else None
+    if not isinstance(convolution, nn.Conv2d):
+        convolution = getattr(_embedding(model), "proj", None)
+    default = getattr(model, "in_chans", (config.get("input_size") or (3,))[0])
+    return int(convolution.in_channels if isinstance(convolution, nn.Conv2d) else default)
+
+
+def _embedding(model: Any) -> Any:
+    """The module that makes patches of the image, where a model has one that it is known by."""
+    inner = getattr(model, "encoder", model)
+    first = next(iter(getattr(model, "patch_embeds", ())), None)
+    return getattr(inner, "patch_embed", None) or getattr(model, "pixel_embed", None) or first
+
+
 @register_family("timm", package="timm")
 def read_timm(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
     """The anatomy of a timm model, or None where it is neither a plain nor a known hierarchical transformer."""
@@ -292,7 +335,7 @@ def _pooling(model: Any) -> Pooling:
         return "map"
     if hasattr(model, "head_dist"):
         return "cls+dist"
-    kind = model.global_pool
+    kind = model.global_pool if hasattr(model, "global_pool") else model.head.global_pool.pool_type
     if kind == "token":
         return "cls"
     if kind == "avg" and not getattr(model, "pool_include_prefix", False):
@@ -314,7 +357,7 @@ def _plain_values(attention: Any) -> bool:
     """Whether only attention stands between a linear map to the values and the output projection."""
     between = [getattr(attention, "norm", None), getattr(attention, "gate", None)]
     plain = all(m is None or isinstance(m, nn.Identity) for m in between)
-    known = type(attention).__name__ in {"Attention", "AttentionRope", "EvaAttention"}
+    known = type(attention).__name__ in {"Attention", "AttentionRope", "EvaAttention", "RelPosAttention"}
     known = known and getattr(attention, "num_kv_heads", attention.num_heads) == attention.num_heads
     return plain and known
 
@@ -345,4 +388,4 @@ def _qkv(attn: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _is_pre_norm(block: nn.Module) -> bool:
-    return type(block).__name__ in {"Block", "EvaBlock"}
+    return type(block).__name__ in {"Block", "EvaBlock", "RelPosBlock", "DeepseekVitBlock"}

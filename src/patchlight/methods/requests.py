@@ -182,6 +182,8 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         several = _one_grid(request, method, vit)
         if several is not None:
             return several
+    if request.rule.name != "plain" and vit.can_rule is not None:
+        return f"the backward rule '{request.rule.name}' does not hold for {vit.name}: {vit.can_rule}"
     differentiates = needs & BACKWARD or (method.class_specific and not isinstance(method, Ablates))
     if differentiates and vit.gradient is not None:
         return f"no gradient flows through {vit.name}: {vit.gradient}"

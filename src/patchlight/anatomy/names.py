@@ -1,0 +1,60 @@
+"""Which of timm's models can be opened, by the name of the timm module they are in; nothing is built to know it."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Any
+
+PLAIN = (
+    *("beit", "cait", "convit", "deepseek_vit", "deit", "eva", "gemma4_vit", "naflexvit", "qwen3_vit", "tnt"),
+    *("vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos", "vision_transformer_sam"),
+    *("vitamin", "xcit"),
+)
+"""Blocks over one grid of patches."""
+
+STAGED = (
+    *("byoanet", "coat", "cpubone", "csatv2", "davit", "edgenext", "efficientformer", "efficientformer_v2"),
+    *("efficientvit_mit", "efficientvit_msra", "fastvit", "focalnet", "gcvit", "hiera", "hieradet_sam2", "iformer"),
+    *("levit", "lowformer", "maxxvit", "metaformer", "mobilenetv5", "mobilevit", "mvitv2", "nest", "nextvit", "pit"),
+    *("pvt_v2", "shvit", "swiftformer", "swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr"),
+    *("tiny_vit", "twins", "visformer", "volo"),
+)
+"""Stages of which each has its own grid; opened behind one of them."""
+
+_OTHERS = {
+    "convmixer": "it mixes patches by convolutions, and has no attention",
+    "crossvit": "it runs over two grids of patches of different sizes at once, so there is no one map",
+    "efficientvim": "it is a state-space network, and has no attention",
+    "mambaout": "it is a network of gated convolutions, and has no attention",
+    "mlp_mixer": "it mixes patches by MLPs, and has no attention",
+    "sequencer": "it reads rows and columns of patches by LSTMs, and has no attention",
+}
+_ENCODERS = "*_enc"
+
+
+def why_not(name: str, module: str) -> str | None:
+    """Why a timm model cannot be opened; None when it can."""
+    if module not in PLAIN + STAGED:
+        return _OTHERS.get(module, f"it is a convolutional network (timm's {module})")
+    if fnmatch(name, _ENCODERS):
+        return f"it gives tokens for a language model, and no logits; '{name.removesuffix('_enc')}' has a classifier"
+    return None
+
+
+def module_of(name: str) -> str:
+    """The timm module that a name of timm's is from."""
+    from timm.models import model_entrypoint
+
+    return model_entrypoint(name).__module__.rpartition(".")[2]
+
+
+def known_as(model: Any) -> tuple[str, str]:
+    """A timm model's name and timm module; those of its class where it was not made by name, "" for another make."""
+    from timm.models import is_model
+
+    name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
+    if name and is_model(name):
+        return name, module_of(name)
+    own = (cls for cls in type(model).__mro__ if cls.__module__.startswith("timm.models."))
+    kind = next(own, None)
+    return ("", "") if kind is None else (kind.__name__, kind.__module__.rpartition(".")[2])

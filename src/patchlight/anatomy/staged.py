@@ -1,0 +1,302 @@
+"""Anatomy of any timm network of stages: its own forward, cut behind the stage that `feature_info` names."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from patchlight.anatomy.base import Anatomy, undisturbed
+from patchlight.anatomy.families import register_family
+from patchlight.anatomy.names import STAGED, known_as, why_not
+from patchlight.anatomy.timm import described
+from patchlight.errors import PatchlightError, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class CutAnatomy(Anatomy):
+    """A timm network opened behind a stage: `embed` runs its forward until there, `classified` from there on.
+
+    `stage` (0-based, negative from the end; the second-to-last by default) is one of `stages_of`. Its feature map is
+    the tokens [B,p+h*w,D], where p tokens travel beside the map. There are no blocks to look into.
+    """
+
+    library = "timm"
+    hierarchical = True
+    can_drop = "its stages need every patch of a whole grid"
+
+    def __init__(self, model: Any, stage: int, **about: Any) -> None:
+        stages = stages_of(model)
+        if not -len(stages) <= stage < len(stages):
+            raise PatchlightError(f"there is no stage {stage}; {about['name']} has stages 0 to {len(stages) - 1}")
+        self.stage, self.stages = stage % len(stages), len(stages)
+        self._at = stages[self.stage]
+        self._skipped: list[Any] = []
+        self._out: Any = None
+        self._layout = "rows"
+        rows, columns = (max(-(-side // self._at.step), 1) for side in about["preprocess"].size)
+        super().__init__(model, grid=(rows, columns), prefix=0, pooling="avg", heads=_heads(model), **about)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return ()
+
+    def watch(self) -> None:
+        super().watch()
+        cast(Any, self.net).patchlight_cut = Cut(self.net, self._at.path)
+
+    @property
+    def _cut(self) -> Cut:
+        return cast(Cut, self.net.patchlight_cut)
+
+    def check(self) -> None:
+        self.look()
+        super().check()
+
+    @undisturbed
+    def look(self) -> None:
+        """See what the modules before the cut give, so that they can be skipped, and what the stage gives."""
+        with torch.no_grad():
+            blank = torch.zeros(2, self.channels, *self.preprocess.size)
+            one, two = (self._cut.outputs(self.place(blank[:count])) for count in (1, 2))
+        *self._skipped, self._out = (_shapes(a, b) for a, b in zip(one, two, strict=True))
+        self._read_layout(*_tensors(self._out))
+
+    def _read_layout(self, cells: Shape | None, beside: list[Shape]) -> None:
+        """Grid, prefix tokens and extent, from the shape of what the stage gives."""
+        shape = () if cells is None else cells.of(1)
+        if len(shape) not in (3, 4) or shape[0] != 1 or len(beside) > 1:
+            raise PatchlightError(f"stage {self.stage} of {self.name} gives no one feature map that could be read")
+        if len(shape) == 4:
+            told = type(self.model).__name__ in _CHANNELS_LAST  # where all three sides are the same
+            last = shape[3] == self._at.channels and (shape[1] != shape[3] or told)
+            self._layout, sides = ("channels last", shape[1:3]) if last else ("channels first", shape[2:])
+            self.grid, self.prefix = (sides[0], sides[1]), beside[0].of(1)[1] if beside else 0
+        else:
+            self._layout, self.prefix = "rows", shape[1] - self.grid[0] * self.grid[1]
+        if not 0 <= self.prefix <= 2:
+            raise PatchlightError(
+                f"stage {self.stage} of {self.name} gives {list(shape)}, which is no grid of {self.grid[0]} x "
+                f"{self.grid[1]} cells"
+            )
+        self.pooling = "cls" if self.prefix else "avg"
+        covered = self.grid[0] * self._at.step, self.grid[1] * self._at.step
+        off = max(abs(a - b) for a, b in zip(covered, self.preprocess.size, strict=True))
+        self.extent = covered if off < self._at.step else self.preprocess.size
+
+    def embed(self, images: Tensor) -> Tensor:
+        cells, beside = _tensors(self._cut.outputs(images)[-1])
+        if self._layout == "channels first":
+            cells = cells.flatten(2).mT
+        elif self._layout == "channels last":
+            cells = cells.flatten(1, 2)
+        tokens = torch.cat([*beside, cells], 1) if beside else cells
+        order = self._order
+        return cast(Tensor, tokens if order is None else tokens[:, order.to(tokens.device)])
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        raise IndexError(f"{self.name} has no block {index}: it is opened behind stage {self.stage}")
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the model gives, where it has no classifier: its forward is cut once, and not before one too."""
+        if self.classes:
+            raise Unsupported(
+                f"what the classifier of {self.name} reads cannot be seen; load the model with num_classes=0 to ask "
+                "it by another head"
+            )
+        return self.classified(tokens)
+
+    def classified(self, tokens: Tensor) -> Tensor:
+        order = self._order
+        tokens = tokens if order is None else tokens[:, order.argsort().to(tokens.device)]
+        cells, prefix = tokens, tokens[:, : self.prefix]
+        if self._layout != "rows":
+            cells = tokens[:, self.prefix :].unflatten(1, self.grid)
+        if self._layout == "channels first":
+            cells = cells.permute(0, 3, 1, 2).contiguous()
+        first = _tensors(self._out)[0]
+        given = _filled(self._out, lambda shape: cells if shape is first else prefix)
+        skipped = [_filled(out, lambda shape: shape.zeros(tokens)) for out in self._skipped]
+        blank = tokens.new_zeros(len(tokens), self.channels, *self.preprocess.size)
+        return cast(Tensor, self._cut.onward(blank, skipped, given))
+
+    @property
+    def _order(self) -> Tensor | None:
+        """Where each cell of the grid stands among the rows of the stage, where that is not reading order."""
+        reroll = getattr(self.net, "reroll", None)
+        if reroll is None:
+            return None
+        rows = torch.arange(self.tokens).view(1, -1, 1)
+        return cast(Tensor, reroll(rows, int(self._at.path.rpartition(".")[2])).flatten())
+
+
+_CHANNELS_LAST = ("VOLO", "HieraDet")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a stage ends: the module at `path`, one cell of whose map is `step` pixels of the image."""
+
+    path: str
+    step: int
+    channels: int
+
+
+def stages_of(model: Any) -> list[Stage]:
+    """The stages of a timm network, from what it says of its features."""
+    kind = type(model).__name__
+    if kind == "CoaT":
+        alone = (1, 2, 3, 4) if model.parallel_blocks is None else (1, 2)  # the others go on side by side
+        ends = [(i, getattr(model, f"serial_blocks{i}")) for i in alone]
+        return [Stage(f"serial_blocks{i}.{len(b) - 1}", 2 ** (i + 1), model.embed_dims[i - 1]) for i, b in ends]
+    if kind == "Visformer":
+        return [Stage(f"stage{i}", 2 ** (i + 2), 0) for i in (1, 2, 3)]
+    wrong = {"MultiScaleVit": ("block.", "stages.")}.get(kind, ("", ""))  # a module of that name does not exist
+    return [Stage(s["module"].replace(*wrong), int(s["reduction"]), int(s["num_chs"])) for s in model.feature_info]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a tensor as it follows the number of images: its sizes for one and for two of them."""
+
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: torch.dtype
+
+    def of(self, batch: int) -> tuple[int, ...]:
+        return tuple(a + (b - a) * (batch - 1) for a, b in zip(*self.sizes, strict=True))
+
+    def zeros(self, like: Tensor) -> Tensor:
+        """Zeros for as many images as `like` has rows."""
+        dtype = like.dtype if self.dtype.is_floating_point else self.dtype
+        return like.new_zeros(self.of(len(like)), dtype=dtype)
+
+
+class Cut:
+    """The forward of a twin, cut behind the module at `path`.
+
+    Every module beside that path answers to what this thread is doing: nothing special, running until the cut, or
+    running on from it, with what comes before skipped. What a forward does between those modules runs on blanks.
+    """
+
+    def __init__(self, net: nn.Module, path: str) -> None:
+        self._net, self._path = net, path
+        owner, prefix = net, ""
+        for part in path.split("."):
+            for name, child in owner.named_children():
+                if name != part or prefix + name == path:
+                    cast(Any, child).forward = partial(self._step, prefix + name, child.forward)
+            owner, prefix = getattr(owner, part), f"{prefix}{part}."
+
+    def outputs(self, images: Tensor) -> list[Any]:
+        """What each module before the cut gives, in the order they are called, and the one at the cut."""
+        run = _Run(self)
+        with run.running():
+            try:
+                self._net(images)
+            except _Reached:
+                return run.outputs
+        raise PatchlightError(f"'{self._path}' of this model is not called in its forward, so it cannot be cut there")
+
+    def onward(self, blank: Tensor, skipped: Sequence[Any], given: Any) -> Any:
+        """What the model gives with `given` at the cut, where the modules before it give `skipped`."""
+        with _Run(self, [*skipped, given], skips=True).running():
+            return self._net(blank)
+
+    def _step(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run: _Run | None = getattr(_LOCAL, "run", None)
+        if run is None or run.cut is not self or run.free:
+            return forward(*args, **kwargs)
+        run.free = not run.skips or name == self._path  # a module inside another is not one of those beside the path
+        if run.skips:
+            return run.outputs.pop(0)
+        run.outputs.append(forward(*args, **kwargs))
+        run.free = False
+        if name == self._path:
+            raise _Reached
+        return run.outputs[-1]
+
+
+_LOCAL = threading.local()
+"""The run that this thread is in."""
+
+
+@dataclass
+class _Run:
+    """One forward of a cut twin: outputs of modules, collected or (where it skips) still to be given."""
+
+    cut: Cut
+    outputs: list[Any] = field(default_factory=list)
+    skips: bool = False
+    free: bool = False
+    """Whether modules do what they always do: inside one of those beside the path, or past the cut."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        before = getattr(_LOCAL, "run", None)
+        _LOCAL.run = self
+        try:
+            yield
+        finally:
+            _LOCAL.run = before
+
+
+class _Reached(Exception):
+    """The module at the cut has its output."""
+
+
+def _shapes(one: Any, two: Any) -> Any:
+    """An output for one image and for two, with shapes in place of tensors."""
+    if isinstance(one, Tensor):
+        return Shape((tuple(one.shape), tuple(two.shape)), one.dtype)
+    if isinstance(one, tuple | list):
+        return type(one)(_shapes(a, b) for a, b in zip(one, two, strict=True))
+    return one
+
+
+def _filled(shapes: Any, tensor: Callable[[Shape], Tensor]) -> Any:
+    """An output again, with tensors in place of shapes."""
+    if isinstance(shapes, Shape):
+        return tensor(shapes)
+    return type(shapes)(_filled(s, tensor) for s in shapes) if isinstance(shapes, tuple | list) else shapes
+
+
+def _tensors(out: Any) -> tuple[Any, list[Any]]:
+    """The feature map (or its shape) in what a stage gives, and tensors beside it."""
+    if isinstance(out, tuple | list):
+        found = [o for o in out if isinstance(o, Tensor | Shape)]
+        return (found[0], found[1:]) if found else (None, [])
+    return (out, []) if isinstance(out, Tensor | Shape) else (None, [])
+
+
+def _heads(model: nn.Module) -> int:
+    """The heads of the last attention that says how many it has."""
+    found = [m.num_heads for m in model.modules() if isinstance(getattr(m, "num_heads", None), int)]
+    return int(cast(Any, found[-1])) if found else 1
+
+
+@register_family("timm-staged", package="timm")
+def read_staged(
+    model: Any, stage: int = -2, name: str | None = None, labels: Sequence[str] | None = None, **about: Any
+) -> Anatomy | None:
+    """The anatomy of a timm network of stages with attention, or None where it is not of timm."""
+    known, module = known_as(model)
+    if not module:
+        return None
+    reason = why_not(known, module)
+    if reason is not None or module not in STAGED:
+        told = reason or "its class is not one that is known there"
+        raise PatchlightError(
+            f"{name or known} ({type(model).__name__}) is not a Vision Transformer that can be read: {told}; "
+            "pl.list_models() names those of timm that are"
+        )
+    opened = CutAnatomy(model, stage, **described(model, name, labels, about))
+    opened.assumed_labels = labels is None
+    return opened
