@@ -52,9 +52,8 @@ def known_as(model: Any) -> tuple[str, str]:
     """A timm model's name and timm module; those of its class where it was not made by name, "" for another make."""
     from timm.models import is_model
 
+    kind = next((cls for cls in type(model).__mro__ if cls.__module__.startswith("timm.models.")), None)
+    if kind is None:
+        return "", ""
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
-    if name and is_model(name):
-        return name, module_of(name)
-    own = (cls for cls in type(model).__mro__ if cls.__module__.startswith("timm.models."))
-    kind = next(own, None)
-    return ("", "") if kind is None else (kind.__name__, kind.__module__.rpartition(".")[2])
+    return (name, module_of(name)) if is_model(name) else (kind.__name__, kind.__module__.rpartition(".")[2])

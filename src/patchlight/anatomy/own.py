@@ -372,7 +372,8 @@ def _backbones(model: nn.Module, about: dict[str, Any]) -> dict[str, Anatomy]:
 
 def _read_backbone(module: nn.Module, about: dict[str, Any]) -> Anatomy | None:
     """The anatomy of a module, for images as given where its grid follows them, else for those it is made for."""
-    if why_not(*known_as(module)) is not None:  # some other network of timm's
+    known, of = known_as(module)
+    if of and why_not(known, of) is not None:  # some other network of timm's
         return None
     stage = {key: about[key] for key in ("stage",) if key in about}
     given: dict[str, Any] = {key: about[key] for key in ("preprocess", "processor") if key in about}
