@@ -166,7 +166,6 @@ RELATIVES: dict[str, Callable[[], nn.Module]] = {
     "qwen3-merge": lambda: _timm("qwen3_vit_88m_merge", out_features=32),
     "gemma4": lambda: _sized("gemma4_vit_167m", 64, **_SMALL, head_dim=12),
     "cait": lambda: _timm("cait_xxs24_224"),
-    "tnt": lambda: _timm("tnt_s_patch16_224", num_heads=None, num_heads_outer=4, num_heads_inner=2, inner_dim=8),
     "sam": lambda: _timm("samvit_base_patch16_224", window_size=3, global_attn_indexes=(1,)),
     "xcit": lambda: _timm("xcit_nano_12_p16_224"),
     "convit": lambda: _timm("convit_tiny", local_up_to_layer=2, embed_dim=12),

@@ -76,7 +76,7 @@ def options(name: str) -> dict[str, Any]:
     """Options that make a model of this name small, of those its class takes; the first are the surest."""
     config = timm.get_pretrained_cfg(name)
     if module_of(name) in STAGED:
-        free = config is not None and not config.fixed_input_size
+        free = config is not None and not config.fixed_input_size and "halo" not in name  # whose blocks must fit
         return {"pretrained_cfg_overlay": {"input_size": (3, 128, 128)}} if free else {}
     taken = inspect.signature(type(without_weights(name))).parameters
     sizes: dict[str, Any] = {"depth": 2, "img_size": 64, "patch_size": 16, "embed_dim": 96, "num_heads": 4}

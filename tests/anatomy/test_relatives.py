@@ -13,7 +13,7 @@ from tests.anatomy.test_families import MaskKeys
 from tests.completeness import totals
 from tests.families import RELATIVES, images, shared
 
-DROPS = ("relpos", "relpos-cls", "srelpos", "hybrid", "naflex", "naflex-map", "qwen3", "gemma4", "cait", "tnt")
+DROPS = ("relpos", "relpos-cls", "srelpos", "hybrid", "naflex", "naflex-map", "qwen3", "gemma4", "cait")
 READABLE = ("relpos", "relpos-cls", "srelpos", "hybrid", "naflex", "naflex-map", "qwen3", "qwen3-merge", "gemma4")
 QUICK = ("ixg", "gradcam", "genatt", "kernel-shap", "occlusion")
 
@@ -81,22 +81,6 @@ def test_cait_on_some_patches() -> None:
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
 
 
-def test_tnt_on_some_patches() -> None:
-    """Pixels of the kept patches alone, beside CLS and those patches."""
-    vit = shared("tnt", torch.float64)
-    batch, keep, net = images(vit, 1), torch.tensor([3, 15, 8]), vit.model
-    with torch.no_grad():
-        pixels = net.pixel_embed(batch, net.pixel_pos)
-        patches = net.norm2_proj(net.proj(net.norm1_proj(pixels.reshape(1, 16, -1))))
-        patches = torch.cat([net.cls_token, patches], 1) + net.patch_pos
-        pixels, patches = pixels[keep], patches[:, [0, *(keep + 1).tolist()]]
-        for block in net.blocks:
-            pixels, patches = block(pixels, patches)
-        expected = net.head(net.norm(patches)[:, 0])
-        found = vit.readout(vit.run(vit.embed(batch), keep=keep[None]))
-    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
-
-
 @pytest.mark.parametrize("family", READABLE)
 def test_libra_is_complete_from_every_start(family: str) -> None:
     vit = shared(family, torch.float64)
@@ -107,7 +91,6 @@ def test_libra_is_complete_from_every_start(family: str) -> None:
     ("family", "attention", "rule"),
     [
         ("cait", "changes its attention between the softmax and the values", "mixed over heads"),
-        ("tnt", "more than one softmax", "within patches too"),
         ("sam", "within windows", "depends on the queries"),
         ("xcit", "between channels, not between tokens", "convolutions"),
         ("convit", "a gated sum of two", "divided by its rows"),

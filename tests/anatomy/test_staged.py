@@ -151,6 +151,7 @@ def test_another_type_and_a_changed_model_are_followed() -> None:
         ("resnet18", "it is a convolutional network \\(timm's resnet\\)"),
         ("mixer_s16_224", "it mixes patches by MLPs"),
         ("crossvit_tiny_240", "two grids of patches of different sizes"),
+        ("tnt_s_patch16_224", "over the pixels within each"),
         ("qwen3_vit_88m_enc", "no logits; 'qwen3_vit_88m' has a classifier"),
     ],
 )

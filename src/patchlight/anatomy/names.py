@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 PLAIN = (
-    *("beit", "cait", "convit", "deepseek_vit", "deit", "eva", "gemma4_vit", "naflexvit", "qwen3_vit", "tnt"),
+    *("beit", "cait", "convit", "deepseek_vit", "deit", "eva", "gemma4_vit", "naflexvit", "qwen3_vit"),
     *("vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos", "vision_transformer_sam"),
     *("vitamin", "xcit"),
 )
@@ -27,6 +27,7 @@ _OTHERS = {
     "efficientvim": "it is a state-space network, and has no attention",
     "mambaout": "it is a network of gated convolutions, and has no attention",
     "mlp_mixer": "it mixes patches by MLPs, and has no attention",
+    "tnt": "it runs over patches and over the pixels within each of them at once, so it has no one row of tokens",
     "sequencer": "it reads rows and columns of patches by LSTMs, and has no attention",
 }
 _ENCODERS = "*_enc"

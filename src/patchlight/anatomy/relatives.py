@@ -322,47 +322,6 @@ class ConvitAnatomy(LateAnatomy):
         self.attention = "its attention is a gated sum of two, one of which reads positions alone"
 
 
-class TntAnatomy(TimmAnatomy):
-    """TNT: a token is a patch's vector and, behind it, the vectors of the pixels in the patch (none of CLS)."""
-
-    can_rule = "it attends within patches too"
-
-    @classmethod
-    def stem(cls, model: Any) -> Any:
-        return model.pixel_embed
-
-    def projection(self) -> nn.Module | None:
-        return None
-
-    def embed(self, images: Tensor) -> Tensor:
-        net = self.inner
-        pixels = net.pixel_embed(images, net.pixel_pos)
-        inside = pixels.reshape(len(images), self.tokens - 1, -1)
-        patches = net.norm2_proj(net.proj(net.norm1_proj(inside)))
-        return self._packed(pixels, _joined(net.cls_token, patches) + net.patch_pos)
-
-    def _packed(self, pixels: Tensor, patches: Tensor) -> Tensor:
-        inside = pixels.reshape(len(patches), patches.shape[1] - 1, -1)
-        return torch.cat([patches, F.pad(inside, (0, 0, 1, 0))], -1)
-
-    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        size = self.inner.pixel_embed.in_dim
-        patches, pixels = tokens[..., : self.inner.embed_dim], tokens[:, 1:, self.inner.embed_dim :]
-        return self._packed(*self.blocks[index](pixels.reshape(-1, pixels.shape[-1] // size, size), patches))
-
-    def features(self, tokens: Tensor) -> Tensor:
-        return super().features(tokens[..., : self.inner.embed_dim])
-
-    def classified(self, tokens: Tensor) -> Tensor:
-        return super().classified(tokens[..., : self.inner.embed_dim])
-
-    def parts(self, index: int) -> Parts:
-        return Parts(beyond="it attends within patches, and between them")
-
-    def own_ends(self) -> Ends | None:
-        return None
-
-
 class _Cells:
     """Patches of rows x columns pixels, side by side: what a timm patch embedding says of its grid."""
 
@@ -390,7 +349,6 @@ _KINDS: dict[str, type[TimmAnatomy]] = {
     "Cait": CaitAnatomy,
     "Xcit": XcitAnatomy,
     "ConVit": ConvitAnatomy,
-    "TNT": TntAnatomy,
 }
 """By the name of timm's class, which is not imported before somebody has a model of it."""
 

@@ -302,7 +302,7 @@ def _embedding(model: Any) -> Any:
     """The module that makes patches of the image, where a model has one that it is known by."""
     inner = getattr(model, "encoder", model)
     first = next(iter(getattr(model, "patch_embeds", ())), None)
-    return getattr(inner, "patch_embed", None) or getattr(model, "pixel_embed", None) or first
+    return getattr(inner, "patch_embed", None) or first
 
 
 @register_family("timm", package="timm")
