@@ -178,5 +178,6 @@ def test_no_such_stage() -> None:
     ],
 )
 def test_contract(family: str, name: str) -> None:
-    vit = shared(family)
-    check_method(name, vit, images(vit, 2), double=shared(family, torch.float64))
+    double = shared(family, torch.float64)
+    vit = double if family == "levit" else shared(family)  # its hard swish has kinks, where rounding decides
+    check_method(name, vit, images(vit, 2), double=double)

@@ -173,7 +173,7 @@ def test_metrics_are_listed_and_described() -> None:
     assert all(name in table for name in rows)
     told = run("metrics", "perturbation").stdout
     assert "lower is better, from 0 to 1" in told
-    assert "quantity: 'accuracy' | 'probability' | 'kl' | 'nll' = 'accuracy'" in told
+    assert "quantity: 'accuracy' | 'probability' | 'logit' | 'cosine' | 'kl' | 'nll' = 'accuracy'" in told
     assert "preset: chefer, diffmask" in told
 
 

@@ -73,8 +73,11 @@ def suppression(tokens: Tensor, prefix: int, factor: float, kappa: float, neighb
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
-    none = vit.depth == 0 or vit.hierarchical
-    return f"it turns down attention between all tokens, and {vit.name} has no such blocks" if none else None
+    if vit.depth == 0 or vit.hierarchical:
+        return f"it turns down attention between all tokens, and {vit.name} has no such blocks"
+    if vit.attention is not None:
+        return f"it turns down attention between all tokens, and that of {vit.name} cannot be read: {vit.attention}"
+    return None
 
 
 @register_method(
