@@ -135,7 +135,7 @@ def same_features(vit: Anatomy) -> None:
         return
     images = torch.randn(1, vit.channels, *vit.preprocess.size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = vit.embed(images)[:, vit.prefix :].mT.unflatten(2, vit.grid)
+        found = vit.run(vit.embed(images), stop=vit.stage_end)[:, vit.prefix :].mT.unflatten(2, vit.grid)
         given = {"indices": [vit.stage], "norm": False, "intermediates_only": True}  # type: ignore[attr-defined]
         (theirs,) = model.forward_intermediates(images, **given)
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
@@ -212,10 +212,10 @@ def as_markdown(rows: Sequence[Row]) -> str:
         "whole) and, where it has stages, held against timm's own features. Made by `python -m tools.models` "
         "(`python -m tools.models MODULE` for some of timm's modules).",
         "",
-        "A *plain* model has blocks over one grid. A *staged* one is opened behind a stage (`stage=`, the "
-        "second-to-last by default): its feature map is explained, and nothing reads inside. *Tokens dropped*: patches "
-        "can really be removed. *Attention*: methods that read attention matrices work; elsewhere they are refused, "
-        "and the rest works.",
+        "A *plain* model has blocks over one grid. A *staged* one is opened at a stage (`stage=`, the second-to-last by "
+        "default): its feature map is explained, and where its attention can be read (Swin, SwinV2, PVTv2, Twins), its "
+        "blocks too. *Tokens dropped*: patches can really be removed. *Attention*: methods that read attention "
+        "matrices work; elsewhere they are refused, and the rest works.",
         "",
         "| timm module | class | names | opens | grids | prefix | pooling | tokens dropped | attention |",
         "|---|---|---|---|---|---|---|---|---|",

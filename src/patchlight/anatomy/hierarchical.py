@@ -152,6 +152,8 @@ class StagedAnatomy(HierarchicalAnatomy):
 
     def watch(self) -> None:
         super().watch()
+        if any(weight.is_meta for weight in self.net.parameters()):  # a model without weights has nothing to see
+            return
         for index, block in enumerate(self.blocks):
             reach = self._reach(block, self.grid_of(index))
             if reach is not None:
