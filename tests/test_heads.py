@@ -348,7 +348,7 @@ def test_maps_of_one_head_are_not_measured_on_another(vit: Anatomy, batch: Tenso
     one, two = (vit.ask(heads.Linear(drawn(2, 48, seed=s))) for s in (0, 1))
     att = pl.explain(one, batch)
     assert pl.evaluate(one, batch, att, "deletion", steps=2).values.isfinite().all()
-    with pytest.raises(PatchlightError, match="other weights"):
+    with pytest.raises(PatchlightError, match="another head"):
         pl.evaluate(two, batch, att, "deletion", steps=2)
 
 
@@ -379,7 +379,7 @@ def test_bad_heads_are_one_sentence(vit: Anatomy, tmp_path: Path) -> None:
     complaints: list[tuple[str, Any]] = [
         ("text 1 is empty", lambda: heads.Texts(["a cat", " "])),
         ("no sentences", lambda: heads.Texts([])),
-        ("given twice", lambda: heads.Texts(["a cat", "a cat"])),
+        ("two classes are called", lambda: heads.Texts(["a cat", "a cat"])),
         ("no place for a text", lambda: heads.Texts(["a cat"], template="a photo")),
         ("no place for a text", lambda: heads.Texts(["a cat"], template=[])),
         ("texts is a dict", lambda: heads.Texts({"a": 1})),
@@ -469,3 +469,56 @@ def test_scores_that_a_head_has_not_are_refused(vit: Anatomy, batch: Tensor) -> 
         warnings.simplefilter("error")
         half = pl.explain(similar, batch, "ixg", score="probability").scores  # (1 + cos) / 2
         assert torch.allclose(2 * half, pl.explain(similar, batch, "ixg", score="cosine").scores, rtol=1e-5)
+
+
+def test_a_head_is_bound_anew_to_another_model(vit: Anatomy, batch: Tensor) -> None:
+    """References are read by the model that is asked, whoever was asked before."""
+    asked = vit.ask(heads.Similar(batch[:1]))
+    other = pl.wrap(randomise(copy.deepcopy(vit.model), seed=7), name="other", head=asked.head)
+    torch.testing.assert_close(other.logits(batch[:1]), torch.ones(1, 1, dtype=batch.dtype))
+    again = other.ask(other.head)
+    torch.testing.assert_close(again.logits(batch), other.logits(batch))
+
+
+def test_identity_does_not_hang_on_rounding(vit: Anatomy, batch: Tensor) -> None:
+    asked = vit.ask(heads.Similar(batch[:1]))
+    rounded = copy.deepcopy(asked)
+    rounded.head._rows.values.mul_(1 + 1e-12)
+    assert identity(rounded) == identity(asked)
+    assert identity(vit.ask(heads.Similar(batch[1:2]))) != identity(asked)
+
+
+def test_a_comma_in_a_sentence_is_no_synonym(vit: Anatomy, batch: Tensor) -> None:
+    width = vit.features_of(batch).shape[1]
+    asked = vit.ask(heads.Texts(drawn(2, width), ["a cat, the dog", "a road"]))
+    assert pl.explain(asked, batch, target="a cat, the dog").target.tolist() == [0] * len(batch)
+    with pytest.raises(PatchlightError, match="no class is called 'the dog'"):
+        pl.explain(asked, batch, target="the dog")
+
+
+def test_a_lone_row_is_a_yes_or_no(vit: Anatomy, batch: Tensor) -> None:
+    width = vit.features_of(batch).shape[1]
+    asked = vit.ask(heads.Linear(drawn(1, width), labels=["yes"]))
+    logits = asked.logits(batch)
+    torch.testing.assert_close(asked.probabilities(logits), logits.sigmoid())
+    assert asked.predict(batch)[0][0][0] == "yes"
+
+
+def test_what_is_about_the_own_classifier_is_refused_beside_a_head(vit: Anatomy) -> None:
+    width = vit.features_of(images(vit, 1)).shape[1]
+    for own in ({"sigmoid": True}, {"regression": True}, {"labels": list("abcdefg")}):
+        with pytest.raises(PatchlightError, match=f"give {next(iter(own))} to the head"):
+            pl.wrap(vit.model, head=heads.Linear(drawn(2, width)), **own)
+    with pytest.raises(PatchlightError, match="template stands around sentences"):
+        pl.wrap(vit.model, template="a {}")
+    with pytest.raises(PatchlightError, match="template stands around sentences"):
+        heads.Texts(drawn(2, width), template="a {}")
+
+
+def test_one_tensor_is_one_reference(vit: Anatomy, batch: Tensor) -> None:
+    assert vit.ask(heads.Similar(batch[0])).classes == 1
+
+
+def test_pocket_may_be_random() -> None:
+    trained, random = pl.load("pocket"), pl.load("pocket", pretrained=False)
+    assert identity(trained) != identity(random)

@@ -213,9 +213,9 @@ def as_markdown(rows: Sequence[Row]) -> str:
         "(`python -m tools.models MODULE` for some of timm's modules).",
         "",
         "A *plain* model has blocks over one grid. A *staged* one is opened at a stage (`stage=`, the second-to-last "
-        "by default): its feature map is explained, and where its attention can be read (Swin, SwinV2, PVTv2, Twins), its "
-        "blocks too. *Tokens dropped*: patches can really be removed. *Attention*: methods that read attention "
-        "matrices work; elsewhere they are refused, and the rest works.",
+        "by default): its feature map is explained, and where its attention can be read (Swin, SwinV2, PVTv2, "
+        "Twins), its blocks too. *Tokens dropped*: patches can really be removed. *Attention*: methods that read "
+        "attention matrices work; elsewhere they are refused, and the rest works.",
         "",
         "| timm module | class | names | opens | grids | prefix | pooling | tokens dropped | attention |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -35,9 +35,9 @@ def fingerprint(model: nn.Module) -> str:
 def identity(vit: Anatomy) -> str:
     """The hash of a model's weights and of the head it is asked by: maps are of both."""
     weights = fingerprint(vit.model)
-    if vit.head is None:
+    if vit.head is None and not vit.reading:
         return weights
-    told = json.dumps(vit.head.about(), sort_keys=True, default=repr)
+    told = vit.reading if vit.head is None else json.dumps(vit.head.about(), sort_keys=True, default=repr)
     return hashlib.sha256(f"{weights} {told}".encode()).hexdigest()[:16]
 
 

@@ -13,13 +13,14 @@ from copy import copy
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Affine, Anatomy, Pooling
 from patchlight.errors import PatchlightError, integer
-from patchlight.fingerprints import of_images, of_tensor
+from patchlight.fingerprints import fingerprint, of_images, of_tensor
 from patchlight.targets import Outputs
 
 Pool = Literal["avg", "cls", "max"]
@@ -87,7 +88,8 @@ class Held:
 class Linear(Head):
     """A linear classifier of one's own: logits = features W^T + b, W [C,E].
 
-    `sigmoid`: each class is a yes or no by itself (several labels an image). `regression`: the outputs are numbers.
+    `sigmoid`: each class is a yes or no by itself (several labels an image), as a lone one always is. `regression`: the
+    outputs are numbers.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Linear(Head):
         matrix = _matrix(weight, "weight")
         offset = torch.zeros(len(matrix)) if bias is None else _vector(bias, len(matrix), "bias")
         self._weight, self._bias = Held(matrix), Held(offset.to(matrix))
-        self.outputs = Outputs("none" if regression else "sigmoid" if sigmoid else "softmax")
+        self.outputs = Outputs("none" if regression else "sigmoid" if sigmoid or len(matrix) == 1 else "softmax")
         self.labels = _named(labels, len(matrix), "output" if regression else "class")
 
     def bound(self, vit: Anatomy) -> Self:
@@ -125,6 +127,8 @@ class Compared(Head):
     """Logits are scale * cosine(features, row) + bias: what heads that compare have in common."""
 
     _rows: Held | None = None
+    _weights = ""
+    """The hash of the weights that computed the rows, where a model did."""
 
     def __call__(self, features: Tensor) -> Tensor:
         scale, bias = self.outputs.scale, self.outputs.bias
@@ -139,7 +143,7 @@ class Compared(Head):
     def _with(self, rows: Tensor, vit: Anatomy, what: str) -> Self:
         _check_width(rows, vit, what)
         made = copy(self)
-        made._rows = Held(_unit(rows, what))
+        made._rows, made._weights = Held(_unit(rows, what)), fingerprint(vit.model)
         return made
 
     def _hash(self) -> str:
@@ -156,6 +160,7 @@ class Texts(Compared):
     """
 
     def __init__(self, texts: Any, labels: Sequence[str] | None = None, template: str | Sequence[str] = "{}") -> None:
+        texts = texts.tolist() if isinstance(texts, np.ndarray) and texts.dtype.kind in "OSU" else texts
         self._templates = [template] if isinstance(template, str) else list(template)
         if not self._templates or any("{}" not in each for each in self._templates):
             raise PatchlightError(f"template {template!r} has no place for a text; write one with {{}}, as in 'a {{}}'")
@@ -166,13 +171,16 @@ class Texts(Compared):
         if isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts):
             self._sentences = _sentences(texts)
             self.labels = _named(labels or self._sentences, len(texts), "text")
+        elif isinstance(texts, Sequence) and any(isinstance(text, str) for text in texts):
+            other = next(type(text).__name__ for text in texts if not isinstance(text, str))
+            raise PatchlightError(f"texts hold a {other}; give sentences, or a tensor of embeddings [T,E]")
         else:
+            if self._templates != ["{}"]:
+                raise PatchlightError("template stands around sentences, and embeddings were given; leave it out")
             self._given = _unit(_matrix(texts, "texts"), "texts")
             self.labels = _named(labels, len(self._given), "text")
 
     def bound(self, vit: Anatomy) -> Self:
-        if self._rows is not None:
-            return self
         if self._given is not None:
             made = self._with(self._given, vit, "texts")
         else:
@@ -186,8 +194,10 @@ class Texts(Compared):
 
     def about(self) -> dict[str, Any]:
         told: dict[str, Any] = {"head": "Texts", "labels": list(self.labels), "kind": self.outputs.kind}
-        told |= {"scale": self.outputs.scale, "bias": self.outputs.bias, "embeddings": self._hash()}
-        return told if self._sentences is None else {**told, "texts": self._sentences, "templates": self._templates}
+        told |= {"scale": _told(self.outputs.scale), "bias": _told(self.outputs.bias)}
+        if self._sentences is None:
+            return {**told, "embeddings": self._hash()}
+        return {**told, "texts": self._sentences, "templates": self._templates, "weights": self._weights}
 
 
 class Similar(Compared):
@@ -201,6 +211,7 @@ class Similar(Compared):
 
     def __init__(self, images: Any, labels: Sequence[str] | None = None) -> None:
         single = isinstance(images, str | Path) or not isinstance(images, Tensor | Sequence)
+        single = single or (isinstance(images, Tensor) and images.ndim == 3)
         self._images = [images] if single else images
         if len(self._images) == 0:
             raise PatchlightError("Similar was given no reference images; give one or more")
@@ -209,15 +220,13 @@ class Similar(Compared):
         self._seen: tuple[str, ...] = ()
 
     def bound(self, vit: Anatomy) -> Self:
-        if self._rows is not None:
-            return self
         batch = vit.batch(self._images)
         made = self._with(vit.features_of(batch), vit, "references")
-        made._images, made._seen = [], of_images(batch)
+        made._seen = of_images(batch)
         return made
 
     def about(self) -> dict[str, Any]:
-        return {"head": "Similar", "labels": list(self.labels), "images": list(self._seen), "features": self._hash()}
+        return {"head": "Similar", "labels": list(self.labels), "images": list(self._seen), "weights": self._weights}
 
     def itself(self, hashes: Sequence[str], index: Tensor) -> list[int]:
         asked = zip(hashes, index.tolist(), strict=True)
@@ -269,7 +278,8 @@ class Neurons(Head):
 
     s = pool_i <w, x_i - center> + bias, with w a unit vector for each of `channels`, or a row of `directions` [C,D]
     (features of a sparse autoencoder, say: its encoder's rows, before the activation). Blocks are counted from 0;
-    `block` = the number of blocks reads what the last one gives. `pool`: "avg" and "max" over the patches, or "cls".
+    `block` = the number of blocks reads what the last one gives. (Of a hierarchical model it is what the block before
+    gives, before patches are merged.) `pool`: "avg" and "max" over the patches, or "cls".
     The model then ends there: methods see the blocks before.
     """
 
@@ -411,9 +421,6 @@ def _sentences(texts: Sequence[str]) -> list[str]:
     empty = next((i for i, text in enumerate(texts) if not text.strip()), None)
     if empty is not None:
         raise PatchlightError(f"text {empty} is empty; give a word or a sentence")
-    twice = next((text for i, text in enumerate(texts) if text in texts[:i]), None)
-    if twice is not None:
-        raise PatchlightError(f"the text {twice!r} was given twice; give each once")
     return list(texts)
 
 
@@ -424,7 +431,19 @@ def _named(labels: Sequence[str] | None, count: int, word: str) -> list[str]:
         raise PatchlightError(f"labels are a str, {labels!r}; give a list of names")
     if len(labels) != count:
         raise PatchlightError(f"{len(labels)} labels were given for a head of {count} classes")
-    return [str(label) for label in labels]
+    names = [str(label) for label in labels]
+    alike = [name.strip().casefold() for name in names]
+    twice = next((name for i, name in enumerate(names) if alike[i] in alike[:i]), None)
+    if twice is not None:
+        raise PatchlightError(
+            f"two classes are called {twice!r}; give each {word} once, or labels that tell them apart"
+        )
+    return names
+
+
+def _told(number: float | None) -> float | None:
+    """A number that a device may round differently, to six digits."""
+    return None if number is None else float(f"{number:.6g}")
 
 
 def _stems(images: Any) -> list[str]:

@@ -101,17 +101,16 @@ class ModelSpec(Spec):
         head = head_of(self.texts, self.template, self.similar_to)
         options = {key: getattr(self, key) for key in ("stage", "sigmoid", "pretrained")}
         options = {key: value for key, value in options.items() if value is not None}
-        vit = load(self.name, weights=self.weights, labels=self.labels, device=device, head=head, **options)
         changed = self.preprocess.model_dump(exclude_none=True)
+        if head is not None and changed:  # references are shown as the images are
+            options["preprocess"] = changed
+        vit = load(self.name, weights=self.weights, labels=self.labels, device=device, head=head, **options)
         size = changed.get("size", vit.preprocess.size)
         if tuple(size) != tuple(vit.preprocess.size):
             asked, own = (" x ".join(map(str, each)) for each in (size, vit.preprocess.size))
             raise PatchlightError(f"images of {asked} do not fit {vit.name}, which takes {own}; leave out size")
         vit.preprocess = replace(vit.preprocess, **changed)
-        if head is None or vit.bare is None:
-            return vit
-        vit.bare.preprocess = vit.preprocess
-        return vit.ask(head)  # references are shown as the images are
+        return vit
 
     def other(
         self, name: str | None = None, weights: str | None = None, labels: str | None = None, **more: Any

@@ -14,6 +14,12 @@ from torch.nn import functional as F
 from patchlight.errors import PatchlightError, nearest
 
 Label = int | str
+
+
+class Names(list[str]):
+    """Labels that are whole, sentences say: a comma in one does not stand between two names of a class."""
+
+
 Target = Label | tuple[Label, Label] | Sequence[Any] | Tensor | None
 ScoreName = Literal["logit", "probability", "cosine"]
 Score = ScoreName | Callable[[Tensor], Tensor]
@@ -177,13 +183,14 @@ def class_index(value: Any, classes: int, labels: Sequence[str] | None) -> int:
         raise PatchlightError(f"target '{value}' is a name but this model has no labels; give an index, or load labels")
     word = value.strip().casefold()
     exact = [i for i, label in enumerate(labels) if label.casefold() == word]
-    named = exact or [i for i, label in enumerate(labels) if word in (n.strip().casefold() for n in label.split(","))]
+    parts = [[label] if isinstance(labels, Names) else label.split(",") for label in labels]
+    named = exact or [i for i, names in enumerate(parts) if word in (n.strip().casefold() for n in names)]
     if len(named) == 1:
         return named[0]
     if named:
         found = "; ".join(f"{i} = {labels[i]}" for i in named[:5])
         raise PatchlightError(f"label '{value}' names {len(named)} classes ({found}); give the index")
-    names = [n.strip() for label in labels for n in label.split(",")]
+    names = [name.strip() for each in parts for name in each]
     raise PatchlightError(f"no class is called '{value}'; {nearest(value, names)}")
 
 

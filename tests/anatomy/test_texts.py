@@ -189,7 +189,7 @@ def test_sentences_that_do_not_fit_are_refused(kind: str, marks: int) -> None:
     assert bare.encode_texts([longest]).isfinite().all()
     with pytest.raises(pl.PatchlightError, match=f"makes {ROOM + 1} tokens.* reads {ROOM} .*shorten it"):
         bare.encode_texts([f"{longest} dog"])
-    for texts, words_ in ((["  "], "text 0 is empty"), ([], "no sentences"), (["a", "a"], "given twice")):
+    for texts, words_ in ((["  "], "text 0 is empty"), ([], "no sentences"), (["a", "a"], "two classes are called")):
         with pytest.raises(pl.PatchlightError, match=words_):
             pl.wrap(bare, texts=texts)
     with pytest.raises(pl.PatchlightError, match=r"rows of width 5"):
@@ -337,7 +337,11 @@ def test_the_head_is_saved_with_results(tmp_path: Path) -> None:
     assert loaded.head == result.head
     told = loaded.head
     assert (told["head"], told["texts"], told["templates"]) == ("Texts", ["dog", "cat"], ["a {}"])
-    assert (told["kind"], told["scale"], len(told["embeddings"]) > 8) == ("softmax", vit.outputs.scale, True)
+    assert (told["kind"], told["scale"], len(told["weights"]) > 8) == (
+        "softmax",
+        pytest.approx(vit.outputs.scale, rel=1e-5),
+        True,
+    )
     similar = pl.wrap(vit, head=pl.heads.Similar(batch, ["one"]))
     again = pl.explain(similar, images(vit, 1, seed=2), "rollout").head
     assert (again["head"], again["labels"], len(again["images"])) == ("Similar", ["one"], 1)

@@ -486,7 +486,7 @@ def test_classes_are_reference_images(tmp_path: Path, monkeypatch: pytest.Monkey
     found = run("evaluate", "maps", "--images", kitten, *asked, "--metric", "deletion", "--set", "steps=2", "--json")
     (row,) = json.loads(found.stdout)["results"]
     assert row["settings"]["score"] == "probability"
-    assert "other weights" in run("evaluate", "maps", "--images", kitten, "--metric", "deletion", code=2).stderr
+    assert "another head" in run("evaluate", "maps", "--images", kitten, "--metric", "deletion", code=2).stderr
 
 
 def test_wrong_heads_are_one_sentence(folder: Path) -> None:

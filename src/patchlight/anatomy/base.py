@@ -18,7 +18,7 @@ from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.evidence.taps import watch_norm
 from patchlight.images import Preprocess, to_batch
-from patchlight.targets import Kind, Outputs, probabilities
+from patchlight.targets import Kind, Names, Outputs, probabilities
 
 if TYPE_CHECKING:
     from patchlight.evidence.stages import Merging
@@ -131,6 +131,8 @@ class Anatomy(ABC):
     """None when backward rules see all that its blocks do, else the reason why not."""
     pool_query: Literal["all", "cls"] = "all"
     """Which queries of an attention pooling the classifier reads."""
+    reading: str = ""
+    """What tells apart which of a model's outputs are read, where there are several."""
     hierarchical: bool = False
     """Whether it is a pyramid, opened at one of its stages: that stage's feature map is what features are read of."""
 
@@ -348,13 +350,17 @@ class Anatomy(ABC):
         """How so many outputs of the model's own classifier are read."""
         return Outputs("binary" if classes == 1 and self._kind != "none" else self._kind)
 
-    def ask(self, head: Head) -> Self:
-        """The same model asked by another head: what its classes are, and how features become their logits."""
+    def ask(self, head: Head, bind: bool = True) -> Self:
+        """The same model asked by another head: what its classes are, and how features become their logits.
+
+        What the head needs of the model (features of reference images, of sentences) is computed anew, unless `bind` is
+        False: then it stays what it was computed as.
+        """
         bare = self if self.bare is None else self.bare
         asked = object.__new__(type(bare))
-        bound = head.bound(bare)
+        bound = head.bound(bare) if bind else head
         asked.__dict__.update(bare.__getstate__(), head=bound, bare=bare)
-        asked.classes, asked.labels, asked.assumed_labels = len(bound.labels), list(bound.labels), False
+        asked.classes, asked.labels, asked.assumed_labels = len(bound.labels), Names(bound.labels), False
         asked.outputs, asked.pooling = bound.outputs, bound.pooling or bare.pooling
         asked._begin()
         asked.check()
@@ -540,7 +546,9 @@ class Anatomy(ABC):
         return [[(self.label(i), p) for p, i in zip(*row, strict=True)] for row in rows]
 
     def label(self, index: int) -> str:
-        return self.labels[index] if self.labels else f"class {index}"
+        if self.labels:
+            return self.labels[index]
+        return f"output {index}" if self.outputs.kind == "none" else f"class {index}"
 
     def patches(self, values: Tensor) -> Tensor:
         """Per-token values [B,N] to the patch grid [B,h,w]: the one place that drops prefix tokens."""

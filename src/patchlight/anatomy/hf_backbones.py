@@ -131,7 +131,7 @@ class TowerAnatomy(BackboneAnatomy):
         return cast(Tensor, out.pooler_output if projected is None else projected)
 
 
-class PairAnatomy(TowerAnatomy):
+class HuggingFacePair(TowerAnatomy):
     """CLIP or SigLIP (SigLIP2 of a fixed size too), whole: its text side reads the sentences that a head asks about."""
 
     shapes: ClassVar[Mapping[str, Shape]] = {
@@ -195,7 +195,7 @@ class PairAnatomy(TowerAnatomy):
             return Outputs("sigmoid", scale, float(net.logit_bias)) if self._sigmoid else Outputs("softmax", scale)
 
 
-_KINDS = (BackboneAnatomy, RotaryAnatomy, MaskedAnatomy, TowerAnatomy, PairAnatomy)
+_KINDS = (BackboneAnatomy, RotaryAnatomy, MaskedAnatomy, TowerAnatomy, HuggingFacePair)
 
 
 @register_family("transformers backbones", package="transformers")

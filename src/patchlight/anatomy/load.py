@@ -75,7 +75,17 @@ def wrap(
         if about:
             raise PatchlightError(f"{', '.join(about)} cannot be given for {model.name}, which is wrapped already")
         return _asked(model, head, texts, template)
+    _check_own(about, head, texts)
     return _asked(_wrapped(model, about), head, texts, template)
+
+
+def _check_own(about: Mapping[str, Any], head: Head | None, texts: Sequence[str] | None) -> None:
+    """Refuse what is said of a model's own classifier where another head is asked."""
+    own = next((key for key in ("sigmoid", "regression", "labels") if about.get(key)), None)
+    if own is not None and (head is not None or texts is not None):
+        raise PatchlightError(
+            f"{own} would be about the model's own classifier, and another head is asked; give {own} to the head"
+        )
 
 
 def _asked(anatomy: Anatomy, head: Head | None, texts: Sequence[str] | None, template: str | Sequence[str]) -> Anatomy:
@@ -84,13 +94,15 @@ def _asked(anatomy: Anatomy, head: Head | None, texts: Sequence[str] | None, tem
 
     if head is not None and texts is not None:
         raise PatchlightError("give either head or texts, which is short for head=pl.heads.Texts(texts)")
+    if texts is None and template != "{}":
+        raise PatchlightError("template stands around sentences; give texts=[…] too")
     head = head if texts is None else Texts(texts, template=template)
     if head is None:
         if anatomy.classes == 0:
             raise PatchlightError(
                 f"{anatomy.name} has no classifier, so there are no classes to explain; give head= one of pl.heads: "
                 "Similar(images), Prototypes(features, labels), Linear(weight, bias, labels), Neurons(block, channels) "
-                "or, of an image-text model, Texts(sentences)"
+                "or, of an image-text model, Texts(sentences); on the command line --similar-to or --text"
             )
         return anatomy
     if not isinstance(head, Head):
@@ -153,8 +165,9 @@ def load(
     about |= {} if preprocess is None else {"preprocess": read_preprocess(preprocess)}
     about |= {} if labels is None else {"labels": labels}
     about |= {key: value for key in _PASSED if (value := options.pop(key, None)) is not None}
+    _check_own(about, head, texts)
     if name == "pocket":
-        anatomy = _load_pocket(about, options)
+        anatomy = _load_pocket(about, options, pretrained is not False)
     elif library == "hf":
         anatomy = _load_hf(rest, fetch, state, options, about)
     elif library == "open_clip":
@@ -300,7 +313,7 @@ def _describe(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     return DescribedAnatomy(model, **about)
 
 
-def _load_pocket(about: dict[str, Any], options: dict[str, Any]) -> Anatomy:
+def _load_pocket(about: dict[str, Any], options: dict[str, Any], trained: bool) -> Anatomy:
     from patchlight.zoo import pocket
 
     if options:
@@ -308,7 +321,7 @@ def _load_pocket(about: dict[str, Any], options: dict[str, Any]) -> Anatomy:
     facts = pocket.description()
     own = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
     preprocess = applied(about.pop("preprocess", own), lambda: own)
-    return _wrapped(pocket.build(), {"labels": facts["classes"], "preprocess": preprocess, **about})
+    return _wrapped(pocket.build(trained), {"labels": facts["classes"], "preprocess": preprocess, **about})
 
 
 def _load_timm(

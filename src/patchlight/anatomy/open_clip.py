@@ -22,7 +22,7 @@ _OWN_VOCABULARY = 49408
 """How many tokens the tokenizer knows that open_clip brings along."""
 
 
-class PairAnatomy(Anatomy):
+class OpenClipPair(Anatomy):
     """What all of them share: features that a projection gives, and a text side."""
 
     library = "open_clip"
@@ -64,7 +64,7 @@ class PairAnatomy(Anatomy):
             return Outputs("softmax", scale) if bias is None else Outputs("sigmoid", scale, float(bias))
 
 
-class OpenClipAnatomy(PairAnatomy):
+class OpenClipAnatomy(OpenClipPair):
     """A tower of open_clip's own: attention is torch's MultiheadAttention, seen at its outer function."""
 
     def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
@@ -137,7 +137,7 @@ class OpenClipAnatomy(PairAnatomy):
         )
 
 
-class _Trunk(PairAnatomy):
+class _Trunk(OpenClipPair):
     """A tower of timm's, with open_clip's projection behind it."""
 
     def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:

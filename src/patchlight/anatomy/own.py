@@ -49,6 +49,8 @@ class OwnAnatomy(Anatomy):
         self, model: nn.Module, *, path: str, backbone: Anatomy, output: Output | None, assumed: bool, **about: Any
     ) -> None:
         self.path, self.backbone, self.output = path, backbone, output
+        code = getattr(output, "__code__", None)
+        self.reading = "" if output is None else repr(output if code is None else (code.co_code, code.co_consts))
         self._assumed = assumed
         self._pooling_given = "pooling" in about
         self._in_tuples = False
@@ -120,9 +122,9 @@ class OwnAnatomy(Anatomy):
     def whole(self, images: Tensor) -> Tensor:
         return self._logits(self.net(images), len(images))
 
-    def ask(self, head: Head) -> Self:
+    def ask(self, head: Head, bind: bool = True) -> Self:
         """Another head reads the backbone's features, so what the module does behind them limits nothing."""
-        asked = super().ask(head)
+        asked = super().ask(head, bind)
         bound = cast("Head", asked.head)
         asked.pooling, asked.can_drop = bound.pooling or self.backbone.pooling, self.backbone.can_drop
         return asked

@@ -57,10 +57,10 @@ def _whole(vit: Anatomy, image: Tensor) -> Tensor:
     try:
         out: Any = vit.whole(image)
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise PatchlightError(
-            f"{vit.name} does not take an image of shape {list(image.shape)}: {reason}; if it takes something else, "
-            + _BY_HAND
+            f"{vit.name} does not take an image of shape {list(image.shape)}, as it is prepared: {reason}; "
+            "give a preprocessing of the size it takes; if it takes something else, " + _BY_HAND
         ) from error
     out = getattr(out, "logits", out)
     out = out[0] if isinstance(out, tuple | list) and out else out

@@ -39,7 +39,10 @@ def _load(files: list[str] | None) -> list[str] | None:
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Model = Annotated[
-    str, typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.", autocompletion=complete_model)
+    str,
+    typer.Option(
+        help="pocket, a timm name, hf:NAME, open_clip:NAME or torchvision:NAME.", autocompletion=complete_model
+    ),
 ]
 Weights = Annotated[Path | None, typer.Option(help="Weights of the model, a safetensors file.")]
 Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one a line, or a CSV.")]

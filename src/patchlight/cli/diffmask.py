@@ -50,7 +50,9 @@ def train(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="pocket, a timm name, hf:NAME or torchvision:NAME.", autocompletion=complete_model),
+        typer.Option(
+            help="pocket, a timm name, hf:NAME, open_clip:NAME or torchvision:NAME.", autocompletion=complete_model
+        ),
     ] = None,
     weights: Weights = None,
     labels: Labels = None,

@@ -97,7 +97,7 @@ def models(
             return
         for model in names:
             print(model)
-        say(f"{len(names)} models; also hf:NAME (transformers) and torchvision:NAME")
+        say(f"{len(names)} models; also hf:NAME (transformers), open_clip:NAME and torchvision:NAME")
 
 
 def method_rows(vit: Anatomy | None = None) -> list[Row]:

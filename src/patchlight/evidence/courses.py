@@ -15,7 +15,7 @@ from patchlight.evidence.record import End, Record
 from patchlight.targets import Score, Targets
 
 
-class Local(Runner):
+class LocalScores(Runner):
     """A pass in which every block has a score of its own and a graph that begins at its attention's output.
 
     What enters a block is constant, so nothing of a later score comes down to an earlier block, and queries, keys and

@@ -200,9 +200,9 @@ def fused_type(vit: Anatomy, precision: Decided) -> torch.dtype | None:
 
 
 def _runner_of(course: Course) -> type[Runner]:
-    from patchlight.evidence.courses import Local, OneHead
+    from patchlight.evidence.courses import LocalScores, OneHead
 
-    return Local if course.local is not None else OneHead if course.one_head else Runner
+    return LocalScores if course.local is not None else OneHead if course.one_head else Runner
 
 
 class Runner:

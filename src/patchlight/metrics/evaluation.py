@@ -339,6 +339,13 @@ def check_model(maps: Attribution, vit: Anatomy) -> None:
             f"the maps are of {maps.model} and explain its class {wrong}, but {vit.name} has {classes} classes; "
             f"measure them on the model they are of"
         )
+    head = {} if vit.head is None else vit.head.about()
+    if maps.weights and maps.head != head:
+        theirs, ours = (", ".join(each["labels"]) if each else "its own classifier" for each in (maps.head, head))
+        raise PatchlightError(
+            f"the maps are of another head of {maps.model} ({theirs}) than is asked here ({ours}); measure them with "
+            "the head they are of"
+        )
     if maps.weights and maps.weights != identity(vit):
         raise PatchlightError(
             f"the maps are of other weights ({maps.model}, {maps.weights}) than those of {vit.name} "

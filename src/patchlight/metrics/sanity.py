@@ -150,7 +150,8 @@ def twin(vit: Anatomy) -> Anatomy:
     labels = {} if vit.labels is None or vit.head is not None else {"labels": vit.labels}
     model = copy.deepcopy(vit.model).eval().requires_grad_(False)
     about |= {"sigmoid": vit.sigmoid, "regression": vit.outputs.kind == "none"} if vit.head is None else {}
-    return wrap(model, vit.head, name=vit.name, preprocess=vit.preprocess, **labels, **about)
+    copied = wrap(model, vit.head, name=vit.name, preprocess=vit.preprocess, **labels, **about)
+    return copied if vit.head is None else copied.ask(vit.head, bind=False)
 
 
 def random_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:

@@ -42,12 +42,14 @@ def check_file() -> bool:
     return hashlib.sha256(WEIGHTS.read_bytes()).hexdigest() == str(description()["sha256"])
 
 
-def build() -> nn.Module:
-    """The model with its trained weights: a timm ``VisionTransformer``, float32, in evaluation mode, on the CPU."""
+def build(trained: bool = True) -> nn.Module:
+    """The model with its trained weights, or random ones: a timm ``VisionTransformer``, float32, to evaluate."""
     import safetensors.torch
     from timm.models.vision_transformer import VisionTransformer
 
     model: nn.Module = VisionTransformer(**description()["architecture"])
+    if not trained:
+        return model.eval()
     weights = safetensors.torch.load_file(WEIGHTS)
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
     return model.eval()
