@@ -124,7 +124,7 @@ def _cnn_stem(name: str) -> nn.Module:
     import timm
 
     torch.manual_seed(0)
-    options = {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 4, "num_classes": CLASSES}
+    options = {"img_size": 128, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": CLASSES}
     return timm.create_model(name, **options)
 
 

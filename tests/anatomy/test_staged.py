@@ -169,6 +169,18 @@ def test_no_such_stage() -> None:
         opened("pit", 3)
 
 
+NORMED = ("hiera", "edgenext", "mvitv2-cls")
+SILENT = {(family, "hirescam"): "a norm follows its map, so that x g sums to zero in every cell" for family in NORMED}
+SILENT |= {("levit", name): "it has too few cells for a map that is not constant" for name in ("pami", "vit-cx")}
+
+
+@pytest.mark.parametrize("family", NORMED)
+def test_a_norm_behind_the_map_silences_hirescam(family: str) -> None:
+    vit = shared(family, torch.float64)
+    silent, other = (pl.explain(vit, images(vit, 1), name).scores.abs().max() for name in ("hirescam", "gradcam"))
+    assert silent < 1e-5 * other
+
+
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -178,6 +190,8 @@ def test_no_such_stage() -> None:
     ],
 )
 def test_contract(family: str, name: str) -> None:
+    if (family, name) in SILENT:
+        pytest.skip(SILENT[family, name])
     double = shared(family, torch.float64)
     vit = double if family == "levit" else shared(family)  # its hard swish has kinks, where rounding decides
     check_method(name, vit, images(vit, 2), double=double)

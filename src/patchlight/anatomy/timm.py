@@ -136,6 +136,7 @@ class TimmAnatomy(Anatomy):
         projection, positions = getattr(net.patch_embed, "proj", None), net.pos_embed
         more = (getattr(net, "norm_pre", None), getattr(net, "fc_norm", None), getattr(net.patch_embed, "norm", None))
         plain = all(m is None or isinstance(m, nn.Identity) for m in more) and self.pooling == "cls"
+        plain = plain and getattr(net.patch_embed, "backbone", None) is None  # a network stands before the patches
         if not (plain and isinstance(projection, nn.Conv2d) and positions is not None and net.cls_token is not None):
             return None
         linear_head = isinstance(net.head, nn.Identity) or affine(net.head) is not None
