@@ -55,7 +55,9 @@ CASES = [
     ("bird", ("kitten", "deer")),
     pytest.param("cat", ("horse", "kitten"), marks=pytest.mark.slow),
 ]
-"""Not among them: GenAtt has 0.53 on the bird before leaves, asked about the bird before the sky."""
+"""Chosen of more. Of six objects on six pairs of such grounds, GenAtt reached 0.6 on all pairs for cat, kitten and
+bird, on 5 for the horse, 3 for the deer, 2 for the dog; on the bird before leaves, asked about the bird before the sky,
+it has 0.53. Before whole photographs with another animal it reached 0.6 in 1 of 36 trials (0.12 to 0.64)."""
 
 
 @pytest.mark.parametrize(("thing", "grounds"), CASES)
