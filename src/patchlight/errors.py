@@ -138,3 +138,8 @@ def known_keywords(function: Callable[P, R], advice: str = "") -> Callable[P, R]
 def _listed(names: list[str]) -> str:
     quoted = [f"'{name}'" for name in names]
     return quoted[0] if len(quoted) == 1 else ", ".join(quoted[:-1]) + " or " + quoted[-1]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its kind where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

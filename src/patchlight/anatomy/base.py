@@ -476,6 +476,11 @@ class Anatomy(ABC):
         return self.prefix + self.grid[0] * self.grid[1]
 
     @property
+    def tokens_read(self) -> int:
+        """How many tokens the last block gives: fewer than N where patches were merged."""
+        return self.tokens
+
+    @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
@@ -571,14 +576,15 @@ class Anatomy(ABC):
             if tokens is None or index is None:
                 raise Unsupported(f"the tokens that {self.head} reads were not seen")
             return self.head.read_row(tokens, index.to(tokens.device))
-        row = logits.new_zeros(len(logits), self.tokens)
-        patches = 1.0 / (self.tokens - self.prefix)
+        count = self.tokens_read
+        row = logits.new_zeros(len(logits), count)
+        patches = 1.0 / (count - self.prefix)
         if self.pooling == "map":
             if pool_attention is None:
                 raise Unsupported(f"the attention pooling of {self.name} was not seen, so its rows cannot be read")
             queries = pool_attention[:, :, :1] if self.pool_query == "cls" else pool_attention
             seen = queries.mean((1, 2))
-            row[:, self.tokens - seen.shape[1] :] = seen
+            row[:, count - seen.shape[1] :] = seen
         elif self.pooling == "avg":
             row[:, self.prefix :] = patches
         elif self.pooling == "cls+avg":

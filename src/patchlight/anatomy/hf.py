@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, linear, stacked
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.hub import cached
-from patchlight.errors import AssumedPreprocess, PatchlightError, warn
+from patchlight.errors import AssumedPreprocess, PatchlightError, first_line, warn
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 _HALF = (0.5, 0.5, 0.5)
@@ -264,7 +264,7 @@ def read_processor(name: str, where: Mapping[str, Any]) -> Any:
         there = (Path(name) / file).is_file() if Path(name).is_dir() else cached(name, file) is not None
         if not there:
             return None
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise PatchlightError(
             f"the image processor of 'hf:{name}' ({file}) cannot be read: {reason}; mend it, or pass "
             "preprocess=pl.Preprocess(…)"
@@ -328,7 +328,7 @@ def as_processed(processor: Any, channels: int, name: str) -> Preprocess:
         pictures = _trials(read, channels)
         given = [torch.as_tensor(processor(p, return_tensors="pt")["pixel_values"][0]).double() for p in pictures]
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise PatchlightError(
             f"the {kind} of {name} does not work on a plain picture ({reason}); {otherwise}"
         ) from error

@@ -19,7 +19,7 @@ from patchlight.anatomy.families import register_family
 from patchlight.anatomy.hf import CLIP, DEIT, DINO, DINO3, SIGLIP, VIT, HuggingFaceAnatomy, Shape
 from patchlight.anatomy.hub import cached
 from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.errors import PatchlightError, Unsupported, first_line
 from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from patchlight.targets import Outputs
 
@@ -180,7 +180,7 @@ class HuggingFacePair(TowerAnatomy):
         except PatchlightError:
             raise
         except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise PatchlightError(
                 f"the {type(self.tokenizer).__name__} of {self.name} cannot read {prompts[0]!r}: {reason}"
             ) from error
@@ -227,7 +227,7 @@ def read_tokenizer(name: str, where: Mapping[str, Any]) -> Any:
     try:
         found = AutoTokenizer.from_pretrained(name, **where)
     except Exception as error:
-        return NoTokenizer((str(error).splitlines() or [type(error).__name__])[0])
+        return NoTokenizer(first_line(error))
     local = Path(name).is_dir()
     there = any((Path(name) / file).is_file() for file in _VOCABULARIES) if local else cached(name, *_VOCABULARIES)
     return found if there else NoTokenizer(f"none of {', '.join(_VOCABULARIES)} is there")

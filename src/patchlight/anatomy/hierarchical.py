@@ -138,17 +138,9 @@ class StagedAnatomy(HierarchicalAnatomy):
     def features(self, tokens: Tensor) -> Tensor:
         return self._pooled(tokens.transpose(1, 2).unflatten(2, self._grids[-1]))
 
-    def pool_row(
-        self,
-        logits: Tensor,
-        pool_attention: Tensor | None,
-        tokens: Tensor | None = None,
-        index: Tensor | None = None,
-    ) -> Tensor:
-        if self.head is not None and self.head.block is not None:
-            return super().pool_row(logits, pool_attention, tokens, index)
-        count = self._grids[-1][0] * self._grids[-1][1]
-        return logits.new_full((len(logits), count), 1 / count)
+    @property
+    def tokens_read(self) -> int:
+        return self._grids[-1][0] * self._grids[-1][1]
 
     def watch(self) -> None:
         super().watch()

@@ -20,7 +20,7 @@ from patchlight.anatomy.hf import as_processed
 from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
 from patchlight.anatomy.own import OWN, read_own
 from patchlight.anatomy.preprocessing import applied, read_preprocess
-from patchlight.errors import AssumedPreprocess, PatchlightError, nearest
+from patchlight.errors import AssumedPreprocess, PatchlightError, first_line, nearest
 from patchlight.images import Preprocess
 from patchlight.listed import matching
 from patchlight.specs import PreprocessSpec
@@ -494,7 +494,7 @@ def _load_torchvision(
 
 
 def _could_not(name: str, fetch: bool, error: Exception) -> str:
-    first = (str(error).splitlines() or [type(error).__name__])[0]
+    first = first_line(error)
     misspelt = re.search(r"unexpected keyword argument '(\w+)'", first)
     if misspelt is not None:
         return f"'{name}' takes no '{misspelt[1]}'; {nearest(misspelt[1], {*_LOADING, *_taken(error)})}"

@@ -14,7 +14,7 @@ from patchlight.anatomy.families import register_family
 from patchlight.anatomy.hub import cached, endpoint, unreachable
 from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
 from patchlight.anatomy.timm import BeitAnatomy, EvaAnatomy, TimmAnatomy
-from patchlight.errors import PatchlightError, Unsupported, nearest
+from patchlight.errors import PatchlightError, Unsupported, first_line, nearest
 from patchlight.images import Preprocess
 from patchlight.targets import Outputs
 
@@ -267,7 +267,7 @@ def _tokenizer(source: str, local: bool) -> Any:
         away = not local and bool(settings.get("hf_tokenizer_name")) and bool(unreachable())
         return open_clip.get_tokenizer(source, **({"local_files_only": True} if away else {}))
     except Exception as error:
-        return NoTokenizer((str(error).splitlines() or [type(error).__name__])[0])
+        return NoTokenizer(first_line(error))
 
 
 def _tag(name: str, tag: str | None) -> str:

@@ -18,16 +18,13 @@ from torch.overrides import TorchFunctionMode
 from patchlight.anatomy.base import Anatomy, Parts, Pooling
 from patchlight.anatomy.families import read_anatomy
 from patchlight.anatomy.names import known_as, why_not
-from patchlight.errors import AssumedPreprocess, PatchlightError, warn
+from patchlight.anatomy.probe import BY_HAND
+from patchlight.errors import AssumedPreprocess, PatchlightError, first_line, warn
 from patchlight.images import Preprocess
 
 if TYPE_CHECKING:
     from patchlight.heads import Head
 
-BY_HAND = (
-    "describe it by hand: wrap(model, embed=…, blocks=…, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, "
-    "classes=…, preprocess=…)"
-)
 OWN = ("output", "grid", "prefix", "pooling", "channels", "extent")
 """What `wrap` takes for a module of one's own beside what it takes for every model."""
 Output = Callable[[Any], Any]
@@ -146,7 +143,7 @@ class OwnAnatomy(Anatomy):
                 found = self.output(out)
             except Exception as error:
                 raise PatchlightError(
-                    f"output fails on what {self.name} gives, which is {_described(out)}: {_first_line(error)}"
+                    f"output fails on what {self.name} gives, which is {_described(out)}: {first_line(error)}"
                 ) from error
             if not isinstance(found, Tensor):
                 raise PatchlightError(
@@ -201,7 +198,7 @@ class OwnAnatomy(Anatomy):
                 out = self.net(image)
         except Exception as error:
             raise PatchlightError(
-                f"{self.name} does not take an image of shape {list(image.shape)}: {_first_line(error)}; give "
+                f"{self.name} does not take an image of shape {list(image.shape)}: {first_line(error)}; give "
                 f"preprocess=pl.Preprocess((height, width)) and channels= of the images it takes, or {BY_HAND}"
             ) from error
         logits = self._logits(out, 1)
@@ -222,7 +219,7 @@ class OwnAnatomy(Anatomy):
             logits = self._behind(last, torch.zeros_like(image))
         except Exception as error:
             raise PatchlightError(
-                f"what {self.name} does behind its backbone cannot be run by itself: {_first_line(error)}; {BY_HAND}"
+                f"what {self.name} does behind its backbone cannot be run by itself: {first_line(error)}; {BY_HAND}"
             ) from error
         if _alike(whole, logits):
             return
@@ -255,7 +252,7 @@ class OwnAnatomy(Anatomy):
         try:
             self.classified(last[:, : self.prefix + max(1, (self.tokens - self.prefix) // 2)])
         except Exception as error:
-            return f"what follows its backbone takes {self.tokens} tokens and no fewer ({_first_line(error)})"
+            return f"what follows its backbone takes {self.tokens} tokens and no fewer ({first_line(error)})"
         return None
 
     def _see_pooling(self, last: Tensor) -> str | None:
@@ -452,10 +449,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max()) if a.shape == b.shape else math.inf
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class _Entered(BaseException):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.errors import PatchlightError, Unsupported, first_line
 from patchlight.evidence.record import Record
 from patchlight.evidence.rules import PLAIN
 from patchlight.evidence.taps import Taps
@@ -16,7 +16,7 @@ from patchlight.evidence.taps import Taps
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
 
-_BY_HAND = (
+BY_HAND = (
     "describe it by hand: wrap(model, embed=…, blocks=…, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, "
     "classes=…, preprocess=…), where readout(blocks(embed(images))) gives its logits"
 )
@@ -57,16 +57,16 @@ def _whole(vit: Anatomy, image: Tensor) -> Tensor:
     try:
         out: Any = vit.whole(image)
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise PatchlightError(
             f"{vit.name} does not take an image of shape {list(image.shape)}, as it is prepared: {reason}; "
-            "give a preprocessing of the size it takes; if it takes something else, " + _BY_HAND
+            "give a preprocessing of the size it takes; if it takes something else, " + BY_HAND
         ) from error
     out = getattr(out, "logits", out)
     out = out[0] if isinstance(out, tuple | list) and out else out
     if not isinstance(out, Tensor) or out.ndim != 2 or out.shape[0] != 1:
         shape = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise PatchlightError(f"{vit.name} gives {shape} for one image, not logits [1,C]; {_BY_HAND}")
+        raise PatchlightError(f"{vit.name} gives {shape} for one image, not logits [1,C]; {BY_HAND}")
     if out.shape[1] == 0:
         raise PatchlightError(f"{vit.name} has no classifier; nothing to explain")
     return out
@@ -86,7 +86,7 @@ def _compare(vit: Anatomy, whole: Tensor, logits: Tensor) -> None:
     if whole.shape != logits.shape:
         raise PatchlightError(
             f"{vit.name} gives logits {list(whole.shape)}, its parts {list(logits.shape)}: its forward does more than "
-            f"embed, blocks and readout; {_BY_HAND}"
+            f"embed, blocks and readout; {BY_HAND}"
         )
     size = float(whole.double().abs().max())
     worst = float((whole.double() - logits.double()).abs().max())
@@ -94,7 +94,7 @@ def _compare(vit: Anatomy, whole: Tensor, logits: Tensor) -> None:
     if math.isfinite(size) and not worst <= allowed * size:  # logits that are not finite are told when it is explained
         raise PatchlightError(
             f"{vit.name} gives other logits than its embedding, blocks and head put together (they differ by "
-            f"{worst:.2g}, the largest is {size:.2g}): its forward, or a hook, does more; {_BY_HAND}"
+            f"{worst:.2g}, the largest is {size:.2g}): its forward, or a hook, does more; {BY_HAND}"
         )
 
 
