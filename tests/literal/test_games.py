@@ -24,7 +24,8 @@ from patchlight.methods.atman import Suppress, Suppressed, suppression
 from patchlight.methods.base import Ask
 from patchlight.methods.hsic import draw_masks, hsic_of
 from patchlight.methods.requests import resolve
-from patchlight.methods.shapley import constrained_values, draw_coalitions, score_coalitions
+from patchlight.evidence.coalitions import Unseen, draw_coalitions
+from patchlight.methods.shapley import constrained_values, score_coalitions
 from patchlight.targets import Targets
 from tests.close import near, within
 from tests.families import CLASSES, build, images, randomise, shared
@@ -219,7 +220,7 @@ def test_hidden_keys_stay_hidden_beside_a_mask_of_the_model(kind: torch.dtype | 
         None if kind is None else own if kind == torch.bool else torch.zeros(2, 1, 5, 5).double().masked_fill(~own, -9)
     )
     hidden = ~seen[:, None, None]
-    with shapley.Unseen(seen):
+    with Unseen(seen):
         found = F.scaled_dot_product_attention(q, k, v, mask)
     scores = q @ k.mT / math.sqrt(6)
     if mask is not None:

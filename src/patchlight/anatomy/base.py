@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -267,6 +268,15 @@ class Anatomy(ABC):
         """The same anatomy over another copy of its model: a part of the twin of `holder`, which contains it."""
         there = object.__new__(type(self))
         there.__dict__.update(self.__dict__, net=net, _products=holder._products)
+        return there
+
+    def copied(self, dtype: torch.dtype) -> Self:
+        """The same anatomy over a copy of the model, which may be changed, in this type."""
+        there = object.__new__(type(self))
+        there.__dict__.update(self.__getstate__())
+        there.model = copy.deepcopy(self.model).requires_grad_(False).to(dtype)
+        there._checked = False  # it is what this one is
+        there._begin()
         return there
 
     def wide(self) -> Self:

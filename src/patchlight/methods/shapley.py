@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -12,42 +11,11 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import PixelMasks, TokenSubsets
+from patchlight.evidence.coalitions import Unseen, draw_coalitions, members_first, no_coalitions
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.evidence.record import Record
-from patchlight.evidence.rules import PLAIN
-from patchlight.evidence.taps import Taps
 from patchlight.methods.base import Ask, register_method
 from patchlight.methods.masking import owners
 from patchlight.registry import Settings
-
-
-class Unseen(Taps):
-    """Attention that sees the keys `seen` [B,N] alone, fused where the model's is."""
-
-    def __init__(self, seen: Tensor) -> None:
-        super().__init__(PLAIN, frozenset(), Record(-1, seen), in_block=True)
-        self.seen = seen[:, None, None]
-
-    def scaled_dot_product_attention(
-        self,
-        func: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        if attn_mask is None:
-            shown = self.seen
-        elif attn_mask.dtype == torch.bool:
-            shown = attn_mask & self.seen
-        else:
-            shown = attn_mask.masked_fill(~self.seen, -torch.inf)
-        return func(query, key, value, shown, *rest, **kwargs)  # type: ignore[no-any-return]
-
-    def attend(self, scores: Tensor) -> Tensor:
-        return scores.masked_fill(~self.seen, -torch.inf).softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -77,11 +45,11 @@ def score_coalitions(ask: Ask, z: Tensor, lengths: int = 12) -> Tensor:
     step = max(1, players // lengths)
     size = z.sum(1)
     length = (-(-size // step) * step).clamp_max(players)
-    members_first = (~z).to(torch.uint8).argsort(dim=1, stable=True)
+    members = members_first(z)
     lists, places = [], []
     for longest in length.unique().tolist():
         rows = (length == longest).nonzero()[:, 0]
-        owner, keep = owners(ask, len(rows)), members_first[rows, :longest].repeat(count, 1)
+        owner, keep = owners(ask, len(rows)), members[rows, :longest].repeat(count, 1)
         same = bool((size[rows] == longest).all())
         padded = PaddedSubsets(owner, keep, size[rows].repeat(count), ask.vit.prefix, ask.images.device)
         lists.append(TokenSubsets(owner, keep) if same else padded)
@@ -89,19 +57,6 @@ def score_coalitions(ask: Ask, z: Tensor, lengths: int = 12) -> Tensor:
     parts = ask.score_variants(lists).split([len(some.owner) for some in lists])
     scores = torch.cat([part.view(count, len(part) // count, -1) for part in parts], 1)
     return scores[:, torch.cat(places).argsort().to(scores.device)]
-
-
-def draw_coalitions(n: int, players: int, generator: torch.Generator) -> Tensor:
-    """Coalitions z [n,d] (True: takes part), each second one the complement of the one before.
-
-    The size k is drawn with P(k) proportional to 1 / (k (d - k)), 0 < k < d; then a subset of that size, uniformly.
-    """
-    size = torch.arange(1, players, dtype=torch.float64)
-    pairs = -(-n // 2)
-    drawn = torch.multinomial(1 / (size * (players - size)), pairs, replacement=True, generator=generator) + 1
-    place = torch.rand(pairs, players, generator=generator, dtype=torch.float64).argsort(1).argsort(1)
-    z = place < drawn[:, None]
-    return torch.stack([z, ~z], 1).flatten(0, 1)[:n]
 
 
 def constrained_values(z: Tensor, gain: Tensor, total: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -121,11 +76,8 @@ def constrained_values(z: Tensor, gain: Tensor, total: Tensor, weight: Tensor | 
 
 
 def _why_not_drop(vit: Anatomy) -> str | None:
-    if vit.can_drop is not None:
-        return f"{vit.name} cannot drop tokens: {vit.can_drop}; unit='patch' works"
-    if vit.pooling not in ("cls", "cls+dist"):
-        return f"{vit.name} reads its patches, so it says nothing about the empty coalition; unit='patch' works"
-    return None
+    reason = no_coalitions(vit)
+    return None if reason is None else f"{reason}; unit='patch' works"
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:

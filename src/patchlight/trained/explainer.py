@@ -30,6 +30,8 @@ class Explainer(ABC, Generic[Network]):
     weights: ClassVar[str]
     title: ClassVar[str]
     format: ClassVar[int]
+    stored: ClassVar[torch.dtype] = torch.float32
+    """The type its weights are saved in."""
 
     network: Network
     model: dict[str, Any]
@@ -48,7 +50,8 @@ class Explainer(ABC, Generic[Network]):
 
     @classmethod
     def of(cls, network: Network, vit: Anatomy, **about: Any) -> Self:
-        return cls(network.requires_grad_(False).eval(), described(vit), signature(vit), about)
+        rounded = network.to(cls.stored).float()  # what is used is what is read again
+        return cls(rounded.requires_grad_(False).eval(), described(vit), signature(vit), about)
 
     def mismatch(self, vit: Anatomy) -> str | None:
         """Why this explainer does not belong to a model; None when it does."""
@@ -83,7 +86,8 @@ class Explainer(ABC, Generic[Network]):
         from safetensors.torch import save
 
         folder = Path(folder)
-        tensors = {name: value.detach().cpu().contiguous() for name, value in self.network.state_dict().items()}
+        state = self.network.state_dict()
+        tensors = {name: value.detach().to("cpu", self.stored).contiguous() for name, value in state.items()}
         write_whole(folder / f"{self.weights}.safetensors", save({**tensors, "signature": self.signature}))
         known = {"format": self.format, "kind": self.kind, "model": self.model, **self.options()}
         text = json.dumps({**known, "about": self.about}, indent=1)

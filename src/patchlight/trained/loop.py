@@ -67,19 +67,25 @@ def run(
     out: Path | None = None,
     resume: bool = True,
     progress: Progress | bool = True,
+    words: str = "training",
 ) -> dict[str, Any]:
     """Take all steps, from the checkpoint in `out` on where there is one; returns the last report, by name.
 
-    `progress` is as in `explain`, of steps. `out` gets `checkpoint.safetensors` and `metrics.csv`, and TensorBoard's
+    `progress` is as in `explain`, of steps, called `words` where it is shown. `out` gets `checkpoint.safetensors` and `metrics.csv`, and TensorBoard's
     files where they are wanted.
     """
     loop = _Loop(learner, loader, settings, devices, callback, out)
     if out is not None:
         check_writable(out)
         loop.resume(out, resume)
-    with telling(progress if devices.main else False, "training") as tell:
+    with telling(progress if devices.main else False, words) as tell:
         loop.go(tell)
     return loop.last
+
+
+def count_steps(settings: Training, loader: Iterable[Any]) -> int:
+    """How many steps a training takes in all."""
+    return settings.steps or math.ceil(settings.epochs * length_of(loader))
 
 
 class _Loop(Generic[Report]):
@@ -96,7 +102,7 @@ class _Loop(Generic[Report]):
     ) -> None:
         self.learner, self.loader, self.settings, self.devices = learner, loader, settings, devices
         self.callback, self.out = callback, out
-        self.steps = settings.steps or math.ceil(settings.epochs * length_of(loader))
+        self.steps = count_steps(settings, loader)
         self.step, self.saved, self.epoch_length = 0, 0, 0
         self.window: list[Tensor] = []
         """What the steps since the last report returned."""

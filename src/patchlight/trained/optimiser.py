@@ -1,7 +1,8 @@
-"""Optimisers whose state is kept by the names of weights, as plain tensors; and the look-ahead step."""
+"""Optimisers whose state is kept by the names of weights, as plain tensors: with a look-ahead step, with a cosine."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -72,3 +73,34 @@ class Lookahead:
         )
         self.slow = {name: value.to(self.names[name]).clone() for name, value in slow.items()}
         restore_moments(self.adam, self.names, adam)
+
+
+class Annealed:
+    """AdamW whose rate rises over `warmup` steps and then falls along a cosine to 0, gradients clipped at norm 1."""
+
+    def __init__(self, network: nn.Module, rate: float, weight_decay: float, warmup: int, steps: int) -> None:
+        self.names = dict(network.named_parameters())
+        fused = next(iter(self.names.values())).is_cuda
+        self.adam = torch.optim.AdamW(self.names.values(), rate, weight_decay=weight_decay, fused=fused)
+        self.rate, self.warmup, self.steps = rate, warmup, steps
+
+    def factor(self, index: int) -> float:
+        """The share of the rate at step `index`, from 0."""
+        if index < self.warmup:
+            return (index + 1) / self.warmup
+        left = (index - self.warmup) / max(1, self.steps - self.warmup)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, left)))
+
+    def step(self, index: int) -> None:
+        for group in self.adam.param_groups:
+            group["lr"] = self.rate * self.factor(index)
+        nn.utils.clip_grad_norm_(self.names.values(), 1.0)
+        self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that a later `restore` needs, as plain tensors by name."""
+        return moments(self.adam, self.names)
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        restore_moments(self.adam, self.names, state)

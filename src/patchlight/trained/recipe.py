@@ -1,0 +1,74 @@
+"""A training as a TOML recipe: the model, the data, the settings; and images on disk as a loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.data import Data
+from patchlight.errors import PatchlightError
+from patchlight.images import to_batch
+from patchlight.specs import DataSpec, ModelSpec, Spec, kind_and_path
+
+
+class TrainingRecipe(Spec):
+    """What every `train` command needs; each kind of explainer adds its own."""
+
+    model: ModelSpec = ModelSpec(name="pocket")
+    data: DataSpec | None = None
+    held_out: DataSpec | None = None
+    """Images the model was not trained on; in the folder of `data` if none is named."""
+    preset: str = "default"
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+def data_at(given: str, spec: DataSpec | None = None) -> DataSpec:
+    """The data at `DIR` or `KIND:DIR`, else as `spec` says.
+
+    Without either, a `DIR` is CIFAR-10 where its files lie there, else a folder of images.
+    """
+    kind, path = kind_and_path(given)
+    found = "cifar10" if _is_cifar10(Path(path)) else "folder"
+    return DataSpec(kind=kind or found, path=path) if spec is None else spec.at(given)
+
+
+def open_images(spec: DataSpec, vit: Anatomy, seed: int = 0) -> Data:
+    """The images of a recipe, of CIFAR-10 those for training; refused where they have more classes than the model."""
+    split = {"split": spec.options.get("split", "train")} if spec.kind == "cifar10" else {}
+    data = spec.open(**split)
+    known = vit.outcomes
+    if data.labels is not None and len(data.labels) > known:
+        raise PatchlightError(f"'{spec.path}' has {len(data.labels)} classes, but {vit.name} has {known}")
+    return data.select(spec.chosen(len(data), seed))
+
+
+def _is_cifar10(path: Path) -> bool:
+    marks = ("cifar10.npz", "data_batch_1.bin", "data_batch_1.png")
+    return any((path / place / mark).is_file() for place in ("", "cifar-10-batches-bin", "package") for mark in marks)
+
+
+class _Prepared(Dataset[Any]):
+    """Samples as (image, label) pairs; images alone where a sample has no label."""
+
+    def __init__(self, data: Data, vit: Anatomy) -> None:
+        self.data, self.preprocess, self.channels = data, vit.preprocess, vit.channels
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
+        sample = self.data[index]
+        image = to_batch(sample.image, self.preprocess, self.channels)[0]
+        return image if sample.label is None else (image, sample.label)
+
+
+def loader_of(data: Data, vit: Anatomy, batch_size: int, workers: int = 0) -> DataLoader[Any]:
+    """Shuffled whole batches of a data set, preprocessed for a model."""
+    if len(data) < batch_size:
+        raise PatchlightError(f"data set '{data.name}' has {len(data)} images, fewer than one batch of {batch_size}")
+    return DataLoader(_Prepared(data, vit), batch_size, shuffle=True, drop_last=True, num_workers=workers)

@@ -1,0 +1,267 @@
+"""What ViT-Shapley trains: changes to copies of a model, the layers behind one of them, and the explainer of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.evidence.coalitions import coalition_logits, no_coalitions
+from patchlight.fingerprints import stamp
+from patchlight.trained.explainer import Explainer
+
+
+class Change(nn.Module):
+    """What a trained copy of a model adds to its weights: l r of low rank, or a whole tensor, by the weight's name.
+
+    Names stand with / for their dots.
+    """
+
+    def __init__(self, whole: Mapping[str, Tensor], left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.whole, self.left, self.right = (
+            nn.ParameterDict({k.replace(".", "/"): nn.Parameter(v) for k, v in some.items()})
+            for some in (whole, left, right)
+        )
+
+    @classmethod
+    def new(cls, weights: Mapping[str, Tensor], lowered: Iterable[str], rank: int | None, seed: int) -> Change:
+        """No change yet of `weights`: those in `lowered` by matrices of this rank, where that is the smaller thing."""
+        generator = torch.Generator().manual_seed(seed)
+        asked, whole, left, right = set(lowered), {}, {}, {}
+        for name, value in weights.items():
+            if rank is None or name not in asked or value.ndim != 2 or rank * sum(value.shape) >= value.numel():
+                whole[name] = torch.zeros(value.shape)
+                continue
+            rows, columns = value.shape
+            left[name] = torch.zeros(rows, rank)
+            right[name] = torch.randn(rank, columns, generator=generator) / math.sqrt(columns)
+        return cls(whole, left, right)
+
+    def added(self) -> dict[str, Tensor]:
+        """By the weight's name, what is added to it."""
+        low = {name: self.left[name] @ self.right[name] for name in self.left}
+        return {name.replace("/", "."): value for name, value in [*self.whole.items(), *low.items()]}
+
+    @staticmethod
+    def read(tensors: Mapping[str, Tensor]) -> Change:
+        """The change of a state that was saved."""
+        parts: dict[str, dict[str, Tensor]] = {"whole": {}, "left": {}, "right": {}}
+        for key, value in tensors.items():
+            part, _, name = key.partition(".")
+            parts[part][name] = value
+        return Change(**parts)
+
+
+class Copy:
+    """A copy of a model whose weights are the model's own and a change."""
+
+    def __init__(self, vit: Anatomy) -> None:
+        self.vit = vit.copied(vit.dtype)
+        net = self.vit.net
+        self.own = {name: value.detach() for name, value in net.named_parameters() if value.is_floating_point()}
+        places = {name: name.rpartition(".") for name in self.own}
+        self._places = {name: (net.get_submodule(where), leaf) for name, (where, _, leaf) in places.items()}
+
+    def lowered(self) -> set[str]:
+        """The names of the weights inside the blocks."""
+        inside = {id(p) for block in self.vit.blocks for p in block.parameters()}
+        return {name for name, value in self.vit.net.named_parameters() if id(value) in inside}
+
+    def reached(self, images: Tensor, read: Callable[[Anatomy, Tensor], Tensor]) -> dict[str, Tensor]:
+        """The weights that what is read depends on."""
+        leaves = {name: value.clone().requires_grad_() for name, value in self.own.items()}
+        with torch.enable_grad():
+            out = read(self._put(leaves), images)
+            found = torch.autograd.grad(out.float().square().sum(), list(leaves.values()), allow_unused=True)
+        self._put(self.own)
+        return {name: self.own[name] for name, g in zip(leaves, found, strict=True) if g is not None}
+
+    def with_change(self, change: Change) -> Anatomy:
+        """The changed copy, gradients to the change included."""
+        return self._put({name: self.own[name] + value.to(self.own[name]) for name, value in change.added().items()})
+
+    def _put(self, weights: Mapping[str, Tensor]) -> Anatomy:
+        for name, value in weights.items():
+            module, leaf = self._places[name]
+            module._parameters[leaf] = value  # type: ignore[assignment]
+        return self.vit
+
+    @torch.no_grad()
+    def settled(self, change: Change) -> Anatomy:
+        """The copy with the change in its own weights, for good."""
+        self._put({name: nn.Parameter(value, requires_grad=False) for name, value in self.own.items()})
+        for name, value in change.added().items():
+            self.own[name] += value.to(self.own[name])
+        return self.vit
+
+
+def read_logits(vit: Anatomy, images: Tensor) -> Tensor:
+    return vit.readout(vit.run(vit.embed(images)))
+
+
+def read_tokens(vit: Anatomy, images: Tensor) -> Tensor:
+    return vit.run(vit.embed(images))
+
+
+class Surrogate(nn.Module):
+    """g(x, S): a changed copy of the model that says what it makes of the patches of a coalition alone."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, copy: Copy, images: Tensor, z: Tensor, chunk: int) -> Tensor:
+        """Logits [B,m,C] for coalitions z [B,m,d]."""
+        return coalition_logits(copy.with_change(self.change), images, z, chunk)
+
+
+class Block(nn.Module):
+    """Attention, then an MLP behind a norm, each added to what it is given."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        y: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm(x))))
+        return y
+
+
+class Values(nn.Module):
+    """phi(x) [B,d,C] before normalisation: a changed copy's last tokens, a norm, a block, a norm, an MLP, tanh.
+
+    Prefix tokens take part in the block's attention, and are left out behind it.
+    """
+
+    def __init__(self, change: Change, width: int, heads: int, hidden: int, outcomes: int) -> None:
+        super().__init__()
+        self.change = change
+        self.norm, self.block = nn.LayerNorm(width), Block(width, heads, hidden)
+        last = nn.Linear(hidden, outcomes)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), last
+        )
+
+    def forward(self, copy: Copy, images: Tensor) -> Tensor:
+        return self.read(copy.with_change(self.change), images)
+
+    def read(self, backbone: Anatomy, images: Tensor) -> Tensor:
+        """The same from a backbone that is changed already."""
+        x = self.block(self.norm(read_tokens(backbone, images)))
+        phi: Tensor = self.mlp(x[:, backbone.prefix :]).tanh()
+        return phi
+
+
+def normalised(phi: Tensor, total: Tensor) -> Tensor:
+    """phi [B,d,C] with the same added to every patch's, so that sum phi = total [B,C] = v(full) - v(empty)."""
+    return phi + ((total - phi.sum(1)) / phi.shape[1])[:, None]
+
+
+class Networks(nn.Module):
+    """The surrogate, whose change is empty where the model itself takes its place, and what gives the values."""
+
+    def __init__(self, surrogate: Surrogate, values: Values) -> None:
+        super().__init__()
+        self.surrogate, self.values = surrogate, values
+
+
+class Joined:
+    """An explainer and the model it explains: the surrogate, the changed backbone, and v(empty) [C]."""
+
+    def __init__(self, networks: Networks, vit: Anatomy) -> None:
+        self.surrogate = Copy(vit).settled(networks.surrogate.change)
+        self.backbone = Copy(vit).settled(networks.values.change)
+        self.values = networks.values.to(vit.device, vit.dtype)
+        self.empty = no_patches(self.surrogate)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """phi [B,d,C]. Two forwards."""
+        total = self.surrogate.probabilities(read_logits(self.surrogate, images).to(self.empty)) - self.empty
+        return normalised(self.values.read(self.backbone, images).to(self.empty), total)
+
+
+@torch.no_grad()
+def no_patches(surrogate: Anatomy) -> Tensor:
+    """v(empty) [C], which is of no image."""
+    vit = surrogate
+    blank = torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)
+    none = torch.zeros(1, 1, vit.grid[0] * vit.grid[1], device=vit.device, dtype=torch.bool)
+    return vit.probabilities(coalition_logits(vit, blank, none, 1)[0, 0])
+
+
+class ViTShapley(Explainer[Networks]):
+    """A trained explainer: what was trained, for which model, and how."""
+
+    kind, weights, title, format = "vit-shapley", "values", "ViT-Shapley", 1
+    stored = torch.float16
+
+    def options(self) -> dict[str, Any]:
+        return {"heads": self.network.values.block.heads}
+
+    @staticmethod
+    def build(weights: dict[str, Tensor], options: dict[str, Any]) -> Networks:
+        def part(name: str) -> dict[str, Tensor]:
+            return {key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)}
+
+        changes = [Change.read(part(f"{name}.change.")) for name in ("surrogate", "values")]
+        hidden, width = weights["values.block.fc1.weight"].shape
+        outcomes = len(weights["values.mlp.5.bias"])
+        networks = Networks(Surrogate(changes[0]), Values(changes[1], width, options["heads"], hidden, outcomes))
+        networks.load_state_dict(weights)
+        return networks
+
+    def joined(self, vit: Anatomy) -> Joined:
+        """This explainer put to a model, made once as long as the model stays what it is."""
+        made = _JOINED.setdefault(self, WeakKeyDictionary())
+        now = stamp(vit.model)
+        known = made.get(vit)
+        if known is None or known[0] != now:
+            known = made[vit] = now, Joined(_cloned(self), vit)
+        return known[1]
+
+    def surrogate(self, vit: Anatomy) -> Anatomy:
+        """The surrogate by itself, a model that can be explained and measured like any other."""
+        return self.joined(vit).surrogate
+
+    def __repr__(self) -> str:
+        grid = "x".join(map(str, self.model["patch_grid"]))
+        count = sum(p.numel() for p in self.network.parameters())
+        return f"<ViT-Shapley for {self.model['name']}: {count:,} numbers, {grid} patches>"
+
+
+_JOINED: WeakKeyDictionary[ViTShapley, WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
+
+
+def _cloned(explainer: ViTShapley) -> Networks:
+    weights = {name: value.clone() for name, value in explainer.network.state_dict().items()}
+    return explainer.build(weights, explainer.options()).requires_grad_(False).eval()
+
+
+def load(folder: str | Path, vit: Anatomy | None = None) -> ViTShapley:
+    """Read an explainer; with a model, refuse one that was made for another."""
+    return ViTShapley.read(folder, vit)
+
+
+def why_not(vit: Anatomy) -> str | None:
+    """Why a model cannot have such an explainer; None when it can."""
+    if vit.depth == 0 or vit.hierarchical:
+        return f"{vit.name} has no plain grid of patch tokens through all its blocks"
+    if vit.attention is not None:
+        return f"attention of {vit.name} cannot be told what not to see: {vit.attention}"
+    reason = vit.outputs.no_divergence(vit.classes)
+    return no_coalitions(vit) if reason is None else f"{vit.name} has no distribution to be shared out: {reason}"

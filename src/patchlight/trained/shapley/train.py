@@ -1,0 +1,251 @@
+"""Training ViT-Shapley: a surrogate that does without patches, then a network that shares out what it says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.load import wrap
+from patchlight.errors import Unsupported
+from patchlight.evidence.ablation import free_chunk
+from patchlight.evidence.coalitions import coalition_logits
+from patchlight.evidence.precision import casting, lowered
+from patchlight.progress import Progress as ToldProgress
+from patchlight.targets import kl_divergence
+from patchlight.trained import loop
+from patchlight.trained.batches import check_data, epoch_of, images_and_labels
+from patchlight.trained.checkpoint import Parts
+from patchlight.trained.devices import Devices
+from patchlight.trained.optimiser import Annealed
+from patchlight.trained.precision import training
+from patchlight.trained.shapley.coalitions import draw_pairs, draw_uniform
+from patchlight.trained.shapley.networks import (
+    Change,
+    Copy,
+    Networks,
+    Surrogate,
+    Values,
+    ViTShapley,
+    no_patches,
+    normalised,
+    read_logits,
+    read_tokens,
+    why_not,
+)
+from patchlight.trained.shapley.settings import Callback, Progress, Settings, SurrogateProgress
+
+LAST_EPOCH = 2**31
+"""The order of batches from which the last check takes its own."""
+
+
+def train(
+    vit: Anatomy | nn.Module,
+    loader: Iterable[Any],
+    settings: Settings | None = None,
+    callback: Callback | None = None,
+    out: str | Path | None = None,
+    resume: bool = True,
+    held_out: Iterable[Any] | None = None,
+    progress: ToldProgress | bool = True,
+) -> ViTShapley:
+    """Train ViT-Shapley for a model on batches of images, or of (images, labels): labels are only checked.
+
+    First a surrogate g, a copy of the model, learns to give the model's own output of the whole image when patches are
+    hidden from all its attention: KL(p(x) || g(x, S)). Then phi learns from what it says, v(S) = p_g(x, S): the mean of
+    d (v(empty) + sum_{i in S} phi_i - v(S))^2 over coalitions of the Shapley kernel. A step of the first is three
+    forwards and a backward, one of the second `masks` + 2 forwards, of half the tokens on average, and a backward. The
+    model is never changed. With `out`, checkpoints and `metrics.csv` go there (the surrogate's into `surrogate`), and a
+    run that was killed goes on from its last checkpoint to the same weights. The loss on some batches of `held_out`,
+    where given, is measured at the end. `progress` is as in `explain`, of steps; `callback` gets the numbers. Under
+    `accelerate launch` every process takes its share of the batches.
+    """
+    vit = wrap(vit)
+    settings = (settings or Settings()).decided(vit)
+    folder = None if out is None else Path(out)
+    reason = why_not(vit)
+    if reason is not None:
+        raise Unsupported(f"ViT-Shapley cannot be trained here: {reason}")
+    check_data(vit, loader)
+    if held_out is not None:
+        check_data(vit, held_out, "check on")
+    frozen = vit.wide()
+    devices = Devices(frozen)
+    shared = devices.share(loader)
+    with training(frozen, settings.precision):
+        surrogate, first = _surrogate(frozen, shared, settings, devices, callback, folder, resume, progress)
+        learner = ValueLearner(frozen, surrogate, settings, loop.count_steps(settings, shared), devices)
+        result = loop.run(learner, shared, settings, devices, callback, folder, resume, progress, "training phi")
+        if first is not None:
+            result["surrogate"] = first
+        if held_out is not None and settings.check:
+            result["held_out"] = learner.check(held_out)
+    networks = Networks(surrogate, learner.network)
+    explainer = ViTShapley.of(networks, vit, settings=settings.model_dump(), result=result)
+    if folder is not None and devices.main:
+        explainer.save(folder)
+    return explainer
+
+
+def _surrogate(
+    vit: Anatomy,
+    loader: Iterable[Any],
+    settings: Settings,
+    devices: Devices,
+    callback: Callback | None,
+    out: Path | None,
+    resume: bool,
+    progress: ToldProgress | bool,
+) -> tuple[Surrogate, dict[str, Any] | None]:
+    """The surrogate, trained, and its last report; none where it is the model itself."""
+    if settings.surrogate == "model":
+        return Surrogate(Change({}, {}, {})), None
+    length = {"steps": settings.surrogate_steps, "epochs": settings.surrogate_epochs}
+    own = settings.model_copy(update=length)
+    learner = SurrogateLearner(vit, own, loop.count_steps(own, loader), devices)
+    folder = None if out is None else out / "surrogate"
+    result = loop.run(learner, loader, own, devices, callback, folder, resume, progress, "training the surrogate")
+    return learner.network.requires_grad_(False), result
+
+
+def _generator(vit: Anatomy, settings: Settings, index: int, rank: int) -> torch.Generator:
+    """The draws of a step, of this process."""
+    drawn = int(np.random.default_rng([settings.seed, index]).integers(2**62))
+    return torch.Generator(vit.device).manual_seed(drawn + rank)
+
+
+class SurrogateLearner(loop.Learner[SurrogateProgress]):
+    """A copy of the model that learns to do without patches."""
+
+    network: Surrogate
+    columns = ("loss", "untrained", "agreement")
+    remedy = "lower surrogate_rate"
+
+    def __init__(self, vit: Anatomy, settings: Settings, steps: int, devices: Devices) -> None:
+        s = settings
+        self.vit, self.settings, self.devices = lowered(vit, s.precision), settings, devices
+        self.copy = Copy(vit)
+        weights = self.copy.reached(_blank(vit), read_logits)
+        self.network = Surrogate(Change.new(weights, self.copy.lowered(), s.rank, s.seed)).to(vit.device)
+        self.joined = devices.joined(self.network)
+        self.optimiser = Annealed(self.network, s.surrogate_rate, s.weight_decay, s.warmup, steps)
+
+    def step(self, batch: Any, index: int) -> Tensor:
+        vit, s = self.vit, self.settings
+        images = vit.place(images_and_labels(batch)[0])
+        z = draw_uniform(len(images), _players(vit), _generator(vit, s, index, self.devices.rank))
+        with casting(vit, s.precision):
+            with torch.no_grad():
+                clean = read_logits(vit, images).float()
+                before = coalition_logits(vit, images, z, len(images))[:, 0].float()
+            masked = self.joined(self.copy, images, z, max(1, len(images) // 4))[:, 0].float()
+        loss = kl_divergence(clean, masked, vit.outputs).mean()
+        self.devices.backward(loss)
+        self.optimiser.step(index)
+        with torch.no_grad():
+            same = (masked > 0) == (clean > 0) if vit.outputs.alone else masked.argmax(1) == clean.argmax(1)
+            untrained = kl_divergence(clean, before, vit.outputs).mean()
+            return self.devices.mean(torch.stack([loss.detach(), untrained, same.float().mean()]))
+
+    def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> SurrogateProgress:
+        return SurrogateProgress(step, steps, **means, seconds=seconds)
+
+    def state(self) -> Parts:
+        return {"surrogate": self.network.state_dict(), "optimiser": self.optimiser.state()}
+
+    def restore(self, parts: Parts) -> None:
+        self.network.load_state_dict(parts["surrogate"])
+        self.optimiser.restore(parts["optimiser"])
+
+
+class ValueLearner(loop.Learner[Progress]):
+    """The network that gives the values, and the surrogate that it learns from."""
+
+    network: Values
+    columns = ("loss", "even")
+    remedy = "lower rate"
+
+    def __init__(self, vit: Anatomy, surrogate: Surrogate, settings: Settings, steps: int, devices: Devices) -> None:
+        s = settings
+        self.settings, self.devices = settings, devices
+        with torch.no_grad():
+            self.vit = lowered(Copy(vit).settled(surrogate.change), s.precision)
+        self.copy = Copy(vit)
+        weights = self.copy.reached(_blank(vit), read_tokens)
+        change = Change.new(weights, self.copy.lowered(), s.rank, s.seed)
+        change.load_state_dict({**change.state_dict(), **_same(surrogate.change, change)})
+        hidden = max(1, round(s.ratio * vit.width))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(s.seed)
+            self.network = Values(change, vit.width, vit.heads, hidden, vit.outcomes).to(vit.device)
+        self.joined = devices.joined(self.network)
+        self.optimiser = Annealed(self.network, s.rate, s.weight_decay, s.warmup, steps)
+        with self.vit.steady():
+            self.empty = no_patches(self.vit).float()
+
+    def step(self, batch: Any, index: int) -> Tensor:
+        loss, even = self.losses(batch, index, self.joined)
+        self.devices.backward(loss)
+        self.optimiser.step(index)
+        return self.devices.mean(torch.stack([loss.detach(), even]))
+
+    def losses(self, batch: Any, index: int, network: nn.Module) -> tuple[Tensor, Tensor]:
+        """The loss of the network on a batch, and of even values."""
+        vit, s = self.vit, self.settings
+        images = vit.place(images_and_labels(batch)[0])
+        generator = _generator(vit, s, index, self.devices.rank)
+        z = draw_pairs(len(images), s.masks, _players(vit), s.coalitions, generator)
+        with casting(vit, s.precision):
+            with torch.no_grad():
+                total = self._worth(read_logits(vit, images)) - self.empty
+                worth = self._worth(coalition_logits(vit, images, z, free_chunk(vit))) - self.empty
+            phi = network(self.copy, images)
+        return fit(normalised(phi.float(), total), z, worth), fit(normalised(torch.zeros_like(phi), total), z, worth)
+
+    def _worth(self, logits: Tensor) -> Tensor:
+        return self.vit.probabilities(logits.float())
+
+    def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> Progress:
+        return Progress(step, steps, **means, seconds=seconds)
+
+    def state(self) -> Parts:
+        return {"values": self.network.state_dict(), "optimiser": self.optimiser.state()}
+
+    def restore(self, parts: Parts) -> None:
+        self.network.load_state_dict(parts["values"])
+        self.optimiser.restore(parts["optimiser"])
+
+    @torch.no_grad()
+    def check(self, loader: Iterable[Any]) -> dict[str, Any]:
+        """The losses on images that were not trained on, and how many those are."""
+        some = list(itertools.islice(epoch_of(loader, self.settings.seed, LAST_EPOCH), self.settings.check))
+        found = [self.losses(batch, LAST_EPOCH + i, self.network) for i, batch in enumerate(some)]
+        loss, even = torch.tensor(found).mean(0).tolist()
+        return {"loss": loss, "even": even, "images": sum(len(images_and_labels(batch)[0]) for batch in some)}
+
+
+def fit(phi: Tensor, z: Tensor, gain: Tensor) -> Tensor:
+    """d times the mean squared error of sum_{i in S} phi_i as v(S) - v(empty) [B,m,C], for coalitions z [B,m,d]."""
+    return phi.shape[1] * (z.to(phi) @ phi - gain).square().mean()
+
+
+def _same(first: Change, other: Change) -> dict[str, Tensor]:
+    """The part of a change's state that another has too."""
+    known = other.state_dict()
+    return {k: v for k, v in first.state_dict().items() if k in known and v.shape == known[k].shape}
+
+
+def _blank(vit: Anatomy) -> Tensor:
+    """One image of noise, to see what a model's weights do."""
+    generator = torch.Generator().manual_seed(0)
+    return vit.place(torch.randn(1, vit.channels, *vit.preprocess.size, generator=generator))
+
+
+def _players(vit: Anatomy) -> int:
+    return vit.grid[0] * vit.grid[1]
