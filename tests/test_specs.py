@@ -20,7 +20,8 @@ from patchlight.errors import PatchlightError
 from patchlight.methods import requests
 from patchlight.metrics import base, evaluation
 from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec, PreprocessSpec
-from patchlight.trained.diffmask.recipe import data_at, read_recipe
+from patchlight.trained.diffmask.recipe import read_recipe
+from patchlight.trained.recipe import data_at
 from tests.bench.small import pictures, recipe, text
 
 RECIPES = Path(__file__).parents[1] / "recipes"

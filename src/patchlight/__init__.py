@@ -59,7 +59,11 @@ _HOMES = {
     "trace": "patchlight.evidence.passes",
     "wrap": "patchlight.anatomy.load",
 }
-_ROOMS = {"diffmask": "patchlight.trained.diffmask", "heads": "patchlight.heads"}
+_ROOMS = {
+    "diffmask": "patchlight.trained.diffmask",
+    "heads": "patchlight.heads",
+    "shapley": "patchlight.trained.shapley",
+}
 """Rooms that are used by their own name, as in `pl.diffmask.train`."""
 __all__ = sorted([*_HOMES, *_ROOMS])
 
@@ -112,6 +116,7 @@ if TYPE_CHECKING:
     from patchlight.metrics.evaluation import evaluate as evaluate
     from patchlight.plugins import load_plugin as load_plugin
     from patchlight.trained import diffmask as diffmask
+    from patchlight.trained import shapley as shapley
     from patchlight.viz import figure as figure
 
 

@@ -19,7 +19,7 @@ from patchlight.evidence.precision import HALF, Decided, lowered
 from patchlight.evidence.rules import PLAIN, Rule
 from patchlight.fingerprints import identity, of_images
 from patchlight.images import in_batches
-from patchlight.methods.base import Ablates, Ask, LayerMap, LayerMaps, ReadsBlocks
+from patchlight.methods.base import Ablates, Ask, LayerMap, LayerMaps, OwnPasses, ReadsBlocks
 from patchlight.methods.requests import Request, check_supported, resolve
 from patchlight.photos import Photos
 from patchlight.progress import Progress, telling
@@ -341,6 +341,8 @@ def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: 
         return _asked(request, vit, images, targets, seed, {})
     precision, vit = request.precision(vit), vit.wide()
     images = images.to(vit.dtype)
+    if isinstance(request.method, OwnPasses) and request.method.every_class:
+        return _asked(request, vit, images, targets, seed, {}, precision)
 
     def of(t: int) -> Tensor:
         return _asked(request, vit, images, targets.column(t), seed, shared.setdefault(t, {}), precision)

@@ -15,6 +15,7 @@ from patchlight.cli.bench import bench
 from patchlight.cli.diffmask import diffmask
 from patchlight.cli.evaluate import evaluate
 from patchlight.cli.explain import demo, explain
+from patchlight.cli.shapley import shapley
 from patchlight.cli.tables import methods, metrics, models
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ for command in (demo, explain, evaluate, methods, metrics, models):
 
 app.add_typer(bench)
 app.add_typer(diffmask)
+app.add_typer(shapley)
 
 
 def main() -> None:

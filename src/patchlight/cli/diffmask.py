@@ -27,47 +27,47 @@ from patchlight.cli.common import (
     say,
     telling_warnings,
 )
-from patchlight.cli.complete import complete_model, one_of
-from patchlight.errors import PatchlightError
+from patchlight.cli.complete import one_of
+from patchlight.cli.training import (
+    ExplainerFolder,
+    Preset,
+    RecipeFile,
+    Resume,
+    TrainedModel,
+    TrainingData,
+    Workers,
+    loaders,
+    recipe_of,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from patchlight.specs import DataSpec
     from patchlight.trained.diffmask import Progress
-    from patchlight.trained.diffmask.recipe import TrainingRecipe
 
 diffmask = typer.Typer(name="diffmask", help="Train the explainer VISION DIFFMASK, and test it.", no_args_is_help=True)
 
 
 @diffmask.command()
 def train(
-    out: Annotated[Path, typer.Option(help="Folder for the explainer; an interrupted run there goes on.")],
-    recipe: Annotated[Path | None, typer.Option(help="A TOML recipe; options given beside it win.")] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of images, or of CIFAR-10; or KIND:FOLDER.")] = None,
+    out: ExplainerFolder,
+    recipe: RecipeFile = None,
+    data: TrainingData = None,
     held_out: Annotated[
         str | None, typer.Option(help="Images the model was not trained on, to set beta by at the end.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="pocket, a timm name, hf:NAME, open_clip:NAME or torchvision:NAME.", autocompletion=complete_model
-        ),
-    ] = None,
+    model: TrainedModel = None,
     weights: Weights = None,
     labels: Labels = None,
     preprocess: Preprocessed = None,
     sigmoid: Sigmoid = False,
     no_pretrained: NoPretrained = False,
     initial: Annotated[Path | None, typer.Option(help="An explainer whose gates training begins with.")] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="default, paper or code.", autocompletion=one_of("default", "paper", "code")),
-    ] = None,
+    preset: Preset = None,
     settings: Settings = None,
     plugin: Plugin = None,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 0,
-    resume: Annotated[bool, typer.Option(help="Whether a run that lies in the folder goes on.")] = True,
+    workers: Workers = 0,
+    resume: Resume = True,
     device: Device = "cpu",
     as_json: AsJson = False,
     debug: Debug = False,
@@ -76,21 +76,17 @@ def train(
     with answering(as_json, debug):
         with progress("loading the model") as bar:
             said = of_model(preprocess, sigmoid, no_pretrained)
-            asked = _recipe(recipe, data, held_out, model, weights, labels, initial, preset, said)
-            chosen = asked.training(**read_settings(["train"], settings or [])["train"])
             from patchlight.trained.diffmask import load
             from patchlight.trained.diffmask import train as train_gates
-            from patchlight.trained.diffmask.recipe import loader_of, open_images
+            from patchlight.trained.diffmask.recipe import DiffMaskRecipe
 
-            def read(spec: DataSpec) -> Any:
-                return loader_of(open_images(spec, vit, chosen.seed), vit, chosen.batch_size, workers)
-
+            beside = {"initial": None if initial is None else str(initial), "preset": preset}
+            asked = recipe_of(DiffMaskRecipe, recipe, data, held_out, model, weights, labels, said, beside)
+            chosen = asked.training(**read_settings(["train"], settings or [])["train"])
             with telling_warnings():
                 vit = asked.model.load(device)
                 first = None if asked.initial is None else load(asked.initial)
-                assert asked.data is not None
-                loader = read(asked.data)
-                held = None if asked.held_out is None else read(asked.held_out)
+                loader, held = loaders(asked, vit, chosen, workers)
                 explainer = train_gates(vit, loader, chosen, _watch(bar), out, first, resume, held)
         result = explainer.about["result"]
         if as_json:
@@ -139,43 +135,6 @@ def counting(
         if rows[0].exact < ENOUGH:
             say(f"DiffMask is exact on {rows[0].exact:.1%} of the grids, under {ENOUGH:.0%}")
             raise typer.Exit(SOME_FAILED)
-
-
-def _recipe(
-    path: Path | None,
-    data: str | None,
-    held_out: str | None,
-    model: str | None,
-    weights: Path | None,
-    labels: Path | None,
-    initial: Path | None,
-    preset: str | None,
-    said: dict[str, Any],
-) -> TrainingRecipe:
-    """The recipe's file, if any, with what was given beside it."""
-    from patchlight.anatomy.preprocessing import as_spec
-    from patchlight.trained.diffmask.recipe import TrainingRecipe, data_at, read_recipe
-
-    recipe = TrainingRecipe() if path is None else read_recipe(path)
-    images = recipe.data if data is None else data_at(data, recipe.data)
-    if images is None:
-        raise PatchlightError("no data was given; name a folder of images or of CIFAR-10 with --data, or a --recipe")
-    held = recipe.held_out if held_out is None else data_at(held_out, recipe.held_out)
-    if held is not None and not held.path:
-        held = held.model_copy(update={"path": images.path})
-    prepared = None if said["preprocess"] is None else as_spec(said["preprocess"])
-    changes: dict[str, Any] = {
-        "model": recipe.model.other(model, _text(weights), _text(labels), **{**said, "preprocess": prepared}),
-        "data": images,
-        "held_out": held,
-        "initial": _text(initial) or recipe.initial,
-        "preset": preset or recipe.preset,
-    }
-    return recipe.model_copy(update=changes)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _watch(bar: Bar) -> Any:

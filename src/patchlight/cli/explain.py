@@ -104,7 +104,7 @@ def explain(
     out: Annotated[str | None, typer.Option(help="A file for one figure, or a folder for one per image.")] = None,
     settings: Settings = None,
     plugin: Plugin = None,
-    explainer: Annotated[Path | None, typer.Option(help="Folder of a trained explainer, for method diffmask.")] = None,
+    explainer: Annotated[Path | None, typer.Option(help="Folder of a trained explainer, for methods diffmask and vit-shapley.")] = None,
     save: Annotated[str | None, typer.Option(help="Folder for the raw scores, one attribution per method.")] = None,
     score: Annotated[
         str | None,
@@ -212,7 +212,7 @@ def _add_explainer(wanted: dict[str, dict[str, Any]], explainer: Path) -> None:
 
     takers = [name for name in wanted if "explainer" in resolve(name).settings]
     if not takers:
-        raise PatchlightError(f"--explainer is for method diffmask, and {', '.join(wanted)} was asked")
+        raise PatchlightError(f"--explainer is for methods diffmask and vit-shapley, and {', '.join(wanted)} was asked")
     for name in takers:
         wanted[name]["explainer"] = str(explainer)
 

@@ -287,11 +287,13 @@ class OwnPasses(ReadsBlocks):
     """A method that runs passes of its own: a function of an Ask with one class per image, to maps [B,h,w].
 
     With `combine` it returns a Pass with the maps of the blocks `ask.layers`. `ruled`: backward rules apply to its
-    passes; else it has its own. `agnostic`: it looks at no class.
+    passes; else it has its own. `agnostic`: it looks at no class. `every_class`: its function is given all classes at
+    once, and gives [B,T,h,w] without any gradient.
     """
 
     ruled: bool = True
     agnostic: bool = False
+    every_class: bool = False
 
     @property
     def class_specific(self) -> bool:
@@ -337,6 +339,7 @@ METHODS: Registry[Method] = Registry(
             "tokentm",
             "transition",
             "vitcx",
+            "vitshapley",
         ]
     ],
 )
@@ -390,6 +393,7 @@ class AboutOwnPasses(AboutBlocks, total=False):
     combine: Composition
     ruled: bool
     agnostic: bool
+    every_class: bool
 
 
 class AboutAblates(_About, total=False):

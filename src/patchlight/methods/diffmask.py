@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
 from patchlight.evidence.record import Evidence
 from patchlight.fingerprints import fingerprint
 from patchlight.methods.base import Composition, LayerMaps, register_method
 from patchlight.registry import Settings
-from patchlight.trained.diffmask.gates import DiffMask, Map, aggregate, load, why_not
+from patchlight.trained.diffmask.gates import DiffMask, Map, aggregate, why_not
+from patchlight.trained.explainer import chosen
 from patchlight.zoo.pocket import HERE
 
 SHIPPED = HERE / "pocket-diffmask"
@@ -25,21 +23,7 @@ SHIPPED = HERE / "pocket-diffmask"
 
 def explainer_of(given: Any) -> DiffMask:
     """An explainer as a setting gives it: itself, a folder, or None for the one that comes with `pocket`."""
-    if isinstance(given, DiffMask):
-        return given
-    if given is None:
-        given = SHIPPED
-    if not isinstance(given, str | Path):
-        raise PatchlightError(f"explainer is a {type(given).__name__}; give a DiffMask or the folder it was saved in")
-    folder = Path(given).resolve()
-    files = [folder / name for name in ("diffmask.json", "gates.safetensors")]
-    found = [file.stat() for file in files if file.is_file()]
-    return _loaded(folder, tuple((f.st_mtime_ns, f.st_size, f.st_ino) for f in found))
-
-
-@cache
-def _loaded(folder: Path, changed: tuple[tuple[int, ...], ...]) -> DiffMask:
-    return load(folder)
+    return chosen(DiffMask, given, SHIPPED)
 
 
 def _depends(settings: Settings) -> str:

@@ -139,11 +139,15 @@ def _rule(method: Method, ruled: str | None) -> Rule:
         return RULES[own]
     if isinstance(method, OwnPasses) and not method.ruled:
         raise PatchlightError(f"'{method.name}' has relevance rules of its own; '{ruled}' cannot replace them")
-    if isinstance(method, Ablates) or not method.class_specific:
+    if isinstance(method, Ablates) or not method.class_specific or _without_gradient(method):
         raise PatchlightError(f"'{method.name}' uses no gradient, so the backward rule '{ruled}' changes nothing")
     if own not in ("plain", ruled):
         raise PatchlightError(f"'{method.name}' has its own backward rule ({own}); '{ruled}' cannot replace it")
     return RULES[ruled]
+
+
+def _without_gradient(method: Method) -> bool:
+    return isinstance(method, OwnPasses) and method.every_class
 
 
 def _composed(method: Method, word: str) -> Composition:
@@ -184,7 +188,8 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
             return several
     if request.rule.name != "plain" and vit.can_rule is not None:
         return f"the backward rule '{request.rule.name}' does not hold for {vit.name}: {vit.can_rule}"
-    differentiates = needs & BACKWARD or (method.class_specific and not isinstance(method, Ablates))
+    forward = isinstance(method, Ablates) or _without_gradient(method)
+    differentiates = needs & BACKWARD or (method.class_specific and not forward)
     if differentiates and vit.gradient is not None:
         return f"no gradient flows through {vit.name}: {vit.gradient}"
     if needs & ATTENTION and vit.attention is not None:

@@ -6,6 +6,7 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -128,6 +129,29 @@ class Explainer(ABC, Generic[Network]):
 
 _SEEN: WeakKeyDictionary[Explainer[Any], WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
 """By explainer and model: where its weights were when they were last compared, and whether they fitted."""
+
+
+E = TypeVar("E", bound=Explainer[Any])
+
+
+def chosen(kind: type[E], given: Any, shipped: Path) -> E:
+    """An explainer as a setting gives it: itself, a folder, or None for the one that comes with `pocket`."""
+    if isinstance(given, kind):
+        return given
+    if given is None:
+        given = shipped
+    if not isinstance(given, str | Path):
+        told = f"give a {kind.__name__} or the folder it was saved in"
+        raise PatchlightError(f"explainer is a {type(given).__name__}; {told}")
+    folder = Path(given).resolve()
+    files = [folder / f"{kind.kind}.json", folder / f"{kind.weights}.safetensors"]
+    found = [file.stat() for file in files if file.is_file()]
+    return _loaded(kind, folder, tuple((f.st_mtime_ns, f.st_size, f.st_ino) for f in found))
+
+
+@cache
+def _loaded(kind: type[E], folder: Path, changed: tuple[tuple[int, ...], ...]) -> E:
+    return kind.read(folder)
 
 
 def described(vit: Anatomy) -> dict[str, Any]:

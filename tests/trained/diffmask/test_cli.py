@@ -53,7 +53,7 @@ def test_train_then_explain(folder: Path, tmp_path: Path) -> None:
         "explain", photo, "--method", "rawatt", "--explainer", tmp_path / "dm", "--out", tmp_path / "y.png"
     )
     assert code == 2
-    assert "--explainer is for method diffmask" in told
+    assert "--explainer is for methods diffmask" in told
 
 
 @pytest.mark.parametrize(

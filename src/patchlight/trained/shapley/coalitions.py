@@ -21,7 +21,7 @@ def draw_pairs(count: int, masks: int, players: int, kind: Coalitions, generator
     """
     if kind == "kernel":
         return draw_coalitions(count * masks, players, generator).unflatten(0, (count, masks))
-    size = draw_sizes(count * masks // 2, players, generator) - (kind == "code")
+    size = draw_sizes(count * masks // 2, players, generator) - int(kind == "code")
     drawn = torch.rand(len(size), players, generator=generator, device=generator.device)
     z = drawn < 1 - size[:, None] / players
     return torch.stack([z, ~z], 1).view(count, masks, players)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -118,9 +119,9 @@ class Surrogate(nn.Module):
         super().__init__()
         self.change = change
 
-    def forward(self, copy: Copy, images: Tensor, z: Tensor, chunk: int) -> Tensor:
+    def forward(self, model: Copy, images: Tensor, z: Tensor, chunk: int) -> Tensor:
         """Logits [B,m,C] for coalitions z [B,m,d]."""
-        return coalition_logits(copy.with_change(self.change), images, z, chunk)
+        return coalition_logits(model.with_change(self.change), images, z, chunk)
 
 
 class Block(nn.Module):
@@ -157,8 +158,8 @@ class Values(nn.Module):
             nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), last
         )
 
-    def forward(self, copy: Copy, images: Tensor) -> Tensor:
-        return self.read(copy.with_change(self.change), images)
+    def forward(self, model: Copy, images: Tensor) -> Tensor:
+        return self.read(model.with_change(self.change), images)
 
     def read(self, backbone: Anatomy, images: Tensor) -> Tensor:
         """The same from a backbone that is changed already."""
@@ -186,7 +187,7 @@ class Joined:
     def __init__(self, networks: Networks, vit: Anatomy) -> None:
         self.surrogate = Copy(vit).settled(networks.surrogate.change)
         self.backbone = Copy(vit).settled(networks.values.change)
-        self.values = networks.values.to(vit.device, vit.dtype)
+        self.values = copy.deepcopy(networks.values).to(vit.device, vit.dtype)
         self.empty = no_patches(self.surrogate)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -221,7 +222,9 @@ class ViTShapley(Explainer[Networks]):
         changes = [Change.read(part(f"{name}.change.")) for name in ("surrogate", "values")]
         hidden, width = weights["values.block.fc1.weight"].shape
         outcomes = len(weights["values.mlp.5.bias"])
-        networks = Networks(Surrogate(changes[0]), Values(changes[1], width, options["heads"], hidden, outcomes))
+        with torch.random.fork_rng(devices=[]):
+            values = Values(changes[1], width, options["heads"], hidden, outcomes)
+        networks = Networks(Surrogate(changes[0]), values)
         networks.load_state_dict(weights)
         return networks
 
@@ -231,7 +234,7 @@ class ViTShapley(Explainer[Networks]):
         now = stamp(vit.model)
         known = made.get(vit)
         if known is None or known[0] != now:
-            known = made[vit] = now, Joined(_cloned(self), vit)
+            known = made[vit] = now, Joined(self.network, vit)
         return known[1]
 
     def surrogate(self, vit: Anatomy) -> Anatomy:
@@ -245,11 +248,6 @@ class ViTShapley(Explainer[Networks]):
 
 
 _JOINED: WeakKeyDictionary[ViTShapley, WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
-
-
-def _cloned(explainer: ViTShapley) -> Networks:
-    weights = {name: value.clone() for name, value in explainer.network.state_dict().items()}
-    return explainer.build(weights, explainer.options()).requires_grad_(False).eval()
 
 
 def load(folder: str | Path, vit: Anatomy | None = None) -> ViTShapley:

@@ -1,0 +1,77 @@
+"""The method `vit-shapley`: the Shapley values that a trained network gives for all patches and classes at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import Unsupported
+from patchlight.evidence.precision import casting, rounding
+from patchlight.fingerprints import fingerprint
+from patchlight.methods.base import Ask, register_method
+from patchlight.registry import Settings
+from patchlight.trained.explainer import chosen
+from patchlight.trained.shapley.networks import ViTShapley, why_not
+from patchlight.zoo.pocket import HERE
+
+SHIPPED = HERE / "pocket-shapley"
+"""The explainer of the bundled model."""
+
+
+def explainer_of(given: Any) -> ViTShapley:
+    """An explainer as a setting gives it: itself, a folder, or None for the one that comes with `pocket`."""
+    return chosen(ViTShapley, given, SHIPPED)
+
+
+def _depends(settings: Settings) -> str:
+    explainer = explainer_of(settings["explainer"])
+    return f"{fingerprint(explainer.network)} {explainer.options()}"
+
+
+def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    reason = why_not(vit)
+    if reason is not None:
+        return reason
+    given = settings["explainer"]
+    if given is None and vit.name != "pocket":
+        return (
+            f"it needs a network trained for {vit.name}: make it with `patchlight shapley train` or pl.shapley.train, "
+            "and give it as explainer"
+        )
+    return explainer_of(given).mismatch(vit)
+
+
+@register_method(
+    "vit-shapley",
+    paper="Covert et al., ICLR 2023",
+    aliases=("vitshapley",),
+    every_class=True,
+    score="probability",
+    precision="tf32",
+    refuses=_refuses,
+    depends=_depends,
+    cost="2 forwards; trained once per model",
+)
+def vit_shapley(ask: Ask, explainer: Any = None) -> Tensor:
+    """Shapley values of the patches as a trained network gives them: sum phi = v(all) - v(none), exactly. Signed.
+
+    phi = tanh(MLP(block(x_L))) of a copy of the model that was trained for it, with the same number added to every
+    patch's so that the sum holds; v(S) is the probability that the surrogate (a copy that was trained to do without
+    patches, or the model itself) gives a class on the patches of S alone, so other scores are not to be had. All
+    classes come from one forward. `explainer` is a `pl.shapley.ViTShapley` or the folder of one; the bundled model
+    brings its own. [B,T,h,w]; two forwards.
+    """
+    if ask.score != "probability":
+        raise Unsupported(f"'vit-shapley' shares out probabilities, not {ask.score!r}; leave out score")
+    vit, precision = ask.vit, ask.precision
+    joined = explainer_of(explainer).joined(vit)
+    with torch.no_grad(), rounding(vit, precision), casting(vit, precision):
+        phi = joined(ask.images).movedim(1, 2)
+    rows = torch.arange(len(phi), device=phi.device)[:, None]
+    found = phi[rows, ask.targets.index.to(phi.device)]
+    if ask.targets.against is not None:
+        found = found - phi[rows, ask.targets.against.to(phi.device)]
+    return found.unflatten(-1, vit.grid)

@@ -1,0 +1,213 @@
+"""Training: it learns, survives a kill, leaves the model alone, and refuses bad input in one sentence."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import patchlight as pl
+from patchlight.errors import PatchlightError, Unsupported
+from patchlight.methods.shapley import constrained_values
+from patchlight.trained.shapley import Progress, Settings, SurrogateProgress, ViTShapley
+from tests.families import shared
+from tests.trained.toys import batches, pictures, toy
+
+QUICK: dict[str, Any] = {
+    **{"steps": 10, "surrogate_steps": 8, "batch_size": 4, "masks": 4, "rank": 2, "rate": 1e-2, "surrogate_rate": 1e-2},
+    **{"warmup": 2, "log_every": 3, "checkpoint_steps": 4},
+}
+
+
+def weights(sh: ViTShapley) -> dict[str, Tensor]:
+    return dict(sh.network.state_dict())
+
+
+def same(a: ViTShapley, b: ViTShapley) -> bool:
+    return all(torch.equal(weights(a)[key], value) for key, value in weights(b).items())
+
+
+def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None:
+    vit = toy()
+    before = {k: v.clone() for k, v in vit.model.state_dict().items()}
+    state = torch.get_rng_state()
+    first, second, other = (pl.shapley.train(vit, batches(), Settings(seed=seed, **QUICK)) for seed in (0, 0, 1))
+    assert same(first, second)
+    assert not same(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[k], v) for k, v in vit.model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in vit.model.parameters())
+    assert not any(module._forward_hooks for module in vit.model.modules())
+
+
+def test_both_stages_are_told() -> None:
+    told: list[Any] = []
+    sh = pl.shapley.train(toy(), batches(), Settings(**QUICK), told.append, held_out=batches(8))
+    kinds = [type(now) for now in told]
+    assert kinds == [SurrogateProgress] * 3 + [Progress] * 4
+    assert told[2].steps == 8
+    result = sh.about["result"]
+    assert (result["step"], result["surrogate"]["step"]) == (10, 8)
+    assert result["held_out"]["images"] == 8
+    assert "held_out" not in pl.shapley.train(toy(), batches(), Settings(**QUICK)).about["result"]
+
+
+@pytest.mark.parametrize("changes", [{"surrogate": "model"}, {"rank": None}, {"coalitions": "code", "ratio": 1.0}])
+def test_every_setting_trains(changes: dict[str, Any]) -> None:
+    vit = toy()
+    sh = pl.shapley.train(vit, batches(), Settings(**{**QUICK, "steps": 3, "surrogate_steps": 2, **changes}))
+    assert all(bool(torch.isfinite(value).all()) for value in weights(sh).values())
+    if "surrogate" in changes:
+        assert not any(name.startswith("surrogate") for name in weights(sh))
+        assert torch.equal(sh.surrogate(vit).logits(pictures(2)), vit.logits(pictures(2)))
+
+
+def test_the_surrogate_learns_to_do_without_patches() -> None:
+    told: list[Any] = []
+    settings = Settings(**{**QUICK, "surrogate_steps": 90, "steps": 1, "log_every": 30, "batch_size": 8, "rank": None})
+    pl.shapley.train(toy(), batches(size=8), settings, told.append)
+    last = [now for now in told if isinstance(now, SurrogateProgress)][-1]
+    assert last.loss < 0.8 * last.untrained
+
+
+def test_it_comes_near_the_shapley_values() -> None:
+    """Of a small model on a handful of images, against all coalitions of its six patches."""
+    torch.manual_seed(0)
+    from timm.models.vision_transformer import VisionTransformer
+
+    from tests.families import randomise
+
+    model = VisionTransformer(img_size=(8, 12), patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=3)
+    vit = pl.wrap(randomise(model, 0), name="six", preprocess=pl.Preprocess((8, 12)))
+    x = 2 * torch.randn(8, 3, 8, 12, generator=torch.Generator().manual_seed(1))
+    settings = Settings(steps=150, surrogate="model", batch_size=8, masks=8, rank=None, rate=5e-3, warmup=10)
+    sh = pl.shapley.train(vit, [x], settings)
+    phi = pl.explain(vit, x, "vit-shapley", explainer=sh, target=[[0, 1, 2]] * 8).scores.flatten(2).double()
+    every = torch.tensor([[bool(n >> i & 1) for i in range(6)] for n in range(64)])
+    with torch.no_grad():
+        worth = torch.stack([_worth(vit, x, z) for z in every])
+    size = every.sum(1)
+    some = (size > 0) & (size < 6)
+    binomials = torch.tensor([1.0, 6.0, 15.0, 20.0, 15.0, 6.0, 1.0])
+    kernel = 1 / (binomials[size] * size * (6 - size)).double()
+    gain = (worth - worth[0]).double()
+    exact = constrained_values(every[some], gain[some].flatten(1), gain[-1].flatten(), kernel[some])
+    exact = exact.T.view(8, 3, 6)
+    error, spread = (phi - exact).square().mean().sqrt(), (exact - exact.mean(2, keepdim=True)).square().mean().sqrt()
+    assert float(error) < 0.35 * float(spread)
+
+
+def _worth(vit: Any, x: Tensor, z: Tensor) -> Tensor:
+    keep = z.nonzero().T.expand(len(x), -1)
+    return vit.probabilities(vit.readout(vit.run(vit.embed(x), keep=keep)))  # type: ignore[no-any-return]
+
+
+SCRIPT = """
+import sys, time
+import torch
+torch.set_num_threads(1)
+import patchlight as pl
+from patchlight.trained.shapley import Settings
+from tests.trained.shapley.test_train import QUICK
+from tests.trained.toys import batches, toy
+settings = Settings(**{**QUICK, "log_every": 1})
+pl.shapley.train(toy(), batches(), settings, lambda now: time.sleep(0.1), sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("stage", ["surrogate", "."])
+def test_killed_and_resumed_it_ends_with_the_same_weights(stage: str, tmp_path: Path) -> None:
+    vit = toy()
+    whole = pl.shapley.train(vit, batches(), Settings(**QUICK), out=tmp_path / "whole")
+    folder = tmp_path / "killed"
+    root = Path(__file__).resolve().parents[3]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder)], cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    checkpoint = folder / stage / "checkpoint.safetensors"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.15)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert checkpoint.exists()
+    assert not (folder / "values.safetensors").exists()
+    resumed = pl.shapley.train(vit, batches(), Settings(**QUICK), out=folder)
+    assert same(whole, resumed)
+    assert same(whole, pl.shapley.load(folder, vit))
+    again = pl.shapley.train(vit, batches(), Settings(**QUICK), out=folder)
+    assert same(whole, again)
+    assert again.about == resumed.about
+
+
+def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    vit = toy()
+    whole = pl.shapley.train(vit, batches(), Settings(**QUICK), out=tmp_path / "whole")
+    folder = tmp_path / "stopped"
+    for kind in (SurrogateProgress, Progress):
+
+        def stop(now: Any, kind: type = kind) -> None:
+            if isinstance(now, kind) and now.step == 6:
+                raise Stop
+
+        with pytest.raises(Stop):
+            pl.shapley.train(vit, batches(), Settings(**QUICK), stop, folder)
+        place = folder if kind is Progress else folder / "surrogate"
+        with safe_open(place / "checkpoint.safetensors", "pt") as file:
+            assert '"step": 4' in file.metadata()["about"]
+    assert same(whole, pl.shapley.train(vit, batches(), Settings(**QUICK), out=folder))
+    for place in (".", "surrogate"):
+        ours, theirs = (
+            [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader((p / "metrics.csv").open())]
+            for p in (tmp_path / "whole" / place, folder / place)
+        )
+        assert ours == theirs
+
+
+def test_a_run_with_other_settings_is_not_taken_up(tmp_path: Path) -> None:
+    vit = toy()
+    pl.shapley.train(vit, batches(), Settings(**QUICK), out=tmp_path)
+    with pytest.raises(PatchlightError, match="another steps"):
+        pl.shapley.train(vit, batches(), Settings(**{**QUICK, "steps": 12}), out=tmp_path)
+    with pytest.raises(PatchlightError, match="another rate"):
+        pl.shapley.train(vit, batches(), Settings(**{**QUICK, "rate": 1e-3}), out=tmp_path)
+    first = pl.shapley.train(vit, batches(), Settings(**{**QUICK, "rate": 1e-3}), out=tmp_path, resume=False)
+    assert same(first, pl.shapley.load(tmp_path))
+
+
+def test_bad_data_settings_and_models_are_refused() -> None:
+    with pytest.raises(PatchlightError, match="no images to train on"):
+        pl.shapley.train(toy(), [], Settings())
+    with pytest.raises(PatchlightError, match="no images to check on"):
+        pl.shapley.train(toy(), batches(), Settings(), held_out=[])
+    with pytest.raises(PatchlightError, match="no setting 'rat'; did you mean"):
+        Settings.preset(rat=1)
+    with pytest.raises(PatchlightError, match="masks=3"):
+        Settings.preset(masks=3)
+    with pytest.raises(PatchlightError, match="no ViT-Shapley preset is called 'papr'"):
+        Settings.preset("papr")
+    with pytest.raises(Unsupported, match="no plain grid"):
+        pl.shapley.train(shared("swin"), [], Settings())
+    with pytest.raises(Unsupported, match="reads its patches"):
+        pl.shapley.train(shared("reg4-gap"), [], Settings())
+
+
+def test_the_papers_settings() -> None:
+    paper = Settings.preset("paper")
+    assert (paper.rank, paper.ratio, paper.rate, paper.surrogate_rate, paper.masks) == (None, 4.0, 1e-4, 1e-5, 32)
+    assert (paper.batch_size, paper.epochs, paper.surrogate_epochs, paper.coalitions) == (32, 100, 50, "kernel")
+    assert Settings.preset("code").coalitions == "code"
