@@ -2,6 +2,7 @@
 
 `train_pocket` makes `zoo/pocket.safetensors`, `.json` and `-curve.csv`, and `evaluate_pocket` measures them again;
 `figures` (`make figures`) draws pictures of README and docs; `listed` writes the tables that `patchlight methods` and
-`patchlight metrics` read. Gates in `zoo/pocket-diffmask` are a recipe's:
-`patchlight diffmask train --recipe recipes/diffmask-cifar10.toml`.
+`patchlight metrics` read. Explainers in `zoo/pocket-diffmask` and `zoo/pocket-shapley` are recipes':
+`patchlight diffmask train --recipe recipes/diffmask-cifar10.toml` and `patchlight shapley train --recipe
+recipes/shapley-cifar10.toml`.
 """

@@ -62,7 +62,10 @@ def test_both_stages_are_told() -> None:
     assert "held_out" not in pl.shapley.train(toy(), batches(), Settings(**QUICK)).about["result"]
 
 
-@pytest.mark.parametrize("changes", [{"surrogate": "model"}, {"rank": None}, {"coalitions": "code", "ratio": 1.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"surrogate": "model"}, {"rank": None, "precision": "bf16"}, {"coalitions": "code", "ratio": 1.0}],
+)
 def test_every_setting_trains(changes: dict[str, Any]) -> None:
     vit = toy()
     sh = pl.shapley.train(vit, batches(), Settings(**{**QUICK, "steps": 3, "surrogate_steps": 2, **changes}))
@@ -125,7 +128,7 @@ pl.shapley.train(toy(), batches(), settings, lambda now: time.sleep(0.1), sys.ar
 """
 
 
-@pytest.mark.parametrize("stage", ["surrogate", "."])
+@pytest.mark.parametrize("stage", [pytest.param("surrogate", marks=pytest.mark.slow), "."])
 def test_killed_and_resumed_it_ends_with_the_same_weights(stage: str, tmp_path: Path) -> None:
     vit = toy()
     whole = pl.shapley.train(vit, batches(), Settings(**QUICK), out=tmp_path / "whole")

@@ -186,7 +186,7 @@ class ValueLearner(loop.Learner[Progress]):
             self.network = Values(change, vit.width, vit.heads, hidden, vit.outcomes).to(vit.device)
         self.joined = devices.joined(self.network)
         self.optimiser = Annealed(self.network, s.rate, s.weight_decay, s.warmup, steps)
-        with self.vit.steady():
+        with self.vit.steady(), casting(self.vit, s.precision):
             self.empty = no_patches(self.vit).float()
 
     def step(self, batch: Any, index: int) -> Tensor:
