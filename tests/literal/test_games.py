@@ -18,13 +18,13 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
 from patchlight.errors import DegenerateMap
 from patchlight.evidence.ablation import Ablation
+from patchlight.evidence.coalitions import Unseen, draw_coalitions
 from patchlight.evidence.rules import RULES
 from patchlight.methods import shapley
 from patchlight.methods.atman import Suppress, Suppressed, suppression
 from patchlight.methods.base import Ask
 from patchlight.methods.hsic import draw_masks, hsic_of
 from patchlight.methods.requests import resolve
-from patchlight.evidence.coalitions import Unseen, draw_coalitions
 from patchlight.methods.shapley import constrained_values, score_coalitions
 from patchlight.targets import Targets
 from tests.close import near, within

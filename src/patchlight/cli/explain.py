@@ -104,7 +104,9 @@ def explain(
     out: Annotated[str | None, typer.Option(help="A file for one figure, or a folder for one per image.")] = None,
     settings: Settings = None,
     plugin: Plugin = None,
-    explainer: Annotated[Path | None, typer.Option(help="Folder of a trained explainer, for methods diffmask and vit-shapley.")] = None,
+    explainer: Annotated[
+        Path | None, typer.Option(help="Folder of a trained explainer: diffmask, vit-shapley.")
+    ] = None,
     save: Annotated[str | None, typer.Option(help="Folder for the raw scores, one attribution per method.")] = None,
     score: Annotated[
         str | None,

@@ -77,9 +77,7 @@ def train(
             from patchlight.trained.shapley import train as train_values
             from patchlight.trained.shapley.recipe import ShapleyRecipe
 
-            asked = recipe_of(
-                ShapleyRecipe, recipe, data, held_out, model, weights, labels, said, {"preset": preset}
-            )
+            asked = recipe_of(ShapleyRecipe, recipe, data, held_out, model, weights, labels, said, {"preset": preset})
             chosen = asked.training(**read_settings(["train"], settings or [])["train"])
             with telling_warnings():
                 vit = asked.model.load(device)

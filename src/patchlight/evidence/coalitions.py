@@ -96,6 +96,10 @@ def draw_coalitions(n: int, players: int, generator: torch.Generator) -> Tensor:
     """
     pairs = -(-n // 2)
     drawn = draw_sizes(pairs, players, generator)
-    place = torch.rand(pairs, players, generator=generator, dtype=torch.float64, device=generator.device).argsort(1).argsort(1)
+    place = (
+        torch.rand(pairs, players, generator=generator, dtype=torch.float64, device=generator.device)
+        .argsort(1)
+        .argsort(1)
+    )
     z = place < drawn[:, None]
     return torch.stack([z, ~z], 1).flatten(0, 1)[:n]

@@ -71,8 +71,8 @@ def run(
 ) -> dict[str, Any]:
     """Take all steps, from the checkpoint in `out` on where there is one; returns the last report, by name.
 
-    `progress` is as in `explain`, of steps, called `words` where it is shown. `out` gets `checkpoint.safetensors` and `metrics.csv`, and TensorBoard's
-    files where they are wanted.
+    `progress` is as in `explain`, of steps, called `words` where it is shown. `out` gets `checkpoint.safetensors` and
+    `metrics.csv`, and TensorBoard's files where they are wanted.
     """
     loop = _Loop(learner, loader, settings, devices, callback, out)
     if out is not None:
