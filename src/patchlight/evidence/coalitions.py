@@ -79,7 +79,8 @@ def coalition_logits(vit: Anatomy, images: Tensor, z: Tensor, chunk: int) -> Ten
             for index in range(vit.depth):
                 tokens = vit.block(index, tokens, keep)
             found.append(vit.readout(tokens))
-    return torch.cat(found)[order.argsort()].unflatten(0, z.shape[:2])
+    logits: Tensor = torch.cat(found)[order.argsort()].unflatten(0, z.shape[:2])
+    return logits
 
 
 def draw_sizes(n: int, players: int, generator: torch.Generator) -> Tensor:

@@ -74,4 +74,4 @@ def vit_shapley(ask: Ask, explainer: Any = None) -> Tensor:
     found = phi[rows, ask.targets.index.to(phi.device)]
     if ask.targets.against is not None:
         found = found - phi[rows, ask.targets.against.to(phi.device)]
-    return found.unflatten(-1, vit.grid)
+    return found.reshape(*found.shape[:2], *vit.grid)

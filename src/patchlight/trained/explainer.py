@@ -146,7 +146,8 @@ def chosen(kind: type[E], given: Any, shipped: Path) -> E:
     folder = Path(given).resolve()
     files = [folder / f"{kind.kind}.json", folder / f"{kind.weights}.safetensors"]
     found = [file.stat() for file in files if file.is_file()]
-    return _loaded(kind, folder, tuple((f.st_mtime_ns, f.st_size, f.st_ino) for f in found))
+    explainer: E = _loaded(kind, folder, tuple((f.st_mtime_ns, f.st_size, f.st_ino) for f in found))
+    return explainer
 
 
 @cache

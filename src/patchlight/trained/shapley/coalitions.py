@@ -20,7 +20,7 @@ def draw_pairs(count: int, masks: int, players: int, kind: Coalitions, generator
     and the full coalition occur. `code`: the same with k - 1 in the place of k.
     """
     if kind == "kernel":
-        return draw_coalitions(count * masks, players, generator).unflatten(0, (count, masks))
+        return draw_coalitions(count * masks, players, generator).view(count, masks, players)
     size = draw_sizes(count * masks // 2, players, generator) - int(kind == "code")
     drawn = torch.rand(len(size), players, generator=generator, device=generator.device)
     z = drawn < 1 - size[:, None] / players
