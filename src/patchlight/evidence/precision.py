@@ -45,9 +45,15 @@ def lowered(vit: Anatomy, precision: PassPrecision, products: bool = False) -> A
     return vit.view(HALF[precision], products, only=(nn.Linear, nn.Conv2d))
 
 
-def casting(vit: Anatomy, precision: PassPrecision) -> contextlib.AbstractContextManager[Any]:
-    """Around every forward of a lowered model."""
-    return torch.autocast(vit.device.type, HALF[precision]) if precision in HALF else contextlib.nullcontext()
+def casting(vit: Anatomy, precision: PassPrecision, trains: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Around every forward of a lowered model.
+
+    `trains`: weights that are trained are among those cast. Autocast would keep what it made of them at the first step
+    as long as any autocast lasts, `Anatomy.steady` too, and all later steps would compute with that.
+    """
+    if precision not in HALF:
+        return contextlib.nullcontext()
+    return torch.autocast(vit.device.type, HALF[precision], cache_enabled=not trains)
 
 
 def rounding(vit: Anatomy, precision: PassPrecision) -> contextlib.AbstractContextManager[Any]:

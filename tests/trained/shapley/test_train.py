@@ -75,6 +75,20 @@ def test_every_setting_trains(changes: dict[str, Any]) -> None:
         assert torch.equal(sh.surrogate(vit).logits(pictures(2)), vit.logits(pictures(2)))
 
 
+def test_in_half_precision_every_step_computes_with_the_weights_of_the_last() -> None:
+    """Autocast keeps what it made of a weight, unless it is told not to."""
+    told: dict[str, list[Any]] = {"full": [], "bf16": []}
+    for precision, found in told.items():
+        settings = Settings(**{**QUICK, "precision": precision, "log_every": 8, "steps": 24, "surrogate_steps": 24})
+        pl.shapley.train(toy(), batches(), settings, found.append)
+    for one, other in zip(told["full"], told["bf16"], strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=0.03)
+    moved = [abs(now.loss - (now.even if isinstance(now, Progress) else now.untrained)) for now in told["full"]]
+    lost = [abs(one.loss - other.loss) for one, other in zip(told["full"], told["bf16"], strict=True)]
+    assert lost[2] < 0.2 * moved[2]
+    assert lost[5] < 0.2 * moved[5]
+
+
 def test_the_surrogate_learns_to_do_without_patches() -> None:
     told: list[Any] = []
     settings = Settings(**{**QUICK, "surrogate_steps": 90, "steps": 1, "log_every": 30, "batch_size": 8, "rank": None})

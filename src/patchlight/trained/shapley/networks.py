@@ -46,9 +46,14 @@ class Change(nn.Module):
             right[name] = torch.randn(rank, columns, generator=generator) / math.sqrt(columns)
         return cls(whole, left, right)
 
+    @property
+    def device(self) -> str:
+        return next((p.device.type for p in self.parameters()), "cpu")
+
     def added(self) -> dict[str, Tensor]:
         """By the weight's name, what is added to it."""
-        low = {name: self.left[name] @ self.right[name] for name in self.left}
+        with torch.autocast(self.device, enabled=False):  # in full, as it will be in the end
+            low = {name: self.left[name] @ self.right[name] for name in self.left}
         return {name.replace("/", "."): value for name, value in [*self.whole.items(), *low.items()]}
 
     @staticmethod

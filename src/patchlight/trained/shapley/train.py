@@ -140,7 +140,7 @@ class SurrogateLearner(loop.Learner[SurrogateProgress]):
         vit, s = self.vit, self.settings
         images = vit.place(images_and_labels(batch)[0])
         z = draw_uniform(len(images), _players(vit), _generator(vit, s, index, self.devices.rank))
-        with casting(vit, s.precision):
+        with casting(vit, s.precision, trains=True):
             with torch.no_grad():
                 clean = read_logits(vit, images).float()
                 before = coalition_logits(vit, images, z, len(images))[:, 0].float()
@@ -201,7 +201,7 @@ class ValueLearner(loop.Learner[Progress]):
         images = vit.place(images_and_labels(batch)[0])
         generator = _generator(vit, s, index, self.devices.rank)
         z = draw_pairs(len(images), s.masks, _players(vit), s.coalitions, generator)
-        with casting(vit, s.precision):
+        with casting(vit, s.precision, trains=True):
             with torch.no_grad():
                 total = self._worth(read_logits(vit, images)) - self.empty
                 worth = self._worth(coalition_logits(vit, images, z, free_chunk(vit))) - self.empty
