@@ -53,16 +53,16 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     precision="tf32",
     refuses=_refuses,
     depends=_depends,
-    cost="2 forwards; trained once per model",
+    cost="1 or 2 forwards; trained once per model",
 )
 def vit_shapley(ask: Ask, explainer: Any = None) -> Tensor:
     """Shapley values of the patches as a trained network gives them: sum phi = v(all) - v(none), exactly. Signed.
 
-    phi = tanh(MLP(block(x_L))) of a copy of the model that was trained for it, with the same number added to every
+    phi = tanh(MLP(block(x_L))), of the model or of a copy that was trained for it, with the same number added to every
     patch's so that the sum holds; v(S) is the probability that the surrogate (a copy that was trained to do without
     patches, or the model itself) gives a class on the patches of S alone, so other scores are not to be had. All
-    classes come from one forward. `explainer` is a `pl.shapley.ViTShapley` or the folder of one; the bundled model
-    brings its own. [B,T,h,w]; two forwards.
+    classes come from one pass. `explainer` is a `pl.shapley.ViTShapley` or the folder of one; the bundled model brings
+    its own. [B,T,h,w]; two forwards, or one where surrogate and backbone are the model itself.
     """
     if ask.score != "probability":
         raise Unsupported(f"'vit-shapley' shares out probabilities, not {ask.score!r}; leave out score")

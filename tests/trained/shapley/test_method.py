@@ -36,6 +36,12 @@ def test_all_classes_come_from_one_pass() -> None:
     x = pictures(4)
     one = pl.explain(vit, x, "vit-shapley", explainer=sh, target=2).scores
     calls.clear()
+    alone = untrained(vit, surrogate=False, backbone=False)
+    pl.explain(vit, x, "vit-shapley", explainer=alone, target=[[0, 1]] * 4)
+    calls.clear()
+    pl.explain(vit, x, "vit-shapley", explainer=alone, target=[[0, 1]] * 4)
+    assert len(calls) == 1, "where nothing but the last layers was trained"
+    calls.clear()
     every = pl.explain(vit, x, "vit-shapley", explainer=sh, target=[[0, 1, 2, 3, 4]] * 4).scores
     assert len(calls) == 2, "the surrogate's whole image, and the explainer's"
     handle.remove()

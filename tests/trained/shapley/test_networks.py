@@ -37,7 +37,9 @@ def drawn(change: Change, seed: int = 0, size: float = 0.2) -> Change:
     return change
 
 
-def untrained(vit: Anatomy, rank: int | None = 2, surrogate: bool = True, seed: int = 0) -> ViTShapley:
+def untrained(
+    vit: Anatomy, rank: int | None = 2, surrogate: bool = True, seed: int = 0, backbone: bool = True
+) -> ViTShapley:
     """An explainer for a model with random numbers in all its parts."""
     copy = Copy(vit.wide())
     x = images(vit, 1).to(copy.vit.dtype)
@@ -45,8 +47,9 @@ def untrained(vit: Anatomy, rank: int | None = 2, surrogate: bool = True, seed: 
         drawn(Change.new(copy.reached(x, read), copy.lowered(), rank, seed), seed + i, 0.05)
         for i, read in enumerate((read_logits, read_tokens))
     ]
-    if not surrogate:
-        changes[0] = Change({}, {}, {})
+    changes = [
+        change if kept else Change({}, {}, {}) for change, kept in zip(changes, (surrogate, backbone), strict=True)
+    ]
     torch.manual_seed(seed)
     values = Values(changes[1], vit.width, vit.heads, 24, vit.outcomes)
     with torch.no_grad():
@@ -98,9 +101,10 @@ def test_gradients_reach_every_part_of_a_change_that_is_used() -> None:
     assert all(p.grad is None for p in vit.model.parameters())
 
 
-def test_the_values_share_out_the_whole_exactly() -> None:
+@pytest.mark.parametrize(("surrogate", "backbone"), [(True, True), (False, True), (True, False), (False, False)])
+def test_the_values_share_out_the_whole_exactly(surrogate: bool, backbone: bool) -> None:
     vit = toy().copied(torch.float64)
-    joined = untrained(vit).joined(vit)
+    joined = untrained(vit, surrogate=surrogate, backbone=backbone).joined(vit)
     x = pictures(3).double()
     with torch.no_grad():
         phi = joined(x)

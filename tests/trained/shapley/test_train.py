@@ -64,7 +64,11 @@ def test_both_stages_are_told() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"surrogate": "model"}, {"rank": None, "precision": "bf16"}, {"coalitions": "code", "ratio": 1.0}],
+    [
+        {"surrogate": "model", "backbone": "frozen"},
+        {"rank": None, "precision": "bf16"},
+        {"coalitions": "code", "ratio": 1.0},
+    ],
 )
 def test_every_setting_trains(changes: dict[str, Any]) -> None:
     vit = toy()
@@ -73,6 +77,8 @@ def test_every_setting_trains(changes: dict[str, Any]) -> None:
     if "surrogate" in changes:
         assert not any(name.startswith("surrogate") for name in weights(sh))
         assert torch.equal(sh.surrogate(vit).logits(pictures(2)), vit.logits(pictures(2)))
+        assert not any("change" in name for name in weights(sh))
+        assert sh.joined(vit).surrogate is sh.joined(vit).backbone
 
 
 def test_in_half_precision_every_step_computes_with_the_weights_of_the_last() -> None:

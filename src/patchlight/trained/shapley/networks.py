@@ -50,6 +50,11 @@ class Change(nn.Module):
     def device(self) -> str:
         return next((p.device.type for p in self.parameters()), "cpu")
 
+    @property
+    def empty(self) -> bool:
+        """Whether it changes nothing: the model itself."""
+        return not self.whole and not self.left
+
     def added(self) -> dict[str, Tensor]:
         """By the weight's name, what is added to it."""
         with torch.autocast(self.device, enabled=False):  # in full, as it will be in the end
@@ -164,12 +169,13 @@ class Values(nn.Module):
         )
 
     def forward(self, model: Copy, images: Tensor) -> Tensor:
-        return self.read(model.with_change(self.change), images)
+        backbone = model.with_change(self.change)
+        return self.read(read_tokens(backbone, images), backbone.prefix)
 
-    def read(self, backbone: Anatomy, images: Tensor) -> Tensor:
-        """The same from a backbone that is changed already."""
-        x = self.block(self.norm(read_tokens(backbone, images)))
-        phi: Tensor = self.mlp(x[:, backbone.prefix :]).tanh()
+    def read(self, tokens: Tensor, prefix: int) -> Tensor:
+        """The same from the backbone's last tokens, of which so many are prefix tokens."""
+        x = self.block(self.norm(tokens))
+        phi: Tensor = self.mlp(x[:, prefix:]).tanh()
         return phi
 
 
@@ -190,15 +196,20 @@ class Joined:
     """An explainer and the model it explains: the surrogate, the changed backbone, and v(empty) [C]."""
 
     def __init__(self, networks: Networks, vit: Anatomy) -> None:
-        self.surrogate = Copy(vit).settled(networks.surrogate.change)
-        self.backbone = Copy(vit).settled(networks.values.change)
+        changes = networks.surrogate.change, networks.values.change
+        self.surrogate = self.backbone = Copy(vit).settled(changes[0])
+        if not (changes[0].empty and changes[1].empty):
+            self.backbone = Copy(vit).settled(changes[1])
         self.values = copy.deepcopy(networks.values).to(vit.device, vit.dtype)
         self.empty = no_patches(self.surrogate)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """phi [B,d,C]. Two forwards."""
-        total = self.surrogate.probabilities(read_logits(self.surrogate, images).to(self.empty)) - self.empty
-        return normalised(self.values.read(self.backbone, images).to(self.empty), total)
+        """phi [B,d,C]. Two forwards; one where surrogate and backbone are the model itself."""
+        tokens = read_tokens(self.backbone, images)
+        same = self.surrogate is self.backbone
+        logits = self.backbone.readout(tokens) if same else read_logits(self.surrogate, images)
+        total = self.surrogate.probabilities(logits.to(self.empty)) - self.empty
+        return normalised(self.values.read(tokens, self.backbone.prefix).to(self.empty), total)
 
 
 @torch.no_grad()

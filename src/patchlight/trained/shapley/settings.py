@@ -24,6 +24,9 @@ class Settings(Training):
     surrogate_steps: Count | None = None
     """Batches for the surrogate in all; by default `surrogate_epochs` over the data."""
     surrogate_epochs: Positive = 1.0
+    backbone: Literal["trained", "frozen"] = "trained"
+    """What the explainer's last layers read: a copy of the model that is trained with them, or the model itself, which
+    makes a smaller explainer that is sooner trained."""
     rank: Count | None = 16
     """Of what is added to every matrix of the blocks, in the surrogate and in the explainer; None adds a whole one."""
     ratio: Positive = 2.0

@@ -177,7 +177,7 @@ class ValueLearner(loop.Learner[Progress]):
         with torch.no_grad():
             self.vit = lowered(Copy(vit).settled(surrogate.change), s.precision)
         self.copy = Copy(vit)
-        weights = self.copy.reached(_blank(vit), read_tokens)
+        weights = self.copy.reached(_blank(vit), read_tokens) if s.backbone == "trained" else {}
         change = Change.new(weights, self.copy.lowered(), s.rank, s.seed)
         change.load_state_dict({**change.state_dict(), **_same(surrogate.change, change)})
         hidden = max(1, round(s.ratio * vit.width))
