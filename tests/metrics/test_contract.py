@@ -179,7 +179,7 @@ CHANCE: dict[str, Callable[[Scene], Tensor]] = {
     "gt-known-loc": whole_image_hits,
     "top1-loc": lambda s: whole_image_hits(s) * known(s),
     "sparseness": lambda s: torch.full((COUNT,), 1 / 3).double(),
-    **dict.fromkeys(("ins-del", "srg", "saco", "road"), lambda s: torch.zeros(COUNT).double()),
+    **dict.fromkeys(("ins-del", "srg", "saco"), lambda s: torch.zeros(COUNT).double()),
     "max-sensitivity": lambda s: torch.zeros(COUNT).double(),
     "randomisation": lambda s: torch.ones(COUNT).double(),
     "random-floor": lambda s: torch.zeros(COUNT).double(),

@@ -172,7 +172,7 @@ def _half_span(settings: Mapping[str, Any]) -> tuple[float, float]:
         "authors": {"shares": (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9), "quantity": "accuracy", "target_class": "label"},
         "grad-cam": {"shares": _TENTHS, "quantity": "logit"},
     },
-    quick={"shares": (0.25, 0.75)},
+    quick={"shares": (0.5,)},
 )
 def road(
     ask: Measure,
