@@ -1,4 +1,4 @@
-"""Slow versions of what the evidence is made of: the backward rules as their papers write them, Lloyd's k-means, imputation.
+"""Slow versions of what the evidence is made of: the backward rules as their papers write them, k-means, imputation.
 
 The function of an operation takes a rule, the inputs and the gradient g of the output, and returns the gradients of
 the inputs. The plain gradient and LibraGrad are written as derivatives, of the operation and of its form with const[.].

@@ -1,4 +1,4 @@
-"""Perturbation, ROAD, AUC, AOPC, LOdds and token removal: literal loops, closed forms, presets, directions and bounds."""
+"""Perturbation, ROAD, AUC, AOPC, LOdds and token removal: literal loops, closed forms, peers, presets, bounds."""
 
 from __future__ import annotations
 
