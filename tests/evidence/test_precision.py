@@ -204,7 +204,7 @@ def test_a_batch_is_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch)
     vit = shared("vit", torch.float64)
     batch, sizes = images(vit, 7), []
     expected = pl.explain(vit, batch, ["genatt", "rollout"], target=list(range(7)))
-    real = engine.compute
+    real = engine.estimate
 
     def compute(vit: pl.Anatomy, some: torch.Tensor, *rest: Any) -> Any:
         sizes.append(len(some))
