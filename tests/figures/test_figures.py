@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import patchlight as pl
 from patchlight.figures import FIGURES, draw
@@ -22,8 +23,6 @@ def vit() -> pl.Anatomy:
 
 def given(name: str, vit: pl.Anatomy) -> dict[str, Any]:
     """What a figure needs, made up."""
-    import torch
-
     boxes = [torch.tensor([[4.0, 4.0, 20.0, 20.0]])] * len(PHOTOS)
     masks = torch.zeros(len(PHOTOS), *vit.preprocess.size, dtype=torch.int8)
     masks[:, 8:20, 8:20] = 1

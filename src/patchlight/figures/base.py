@@ -65,7 +65,7 @@ Methods = Annotated[dict[str, Any] | list[str], BeforeValidator(_named)]
 class Drawing:
     """What a figure is given: a model and images with what is known of them.
 
-    `images` [B,C,H,W] are prepared and lie where the model does; `pictures` are the same as a person sees them. `labels`
+    `images` [B,C,H,W] are prepared and lie where the model does; `pictures` are what a person sees of them. `labels`
     [B] are the true classes, -1 where one is not known; `boxes` one [n,4] per image and `masks` [B,H,W] on the model's
     input; None where nobody gave any. `asked` is the class the user wants explained, `other` a second model,
     `explainer` the folder of a trained explainer. `notes` are said below the figure.

@@ -28,7 +28,7 @@ def starts(drawing: Drawing, shown: Count = 1, starts: list[int] | None = None) 
     """
     depth = drawing.vit.depth
     blocks = [block_index(start, depth) for start in (range(depth) if starts is None else starts)]
-    maps = drawing.explain({f"from block {l}": {"method": "decompx", "start": l} for l in blocks})
+    maps = drawing.explain({f"from block {start}": {"method": "decompx", "start": start} for start in blocks})
     rows = []
     for i, picture in enumerate(drawing.pictures):
         cells = [Cell(picture, drawing.name_of(int(drawing.classes[i])))]
