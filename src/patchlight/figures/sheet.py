@@ -209,6 +209,13 @@ def line(axes: Axes, x: Sequence[float] | Tensor, values: Tensor, label: str, in
         )
 
 
+def in_bands(cells: Sequence[Cell], most: int) -> list[Row]:
+    """Cells in rows of at most so many, all about as long."""
+    count = -(-len(cells) // most)
+    each = -(-len(cells) // count)
+    return [Row(cells[begin : begin + each]) for begin in range(0, len(cells), each)]
+
+
 def dots(
     axes: Axes, found: Sequence[tuple[float, float, float]], labels: Sequence[str], colours: Sequence[str]
 ) -> None:
