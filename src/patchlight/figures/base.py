@@ -167,8 +167,15 @@ class Drawing:
         return explain(self.vit, self.images, self.working(methods), wanted, **given)
 
     def evaluate(self, maps: Any, metrics: Any, **options: Any) -> Evaluations:
-        """What metrics say of maps, or of methods that make them, on all images."""
-        known = {"labels": self.labels, "boxes": self.boxes, "masks": self.masks}
+        """What metrics say of maps, or of methods that make them, on all images.
+
+        Where the true classes are not known, those explained count as true, and the note says so.
+        """
+        labels = self.labels
+        if labels is None or bool((labels < 0).any()):
+            labels = self.classes
+            self.say("true classes are not known, so the classes explained count as true")
+        known = {"labels": labels, "boxes": self.boxes, "masks": self.masks}
         given: dict[str, Any] = {
             "target": self.target,
             "seed": self.seed,

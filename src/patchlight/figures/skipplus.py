@@ -81,7 +81,7 @@ GENATT = {
 FULLGRAD = {
     "Random": "random",
     "FullGrad": "fullgrad",
-    "FullGrad+": "fullgrad-plus",
+    "FullGrad+ (PLUS)": "fullgrad-plus",
     "FullGrad+∘SkipPLUS": "fullgrad-plus.skipplus",
 }
 IXG = {
@@ -161,7 +161,7 @@ def first(drawing: Drawing, shown: Count = 1, methods: Methods = FIRST) -> Figur
     "skipplus-2",
     paper=f"{PAPER}, Figure 2",
     shows="DecompX started at each block: noisy from the first blocks, cleaner from later ones",
-    stand_in="not said",
+    stand_in="a model and an image that it does not name",
     quick={"shown": 1, "starts": [0, 3, 6]},
 )
 def starts(drawing: Drawing, shown: Count = 1, starts: list[int] | None = None) -> Figure:
@@ -283,6 +283,7 @@ def cutoffs(drawing: Drawing, methods: Methods = SWEPT, points: Count = 9, start
     PLUS begins at block 0, SkipPLUS at the middle, which are marked. The recipe skipplus-figure-7 measures the same
     into a table. Of a second model, all is drawn in a row below.
     """
+    drawing.say("bands are 95 % intervals over images; grey lines are at PLUS (block 0) and SkipPLUS (the middle)")
     models = drawing.models
     found = []
     for own in models:
@@ -402,7 +403,7 @@ def _metrics(drawing: Drawing, points: int) -> dict[str, dict[str, Any]]:
 
 def _charts(drawing: Drawing, methods: Mapping[str, Any] | Sequence[str], points: int, chart: Chart) -> Figure:
     """Every method on every axis, for each model."""
-    drawing.say("higher is better on every axis" + ("" if chart == "radar" else "; bars are 95 % intervals"))
+    drawing.say("all in per cent, higher is better" + ("" if chart == "radar" else "; bars are 95 % intervals"))
     models = drawing.models
     found = [own.evaluate(own.working(_labelled(methods)), _metrics(own, points)) for own in models]
     return (_radar if chart == "radar" else _dots)(drawing, models, found)
@@ -443,8 +444,8 @@ def _radar(drawing: Drawing, models: Sequence[Drawing], found: Sequence[Any]) ->
     """Each axis from the lowest of the methods' means, a tenth from the centre, to the highest, at the rim."""
     drawing.say("each axis runs from the lowest to the highest mean, which stand at its ends")
     most = max(map(len, found))
-    legend = 0.14 * -(-most // 3)
-    fig = drawing.sheet(2.9 + legend, COLUMN * len(models))
+    across = 3 * len(models)
+    fig = drawing.sheet(2.7 + 0.12 * -(-most // across), COLUMN * len(models))
     panels = fig.subplots(1, len(models), squeeze=False, subplot_kw={"projection": "polar"})[0]
     for axes, own, evaluations in zip(panels, models, found, strict=True):
         metrics = list(next(iter(evaluations.values())))
@@ -457,6 +458,9 @@ def _radar(drawing: Drawing, models: Sequence[Drawing], found: Sequence[Any]) ->
             axes.plot([*angles, angles[0]], [*place, place[0]], label=label, **looks)
         ends = [f"{m}\n{a:.1f} to {b:.1f}" for m, a, b in zip(metrics, low, high, strict=True)]
         axes.set_xticks(angles, ends, size=6)
+        for words, angle in zip(axes.get_xticklabels(), angles, strict=True):
+            side = np.sin(angle)
+            words.set_horizontalalignment("center" if abs(side) < 0.1 else "right" if side > 0 else "left")
         axes.set_theta_zero_location("N")
         axes.set_yticks([0.1, 0.55, 1.0], [])
         axes.set_ylim(0, 1.05)
@@ -466,5 +470,5 @@ def _radar(drawing: Drawing, models: Sequence[Drawing], found: Sequence[Any]) ->
         if len(models) > 1:
             axes.set_title(own.vit.name, size=7.5)
     handles, words = panels[0].get_legend_handles_labels()
-    fig.legend(handles, words, loc="outside lower center", ncols=3 * len(models), fontsize=5.5, frameon=False)
+    fig.legend(handles, words, loc="outside upper center", ncols=across, fontsize=5.5, frameon=False)
     return fig

@@ -96,7 +96,8 @@ def disagreement(drawing: Drawing, samples: Count = 1024) -> Figure:
     cells = [Cell(drawing.pictures[i], "(a) image")]
     letters = iter("bcde")
     for index, word in zip(pair, names, strict=True):
-        others = [j for j in each.tolist() if j != i and not asked and true[j] == index and predicted[j] == index]
+        others = [j for j in each.tolist() if j != i and not asked and true[j] == index]
+        others.sort(key=lambda j: bool(wrong[j]))
         if others:
             cells.append(Cell(drawing.pictures[others[0]], f"({next(letters)}) another {word}"))
     for t, (index, word) in enumerate(zip(pair, names, strict=True)):
