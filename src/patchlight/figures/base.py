@@ -375,6 +375,7 @@ _OPTIONS = ("target", "labels", "boxes", "masks", "other", "explainer", "seed", 
 
 def _check_needs(entry: FigureEntry, drawing: Drawing) -> None:
     there = {need for need in NEEDS if getattr(drawing, "asked" if need == "target" else need) is not None}
+    there |= {"explainer"} if drawing.vit.name == "pocket" else set()  # the bundled model brings its own
     for need in sorted(entry.needs):
         either = need.split(" or ")
         if not there & set(either):

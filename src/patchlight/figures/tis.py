@@ -151,7 +151,7 @@ def deleted(
     side = min(1.3, 6.9 / across)
     fig = drawing.sheet(len(drawing) * (side + 0.25) + 1.9)
     grid = fig.add_gridspec(len(drawing) + 1, across, height_ratios=[*[side] * len(drawing), 1.75])
-    after = {label: _after(drawing, att.scores, filled, changed) for label, att in maps.items()}
+    after = {label: without_highest(drawing, att.scores, filled, changed) for label, att in maps.items()}
     for i, index in enumerate(drawing.classes.tolist()):
         shown_here = [drawing.pictures[i]]
         for label, att in maps.items():
@@ -173,7 +173,7 @@ def deleted(
     return fig
 
 
-def _after(drawing: Drawing, maps: Tensor, filled: Tensor, changed: int) -> Tensor:
+def without_highest(drawing: Drawing, maps: Tensor, filled: Tensor, changed: int) -> Tensor:
     """The images without their `changed` highest pixels, which show the fill."""
     targets = Targets(drawing.classes[:, None])
     asked = Measure(drawing.vit, drawing.images, maps.to(drawing.images.device), targets, seed=drawing.seed)
