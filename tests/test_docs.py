@@ -39,7 +39,9 @@ def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_table_of_figures_is_what_there_is() -> None:
     lines = [line for line in (ROOT / "docs" / "figures.md").read_text(encoding="utf-8").splitlines() if "|" in line]
-    told = [f"| {' | '.join([f'`{one.name}`', one.paper, one.shows, ', '.join(one.needs)])} |" for one in list_figures()]
+    told = [
+        f"| {' | '.join([f'`{one.name}`', one.paper, one.shows, ', '.join(one.needs)])} |" for one in list_figures()
+    ]
     assert lines[2:] == told, "docs/figures.md: its table is not that of list_figures()"
 
 
