@@ -86,7 +86,7 @@ def recommend(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Race methods on your images and say which explanation to trust, what is as good and cheaper, and how sure that is."""
+    """Race methods on your images: which explanation to trust, what is as good and cheaper, and how sure that is."""
     begun = time.monotonic()
     with answering(as_json, debug):
         from patchlight.verdict.recommend import recommend as race

@@ -1,4 +1,4 @@
-"""Who takes part: every method that works on the model, at settings that fit the time, and the metrics they are under."""
+"""Who takes part: every method that works on the model, at settings that fit the time, and the metrics that judge."""
 
 from __future__ import annotations
 

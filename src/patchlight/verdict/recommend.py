@@ -39,10 +39,12 @@ from patchlight.verdict.verdict import SANITY, SENSITIVITY, Verdict, decide, rac
 from patchlight.verdict.words import duration
 from patchlight.verdict.work import MARGIN, Clock, Worker
 
-RACE, OPENING = 0.75, 0.35
-"""Shares of the budget: of the race before the other metrics have their turn, and of its first six images."""
-DEAR = 0.1
-"""Of the budget, what six images of one method may take; what is dearer is left out."""
+RACE = 0.75
+"""Of the budget, what the race has before the other metrics have their turn."""
+OPENING = {False: 0.35, True: RACE}
+"""Of the budget, what the first six images of all methods may take; of methods that were named, more."""
+DEAR = {False: 0.1, True: 0.5}
+"""The same of one method alone; what is dearer is left out."""
 FINALISTS, FEW, SOME = 5, 4, 16
 """Methods that the other metrics look at; images for metrics that explain many times, and for those that do not."""
 SHOWN = 3
@@ -88,8 +90,8 @@ def recommend(
     `evaluate` takes them, the first decides; by default SRG over two fills decides, and others stand beside it. Methods
     race over the images in a seeded order: those that are surely worse get no more images, and where time is short,
     those that stand low are set aside. `budget`: seconds, or "90s", "10m", "1h". `worth`: the smallest difference of
-    scores that counts. `out`: a folder for the finished cells and for verdict.json, .txt and .html; with `resume`, cells
-    that are there already are used, and the budget is that of the new run.
+    scores that counts. `out`: a folder for the finished cells and for verdict.json, .txt and .html; with `resume`,
+    cells that are there already are used, and the budget is that of the new run.
 
     >>> verdict = pl.recommend(vit, "photos/", budget="10m")      # doctest: +SKIP
     """
@@ -147,7 +149,7 @@ def recommend(
         for name, why in failed.items():
             cells.fail(name, why)
         gallery.fail = cells.fail
-        _Policy(worker, chosen).run()
+        _Policy(worker, chosen, methods is not None).run()
         verdict = decide(cells)
         verdict = replace(verdict, page=_examples(worker, verdict))
     verdict = replace(verdict, seconds=round(clock.spent, 2))
@@ -216,7 +218,8 @@ def _affordable(worker: Worker, works: Mapping[str, Request], named: bool) -> tu
 class _Policy:
     """Where the time goes: an opening over all methods, rounds of more images for fewer, then the other metrics."""
 
-    def __init__(self, worker: Worker, metrics: Metrics) -> None:
+    def __init__(self, worker: Worker, metrics: Metrics, named: bool) -> None:
+        self.named = named
         self.worker, self.metrics, self.cells, self.clock = worker, metrics, worker.cells, worker.clock
         self.deciding = list(metrics.deciding)
         self.floor = random_of(self.cells)
@@ -240,7 +243,7 @@ class _Policy:
         return race_of(self.cells)
 
     def _opening(self) -> None:
-        """Six images for `random`, the cheapest method, and in order of worth all others that a share of the time allows.
+        """Six images for `random`, the cheapest method, and in order of worth all that a share of the time allows.
 
         A method's first image tells what it takes.
         """
@@ -265,9 +268,9 @@ class _Policy:
         worker, budget = self.worker, self.clock.budget
         takes = worker.seconds(label, six, self.deciding)
         others = sum(worker.seconds(other, six, self.deciding) for other in kept)
-        if takes > DEAR * budget:
+        if takes > DEAR[self.named] * budget:
             self.cells.leave_out(label, f"six images of it would take about {duration(takes)}", for_time=True)
-        elif self.clock.spent + others + takes > OPENING * budget:
+        elif self.clock.spent + others + takes > OPENING[self.named] * budget:
             self.cells.leave_out(label, "no time was left for it", for_time=True)
         return label not in self.cells.left_out
 
@@ -294,7 +297,7 @@ class _Policy:
             alive = self._alive(race)
             done = min((race.count(label) for label in alive), default=0)
             ahead = [n for n in planned if n > done]
-            if (len(alive) < 3 and not self._open(race, alive)) or not ahead:
+            if not ahead or (len(alive) < 3 and not self._open(race, alive)):
                 return
             places = gallery.first(ahead[0])
             everything = sum(worker.seconds(label, gallery.first(planned[-1]), self.deciding) for label in alive)
@@ -329,7 +332,7 @@ class _Policy:
         return found
 
     def _use_the_rest(self) -> None:
-        """Where time is left: those that were set aside catch up with the leader, then those that were left out come in."""
+        """Where time is left: those that were set aside catch up with the leader, then those left out come in."""
         worker, race = self.worker, self.race
         alive = self._alive(race)
         for label in [m for m in race.standing if alive and m not in race.beaten and m not in alive]:

@@ -21,8 +21,9 @@ def as_text(verdict: Verdict) -> str:
 
 def title(verdict: Verdict) -> str:
     about = verdict.about
-    images = about["images"] - len(verdict.failed)
-    return f"{about['model']}: {len(verdict.rows)} methods on {verdict.images} of {images} image(s), scored by {score_name(verdict)}"
+    there = about["images"] - len(verdict.failed)
+    seen = f"{len(verdict.rows)} methods on {verdict.images} of {there} image(s)"
+    return f"{about['model']}: {seen}, scored by {score_name(verdict)}"
 
 
 def score_name(verdict: Verdict) -> str:

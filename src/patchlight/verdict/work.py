@@ -1,4 +1,4 @@
-"""Filling cells within a time: what each takes is predicted from what was measured, and what does not fit is not begun."""
+"""Filling cells within a time: what each takes is predicted from what was measured; what does not fit is not begun."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class Worker:
         return self._hashes[place]
 
     def fall(self, places: Sequence[int]) -> None:
-        """How far the class's score falls without the image, by fill, and what it is; two or three forwards an image."""
+        """How far the class's score falls without the image, by fill, and what it is; 1 + fills forwards an image."""
         deciding = [self.metrics.requests[label] for label in self.metrics.deciding]
         fills = {str(r.settings["fill"]): r for r in deciding if "fill" in r.settings}
         some = [p for p in places if (p, MODEL, "score") not in self.cells]
