@@ -18,6 +18,9 @@ EXPLANATION = "explanation"
 MODEL = ""
 """The method of a cell that is about the model alone."""
 
+FALL = "fall"
+"""The metric of the model itself: how far the class's score falls when the whole image gives way to a fill."""
+
 
 @dataclass(frozen=True)
 class Cell:

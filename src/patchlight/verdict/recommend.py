@@ -46,7 +46,8 @@ OPENING = {False: 0.35, True: RACE}
 DEAR = {False: 0.1, True: 0.5}
 """The same of one method alone; what is dearer is left out."""
 FINALISTS, FEW, SOME = 5, 4, 16
-"""Methods that the other metrics look at; images for metrics that explain many times, and for those that do not."""
+"""Methods that the other metrics look at; images for metrics that explain many times, and for those that do not. With
+fewer than the latter no race ends by itself, however clear it is."""
 SHOWN = 3
 
 
@@ -95,8 +96,8 @@ def recommend(
 
     >>> verdict = pl.recommend(vit, "photos/", budget="10m")      # doctest: +SKIP
     """
-    clock = Clock(seconds_of(budget))
-    clock.reserve = min(1.0 + 0.02 * clock.budget, 0.2 * clock.budget)
+    seconds = seconds_of(budget)
+    clock = Clock(seconds, min(1.0 + 0.02 * seconds, 0.2 * seconds))
     vit, seed = wrap(vit), integer("seed", seed, 0)
     if not (isinstance(worth, int | float) and worth >= 0):
         raise PatchlightError(f"worth {worth!r} is no smallest difference; give a number of 0 or more")
@@ -297,7 +298,7 @@ class _Policy:
             alive = self._alive(race)
             done = min((race.count(label) for label in alive), default=0)
             ahead = [n for n in planned if n > done]
-            if not ahead or (len(alive) < 3 and not self._open(race, alive)):
+            if not ahead or (self._decided(race, alive) and done >= SOME):
                 return
             places = gallery.first(ahead[0])
             everything = sum(worker.seconds(label, gallery.first(planned[-1]), self.deciding) for label in alive)
@@ -316,9 +317,9 @@ class _Policy:
         best = [m for m in race.candidates if m != self.floor and m not in self.cells.left_out]
         return [*best[:1], self.floor, *best[1:]] if best else []
 
-    def _open(self, race: Race, alive: Sequence[str]) -> bool:
-        """Whether it is not yet shown that the only candidate beats random."""
-        return len(alive) == 2 and not race.beats(alive[0], self.floor, race.level_of_random)
+    def _decided(self, race: Race, alive: Sequence[str]) -> bool:
+        """Whether one method beats all others, and random."""
+        return len(alive) == 2 and race.beats(alive[0], self.floor, race.level_of_random)
 
     def _that_fit(self, alive: Sequence[str], places: Sequence[int], share: float, room: float) -> list[str]:
         """The first of them whose next round fits into an equal share of the time; leader, random and one other."""

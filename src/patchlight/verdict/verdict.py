@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from patchlight.files import write_whole
 from patchlight.frames import frame
 from patchlight.statistics import FEWEST
-from patchlight.verdict.cells import EXPLANATION, MODEL, Cells
+from patchlight.verdict.cells import EXPLANATION, FALL, MODEL, Cells
 from patchlight.verdict.panel import AGREEMENT, RANDOM
 from patchlight.verdict.race import ALPHA, Pair, Race
 
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Status = Literal["best", "tied", "worse", "behind", "undecided", "baseline"]
-"""`tied`: not told apart from the best on as many images; `worse`: surely so; `behind`: set aside for time before that
-was sure; `undecided`: there is no best, or too little was measured."""
+"""`tied`: beats random and is not told apart from the best on as many images; `worse`: surely worse than another;
+`behind`: set aside for time before that was sure; `undecided`: not told apart from the best, nor from random."""
 SANITY, SENSITIVITY = "randomisation", "max-sensitivity"
 INSANE = 0.5
 """Mean rank correlation with the maps of a randomised model from which on a map hardly depends on what was learnt."""
+FALLS = 5
+"""How many times `worth` the class's score must fall without the image, or there is nothing to explain."""
 HOUR = 3600.0
+CHEAPER = 1.5
+"""How many times less a quick method must take."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Undecided:
 class Verdict:
     """Which explanation to trust, on these images: `best` (None where nothing is shown to beat random) and the rest.
 
-    `quick` is the cheapest method that is not told apart from the best; `methods` says how each is asked of `explain`.
+    `quick` is a cheaper method: the cheapest that is not told apart from the best, else the highest that beats random;
+    the best itself where there is none. `methods` says how each is asked of `explain`.
     `rows` stand in falling order of score. Equal cells give equal verdicts; `seconds` alone is of the run.
     """
 
@@ -172,35 +177,54 @@ def decide(cells: Cells) -> Verdict:
     """The verdict on finished cells."""
     race, floor = race_of(cells), random_of(cells)
     seconds = {m: median(own) for m, own in cells.seconds(EXPLANATION).items()}
+    fall = _fall(cells)
     above = {m: above_random(race, m, floor) for m in race.standing}
+    if blind(fall, cells.about["worth"]):
+        above = {m: None if shown is None else False for m, shown in above.items()}
     candidates = [m for m in race.candidates if m != floor]
     leading = next(iter(candidates), None)
     best = leading if leading is not None and above.get(leading) else None
     others = _others(cells)
     rows = [_row(race, m, best, candidates, floor, seconds, above, others) for m in race.standing]
-    tied = [row.method for row in rows if row.status in ("best", "tied") and row.above_random]
     lasting = {label: math.fsum(own) / len(own) for label, own in _times(cells).items() if own}
     return Verdict(
         about=cells.about,
         best=best,
         leading=leading,
-        quick=min(tied, key=lambda m: (seconds[m], m)) if tied else None,
+        quick=_quick(rows, best),
         rows=tuple(rows),
         undecided=tuple(_undecided(race, best or leading, rows, lasting)),
         sanity={m: own[SANITY] for m, own in ((r.method, r.others) for r in rows) if SANITY in own and m != floor},
         disagreements=tuple(_disagreements(cells, best, race)) if best is not None else (),
-        fall={
-            name: sum(own[MODEL].values()) / len(own[MODEL])
-            for name in _metrics(cells, MODEL)
-            for own in [cells.values(name)]
-            if own.get(MODEL)
-        },
+        fall=fall,
         looks=tuple(race.looks),
         level=race.level,
         confidence=_confidence(race, best, floor),
         left_out=dict(sorted(cells.left_out.items())),
         failed=dict(sorted(cells.failed.items())),
     )
+
+
+def _quick(rows: list[Row], best: str | None) -> str | None:
+    """The cheapest of those tied with the best, if it is cheaper by a factor; else the highest that is."""
+    if best is None:
+        return None
+    limit = next(row.seconds for row in rows if row.method == best) / CHEAPER
+    cheap = [row for row in rows if row.above_random and row.seconds <= limit]
+    tied = sorted((row for row in cheap if row.status == "tied"), key=lambda row: (row.seconds, row.method))
+    return next((row.method for row in (*tied, *cheap)), best)
+
+
+def _fall(cells: Cells) -> dict[str, float]:
+    """The mean score of the class, and how far it falls when the whole image gives way to each fill."""
+    found = {name: list(cells.values(name).get(MODEL, {}).values()) for name in _metrics(cells, MODEL)}
+    return {name: math.fsum(own) / len(own) for name, own in found.items() if own}
+
+
+def blind(fall: Mapping[str, float], worth: float) -> bool:
+    """Whether the prediction hardly depends on the image, under any fill: then no map can be right about it."""
+    falls = [own for name, own in fall.items() if name.startswith(FALL)]
+    return bool(falls) and max(falls) < FALLS * worth
 
 
 def above_random(race: Race, method: str, floor: str) -> bool | None:
@@ -230,7 +254,7 @@ def _row(
     extra = {name: own for name, by_method in others.items() if (own := by_method.get(method))}
     return Row(
         method,
-        _status(race, method, best, candidates, floor),
+        _status(race, method, best, candidates, floor, above[method]),
         mean,
         mean - reach,
         mean + reach,
@@ -246,7 +270,9 @@ def _row(
     )
 
 
-def _status(race: Race, method: str, best: str | None, candidates: list[str], floor: str) -> Status:
+def _status(
+    race: Race, method: str, best: str | None, candidates: list[str], floor: str, above: bool | None
+) -> Status:
     if method == floor:
         return "baseline"
     if best is None:
@@ -255,7 +281,9 @@ def _status(race: Race, method: str, best: str | None, candidates: list[str], fl
         return "best"
     if method in race.beaten:
         return "worse"
-    return "tied" if method in candidates else "behind"
+    if method not in candidates:
+        return "behind"
+    return "tied" if above else "undecided"
 
 
 def _error(values: list[float]) -> float:

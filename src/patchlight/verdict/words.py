@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from patchlight.statistics import FEWEST
+from patchlight.verdict.cells import FALL
 from patchlight.verdict.panel import AGREEMENT
-from patchlight.verdict.verdict import HOUR, INSANE, Row, Undecided, Verdict
-from patchlight.verdict.work import FALL
+from patchlight.verdict.verdict import FALLS, HOUR, INSANE, Row, Undecided, Verdict, blind
 
 MOST = 8
 """Names that are listed; of more, how many."""
@@ -76,8 +76,8 @@ def _fall(verdict: Verdict) -> list[str]:
     told = " and ".join(f"{own:+.3f} under {fill}" for fill, own in falls.items())
     line = f"Removing the whole image lowers the class's score ({verdict.fall['score']:.3f} on average) by {told}"
     worth = verdict.about["worth"]
-    if max(falls.values()) < 10 * worth:
-        line += ": the prediction hardly depends on the image, so there is little that an explanation could find"
+    if blind(verdict.fall, worth):
+        line += f", less than {FALLS * worth:g}: the prediction hardly depends on the image, so no map can be right"
     return [f"{line}."]
 
 
@@ -85,15 +85,14 @@ def _tied(verdict: Verdict) -> list[str]:
     if verdict.best is None:
         return []
     best, tied = verdict.row(verdict.best), verdict.having("tied")
-    if not tied:
-        return ["No other method is level with it."]
     told = [f"{row.method} ({row.difference:+.3f}, {_cheaper(row, best)})" for row in tied]
-    lines = [f"Not told apart from it: {_listed(told)}."]
+    lines = [f"Not told apart from it: {_listed(told)}." if tied else "No other method is level with it."]
     if verdict.quick and verdict.quick != verdict.best:
         quick = verdict.row(verdict.quick)
+        level = "is not told apart from the best" if quick.status == "tied" else f"loses {-quick.difference:.3f}"
         lines.append(
             f"Quick: {quick.method} takes {duration(quick.seconds)} a map instead of {duration(best.seconds)} "
-            f"({_cheaper(quick, best)}) and is not told apart from the best."
+            f"({_cheaper(quick, best)}) and {level}."
         )
     return lines
 
@@ -106,8 +105,13 @@ def _cheaper(row: Row, best: Row) -> str:
 
 
 def _others(verdict: Verdict) -> list[str]:
-    worse, behind = verdict.having("worse"), verdict.having("behind")
+    worse, behind, unsure = verdict.having("worse"), verdict.having("behind"), verdict.having("undecided")
+    if verdict.best is None:
+        unsure = []
     return [
+        f"Undecided, told apart neither from it nor from random: {_listed([row.method for row in unsure])}."
+        if unsure
+        else "",
         f"Surely worse: {_listed([row.method for row in worse])}." if worse else "",
         f"Behind, and set aside for time before that was sure: {_listed([row.method for row in behind])}."
         if behind

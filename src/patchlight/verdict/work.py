@@ -20,7 +20,7 @@ from patchlight.metrics.base import Measure, MetricRequest
 from patchlight.metrics.evaluation import maps_by
 from patchlight.metrics.sanity import spearman
 from patchlight.targets import Targets, predicted, score_of
-from patchlight.verdict.cells import EXPLANATION, MODEL, Cell, Cells, finite
+from patchlight.verdict.cells import EXPLANATION, FALL, MODEL, Cell, Cells, finite
 from patchlight.verdict.gallery import Gallery
 from patchlight.verdict.panel import AGREEMENT, Metrics, forwards
 
@@ -30,20 +30,17 @@ LATEST = 5
 """Measurements of one thing that its prediction is made of."""
 MARGIN = 1.25
 """How much longer than predicted anything may take, and still fit."""
-FALL = "fall"
-"""The metric of the model itself: how far the class's score falls when the whole image gives way to a fill."""
 
 
 class Clock:
     """The time there is: seconds since the beginning, and until the end."""
 
-    def __init__(self, budget: float, end: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._begun = now, now()
-        self.budget, self.reserve = budget, end
+    def __init__(self, budget: float, reserve: float = 0.0) -> None:
+        self.budget, self.reserve, self._begun = budget, reserve, time.monotonic()
 
     @property
     def spent(self) -> float:
-        return self._now() - self._begun
+        return time.monotonic() - self._begun
 
     @property
     def left(self) -> float:
