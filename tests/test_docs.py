@@ -18,7 +18,7 @@ from tests.registries import restored
 ROOT = Path(__file__).parents[1]
 
 
-PAGES = ("methods", "data", "metrics", "benchmark", "heads", "heads-texts", "own-models")
+PAGES = ("methods", "data", "metrics", "benchmark", "heads", "heads-texts", "own-models", "verdict")
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in PAGES)])

@@ -26,7 +26,11 @@ def about(methods: list[str], images: int, **changed: Any) -> dict[str, Any]:
 
 
 def lines(
-    means: Mapping[str, float], images: int, seed: int = 0, spread: float = 0.1, seconds: Mapping[str, float] | None = None
+    means: Mapping[str, float],
+    images: int,
+    seed: int = 0,
+    spread: float = 0.1,
+    seconds: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """What cells of these methods hold, on as many images: an effect of the image, and noise of each method."""
     generator = np.random.default_rng(seed)

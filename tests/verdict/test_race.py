@@ -1,4 +1,4 @@
-"""What paired differences decide: t by hand, looks, and errors of the whole race kept below 5 % where truth is known."""
+"""What paired differences decide: t by a peer, looks, and errors of whole races below 5 % where truth is known."""
 
 from __future__ import annotations
 

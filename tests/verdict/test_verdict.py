@@ -1,4 +1,4 @@
-"""The verdict as a function of cells: who is best, tied, worse, behind; the same in whatever order cells were finished."""
+"""The verdict as a function of cells: who is best, tied, worse, behind; the same in whatever order they came."""
 
 from __future__ import annotations
 

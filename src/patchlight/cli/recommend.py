@@ -134,7 +134,7 @@ def _asked(names: dict[str, list[str]], settings: list[str]) -> dict[str, Any]:
     if not every:
         if settings:
             raise PatchlightError(
-                f"'--set {settings[0]}' is for a method or metric; name it with --methods or --metrics"
+                f"'--set {settings[0]}' is for a method or metric that is named; give --methods or --metrics"
             )
         return dict.fromkeys(names)
     own = read_settings(every, settings, "method", "method or metric")

@@ -21,6 +21,9 @@ MODEL = ""
 FALL = "fall"
 """The metric of the model itself: how far the class's score falls when the whole image gives way to a fill."""
 
+UNTRAINED = "untrained"
+"""The metric of a method on a copy of the model whose weights are drawn anew: its score there."""
+
 
 @dataclass(frozen=True)
 class Cell:

@@ -48,7 +48,8 @@ DEAR = {False: 0.1, True: 0.5}
 FINALISTS, FEW, SOME = 5, 4, 16
 """Methods that the other metrics look at; images for metrics that explain many times, and for those that do not. With
 fewer than the latter no race ends by itself, however clear it is."""
-SHOWN = 3
+COPIED, SHOWN = 12, 3
+"""Images for the leader's score on an untrained copy of the model, and for example maps."""
 
 
 def seconds_of(budget: str | float) -> float:
@@ -230,9 +231,22 @@ class _Policy:
         self._rounds((1 - RACE) * self.clock.budget)
         if decide(self.cells).best is None:
             self._rounds(0.0)
+        self._check_trained()
         self._look_closer()
-        self._rounds(0.0)
-        self._use_the_rest()
+        self._rounds(self._kept)
+        self._use_the_rest(self._kept)
+        self._check_trained()
+
+    @property
+    def _kept(self) -> float:
+        """Seconds for comparing another leader with what it is on an untrained model."""
+        alive = self._alive(self.race)
+        return MARGIN**2 * self.worker.seconds_new(alive[0], COPIED, self.deciding) if alive else 0.0
+
+    def _check_trained(self) -> None:
+        alive = self._alive(self.race)
+        if alive and self.race.count(alive[0]) >= FEWEST:
+            self.worker.untrained(alive[0], self.worker.gallery.first(COPIED))
 
     @property
     def following(self) -> list[str]:
@@ -332,24 +346,24 @@ class _Policy:
             found.append(label)
         return found
 
-    def _use_the_rest(self) -> None:
+    def _use_the_rest(self, kept: float) -> None:
         """Where time is left: those that were set aside catch up with the leader, then those left out come in."""
         worker, race = self.worker, self.race
         alive = self._alive(race)
         for label in [m for m in race.standing if alive and m not in race.beaten and m not in alive]:
-            self._catch_up(label, race.look(alive[0]))
+            self._catch_up(label, race.look(alive[0]), kept)
         for label in [label for label in worker.requests if label in self.cells.set_aside and alive]:
-            if MARGIN * worker.seconds(label, worker.gallery.first(FEWEST), self.deciding) < self.clock.left:
+            if MARGIN * worker.seconds(label, worker.gallery.first(FEWEST), self.deciding) < self.clock.left - kept:
                 self.cells.take_in(label)
-                self._catch_up(label, race.look(alive[0]))
+                self._catch_up(label, race.look(alive[0]), kept)
 
-    def _catch_up(self, label: str, most: int) -> None:
+    def _catch_up(self, label: str, most: int, kept: float) -> None:
         """More images for one method, until it is beaten, has `most` or time is over."""
         gallery = self.worker.gallery
         for count in sorted({min(n, most) for n in looks(len(gallery))}):
             places = gallery.first(count)
             takes = MARGIN * self.worker.seconds(label, places, self.deciding)
-            if takes > self.clock.left or not self.worker.fill(label, places, self.deciding):
+            if takes > self.clock.left - kept or not self.worker.fill(label, places, self.deciding, kept):
                 return
             if label in self.race.beaten:
                 return

@@ -10,12 +10,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from patchlight.files import write_whole
 from patchlight.frames import frame
 from patchlight.statistics import FEWEST
-from patchlight.verdict.cells import EXPLANATION, FALL, MODEL, Cells
+from patchlight.verdict.cells import EXPLANATION, FALL, MODEL, UNTRAINED, Cells
 from patchlight.verdict.panel import AGREEMENT, RANDOM
-from patchlight.verdict.race import ALPHA, Pair, Race
+from patchlight.verdict.race import ALPHA, Pair, Race, paired
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -85,6 +87,8 @@ class Verdict:
     sanity: dict[str, float]
     disagreements: tuple[str, ...]
     fall: dict[str, float]
+    untrained: Pair | None
+    """The leading method's score above what it has on a copy of the model with weights drawn anew."""
     looks: tuple[int, ...]
     level: float
     confidence: float
@@ -179,10 +183,11 @@ def decide(cells: Cells) -> Verdict:
     seconds = {m: median(own) for m, own in cells.seconds(EXPLANATION).items()}
     fall = _fall(cells)
     above = {m: above_random(race, m, floor) for m in race.standing}
-    if blind(fall, cells.about["worth"]):
-        above = {m: None if shown is None else False for m, shown in above.items()}
     candidates = [m for m in race.candidates if m != floor]
     leading = next(iter(candidates), None)
+    untrained = _untrained(cells, race, leading)
+    if blind(fall, cells.about["worth"]) or (untrained is not None and not above_untrained(untrained, race)):
+        above = {m: None if shown is None else False for m, shown in above.items()}
     best = leading if leading is not None and above.get(leading) else None
     others = _others(cells)
     rows = [_row(race, m, best, candidates, floor, seconds, above, others) for m in race.standing]
@@ -197,6 +202,7 @@ def decide(cells: Cells) -> Verdict:
         sanity={m: own[SANITY] for m, own in ((r.method, r.others) for r in rows) if SANITY in own and m != floor},
         disagreements=tuple(_disagreements(cells, best, race)) if best is not None else (),
         fall=fall,
+        untrained=untrained,
         looks=tuple(race.looks),
         level=race.level,
         confidence=_confidence(race, best, floor),
@@ -219,6 +225,22 @@ def _fall(cells: Cells) -> dict[str, float]:
     """The mean score of the class, and how far it falls when the whole image gives way to each fill."""
     found = {name: list(cells.values(name).get(MODEL, {}).values()) for name in _metrics(cells, MODEL)}
     return {name: math.fsum(own) / len(own) for name, own in found.items() if own}
+
+
+def _untrained(cells: Cells, race: Race, leading: str | None) -> Pair | None:
+    """The leader's scores against those on an untrained copy; None where fewer than six images have both."""
+    if leading is None:
+        return None
+    own, copied = race.scores[leading], cells.values(UNTRAINED).get(leading, {})
+    shared = sorted(own.keys() & copied.keys())
+    if len(shared) < FEWEST:
+        return None
+    return paired(np.array([own[p] for p in shared]), np.array([copied[p] for p in shared]))
+
+
+def above_untrained(pair: Pair, race: Race) -> bool:
+    """Whether the model is surely better explained than an untrained one, by a difference that is worth anything."""
+    return pair.p < ALPHA and pair.mean > race.worth
 
 
 def blind(fall: Mapping[str, float], worth: float) -> bool:
@@ -270,9 +292,7 @@ def _row(
     )
 
 
-def _status(
-    race: Race, method: str, best: str | None, candidates: list[str], floor: str, above: bool | None
-) -> Status:
+def _status(race: Race, method: str, best: str | None, candidates: list[str], floor: str, above: bool | None) -> Status:
     if method == floor:
         return "baseline"
     if best is None:
@@ -305,7 +325,7 @@ def _others(cells: Cells) -> dict[str, dict[str, dict[int, float]]]:
     alone = set(deciding) if len(deciding) == 1 else set()
     known = [*cells.about["metrics"], AGREEMENT]
     found = sorted(_metrics(cells), key=lambda m: (known.index(m) if m in known else len(known), m))
-    return {name: cells.values(name) for name in found if name != EXPLANATION and name not in alone}
+    return {name: cells.values(name) for name in found if name not in alone | {EXPLANATION, UNTRAINED}}
 
 
 def _times(cells: Cells) -> dict[str, list[float]]:

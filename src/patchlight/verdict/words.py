@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from patchlight.statistics import FEWEST
 from patchlight.verdict.cells import FALL
 from patchlight.verdict.panel import AGREEMENT
+from patchlight.verdict.race import ALPHA
 from patchlight.verdict.verdict import FALLS, HOUR, INSANE, Row, Undecided, Verdict, blind
 
 MOST = 8
@@ -56,7 +57,8 @@ def _best(verdict: Verdict) -> list[str]:
         sure = f"{100 * min(verdict.confidence, 0.999):.1f} %"
         return [
             f"Best: {row.method}, score {row.score:.3f} [{row.low:.3f}, {row.high:.3f}] on {row.images} images, "
-            f"{duration(row.seconds)} a map. That it beats random is {sure} sure, corrected for all methods and looks."
+            f"{duration(row.seconds)} a map. That it beats random is {sure} sure, corrected for all methods and looks.",
+            *_untrained(verdict),
         ]
     ahead = f" The highest mean so far is that of {verdict.leading}." if verdict.leading else ""
     if verdict.images < FEWEST:
@@ -65,7 +67,20 @@ def _best(verdict: Verdict) -> list[str]:
             + ahead
         ]
     found = [f"Nothing is shown to beat random, so no method is recommended.{ahead}"]
-    return [*found, *_fall(verdict)]
+    return [*found, *_fall(verdict), *_untrained(verdict)]
+
+
+def _untrained(verdict: Verdict) -> list[str]:
+    """How the leader stands to itself on an untrained copy."""
+    pair = verdict.untrained
+    if pair is None or verdict.leading is None:
+        return []
+    there = f"{pair.mean:.3f} less than here, on {pair.images} images"
+    more = "more than in" if pair.p < ALPHA else "not surely more than in"
+    return [
+        f"On a copy of the model with weights drawn anew {verdict.leading} scores {there}: what it finds here is "
+        f"{more} a model that has learnt nothing."
+    ]
 
 
 def _fall(verdict: Verdict) -> list[str]:

@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ from patchlight.evidence.fills import fill_images
 from patchlight.methods.requests import Request
 from patchlight.metrics.base import Measure, MetricRequest
 from patchlight.metrics.evaluation import maps_by
-from patchlight.metrics.sanity import spearman
+from patchlight.metrics.sanity import random_parameters, spearman, twin
 from patchlight.targets import Targets, predicted, score_of
-from patchlight.verdict.cells import EXPLANATION, FALL, MODEL, Cell, Cells, finite
+from patchlight.verdict.cells import EXPLANATION, FALL, MODEL, UNTRAINED, Cell, Cells, finite
 from patchlight.verdict.gallery import Gallery
 from patchlight.verdict.panel import AGREEMENT, Metrics, forwards
 
@@ -98,7 +99,7 @@ class Worker:
         self._maps: dict[tuple[str, int], Tensor] = {}
         self._classes: dict[int, Tensor] = {}
         self._hashes: dict[int, str] = {}
-        self._kept: dict[object, object] = {}
+        self._kept: dict[Any, Any] = {}
         self.costs = Costs(self._forward(), requests, metrics, vit)
 
     def take(self, requests: Mapping[str, Request], cells: Cells) -> None:
@@ -122,6 +123,10 @@ class Worker:
         unexplained = [p for p in set().union(*missing) if (method, p) not in self._maps]
         measured = sum(len(own) * self.costs.of(method, metric) for own, metric in zip(missing, metrics, strict=True))
         return measured + len(unexplained) * self.costs.of(method, EXPLANATION)
+
+    def seconds_new(self, method: str, images: int, metrics: Sequence[str]) -> float:
+        """Predicted seconds of so many images of which nothing is done."""
+        return images * sum(self.costs.of(method, metric) for metric in (EXPLANATION, *metrics))
 
     def fill(self, method: str, places: Sequence[int], metrics: Sequence[str], until: float = 0.0) -> bool:
         """Fill what is missing of these cells, as many images at a time as fit before `until` seconds are left.
@@ -211,6 +216,37 @@ class Worker:
             kept=self._kept,
             current=True,
         )
+
+    def untrained(self, method: str, places: Sequence[int]) -> None:
+        """The method's score on an untrained copy of the model, for the class that this predicts, where time allows."""
+        some = [p for p in places if (p, method, UNTRAINED) not in self.cells]
+        if not some or MARGIN * self.seconds_new(method, len(some), self.metrics.deciding) > self.clock.left:
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._untrained(method, some)
+        except Exception:  # a model that cannot be copied is not compared with its copy
+            return
+        self._tell()
+
+    def _untrained(self, method: str, places: Sequence[int]) -> None:
+        if UNTRAINED not in self._kept:
+            other, drawn = twin(self.vit), random_parameters(self.vit.model, self._seed)
+            with torch.no_grad():
+                for name, parameter in other.model.named_parameters():
+                    parameter.copy_(drawn[name])
+            self._kept[UNTRAINED] = other
+        other = self._kept[UNTRAINED]
+        begun = time.monotonic()
+        batch = self.gallery.batch(places)
+        targets, made = compute(other, batch, [self.requests[method]], None, self._seed)
+        given = Measure(other, batch, made[0][:, 0].detach().float(), targets, seed=self._seed)
+        signed = [self.metrics.sign(m) * self.metrics.requests[m].of(given).values for m in self.metrics.deciding]
+        score = torch.stack([one.double().cpu() for one in signed]).mean(0)
+        each = round((time.monotonic() - begun) / len(places), 6)
+        for place, value in zip(places, score.tolist(), strict=True):
+            self.cells.add(Cell(place, self.hash(place), method, UNTRAINED, finite(value), each))
 
     def targets(self, places: Sequence[int]) -> Targets:
         """The predicted class of each image."""
