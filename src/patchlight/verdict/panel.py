@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,8 @@ FEWEST_SAMPLES = {
     **{"ig": 10, "bt-h": 10, "bt-t": 10, "tam": 10},
 }
 """Of methods that sample: with fewer their map is mostly noise, and they are left out instead."""
+FORWARDS = 10_000
+"""Forwards that a budget must pay for, if the deciding metric is to have all its steps."""
 SHARE = 0.06
 """Of the budget, what the maps of one method that samples may take on the first 24 images."""
 FILLS = {"zero": "zero", "blur": "blur-tis"}
@@ -55,8 +58,11 @@ class Metrics:
         return {label: metric_spec(request) for label, request in self.requests.items()}
 
 
-def choose_metrics(asked: Asked | None, vit: Anatomy) -> Metrics:
-    """The metrics named, of which the first decides; by default SRG over two fills, and the others where they exist."""
+def choose_metrics(asked: Asked | None, vit: Anatomy, affordable: float = math.inf) -> Metrics:
+    """The metrics named, of which the first decides; by default SRG over two fills, and the others where they exist.
+
+    Where few forwards are `affordable`, it is measured in fewer steps.
+    """
     if asked is not None:
         requests = resolve_all(asked, {}, MetricRequest, "metric", resolve_metric)
         needing = next((r for r in requests if r.metric.needs), None)
@@ -66,7 +72,8 @@ def choose_metrics(asked: Asked | None, vit: Anatomy) -> Metrics:
         suited = {r.label: r.suited(vit) for r in requests}
         return Metrics(suited, (requests[0].label,), agreement=False)
     cells = vit.grid[0] * vit.grid[1]
-    steps = next((s for s in (8, 7, 9, 6, 10) if cells % s == 0), min(8, cells))
+    wanted = (8, 7, 9, 6, 10) if affordable > FORWARDS else (4, 5, 3)
+    steps = next((s for s in wanted if cells % s == 0), min(wanted[0], cells))
     gap = {"metric": "srg"} if "srg" in METRICS else {"metric": "ins-del", "unit": "patch"}
     named: dict[str, Spec] = {f"srg {word}": {**gap, "steps": steps, "fill": fill} for word, fill in FILLS.items()}
     deciding = tuple(named)
@@ -165,6 +172,7 @@ def from_specs(specs: Mapping[str, Spec]) -> dict[str, Request]:
     return {label: resolve(label, spec) for label, spec in specs.items()}
 
 
-def in_order(labels: Sequence[str], requests: Mapping[str, Request]) -> list[str]:
-    """Labels in order of worth: as in `requests`."""
-    return [label for label in requests if label in labels]
+def metrics_from(about: Mapping[str, Any], vit: Anatomy, agreement: bool) -> Metrics:
+    """Metrics as an earlier run wrote them down."""
+    requests = {label: resolve_metric(label, spec).suited(vit) for label, spec in about["metrics"].items()}
+    return Metrics(requests, tuple(about["deciding"]), agreement)

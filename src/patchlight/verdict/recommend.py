@@ -32,19 +32,20 @@ from patchlight.verdict.panel import (
     choose_metrics,
     from_specs,
     method_spec,
+    metrics_from,
     sampled,
 )
 from patchlight.verdict.race import Race, looks
 from patchlight.verdict.verdict import SANITY, SENSITIVITY, Verdict, decide, race_of, random_of
 from patchlight.verdict.words import duration
-from patchlight.verdict.work import MARGIN, Clock, Worker
+from patchlight.verdict.work import MARGIN, Clock, Worker, forward_seconds
 
 RACE = 0.75
 """Of the budget, what the race has before the other metrics have their turn."""
-OPENING = {False: 0.35, True: RACE}
-"""Of the budget, what the first six images of all methods may take; of methods that were named, more."""
-DEAR = {False: 0.1, True: 0.5}
-"""The same of one method alone; what is dearer is left out."""
+PANEL, OPENING = 4, 0.35
+"""Of the budget, what the first six images of all methods may take; of methods that were named, or so few, more."""
+DEAR = 0.1
+"""Of the budget, what six maps of one method may take; what is dearer is left out unless it was named."""
 FINALISTS, FEW, SOME = 5, 4, 16
 """Methods that the other metrics look at; images for metrics that explain many times, and for those that do not. With
 fewer than the latter no race ends by itself, however clear it is."""
@@ -105,7 +106,6 @@ def recommend(
     folder = None if out is None else Path(out)
     if folder is not None:
         check_writable(folder)
-    chosen = choose_metrics(metrics, vit)
     earlier = _earlier(folder, resume)
     works, refused = choose_methods(methods, vit)
     failed: dict[str, str] = {}
@@ -113,6 +113,11 @@ def recommend(
     if not gallery.first(1):
         name, why = next(iter(failed.items()))
         raise PatchlightError(f"none of the {gallery.total} image(s) can be read, '{name}' for one: {why}")
+    forward = forward_seconds(vit, gallery.batch(gallery.first(1)), 0.02 * seconds)
+    if earlier is not None and metrics is None:
+        chosen = metrics_from(earlier.about, vit, agreement=True)
+    else:
+        chosen = choose_metrics(metrics, vit, seconds / forward)
     about = {
         "format": 1,
         "model": vit.name,
@@ -134,10 +139,10 @@ def recommend(
         def told() -> None:
             tell(int(min(clock.spent, clock.budget)), math.ceil(clock.budget))
 
-        cells = Cells(about, folder)
-        worker = Worker(vit, gallery, works, chosen, cells, clock, seed, told)
         if earlier is None:
-            works, unaffordable = _affordable(worker, works, named=methods is not None)
+            unaffordable: dict[str, str] = {}
+            if methods is None:
+                works, unaffordable = _affordable(works, forward, seconds, len(gallery))
             about["methods"] = {label: method_spec(request) for label, request in works.items()}
             cells = Cells(about, folder)
             cells.begin()
@@ -147,7 +152,7 @@ def recommend(
             cells = earlier
             for label in sorted(cells.set_aside):
                 cells.take_in(label)
-        worker.take(works, cells)
+        worker = Worker(vit, gallery, works, chosen, cells, clock, seed, forward, told)
         for name, why in failed.items():
             cells.fail(name, why)
         gallery.fail = cells.fail
@@ -202,14 +207,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _affordable(worker: Worker, works: Mapping[str, Request], named: bool) -> tuple[dict[str, Request], dict[str, str]]:
-    """The methods at settings that the budget allows, and why others are left out; `named` ones keep their settings."""
-    forward, budget = worker.costs.forward, worker.clock.budget
-    allowed = SHARE * budget / min(24, max(FEWEST, len(worker.gallery)))
+def _affordable(
+    works: Mapping[str, Request], forward: float, budget: float, images: int
+) -> tuple[dict[str, Request], dict[str, str]]:
+    """The methods at settings that the budget allows, and why others are left out."""
+    allowed = SHARE * budget / min(24, max(FEWEST, images))
     found: dict[str, Request] = {}
     left: dict[str, str] = {}
     for label, request in works.items():
-        fitting = request if named else sampled(request, forward, allowed)
+        fitting = sampled(request, forward, allowed)
         if isinstance(fitting, str):
             left[label] = f"{fitting}, too long for this budget"
         else:
@@ -283,9 +289,10 @@ class _Policy:
         worker, budget = self.worker, self.clock.budget
         takes = worker.seconds(label, six, self.deciding)
         others = sum(worker.seconds(other, six, self.deciding) for other in kept)
-        if takes > DEAR[self.named] * budget:
+        share = RACE if self.named or len(kept) < PANEL else OPENING
+        if len(six) * worker.costs.of(label, EXPLANATION) > (RACE if self.named else DEAR) * budget:
             self.cells.leave_out(label, f"six images of it would take about {duration(takes)}", for_time=True)
-        elif self.clock.spent + others + takes > OPENING[self.named] * budget:
+        elif self.clock.spent + others + takes > share * budget:
             self.cells.leave_out(label, "no time was left for it", for_time=True)
         return label not in self.cells.left_out
 

@@ -28,7 +28,7 @@ Status = Literal["best", "tied", "worse", "behind", "undecided", "baseline"]
 SANITY, SENSITIVITY = "randomisation", "max-sensitivity"
 INSANE = 0.5
 """Mean rank correlation with the maps of a randomised model from which on a map hardly depends on what was learnt."""
-FALLS = 5
+FALLS = 10
 """How many times `worth` the class's score must fall without the image, or there is nothing to explain."""
 HOUR = 3600.0
 CHEAPER = 1.5

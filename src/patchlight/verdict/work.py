@@ -49,6 +49,16 @@ class Clock:
         return self.budget - self.reserve - self.spent
 
 
+def forward_seconds(vit: Anatomy, image: Tensor, most: float) -> float:
+    """Seconds of one forward of an image [1,C,H,W] among eight, the fastest of some that take `most` seconds in all."""
+    batch, found = image.repeat(GROUP, 1, 1, 1), list[float]()
+    while len(found) < 3 and (not found or sum(found) < most):
+        begun = time.monotonic()
+        vit.logits(batch)
+        found.append(time.monotonic() - begun)
+    return min(found) / GROUP
+
+
 class Costs:
     """Seconds an image by method and metric, as measured; before that a guess, in forwards of the model."""
 
@@ -92,6 +102,7 @@ class Worker:
         cells: Cells,
         clock: Clock,
         seed: int,
+        forward: float,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
         self.vit, self.gallery, self.requests, self.metrics = vit, gallery, requests, metrics
@@ -100,22 +111,7 @@ class Worker:
         self._classes: dict[int, Tensor] = {}
         self._hashes: dict[int, str] = {}
         self._kept: dict[Any, Any] = {}
-        self.costs = Costs(self._forward(), requests, metrics, vit)
-
-    def take(self, requests: Mapping[str, Request], cells: Cells) -> None:
-        """Work with these methods and cells from now on."""
-        self.requests, self.cells = requests, cells
-        self.costs = Costs(self.costs.forward, requests, self.metrics, self.vit)
-
-    def _forward(self) -> float:
-        """Seconds of one forward of one image among eight, warm."""
-        batch = self.gallery.batch(self.gallery.first(1)).repeat(GROUP, 1, 1, 1)
-        found = []
-        while len(found) < 3 and (not found or sum(found) * GROUP < 0.02 * self.clock.budget):
-            begun = time.monotonic()
-            self.vit.logits(batch)
-            found.append((time.monotonic() - begun) / GROUP)
-        return min(found)
+        self.costs = Costs(forward, requests, metrics, vit)
 
     def seconds(self, method: str, places: Sequence[int], metrics: Sequence[str]) -> float:
         """What is missing of these cells, in predicted seconds."""
