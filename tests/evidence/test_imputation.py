@@ -43,7 +43,7 @@ def test_it_is_the_dense_solution(kind: str, size: tuple[int, int]) -> None:
 
 
 def test_neighbours_of_one_missing_pixel() -> None:
-    """Inside, (2 (a + b + c + d) + diagonals) / 12; neighbours outside are left out: in a corner, (2 a + 2 b + c) / 5."""
+    """Inside, (2 (a + b + c + d) + diagonals) / 12; those outside are left out: in a corner, (2 a + 2 b + c) / 5."""
     x = drawn(1, 1, 6, 7)
     image = x[0, 0]
 

@@ -58,9 +58,7 @@ def test_curves_are_the_literal_ones(fill: Any, spacing: Any) -> None:
     for i, target in enumerate(TARGETS):
         falls = literal.falling(maps[i])
         mif = [literal.probabilities(vit, literal.masked(batch[i], filled[i], falls[:k]))[target] for k in counts]
-        lif = [
-            literal.probabilities(vit, literal.masked(batch[i], filled[i], falls[::-1][:k]))[target] for k in counts
-        ]
+        lif = [literal.probabilities(vit, literal.masked(batch[i], filled[i], falls[::-1][:k]))[target] for k in counts]
         np.testing.assert_allclose(found.parts["mif-curve"][i], mif, atol=1e-10)
         np.testing.assert_allclose(found.parts["lif-curve"][i], lif, atol=1e-10)
         x = [k / maps[0].numel() for k in counts]

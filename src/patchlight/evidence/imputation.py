@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchlight.resize import to_pixels
+
 STEPS = 500
 """Steps after which an image is left as it is; a hole as wide as the image takes about thirty."""
 DAMPING = 0.8
@@ -79,7 +81,7 @@ def _around(x: Tensor) -> Tensor:
 
 
 def _halved(x: Tensor) -> Tensor:
-    """Cells of half the size, each a mean of the four by four pixels around it: a quarter of the transpose of doubling."""
+    """Cells at half the size, each a mean of the four by four pixels around it: the transpose of doubling, over 4."""
     line = x.new_tensor([1, 3, 3, 1]) / 8
     return _filtered(_even(x), line[:, None] * line, stride=2)
 
@@ -87,8 +89,8 @@ def _halved(x: Tensor) -> Tensor:
 def _doubled(x: Tensor, like: Tensor) -> Tensor:
     """Cells at twice the size, interpolated; zero around them."""
     padded = F.pad(x, (1, 1, 1, 1))
-    wide = F.interpolate(padded, scale_factor=2, mode="bilinear", align_corners=False)[..., 2:, 2:]
-    return wide[..., : like.shape[-2], : like.shape[-1]].contiguous()
+    wide = to_pixels(padded, [2 * side for side in padded.shape[-2:]])
+    return wide[..., 2 : 2 + like.shape[-2], 2 : 2 + like.shape[-1]].contiguous()
 
 
 def _filtered(x: Tensor, kernel: Tensor, stride: int = 1) -> Tensor:
