@@ -29,6 +29,8 @@ FEWEST_SAMPLES = {
     **{"ig": 10, "bt-h": 10, "bt-t": 10, "tam": 10},
 }
 """Of methods that sample: with fewer their map is mostly noise, and they are left out instead."""
+MOST_SAMPLES = {"posterior": 1024}
+"""Of methods that gain by more than their default."""
 FORWARDS = 10_000
 """Forwards that a budget must pay for, if the deciding metric is to have all its steps."""
 SHARE = 0.06
@@ -116,22 +118,25 @@ def choose_methods(asked: Asked | None, vit: Anatomy) -> tuple[dict[str, Request
 def sampled(request: Request, seconds: float, allowed: float) -> Request | str:
     """The same with as many samples as `allowed` seconds an image buy, at `seconds` a forward; or why that is too few.
 
-    What it was asked with is the most, and the label says what it comes to.
+    The label says what it comes to, where that is not the method's default.
     """
     setting = "samples" if "samples" in request.settings else "steps"
     base = request.name.split(".")[0]
     least = FEWEST_SAMPLES.get(base)
     if least is None or setting not in request.settings:
         return request
-    most = int(request.settings[setting])
-    each = seconds * forwards(request) / most
-    if each * most <= allowed:
+    own = int(request.settings[setting])
+    most = max(own, MOST_SAMPLES.get(base, 0))
+    each = seconds * forwards(request) / own
+    if own == most and each * own <= allowed:
         return request
     if each * least > allowed:
         return f"its maps would take about {each * least:.2g} s each with only {least} {setting}"
     count = least
-    while 2 * count * each <= allowed and 2 * count < most:
+    while 2 * count * each <= allowed and 2 * count <= most:
         count *= 2
+    if count == own:
+        return request
     label = f"{request.label}({setting}={count})"
     return replace(request, label=label, settings={**request.settings, setting: count})
 
