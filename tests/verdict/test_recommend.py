@@ -202,6 +202,51 @@ def test_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict.row("random").images == verdict.images
 
 
+def test_all_methods_that_work_take_part_as_far_as_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count(step=0.02)
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    verdict = asked(budget=40.0, methods=None, images=images(8))
+    assert verdict.seconds <= 44
+    assert {"random", "genatt", "decompx.plus", "attcat.libra"} <= {row.method for row in verdict.rows}
+    assert "it needs gates" in verdict.left_out["diffmask"]
+    assert all(reason for reason in verdict.left_out.values())
+
+
+def test_a_map_that_cannot_be_scored_counts_as_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = work.compute
+
+    def lost(vit: Anatomy, batch: Tensor, requests: Any, *rest: Any) -> Any:
+        targets, maps = real(vit, batch, requests, *rest)
+        return targets, [m * torch.nan for m in maps] if requests[0].name == "rollout" else maps
+
+    monkeypatch.setattr(work, "compute", lost)
+    verdict = asked()
+    assert verdict.row("rollout").undefined == verdict.row("rollout").images == 8
+    assert verdict.row("rollout").score == verdict.row("random").score
+    assert "counts as random there, on so many images: rollout (8)" in str(verdict)
+
+
+def test_a_metric_that_does_not_decide_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr("patchlight.metrics.sanity.twin", broken)
+    monkeypatch.setattr(work, "twin", broken)
+    verdict = asked(metrics={**SRG, "randomisation": {}})
+    assert not verdict.left_out
+    assert not verdict.sanity
+    assert verdict.untrained is None
+
+
+def test_no_method_that_can_be_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(work, "compute", broken)
+    with pytest.raises(PatchlightError, match=r"no method could be scored on .*genatt: it failed: no such thing"):
+        asked()
+
+
 def test_sampling_methods_fit_the_time_and_say_so() -> None:
     from patchlight.methods.requests import resolve
     from patchlight.verdict.panel import method_spec, sampled

@@ -91,6 +91,7 @@ def recommend(
     with answering(as_json, debug):
         from patchlight.verdict.recommend import recommend as race
         from patchlight.verdict.recommend import seconds_of
+        from patchlight.verdict.work import Clock
 
         seconds = seconds_of(budget)
         if images is None and data is None:
@@ -106,7 +107,7 @@ def recommend(
         verdict = race(
             vit,
             _opened(kind, path, vit),
-            budget=max(seconds - (time.monotonic() - begun), 1e-3),
+            budget=Clock(seconds, spent=time.monotonic() - begun),
             methods=asked["method"],
             metrics=asked["metric"],
             seed=seed,

@@ -130,6 +130,14 @@ class Cells:
                 found.setdefault(cell.method, {})[cell.place] = cell.value
         return found
 
+    def undefined(self, metric: str) -> dict[str, list[int]]:
+        """By method, the places where a metric has no value."""
+        found: dict[str, list[int]] = {}
+        for cell in self:
+            if cell.metric == metric and cell.value is None:
+                found.setdefault(cell.method, []).append(cell.place)
+        return found
+
     def seconds(self, metric: str) -> dict[str, list[float]]:
         """By method, the seconds of a metric's cells."""
         found: dict[str, list[float]] = {}

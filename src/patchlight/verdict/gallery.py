@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -25,12 +24,13 @@ HELD = 256
 class Gallery:
     """Images by their place in a seeded order, so that a folder sorted by class is not read class by class."""
 
-    def __init__(
-        self, vit: Anatomy, images: Any, seed: int, fail: Callable[[str, str], None] = lambda name, why: None
-    ) -> None:
-        self._vit, self.fail = vit, fail
+    def __init__(self, vit: Anatomy, images: Any, seed: int) -> None:
+        self._vit = vit
+        self.failed: dict[str, str] = {}
+        self._tell: Callable[[str, str], None] | None = None
         self._names, self._open = _opener(vit, images)
-        self._order = torch.randperm(len(self._names), generator=torch.Generator().manual_seed(seed)).tolist()
+        shuffled = torch.randperm(len(self._names), generator=torch.Generator().manual_seed(seed))
+        self._order: list[int] = shuffled.tolist()
         self._held: dict[int, Tensor] = {}
         self._broken: set[int] = set()
 
@@ -66,6 +66,17 @@ class Gallery:
     def hashes(self, places: Sequence[int]) -> tuple[str, ...]:
         return of_images(self.batch(places))
 
+    def tell(self, fail: Callable[[str, str], None]) -> None:
+        """Have a function told of images that cannot be read, with the reason."""
+        self._tell = fail
+        for name, reason in self.failed.items():
+            fail(name, reason)
+
+    def _fail(self, name: str, reason: str) -> None:
+        self.failed[name] = reason
+        if self._tell is not None:
+            self._tell(name, reason)
+
     def _readable(self, place: int) -> bool:
         if place in self._broken:
             return False
@@ -74,7 +85,7 @@ class Gallery:
                 self._read(place)
             except PatchlightError as error:
                 self._broken.add(place)
-                self.fail(self.name(place), str(error))
+                self._fail(self.name(place), str(error))
                 return False
         return True
 
@@ -93,20 +104,16 @@ def _opener(vit: Anatomy, images: Any) -> tuple[list[str], Callable[[int], Any]]
         return list(data.names), lambda i: data[i].image
     if isinstance(images, str | Path) and Path(images).is_dir():
         images = list_images(Path(images))
-    given: Sequence[Any]
     if isinstance(images, str | Path | Image.Image):
-        given = [images]
-    elif isinstance(images, Tensor) or not isinstance(images, Sequence):
-        if isinstance(images, np.ndarray | Mapping) or images is None:
-            to_batch(images, vit.preprocess, vit.channels)  # which refuses it
-        _, batches = in_batches(images, 16, vit.preprocess, vit.channels)
-        given = [image for batch in islice(batches, -(-HELD // 16)) for image in batch][:HELD]
-        if isinstance(images, Tensor):
-            given = list(images if images.ndim == 4 else images[None])
+        held = [images]
+    elif isinstance(images, Sequence):
+        held = list(images)
+    elif isinstance(images, Tensor):
+        held = list(to_batch(images, vit.preprocess, vit.channels))
     else:
-        given = images
-    if not len(given):
+        _, batches = in_batches(images, 16, vit.preprocess, vit.channels)
+        held = [image for batch in islice(batches, HELD // 16) for image in batch]
+    if not held:
         raise PatchlightError("no images were given; give a folder, a tensor, PIL image(s) or path(s)")
-    held = list(given)
     names = [str(one) if isinstance(one, str | Path) else f"image {i}" for i, one in enumerate(held)]
     return names, lambda i: held[i]

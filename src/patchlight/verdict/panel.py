@@ -172,9 +172,9 @@ def metric_spec(request: MetricRequest) -> Spec:
     return {"metric": request.metric.name, **{k: v for k, v in request.settings.items() if v != defaults[k]}}
 
 
-def from_specs(specs: Mapping[str, Spec]) -> dict[str, Request]:
+def from_specs(specs: Mapping[str, Spec], vit: Anatomy) -> dict[str, Request]:
     """Methods as an earlier run wrote them down."""
-    return {label: resolve(label, spec) for label, spec in specs.items()}
+    return {label: resolve(label, spec).suited(vit) for label, spec in specs.items()}
 
 
 def metrics_from(about: Mapping[str, Any], vit: Anatomy, agreement: bool) -> Metrics:

@@ -51,6 +51,8 @@ class Row:
     difference_high: float
     above_random: bool | None
     beaten_by: str
+    undefined: int
+    """Images on which it gave no map that can be scored, and counts as random."""
     others: dict[str, float] = field(default_factory=dict)
     """The means of the other metrics."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -73,8 +75,8 @@ class Undecided:
 class Verdict:
     """Which explanation to trust, on these images: `best` (None where nothing is shown to beat random) and the rest.
 
-    `quick` is a cheaper method: the cheapest that is not told apart from the best, else the highest that beats random;
-    the best itself where there is none. `methods` says how each is asked of `explain`.
+    `quick` is a cheaper method: of the cheapest that are not told apart from the best the highest, else the highest
+    that beats random; the best itself where there is none. `methods` says how each is asked of `explain`.
     `rows` stand in falling order of score. Equal cells give equal verdicts; `seconds` alone is of the run.
     """
 
@@ -160,7 +162,10 @@ def _plain(value: Any) -> Any:
 
 
 def race_of(cells: Cells) -> Race:
-    """The race so far: a map's score is the mean of the deciding metrics, turned so that more is better."""
+    """The race so far: a map's score is the mean of the deciding metrics, turned so that more is better.
+
+    Where a method gives no map that can be scored, it counts as the random one does there.
+    """
     lower, deciding = set(cells.about["lower_is_better"]), cells.about["deciding"]
     each = [(-1 if label in lower else 1, cells.values(label)) for label in deciding]
     scores: dict[str, dict[int, float]] = {}
@@ -169,12 +174,17 @@ def race_of(cells: Cells) -> Race:
         places = sorted(set.intersection(*(set(values) for _, values in own)))
         if places:
             scores[method] = {p: sum(sign * values[p] for sign, values in own) / len(own) for p in places}
+    floor = scores.get(random_of(cells), {})
+    for metric in deciding:
+        for method, places in cells.undefined(metric).items():
+            scores.setdefault(method, {}).update({p: floor[p] for p in places if p in floor})
     return Race(scores, cells.about["images"] - len(cells.failed), cells.about["worth"])
 
 
 def random_of(cells: Cells) -> str:
     """The label of the random map."""
-    return next(label for label, spec in cells.about["methods"].items() if spec["method"] == RANDOM)
+    methods: dict[str, Any] = cells.about["methods"]
+    return next(label for label, spec in methods.items() if spec["method"] == RANDOM)
 
 
 def decide(cells: Cells) -> Verdict:
@@ -190,7 +200,9 @@ def decide(cells: Cells) -> Verdict:
         above = {m: None if shown is None else False for m, shown in above.items()}
     best = leading if leading is not None and above.get(leading) else None
     others = _others(cells)
-    rows = [_row(race, m, best, candidates, floor, seconds, above, others) for m in race.standing]
+    lost = [cells.undefined(metric) for metric in cells.about["deciding"]]
+    none = {m: len({p for own in lost for p in own.get(m, ())}) for m in race.standing}
+    rows = [_row(race, m, best, candidates, floor, seconds, above, others, none[m]) for m in race.standing]
     lasting = {label: math.fsum(own) / len(own) for label, own in _times(cells).items() if own}
     return Verdict(
         about=cells.about,
@@ -212,13 +224,14 @@ def decide(cells: Cells) -> Verdict:
 
 
 def _quick(rows: list[Row], best: str | None) -> str | None:
-    """The cheapest of those tied with the best, if it is cheaper by a factor; else the highest that is."""
+    """Of those tied with the best that cost about the least, and less than it, the highest; else the highest cheap."""
     if best is None:
         return None
     limit = next(row.seconds for row in rows if row.method == best) / CHEAPER
     cheap = [row for row in rows if row.above_random and row.seconds <= limit]
-    tied = sorted((row for row in cheap if row.status == "tied"), key=lambda row: (row.seconds, row.method))
-    return next((row.method for row in (*tied, *cheap)), best)
+    tied = [row for row in cheap if row.status == "tied"]
+    least = min((row.seconds for row in tied), default=0.0)
+    return next((row.method for row in (*(r for r in tied if r.seconds <= 2 * least), *cheap)), best)
 
 
 def _fall(cells: Cells) -> dict[str, float]:
@@ -266,6 +279,7 @@ def _row(
     seconds: Mapping[str, float],
     above: Mapping[str, bool | None],
     others: Mapping[str, Mapping[str, Mapping[int, float]]],
+    undefined: int,
 ) -> Row:
     values = list(race.scores[method].values())
     mean = race.mean(method)
@@ -273,7 +287,7 @@ def _row(
     reach = own.reach(0.025) if len(values) >= FEWEST else math.nan
     to_best = race.pair(method, best) if best is not None else Pair(0, math.nan, math.inf, 1.0)
     far = to_best.reach(race.level) if to_best.images >= FEWEST and method != best else math.nan
-    extra = {name: own for name, by_method in others.items() if (own := by_method.get(method))}
+    extra = {name: by_method[method] for name, by_method in others.items() if by_method.get(method)}
     return Row(
         method,
         _status(race, method, best, candidates, floor, above[method]),
@@ -287,8 +301,9 @@ def _row(
         to_best.mean + far,
         above[method],
         race.beaten.get(method, ""),
-        {name: math.fsum(own.values()) / len(own) for name, own in extra.items()},
-        {name: len(own) for name, own in extra.items()},
+        undefined,
+        {name: math.fsum(found.values()) / len(found) for name, found in extra.items()},
+        {name: len(found) for name, found in extra.items()},
     )
 
 

@@ -192,14 +192,17 @@ def _hour(verdict: Verdict) -> list[str]:
         spent += one.seconds
         if spent <= HOUR and one.needed <= there:
             soon.append(one)
-    short = [u for u in open_ if u not in soon]
+    short = [u for u in open_ if u.needed > there]
     lines = []
     if soon:
         lines.append(
             f"Another hour would settle, by present differences and spreads: {_listed([_pair(u) for u in soon])}."
         )
+    far = [u for u in open_ if u not in soon and u.needed <= there]
     if short:
-        lines.append(f"It would not settle: {_listed([_pair(u) for u in short])}; there are {there} image(s).")
+        lines.append(f"More than these {there} image(s) would be needed for: {_listed(list(map(_pair, short)))}.")
+    if far:
+        lines.append(f"More than an hour would be needed for: {_listed(list(map(_pair, far)))}.")
     if alike:
         names = _listed([u.second for u in alike])
         lines.append(f"Nearer to {alike[0].first} than {worth:g}, so not worth settling: {names}.")
@@ -215,7 +218,10 @@ def _pair(one: Undecided) -> str:
 
 def _missing(verdict: Verdict) -> list[str]:
     left, failed = verdict.left_out, verdict.failed
+    lost = [f"{row.method} ({row.undefined})" for row in verdict.rows if row.undefined]
     lines = []
+    if lost:
+        lines.append(f"Gave no map that can be scored, and counts as random there, on so many images: {_listed(lost)}.")
     if left:
         why: dict[str, list[str]] = {}
         for method, reason in left.items():

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from patchlight.evidence.fills import fill_images
 from patchlight.methods.requests import Request
 from patchlight.metrics.base import Measure, MetricRequest
 from patchlight.metrics.evaluation import maps_by
-from patchlight.metrics.sanity import random_parameters, spearman, twin
-from patchlight.targets import Targets, predicted, score_of
+from patchlight.metrics.sanity import random_parameters, twin
+from patchlight.statistics import spearman
+from patchlight.targets import ScoreName, Targets, predicted, score_of
 from patchlight.verdict.cells import EXPLANATION, FALL, MODEL, UNTRAINED, Cell, Cells, finite
 from patchlight.verdict.gallery import Gallery
 from patchlight.verdict.panel import AGREEMENT, Metrics, forwards
@@ -34,10 +35,11 @@ MARGIN = 1.25
 
 
 class Clock:
-    """The time there is: seconds since the beginning, and until the end."""
+    """The time there is: seconds since the beginning, and until the end, for which some are kept in `reserve`."""
 
-    def __init__(self, budget: float, reserve: float = 0.0) -> None:
-        self.budget, self.reserve, self._begun = budget, reserve, time.monotonic()
+    def __init__(self, budget: float, spent: float = 0.0) -> None:
+        self.budget, self._begun = budget, time.monotonic() - spent
+        self.reserve = min(1.0 + 0.02 * budget, 0.2 * budget)
 
     @property
     def spent(self) -> float:
@@ -150,9 +152,19 @@ class Worker:
                 for metric in metrics:
                     some = [p for p in places if (p, method, metric) not in self.cells]
                     if some:
-                        self._measure(method, metric, some)
+                        self._measure_or_tell(method, metric, some)
         except Exception as error:  # one method's failure must not end the race
             self.cells.leave_out(method, f"it failed: {first_line(error)}")
+
+    def _measure_or_tell(self, method: str, metric: str, places: Sequence[int]) -> None:
+        """Measure; a metric that does not decide may fail, and its cells say why."""
+        try:
+            self._measure(method, metric, places)
+        except Exception as error:
+            if metric in self.metrics.deciding:
+                raise
+            for place in places:
+                self.cells.add(Cell(place, self.hash(place), method, metric, None, 0.0, first_line(error)))
 
     def _explain(self, method: str, places: Sequence[int]) -> None:
         some = [p for p in places if (method, p) not in self._maps]
@@ -279,6 +291,6 @@ class Worker:
                 self.cells.add(Cell(place, self.hash(place), MODEL, label, finite(float(column[i])), round(each, 6)))
 
 
-def _score(request: MetricRequest) -> str:
-    found = str(request.settings.get("score", "probability"))
-    return found if found in ("probability", "logit", "cosine") else "probability"
+def _score(request: MetricRequest) -> ScoreName:
+    found = request.settings.get("score")
+    return next((name for name in get_args(ScoreName) if name == found), "probability")
