@@ -27,7 +27,7 @@ def test_who_stands_where() -> None:
     assert found.quick == "near"
     assert found.images == 64
     text = str(found)
-    for words in ("Best: ", "Not told apart from it: ", "Surely worse: weak, none", "Not shown to beat random: none"):
+    for words in ("Best: ", "Not told apart from it: ", "Surely worse: weak, none", "No better than random: none"):
         assert words in text
     if found.best == "good":
         assert "10 times cheaper" in text
@@ -57,6 +57,18 @@ def test_one_that_was_set_aside_is_behind_and_not_worse() -> None:
     assert found.row("late").status == "behind"
     assert "set aside for time before that was sure: late" in str(found)
     assert [u.second for u in found.undecided] == ["late"]
+
+
+def test_of_two_that_are_alike_one_may_stop_early_and_still_be_tied() -> None:
+    every = lines({"good": 0.4, "random": 0.0}, 64)
+    made = cells({"good": 0.4, "random": 0.0}, 64)
+    made.about["methods"]["twin"] = {"method": "twin"}
+    for line in every:
+        if line["method"] == "good" and line["place"] < 8:
+            made.add(Cell(**{**line, "method": "twin"}))
+    found = decide(made)
+    assert found.best == "good"
+    assert found.row("twin").status == "tied"
 
 
 def test_lower_is_better_is_turned_round() -> None:

@@ -136,8 +136,12 @@ class Policy:
             worker.fall(places)
 
     def _alive(self, race: Race) -> list[str]:
-        """`random`, and those that may be the best and were not set aside, highest first."""
-        best = [m for m in race.candidates if m != self.floor and m not in self.cells.left_out]
+        """`random`, and those that may be the best and were not set aside, highest first; of those alike only one."""
+        best: list[str] = []
+        for method in race.candidates:
+            followed = method != self.floor and method not in self.cells.left_out
+            if followed and not any(race.same(method, better) for better in best):
+                best.append(method)
         return [*best[:1], self.floor, *best[1:]] if best else []
 
     def _decided(self, race: Race, alive: Sequence[str]) -> bool:
@@ -160,7 +164,8 @@ class Policy:
         worker, race = self.worker, self.race
         alive = self._alive(race)
         for label in [m for m in race.standing if alive and m not in race.beaten and m not in alive]:
-            self._catch_up(label, race.look(alive[0]), kept)
+            if not race.same(label, alive[0]):
+                self._catch_up(label, race.look(alive[0]), kept)
         for label in [label for label in worker.requests if label in self.cells.set_aside and alive]:
             if MARGIN * worker.seconds(label, worker.gallery.first(FEWEST), self.deciding) < self.clock.left - kept:
                 self.cells.take_in(label)
@@ -183,10 +188,9 @@ class Policy:
         alive = self._alive(race)
         if not alive:
             return
-        leading = alive[0]
-        seconds = {m: worker.costs.of(m, EXPLANATION) for m in alive}
-        cheap = sorted((m for m in alive if m != self.floor), key=lambda m: seconds[m])[:1]
-        finalists = list(dict.fromkeys([leading, *cheap, *(m for m in alive if m != self.floor)]))[:FINALISTS]
+        quick = decide(self.cells).quick
+        first = [alive[0], *([quick] if quick is not None else []), *alive, *race.standing]
+        finalists = [m for m in dict.fromkeys(first) if m != self.floor and m not in race.beaten][:FINALISTS]
         drawn = [m for m in finalists if worker.requests[m].method.stochastic] if self.metrics.agreement else []
         others = [label for label in self.metrics.requests if label not in self.deciding]
         plan: list[tuple[str, list[str], int]] = [(AGREEMENT, drawn, FEW)] if drawn else []

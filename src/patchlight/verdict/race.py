@@ -131,6 +131,11 @@ class Race:
         level = self.level if level is None else level
         return found.images >= FEWEST and found.p < level and found.mean > self.worth
 
+    def same(self, first: str, second: str) -> bool:
+        """Whether the two surely differ by less than is worth anything: the whole interval lies inside."""
+        found = self.pair(first, second)
+        return found.images >= FEWEST and abs(found.mean) + found.reach(self.level) < self.worth
+
     @cached_property
     def beaten(self) -> dict[str, str]:
         """The methods that cannot be the best, each with one that beats it."""

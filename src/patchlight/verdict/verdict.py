@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Status = Literal["best", "tied", "worse", "behind", "undecided", "baseline"]
-"""`tied`: beats random and is not told apart from the best on as many images; `worse`: surely worse than another;
-`behind`: set aside for time before that was sure; `undecided`: not told apart from the best, nor from random."""
+"""`tied`: beats random and is not told apart from the best on as many images, or surely nearer to it than is worth
+anything; `worse`: surely worse than another; `behind`: set aside for time before that was sure; `undecided`: not told
+apart from the best, nor from random."""
 SANITY, SENSITIVITY = "randomisation", "max-sensitivity"
 INSANE = 0.5
 """Mean rank correlation with the maps of a randomised model from which on a map hardly depends on what was learnt."""
 FALLS = 10
 """How many times `worth` the class's score must fall without the image, or there is nothing to explain."""
 HOUR = 3600.0
-CHEAPER = 1.5
+CHEAPER = 2
 """How many times less a quick method must take."""
 
 
@@ -50,6 +51,8 @@ class Row:
     difference_low: float
     difference_high: float
     above_random: bool | None
+    random_p: float
+    """How likely such a difference to random is by chance, corrected for nothing."""
     beaten_by: str
     undefined: int
     """Images on which it gave no map that can be scored, and counts as random."""
@@ -300,6 +303,7 @@ def _row(
         to_best.mean - far,
         to_best.mean + far,
         above[method],
+        race.pair(method, floor).p if floor in race.scores and method != floor else math.nan,
         race.beaten.get(method, ""),
         undefined,
         {name: math.fsum(found.values()) / len(found) for name, found in extra.items()},
@@ -316,7 +320,7 @@ def _status(race: Race, method: str, best: str | None, candidates: list[str], fl
         return "best"
     if method in race.beaten:
         return "worse"
-    if method not in candidates:
+    if method not in candidates and not race.same(method, best):
         return "behind"
     return "tied" if above else "undecided"
 

@@ -140,8 +140,13 @@ def _random(verdict: Verdict) -> list[str]:
     no = [row for row in verdict.rows if row.above_random is False]
     if not no:
         return ["All methods that were followed beat random."]
-    told = [f"{row.method} ({row.score:+.3f}, {row.images} images)" for row in no]
-    return [f"Not shown to beat random: {_listed(told)}."]
+    chance = [row for row in no if not row.random_p < ALPHA]
+    early = [row for row in no if row.random_p < ALPHA]
+    found = []
+    for words, rows in (("No better than random", chance), ("Above random, but on too few images to be sure", early)):
+        told = [f"{row.method} ({row.score:+.3f}, {row.images} images)" for row in rows]
+        found.append(f"{words}: {_listed(told)}." if told else "")
+    return found
 
 
 def _sanity(verdict: Verdict) -> list[str]:
