@@ -81,7 +81,15 @@ def test_standing_compares_few_images_with_the_same_images_of_others() -> None:
     found = race({"a": [0.9, 0.9, 0.1, 0.1], "b": [0.8, 0.8]})
     assert found.mean("b") > found.mean("a")
     assert found.standing == ["a", "b"]
-    assert found.candidates == ["a"]
+
+
+def test_candidates_have_half_the_images_of_the_farthest_which_leads() -> None:
+    waves = {"a": (0.0, 16), "b": (0.2, 12), "c": (0.1, 8), "d": (0.1, 6), "random": (-0.1, 16)}
+    values = {m: [mean + k * (-1) ** i for i in range(n)] for k, (m, (mean, n)) in enumerate(waves.items())}
+    found = Race({m: dict(enumerate(own)) for m, own in values.items()}, 64, floor="random")
+    assert found.standing[0] == "b"
+    assert found.candidates[0] == "a"
+    assert sorted(found.candidates) == ["a", "b", "c"]
 
 
 def run(means: np.ndarray, images: int, generator: np.random.Generator, heavy: bool) -> tuple[bool, str, Race]:

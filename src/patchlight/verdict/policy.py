@@ -128,7 +128,7 @@ class Policy:
             room = self.clock.left - kept
             if everything * MARGIN > room:
                 alive = self._that_fit(alive, places, room / len(ahead), room)
-            if len(alive) < 2:
+            if len(alive) < 2 or (self._decided(race, alive) and ahead[0] > SOME):
                 return
             for label in alive:
                 if not worker.fill(label, places, self.deciding, kept) and label not in self.cells.left_out:
@@ -139,13 +139,12 @@ class Policy:
         """`random`, and those that may be the best and were not set aside, highest first; of those alike only one."""
         best: list[str] = []
         for method in race.candidates:
-            followed = method != self.floor and method not in self.cells.left_out
-            if followed and not any(race.same(method, better) for better in best):
+            if method not in self.cells.left_out and not any(race.same(method, better) for better in best):
                 best.append(method)
         return [*best[:1], self.floor, *best[1:]] if best else []
 
     def _decided(self, race: Race, alive: Sequence[str]) -> bool:
-        """Whether one method beats all others, and random."""
+        """Whether only one method is left to follow, and it beats random."""
         return len(alive) == 2 and race.beats(alive[0], self.floor, race.level_of_random)
 
     def _that_fit(self, alive: Sequence[str], places: Sequence[int], share: float, room: float) -> list[str]:

@@ -80,13 +80,15 @@ class Race:
 
     Two methods are compared on the images that both have, cut to the last planned look: so the correction, Bonferroni
     over all ordered pairs and all looks, holds whenever the race was stopped, and in whatever order it was run.
-    `worth`: the smallest difference that counts; what is surely above zero but smaller decides nothing.
+    `worth`: the smallest difference that counts; what is surely above zero but smaller decides nothing. `floor` is the
+    random one, which runs beside.
     """
 
     scores: Scores
     images: int
     worth: float = 0.01
     alpha: float = ALPHA
+    floor: str = ""
 
     @cached_property
     def looks(self) -> list[int]:
@@ -167,7 +169,11 @@ class Race:
 
     @property
     def candidates(self) -> list[str]:
-        """Those that may be the best: not beaten, and followed up to the last look of any of these; highest first."""
-        alive = [m for m in self.standing if m not in self.beaten]
+        """Those that may be the best: not beaten, and followed to half the images of the farthest of these at least.
+
+        The leader stands first, the highest of those that were followed farthest; then the others, highest first.
+        """
+        alive = [m for m in self.standing if m not in self.beaten and m != self.floor]
         last = max(map(self.look, alive), default=0)
-        return [m for m in alive if self.look(m) == last]
+        leader = [m for m in alive if self.look(m) == last][:1]
+        return [*leader, *(m for m in alive if m not in leader and 2 * self.look(m) >= last)]

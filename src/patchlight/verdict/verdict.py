@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Status = Literal["best", "tied", "worse", "behind", "undecided", "baseline"]
-"""`tied`: beats random and is not told apart from the best on as many images, or surely nearer to it than is worth
-anything; `worse`: surely worse than another; `behind`: set aside for time before that was sure; `undecided`: not told
-apart from the best, nor from random."""
+"""`tied`: beats random and is not told apart from the best on half as many images at least, or surely nearer to it
+than is worth anything; `worse`: surely worse than another; `behind`: set aside for time before that was sure;
+`undecided`: not told apart from the best, nor from random."""
 SANITY, SENSITIVITY = "randomisation", "max-sensitivity"
 INSANE = 0.5
 """Mean rank correlation with the maps of a randomised model from which on a map hardly depends on what was learnt."""
@@ -177,11 +177,12 @@ def race_of(cells: Cells) -> Race:
         places = sorted(set.intersection(*(set(values) for _, values in own)))
         if places:
             scores[method] = {p: sum(sign * values[p] for sign, values in own) / len(own) for p in places}
-    floor = scores.get(random_of(cells), {})
+    name = random_of(cells)
+    floor = scores.get(name, {})
     for metric in deciding:
         for method, places in cells.undefined(metric).items():
             scores.setdefault(method, {}).update({p: floor[p] for p in places if p in floor})
-    return Race(scores, cells.about["images"] - len(cells.failed), cells.about["worth"])
+    return Race(scores, cells.about["images"] - len(cells.failed), cells.about["worth"], floor=name)
 
 
 def random_of(cells: Cells) -> str:
@@ -196,7 +197,7 @@ def decide(cells: Cells) -> Verdict:
     seconds = {m: median(own) for m, own in cells.seconds(EXPLANATION).items()}
     fall = _fall(cells)
     above = {m: above_random(race, m, floor) for m in race.standing}
-    candidates = [m for m in race.candidates if m != floor]
+    candidates = race.candidates
     leading = next(iter(candidates), None)
     untrained = _untrained(cells, race, leading)
     if blind(fall, cells.about["worth"]) or (untrained is not None and not above_untrained(untrained, race)):
@@ -320,7 +321,9 @@ def _status(race: Race, method: str, best: str | None, candidates: list[str], fl
         return "best"
     if method in race.beaten:
         return "worse"
-    if method not in candidates and not race.same(method, best):
+    if race.same(method, best):
+        return "tied"
+    if method not in candidates:
         return "behind"
     return "tied" if above else "undecided"
 

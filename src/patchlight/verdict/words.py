@@ -104,10 +104,11 @@ def _tied(verdict: Verdict) -> list[str]:
     lines = [f"Not told apart from it: {_listed(told)}." if tied else "No other method is level with it."]
     if verdict.quick and verdict.quick != verdict.best:
         quick = verdict.row(verdict.quick)
-        level = "is not told apart from the best" if quick.status == "tied" else f"loses {-quick.difference:.3f}"
+        sure = "which is not sure" if quick.status != "worse" else "surely"
+        loses = f"loses {-quick.difference:.3f}, {sure}" if quick.difference < 0 else "loses nothing"
         lines.append(
             f"Quick: {quick.method} takes {duration(quick.seconds)} a map instead of {duration(best.seconds)} "
-            f"({_cheaper(quick, best)}) and {level}."
+            f"({_cheaper(quick, best)}) and {loses}."
         )
     return lines
 
@@ -137,7 +138,7 @@ def _others(verdict: Verdict) -> list[str]:
 def _random(verdict: Verdict) -> list[str]:
     if verdict.best is None:
         return []
-    no = [row for row in verdict.rows if row.above_random is False]
+    no = [row for row in verdict.rows if row.above_random is False and row.status != "tied"]
     if not no:
         return ["All methods that were followed beat random."]
     chance = [row for row in no if not row.random_p < ALPHA]
