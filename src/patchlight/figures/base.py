@@ -214,7 +214,9 @@ class FigureEntry(Entry):
     least: int = 1
 
 
-FIGURES: Registry[FigureEntry] = Registry("figure", ["patchlight.figures.skipplus"])
+FIGURES: Registry[FigureEntry] = Registry(
+    "figure", [f"patchlight.figures.{room}" for room in ("diffmask", "skipplus", "tokentm", "vitcx")]
+)
 
 
 class AboutFigure(TypedDict, total=False):
@@ -351,7 +353,8 @@ _OPTIONS = ("target", "labels", "boxes", "masks", "other", "explainer", "seed", 
 
 
 def _check_needs(entry: FigureEntry, drawing: Drawing) -> None:
-    missing = [need for need in sorted(entry.needs) if getattr(drawing, need) is None]
+    there = {"explainer"} if drawing.vit.name == "pocket" else set()  # the bundled model brings its own
+    missing = [need for need in sorted(entry.needs - there) if getattr(drawing, need) is None]
     if missing:
         raise PatchlightError(f"figure '{entry.name}' needs {NEEDS[missing[0]]}")
     if len(drawing) < entry.least:

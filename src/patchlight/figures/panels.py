@@ -1,0 +1,55 @@
+"""What several papers' figures are made of: a column for every image, and numbers as colours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from patchlight.attribution import Attribution
+from patchlight.figures.base import Drawing
+from patchlight.figures.sheet import COLUMN, PAGE, Cell, Row, pictures
+from patchlight.viz.heat import colour_map
+from patchlight.viz.shown import ShownFigure
+
+FEW = 5
+"""Images that fit a column of a paper."""
+Shown = Callable[[int, str, Attribution], Image.Image]
+"""From the number of an image, a label and its maps to a picture."""
+
+
+def by_method(drawing: Drawing, maps: Mapping[str, Attribution], shown: Shown | None = None) -> ShownFigure:
+    """A column for every image, a row for every method: what speaks for the class, or what `shown` makes of it."""
+
+    def positive(i: int, label: str, att: Attribution) -> Image.Image:
+        return drawing.heat(i, att.scores[i], True, att)
+
+    make = positive if shown is None else shown
+    names = [drawing.name_of(int(index)) for index in drawing.classes]
+    rows = [Row([Cell(picture, name) for picture, name in zip(drawing.pictures, names, strict=True)], "Input")]
+    rows += [Row([Cell(make(i, label, att)) for i in range(len(drawing))], label) for label, att in maps.items()]
+    return pictures(drawing.note, rows, COLUMN if len(drawing) <= FEW else PAGE, largest=0.8)
+
+
+def coloured(
+    values: Tensor, low: float = 0.0, high: float = 1.0, colours: str = "inferno", side: int = 240
+) -> Image.Image:
+    """Numbers [h,w] from low to high as colours, at least `side` pixels high."""
+    array = values.detach().double().cpu().numpy()
+    scaled = np.clip((array - low) / (high - low if high > low else 1.0), 0, 1)
+    picture = Image.fromarray(np.uint8(np.round(255 * np.asarray(colour_map(colours)(scaled))[..., :3])))
+    times = max(1, -(-side // picture.height))
+    return picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
+
+
+def stretched(values: Tensor, colours: str = "inferno") -> Image.Image:
+    """The same from the lowest to the highest of the numbers."""
+    return coloured(values, float(values.min()), float(values.max()), colours)
+
+
+def beside(better: Mapping[str, Any]) -> str:
+    """Words and numbers, one after another: "Del 0.258, Ins 0.829"."""
+    return ", ".join(f"{name}\u00a0{value}" for name, value in better.items())
