@@ -215,7 +215,7 @@ class FigureEntry(Entry):
 
 
 FIGURES: Registry[FigureEntry] = Registry(
-    "figure", [f"patchlight.figures.{room}" for room in ("diffmask", "skipplus", "tokentm", "vitcx")]
+    "figure", [f"patchlight.figures.{room}" for room in ("diffmask", "skipplus", "tokentm", "vitcx", "vitcx_appendix")]
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -48,8 +47,3 @@ def coloured(
 def stretched(values: Tensor, colours: str = "inferno") -> Image.Image:
     """The same from the lowest to the highest of the numbers."""
     return coloured(values, float(values.min()), float(values.max()), colours)
-
-
-def beside(better: Mapping[str, Any]) -> str:
-    """Words and numbers, one after another: "Del 0.258, Ins 0.829"."""
-    return ", ".join(f"{name}\u00a0{value}" for name, value in better.items())

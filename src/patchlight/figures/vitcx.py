@@ -36,7 +36,6 @@ METHODS: dict[str, Any] = {
 }
 """The columns of Figure 1, by the paper's names."""
 FAITHFUL = {"Del": "deletion", "Ins": "insertion"}
-EQUAL = "\u00a0="
 
 
 def of_prediction(drawing: Drawing) -> Drawing:
@@ -116,20 +115,21 @@ def mask_similarity(
     drawing.say("dashed: means")
     fig = drawing.sheet(2.1)
     left, right = fig.subplots(1, 2)
-    _densities(left, {label: own[0] for label, own in sources.items()}, 80)
+    _histograms(left, {label: own[0] for label, own in sources.items()}, density=True)
     tidy(left, "(a) one image", "Sim(i, j) of two masks", "density")
-    _densities(right, {label: torch.stack([one.mean() for one in own]) for label, own in sources.items()}, 80)
-    tidy(right, f"(b) {len(drawing)} images", "mSim, the mean of an image's pairs", "density")
+    _histograms(right, {label: torch.stack([one.mean() for one in own]) for label, own in sources.items()})
+    tidy(right, f"(b) {len(drawing)} images", "mSim, the mean of an image's pairs", "share of images")
     left.legend(fontsize=6.5, frameon=False, loc="upper left")
     return fig
 
 
-def _densities(axes: Axes, samples: Mapping[str, Tensor], bins: int) -> None:
-    """Densities of several samples over [0, 1], outlined and faintly filled, their means dashed."""
-    edges = np.linspace(0, 1, bins + 1)
+def _histograms(axes: Axes, samples: Mapping[str, Tensor], density: bool = False) -> None:
+    """Histograms of several samples over [0, 1], outlined and faintly filled, their means dashed."""
+    edges = np.linspace(0, 1, 81)
     for n, (label, values) in enumerate(samples.items()):
         array = values.clamp(0, 1).double().cpu().numpy()
-        shown: dict[str, Any] = {"bins": edges, "density": True, "color": COLOURS[n]}
+        weight = (1 / (edges[1] - edges[0]) if density else 1.0) / len(array)
+        shown: dict[str, Any] = {"bins": edges, "weights": np.full(len(array), weight), "color": COLOURS[n]}
         axes.hist(array, histtype="stepfilled", alpha=0.2, **shown)
         axes.hist(array, histtype="step", linewidth=1.1, label=label, **shown)
         axes.axvline(float(array.mean()), color=COLOURS[n], linewidth=0.8, linestyle="--")
@@ -204,13 +204,14 @@ def artefacts(drawing: Drawing, searched: Count = 16, sigma: float = SIGMA) -> F
         cells = [
             Cell(drawing.pictures[i], "Image", f"p = {found[i].clean:.3f}"),
             Cell(coloured(found[i].at_size(index), colours="cividis"), "Mask"),
-            Cell(look(masked), "Masked", f"CI = p = {before:.3f}"),
-            Cell(look(noisy), "With noise", f"p = {after:.3f} debiased CI = {score:.3f}".replace(" =", EQUAL)),
+            Cell(look(masked), "Masked", f"CI = {before:.3f}"),
+            Cell(look(noisy), "With noise", f"p\u00a0=\u00a0{after:.3f} s\u00a0=\u00a0{score:.3f}"),
         ]
         rows.append(Row(cells if not rows else [replace(cell, title="") for cell in cells], case))
     drawing.say(
-        f"p: probability of {drawing.name_of(int(drawing.classes[i]))}; CI: causal impact score, debiased "
-        f"p(X M + e) − p(X + e) + p(X) with noise e of deviation {sigma:g}; masks from 0 (blue) to 1 (yellow)"
+        f"probabilities p of {drawing.name_of(int(drawing.classes[i]))}; CI: causal impact score p(X M); s: the "
+        f"debiased one, p(X M + e) − p(X + e) + p(X), with noise e of deviation {sigma:g}; masks from 0 (blue) to 1 "
+        "(yellow)"
     )
     return pictures(drawing.note, rows, COLUMN, ())
 
@@ -237,11 +238,15 @@ def coverage_bias(drawing: Drawing, searched: Count = 16, examples: Count = 1) -
         alike = [float(spearman(m.flatten()[None], coverage.flatten()[None])) for m in (biased, corrected)]
         name = drawing.name_of(int(drawing.classes[i]))
         cells = [
-            Cell(drawing.pictures[i], name, f"mean score {means[i]:.2f}"),
+            Cell(drawing.pictures[i], name, f"μ = {means[i]:.2f}"),
             Cell(drawing.heat(i, coverage), "Coverage ρ"),
-            Cell(drawing.heat(i, biased), "Not corrected", f"with ρ: {alike[0]:.2f}"),
-            Cell(drawing.heat(i, corrected), "Corrected", f"with ρ: {alike[1]:.2f}"),
+            Cell(drawing.heat(i, biased), "Not corrected", _signed(alike[0])),
+            Cell(drawing.heat(i, corrected), "Corrected", _signed(alike[1])),
         ]
         rows.append(Row(cells))
-    drawing.say("with ρ: rank correlation of the map with the coverage")
+    drawing.say("μ: mean score of the masks; r: rank correlation of the map with the coverage")
     return pictures(drawing.note, rows, COLUMN)
+
+
+def _signed(value: float) -> str:
+    return f"r = {value:.2f}".replace("-", "−")
