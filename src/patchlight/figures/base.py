@@ -24,7 +24,7 @@ from patchlight.attribution import Attribution, Attributions
 from patchlight.data import Data, Sample
 from patchlight.data.base import load_batch
 from patchlight.engine import explain
-from patchlight.errors import PatchlightError, UndefinedMetric, integer, warn
+from patchlight.errors import PatchlightError, integer, warn
 from patchlight.figures.sheet import PAGE, Row, pictures, sheet
 from patchlight.files import check_writable, write_whole
 from patchlight.images import list_images, open_image
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from patchlight.viz.shown import ShownFigure
 
 NEEDS = {
+    "target": "the class to explain (target=…; at the command line --target NAME)",
     "labels": "the true classes (labels=…; at the command line --data KIND)",
     "boxes": "boxes around the objects (boxes=…; at the command line --data KIND)",
     "masks": "outlines of the objects (masks=…; at the command line --data KIND)",
@@ -65,7 +66,7 @@ Methods = Annotated[dict[str, Any] | list[str], BeforeValidator(_named)]
 class Drawing:
     """What a figure is given: a model and images with what is known of them.
 
-    `images` [B,C,H,W] are prepared and lie where the model does; `pictures` are the same as a person sees them. `labels`
+    `images` [B,C,H,W] are prepared and lie where the model does; `pictures` are what a person sees of them. `labels`
     [B] are the true classes, -1 where one is not known; `boxes` one [n,4] per image and `masks` [B,H,W] on the model's
     input; None where nobody gave any. `asked` is the class the user wants explained, `other` a second model,
     `explainer` the folder of a trained explainer. `notes` are said below the figure.
@@ -85,6 +86,10 @@ class Drawing:
     progress: Progress | bool = False
     stand_in: str = ""
     notes: list[str] = field(default_factory=list)
+    chosen: tuple[int, ...] = ()
+    """Which of the images given these are."""
+    read: Callable[[Anatomy, Sequence[int]], Drawing] | None = None
+    """Reads some of the images given for another model."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -104,11 +109,20 @@ class Drawing:
             boxes=None if self.boxes is None else [self.boxes[i] for i in chosen],
             masks=None if self.masks is None else self.masks[chosen],
             asked=asked,
+            chosen=tuple(self.chosen[i] for i in chosen),
         )
 
     def of(self, vit: Anatomy) -> Drawing:
-        """The same images, shown to another model."""
-        return replace(self, vit=vit, images=vit.batch(self.pictures))
+        """The same images as another model is shown them; boxes and masks as they lie on its input."""
+        assert self.read is not None
+        found = self.read(vit, self.chosen)
+        known = {key: getattr(found, key) for key in ("images", "pictures", "labels", "boxes", "masks")}
+        return replace(self, vit=vit, **known)
+
+    @property
+    def models(self) -> list[Drawing]:
+        """This, and the same with the second model where there is one."""
+        return [self] if self.other is None else [self, self.of(self.other)]
 
     @property
     def target(self) -> Target:
@@ -153,8 +167,15 @@ class Drawing:
         return explain(self.vit, self.images, self.working(methods), wanted, **given)
 
     def evaluate(self, maps: Any, metrics: Any, **options: Any) -> Evaluations:
-        """What metrics say of maps, or of methods that make them, on all images."""
-        known = {"labels": self.labels, "boxes": self.boxes, "masks": self.masks}
+        """What metrics say of maps, or of methods that make them, on all images.
+
+        Where the true classes are not known, those explained count as true, and the note says so.
+        """
+        labels = self.labels
+        if labels is None or bool((labels < 0).any()):
+            labels = self.classes
+            self.say("true classes are not known, so the classes explained count as true")
+        known = {"labels": labels, "boxes": self.boxes, "masks": self.masks}
         given: dict[str, Any] = {
             "target": self.target,
             "seed": self.seed,
@@ -204,7 +225,8 @@ class Drawing:
 class FigureEntry(Entry):
     """A registered figure.
 
-    `shows`: what is to be seen, in one sentence. `needs`: of NEEDS, what it cannot do without. `stand_in`: what the
+    `shows`: what is to be seen, in one sentence. `needs`: of NEEDS, what it cannot do without ("labels or target":
+    either). `stand_in`: what the
     paper's own was drawn with, for the note. `least`: images it needs at least.
     """
 
@@ -215,7 +237,8 @@ class FigureEntry(Entry):
 
 
 FIGURES: Registry[FigureEntry] = Registry(
-    "figure", [f"patchlight.figures.{room}" for room in ("diffmask", "skipplus", "tokentm", "vitcx", "vitcx_appendix")]
+    "figure",
+    [f"patchlight.figures.{room}" for room in ("diffmask", "skipplus", "tis", "tokentm", "vitcx", "vitcx_appendix")],
 )
 
 
@@ -239,7 +262,7 @@ def register_figure(name: str, **about: Unpack[AboutFigure]) -> Callable[[F], F]
 
     A figure with a setting `shown` is given that many images, the first ones; another is given all.
     """
-    unknown = set(about.get("needs", ())) - set(NEEDS)
+    unknown = {one for need in about.get("needs", ()) for one in need.split(" or ")} - set(NEEDS)
     if unknown:
         raise PatchlightError(f"figure '{name}' needs {sorted(unknown)}; what can be given is {sorted(NEEDS)}")
 
@@ -286,8 +309,9 @@ def list_figures() -> Listed[FigureInfo]:
 def needed(entry: FigureEntry) -> tuple[str, ...]:
     """What a figure needs besides a model, in words."""
     count = "an image" if entry.least == 1 else f"{entry.least} images"
-    words = {"other": "a second model", "explainer": "a trained explainer"}
-    return (count, *(words.get(need, need) for need in sorted(entry.needs)))
+    words = {"other": "a second model", "explainer": "a trained explainer", "target": "a target"}
+    told = (" or ".join(words.get(one, one) for one in need.split(" or ")) for need in sorted(entry.needs))
+    return (count, *told)
 
 
 def _place(name: str) -> tuple[str, int, str]:
@@ -353,65 +377,82 @@ _OPTIONS = ("target", "labels", "boxes", "masks", "other", "explainer", "seed", 
 
 
 def _check_needs(entry: FigureEntry, drawing: Drawing) -> None:
-    there = {"explainer"} if drawing.vit.name == "pocket" else set()  # the bundled model brings its own
-    missing = [need for need in sorted(entry.needs - there) if getattr(drawing, need) is None]
-    if missing:
-        raise PatchlightError(f"figure '{entry.name}' needs {NEEDS[missing[0]]}")
+    there = {need for need in NEEDS if getattr(drawing, "asked" if need == "target" else need) is not None}
+    there |= {"explainer"} if drawing.vit.name == "pocket" else set()  # the bundled model brings its own
+    for need in sorted(entry.needs):
+        either = need.split(" or ")
+        if not there & set(either):
+            raise PatchlightError(f"figure '{entry.name}' needs {', or '.join(NEEDS[one] for one in either)}")
     if len(drawing) < entry.least:
         raise PatchlightError(f"figure '{entry.name}' needs {entry.least} images; {len(drawing)} can be read")
 
 
 def _drawing(vit: Anatomy, images: Any, given: Mapping[str, Any], most: int | None) -> Drawing:
     """The images prepared, with what is known of them; those that cannot be read are left out and told."""
-    if isinstance(images, Tensor):
-        return _of_tensor(vit, images, given, most)
-    data = images if isinstance(images, Data) else _as_data(images)
-    labels = None if given["labels"] is None else _classes(given["labels"], len(data), vit)
-    for what in ("boxes", "masks"):
-        if given[what] is not None and len(given[what]) != len(data):
-            raise PatchlightError(f"{len(given[what])} {what} for {len(data)} images; give one per image")
-    good, shown = [], []
+    data = None if isinstance(images, Tensor) else images if isinstance(images, Data) else _as_data(images)
+    count = len(images) if data is None else len(data)
+    for what, own in given.items():
+        if own is not None and len(own) != count:
+            raise PatchlightError(f"{len(own)} {what} for {count} images; give one per image")
+
+    def read(model: Anatomy, chosen: Sequence[int]) -> Drawing:
+        if data is None:
+            return _of_tensor(model, images, chosen)
+        return _of_data(model, data, chosen)
+
+    def with_given(model: Anatomy, chosen: Sequence[int]) -> Drawing:
+        drawing = read(model, chosen)
+        known: dict[str, Any] = {}
+        if given["labels"] is not None:
+            known["labels"] = _classes(given["labels"], model)[list(chosen)]
+        if model is vit or model.preprocess == vit.preprocess:  # theirs lie on the first model's input
+            for what in ("boxes", "masks"):
+                if given[what] is not None:
+                    known[what] = [given[what][i] for i in chosen]
+            if "masks" in known:
+                known["masks"] = torch.stack([torch.as_tensor(mask) for mask in known["masks"]])
+        return replace(drawing, **known, chosen=tuple(chosen), read=with_given)
+
+    return with_given(vit, range(count)[:most] if data is None else _readable(data, most))
+
+
+def _readable(data: Data, most: int | None) -> list[int]:
+    """The first images that can be read, at most so many."""
+    good: list[int] = []
     for i in range(len(data)):
         if most is not None and len(good) == most:
             break
         try:
-            shown.append(seen(data[i].image, vit.preprocess.size, vit.preprocess))
+            data[i]
             good.append(i)
         except PatchlightError as error:
-            warn(f"left out: {error}", UndefinedMetric)
+            warn(f"left out: {error}", UserWarning)
     if not good:
         raise PatchlightError("none of the images can be read; give other images")
-    batch = load_batch(data, good, vit)
+    return good
+
+
+def _of_data(vit: Anatomy, data: Data, chosen: Sequence[int]) -> Drawing:
+    batch = load_batch(data, chosen, vit)
     if batch.failures:
         raise PatchlightError(batch.failures[0][1])
+    shown = [seen(data[i].image, vit.preprocess.size, vit.preprocess) for i in chosen]
     foreign = batch.labels is not None and data.labels is not None and len(data.labels) != vit.outcomes
-    drawing = Drawing(
-        vit,
-        vit.place(batch.images),
-        shown,
-        batch.names,
-        (None if foreign else batch.labels) if labels is None else labels[good],
-        batch.boxes if given["boxes"] is None else [given["boxes"][i] for i in good],
-        batch.masks if given["masks"] is None else given["masks"][good],
-    )
-    if foreign and labels is None:
+    labels = None if foreign else batch.labels
+    drawing = Drawing(vit, vit.place(batch.images), shown, batch.names, labels, batch.boxes, batch.masks)
+    if foreign:
         drawing.say(f"the labels of {data.name} are not the classes of {vit.name}, and are left out")
     return drawing
 
 
-def _of_tensor(vit: Anatomy, images: Tensor, given: Mapping[str, Any], most: int | None) -> Drawing:
-    batch = vit.batch(images)[:most]
-    labels = None if given["labels"] is None else _classes(given["labels"], len(images), vit)[:most]
-    boxes = None if given["boxes"] is None else list(given["boxes"])[:most]
-    masks = None if given["masks"] is None else given["masks"][:most]
+def _of_tensor(vit: Anatomy, images: Tensor, chosen: Sequence[int]) -> Drawing:
+    batch = vit.batch(images[list(chosen)])
     shown = [seen(vit.preprocess.picture(image), vit.preprocess.size) for image in batch]
-    return Drawing(vit, batch, shown, [str(i) for i in range(len(batch))], labels, boxes, masks)
+    return Drawing(vit, batch, shown, [str(i) for i in chosen])
 
 
-def _classes(labels: Any, count: int, vit: Anatomy) -> Tensor:
-    if len(labels) != count:
-        raise PatchlightError(f"{len(labels)} labels for {count} images; give one per image")
-    found = resolve_targets(list(labels), count, vit.outcomes, vit.labels)
+def _classes(labels: Any, vit: Anatomy) -> Tensor:
+    found = resolve_targets(list(labels), len(labels), vit.outcomes, vit.labels)
     assert found is not None
     return found.index[:, 0]
 
@@ -429,8 +470,3 @@ def _as_data(images: Any) -> Data:
         raise PatchlightError(f"an image was given as {type(wrong).__name__}; give a path or a PIL image")
     named = {f"{i}": one for i, one in enumerate(images)}
     return Data("images", list(named), lambda name: Sample(name, open_image(named[name])))
-
-
-def stacked(found: Sequence[Tensor]) -> Tensor:
-    """Values [B] of several settings as [B,P]."""
-    return torch.stack(list(found), 1)

@@ -128,7 +128,7 @@ _STAND_IN = "a ViT-B/16 fine-tuned on CIFAR-10, 50 of its test images"
 @register_figure(
     "diffmask-5",
     paper=f"{PAPER}, Figure 5",
-    shows="Negative perturbation: least relevant pixels removed first, and the output should stay as it is",
+    shows="negative perturbation: least relevant pixels removed first, and the output should stay as it is",
     needs={"explainer"},
     stand_in=_STAND_IN,
     quick={"points": 6},
@@ -141,7 +141,7 @@ def negative(drawing: Drawing, points: Points = 29, methods: Methods | None = No
 @register_figure(
     "diffmask-6",
     paper=f"{PAPER}, Figure 6",
-    shows="Positive perturbation: most relevant pixels removed first, and the output should change at once",
+    shows="positive perturbation: most relevant pixels removed first, and the output should change at once",
     needs={"explainer"},
     stand_in=_STAND_IN,
     quick={"points": 6},
@@ -159,12 +159,12 @@ class Counting:
     explainer: DiffMask
 
 
-def read_counting(folder: str | Path, preset: Preset = "small") -> Counting:
+def read_counting(folder: str | Path, size: Size = SIZES["small"]) -> Counting:
     """What `patchlight diffmask counting --out FOLDER` has left there."""
     from safetensors.torch import load_file
     from timm.models.vision_transformer import VisionTransformer
 
-    size, weights = SIZES[preset], Path(folder) / "vit.safetensors"
+    weights = Path(folder) / "vit.safetensors"
     if not weights.is_file():
         raise PatchlightError(f"'{folder}' holds no counting task; make one with `patchlight diffmask counting --out`")
     model: Any = VisionTransformer(
@@ -198,7 +198,7 @@ TINY = Size(32, 2, 2, 2e-3, 64, 1500, {"steps": 300})
 @register_figure(
     "diffmask-2",
     paper=f"{PAPER}, Figure 2",
-    shows="A ViT that counts red patches: a faithful map is the red ones or all others, on every grid",
+    shows="a ViT that counts red patches: a faithful map is the red ones or all others, on every grid",
     stand_in="a ViT-base of 12 blocks, trained for the task",
     quick={"tiny": True, "grids": 40},
 )
@@ -216,7 +216,7 @@ def counting(
     what `patchlight diffmask counting --preset PRESET --out FOLDER` left (`tiny`: a smaller task, done in seconds).
     """
     task = (
-        read_counting(folder, preset)
+        read_counting(folder, SIZES[preset])
         if folder
         else make_counting(TINY if tiny else SIZES[preset], drawing.seed, drawing.progress)
     )
@@ -225,7 +225,7 @@ def counting(
     with warnings.catch_warnings():  # grids of red patches alone, or of none
         warnings.simplefilter("ignore", DegenerateMap)
         maps = {k: a.scores for k, a in explain(task.vit, held.images, asked, progress=False).items()}
-    chosen = _spread(held, columns)
+    chosen = grids_to_show(held, columns)
     pictures_of = [task.vit.preprocess.picture(held.images[i]).resize((240, 240), 0) for i in chosen]
     rows = [Row([Cell(p, f"{int(held.labels[i])} red") for p, i in zip(pictures_of, chosen, strict=True)], "Input")]
     for label, scores in maps.items():
@@ -243,7 +243,7 @@ def counting(
     return pictures(shown.note, rows, COLUMN, ())
 
 
-def _spread(held: Grids, columns: int) -> list[int]:
+def grids_to_show(held: Grids, columns: int) -> list[int]:
     """The first grid of each of some numbers of red patches, from few to many."""
     wanted = torch.linspace(1, SIDE * SIDE - 1, columns).round().long().tolist()
     found: list[int] = []

@@ -64,10 +64,10 @@ def style(index: int) -> dict[str, Any]:
     }
 
 
-def wrapped(words: str, width: float, size: float = WORDS) -> list[str]:
-    """Lines that fit a width in inches: broken at spaces, behind ∘, hyphens, dots (not in numbers), else anywhere."""
+def wrapped(words: str, width: float, size: float = WORDS, behind: str = " ∘.-/") -> list[str]:
+    """Lines that fit a width in inches: broken behind spaces and a few signs (not inside a number), else anywhere."""
     lines = [""]
-    marked = re.sub(r"([ ∘/-]|\.(?!\d))", r"\1\0", words)
+    marked = re.sub(rf"([{re.escape(behind)}])(?!\d)| ", lambda found: found[0] + "\0", words)
     for part in marked.split("\0"):
         for piece in _pieces(part, width, size):
             if lines[-1] and inches((lines[-1] + piece).rstrip(), size) > width:
@@ -87,7 +87,7 @@ def sheet(note: str, height: float, width: float = PAGE) -> ShownFigure:
     """An empty figure for axes (which keep out of each other's way), with the note below."""
     from patchlight.viz.shown import ShownFigure
 
-    lines = wrapped(note, width - 2 * EDGE, NOTE)
+    lines = wrapped(note, width - 2 * EDGE, NOTE, " ")
     below = EDGE + NOTE_LINE * len(lines) + (0.03 if lines else 0.0)
     whole = height + below
     fig = ShownFigure(figsize=(width, whole), dpi=DPI, facecolor="white", layout="constrained")
@@ -113,6 +113,8 @@ def pictures(
 ) -> ShownFigure:
     """Rows of pictures, as large as the width allows and at most `largest` inches, with the note below.
 
+    Few of them make a narrower sheet.
+
     `scales` are the kinds of heat whose colours are explained: unsigned (False) and signed (True).
     """
     from patchlight.viz.shown import ShownFigure
@@ -123,11 +125,12 @@ def pictures(
     side = min(largest, (width - left - EDGE - (columns - 1) * GAP) / columns)
     first = next(cell for row in rows for cell in row.cells if cell is not None).picture
     tall = side * first.height / first.width
+    width = max(min(width, COLUMN), left + EDGE + columns * (side + GAP) - GAP)
     titles = [_above(row, side, "title") for row in rows]
     captions = [_above(row, side, "caption") for row in rows]
     heads = [LINE * max(map(len, own), default=0) + (0.03 if any(own) else 0.0) for own in titles]
     feet = [LINE * max(map(len, own), default=0) + (0.03 if any(own) else 0.0) for own in captions]
-    lines = wrapped(note, width - 2 * EDGE, NOTE)
+    lines = wrapped(note, width - 2 * EDGE, NOTE, " ")
     bottom = EDGE + NOTE_LINE * len(lines) + 0.05 + LINE * len(scales)
     height = EDGE + sum(heads) + sum(feet) + len(rows) * (tall + GAP) + bottom
     fig = ShownFigure(figsize=(width, height), dpi=DPI, facecolor="white")
@@ -208,6 +211,13 @@ def line(axes: Axes, x: Sequence[float] | Tensor, values: Tensor, label: str, in
         axes.fill_between(
             where.numpy(), low.numpy(), high.numpy(), color=looks["color"], alpha=0.18, linewidth=0, zorder=1
         )
+
+
+def in_bands(cells: Sequence[Cell], most: int) -> list[Row]:
+    """Cells in rows of at most so many, all about as long."""
+    count = -(-len(cells) // most)
+    each = -(-len(cells) // count)
+    return [Row(cells[begin : begin + each]) for begin in range(0, len(cells), each)]
 
 
 def dots(

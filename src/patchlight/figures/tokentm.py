@@ -27,7 +27,7 @@ METHODS: dict[str, object] = {
 @register_figure(
     "tokentm-1",
     paper="TokenTM (Wu et al., CVPR 2024), supplement, Figure 1",
-    shows="Nine methods' maps of the predicted class, a row for each: TokenTM's are to lie on the object",
+    shows="nine methods' maps of the predicted class, a row for each: TokenTM's are to lie on the object",
     stand_in="a ViT-B/16 and five images of ImageNet",
     quick={"shown": 3},
 )

@@ -56,7 +56,7 @@ def impacts(drawing: Drawing, sigma: float = SIGMA) -> list[Impact]:
 @register_figure(
     "vitcx-1",
     paper=f"{PAPER}, Figure 1",
-    shows="Maps of attention-based methods, Score-CAM and ViT-CX, each with its deletion and insertion AUC",
+    shows="maps of attention-based methods, Score-CAM and ViT-CX, each with its deletion and insertion AUC",
     stand_in="ViT-B/16; a goldfish, a dogsled, a vine snake and a head cabbage of ImageNet",
     quick={"shown": 1, "steps": 8, "methods": {"CGW2": "genatt", "ViT-CX": {"method": "vit-cx", "distance": 0.2}}},
 )
@@ -90,7 +90,7 @@ def _marked(value: float, best: float) -> str:
 @register_figure(
     "vitcx-4",
     paper=f"{PAPER}, Figure 4",
-    shows="How alike the masks of a ViT are: cosine similarities within one image, and their means over images",
+    shows="how alike the masks of a ViT are: cosine similarities within one image, and their means over images",
     stand_in="ViT-B/16 and ResNet-50, all 50,000 validation images of ImageNet (mean .92 for the ViT)",
     least=2,
     quick={"random_masks": 50},
@@ -181,7 +181,7 @@ def _alike_of_cnn(drawing: Drawing, name: str, weights: str) -> list[Tensor]:
 @register_figure(
     "vitcx-5",
     paper=f"{PAPER}, Figure 5",
-    shows="A mask whose outline alone gives the class away, and one that keeps the object, without and with noise",
+    shows="a mask whose outline alone gives the class away, and one that keeps the object, without and with noise",
     stand_in="ViT-B/16 and a goldfish (a: .973 falls to .005 with noise; b: .994 to .981)",
     quick={"searched": 2},
 )
@@ -219,7 +219,7 @@ def artefacts(drawing: Drawing, searched: Count = 16, sigma: float = SIGMA) -> F
 @register_figure(
     "vitcx-6",
     paper=f"{PAPER}, Figure 6",
-    shows="Where most masks suffice for the class, a map not corrected for coverage shows nothing but the coverage",
+    shows="where most masks suffice for the class, a map not corrected for coverage shows nothing but the coverage",
     stand_in="ViT-B/16 and a dogsled",
     quick={"searched": 2},
 )

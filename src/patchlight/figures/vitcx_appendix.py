@@ -58,7 +58,7 @@ class _Recorder:
 @register_figure(
     "vitcx-sanity",
     paper=f"{PAPER}, Appendix B",
-    shows="Maps while the model's layers become random, from the last to the first: those that explain it must change",
+    shows="maps while the model's layers become random, from the last to the first: those that explain it must change",
     stand_in="its Appendix B, which is not to be had as text; drawn after Adebayo et al.",
     quick={"methods": {"ViT-CX": {"method": "vit-cx", "distance": 0.3}, "Rollout": "rollout"}, "columns": 4},
 )
@@ -111,7 +111,7 @@ def _picture(axes: Axes, picture: Any) -> None:
 @register_figure(
     "vitcx-localisation",
     paper=f"{PAPER}, Appendix C",
-    shows="Boxes around the heat of ViT-CX beside the true ones, and how often boxes are right at every threshold",
+    shows="boxes around the heat of ViT-CX beside the true ones, and how often boxes are right at every threshold",
     needs={"boxes"},
     stand_in="its Appendix C, which is not to be had as text; it compares with trained localisers",
     quick={"methods": {"ViT-CX": {"method": "vit-cx", "distance": 0.3}, "Rollout": "rollout"}, "examples": 2},
@@ -175,7 +175,7 @@ def _outline(axes: Axes, box: Sequence[float], scale: float, colour: str, dashes
 @register_figure(
     "vitcx-sensitivity",
     paper=f"{PAPER}, Appendix F",
-    shows="How faithful ViT-CX is over its settings: the distance of clusters, the noise, and the layer",
+    shows="how faithful ViT-CX is over its settings: the distance of clusters, the noise, and the layer",
     stand_in="its Appendix F, which is not to be had as text",
     quick={"steps": 6, "distances": [0.2, 0.4], "deviations": [0.1], "blocks": [0, -1]},
 )
@@ -224,7 +224,7 @@ def sensitivity(
         axis.margins(x=0.08)
         if usual[name] in values:
             axis.axvline(values.index(usual[name]), color="0.5", linewidth=0.8, linestyle=":")
-    axes[-1].legend(fontsize=6.5, frameon=False, loc="best")
+    axes[-1].legend(fontsize=6.5, frameon=False, loc="center")
     return fig
 
 
@@ -262,7 +262,7 @@ def _each(drawing: Drawing, function: Callable[[Tensor], Any], words: str) -> li
 @register_figure(
     "vitcx-similarity",
     paper=f"{PAPER}, appendices: similarity of masks",
-    shows="How alike the masks are inside clusters and at every block, and how many remain at every distance",
+    shows="how alike the masks are inside clusters and at every block, and how many remain at every distance",
     stand_in="ViT-B/16; 63 masks of 768 remain at a distance of 0.1",
     quick={"distances": [0.05, 0.2]},
 )
@@ -297,6 +297,7 @@ def similarity(drawing: Drawing, distances: Distances | None = None) -> Figure:
     bar.outline.set_visible(False)
     line(second, range(vit.depth), means, "", 0)
     tidy(second, "(b)", "block", "mSim, mean over images")
+    second.xaxis.get_major_locator().set_params(integer=True)
     line(third, several, counts, "", 1)
     tidy(third, "(c)", "distance δ of clusters", "masks that remain")
     third.axvline(DISTANCE, color="0.5", linewidth=0.8, linestyle=":")
@@ -316,7 +317,7 @@ def _in_order(distances: Tensor) -> Tensor:
 @register_figure(
     "vitcx-overdetermination",
     paper=f"{PAPER}, Section 3.4 and appendices: causal overdetermination",
-    shows="How often most masks alone suffice for the class: the mean score of each image's masks, and its variance",
+    shows="how often most masks alone suffice for the class: the mean score of each image's masks, and its variance",
     stand_in="ViT-B/16, 50,000 images of ImageNet: 20.95 % above a mean of 0.9, their variance .036",
     least=2,
     quick={},
