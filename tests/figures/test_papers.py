@@ -63,7 +63,7 @@ def test_grids_shown_have_few_and_many_red_patches() -> None:
     chosen = grids_to_show(held, 5)
     assert len(set(chosen)) == 5
     red = held.labels[chosen].tolist()
-    assert red == sorted(red) == [1, 3, 5, 7, 8]
+    assert red == sorted(red) == [1, 3, 4, 6, 8]
 
 
 @pytest.mark.slow

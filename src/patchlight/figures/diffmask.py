@@ -18,7 +18,7 @@ from patchlight.engine import explain
 from patchlight.errors import DegenerateMap, PatchlightError
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
-from patchlight.figures.panels import by_method, coloured, stretched
+from patchlight.figures.panels import by_method, coloured, explained, stretched
 from patchlight.figures.sheet import COLUMN, Cell, Row, line, pictures, tidy
 from patchlight.methods.requests import refusal, resolve
 from patchlight.metrics.perturbation import Direction, Points
@@ -52,9 +52,7 @@ def _with_ours(drawing: Drawing, rivals: Methods | None) -> dict[str, Any]:
 def _maps(drawing: Drawing, rivals: Methods | None) -> Figure:
     """A column for every image: the photograph, and the heat of every method below it."""
     drawing = replace(drawing, labels=None)
-    with warnings.catch_warnings():  # gates that keep all of an image are shown as they are
-        warnings.simplefilter("ignore", DegenerateMap)
-        maps = drawing.explain(_with_ours(drawing, rivals))
+    maps = explained(drawing, _with_ours(drawing, rivals))
     drawing.say("DiffMask's colours go from 0 to 1, the share of a patch that is kept")
 
     def shown(i: int, label: str, att: Attribution) -> Image.Image:
@@ -245,7 +243,7 @@ def counting(
 
 def grids_to_show(held: Grids, columns: int) -> list[int]:
     """The first grid of each of some numbers of red patches, from few to many."""
-    wanted = torch.linspace(1, SIDE * SIDE - 1, columns).round().long().tolist()
+    wanted = torch.linspace(1, SIDE * SIDE - 1, min(columns, len(held))).round().long().tolist()
     found: list[int] = []
     for number in wanted:
         left = [i for i in range(len(held)) if i not in found]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from patchlight.attribution import Attribution
+from patchlight.attribution import Attribution, Attributions
+from patchlight.errors import DegenerateMap
 from patchlight.figures.base import Drawing
 from patchlight.figures.sheet import COLUMN, PAGE, Cell, Row, pictures
+from patchlight.statistics import constant
 from patchlight.viz.heat import colour_map
 from patchlight.viz.shown import ShownFigure
 
@@ -18,6 +22,18 @@ FEW = 5
 """Images that fit a column of a paper."""
 Shown = Callable[[int, str, Attribution], Image.Image]
 """From the number of an image, a label and its maps to a picture."""
+
+
+def explained(drawing: Drawing, methods: Mapping[str, Any] | Sequence[str]) -> Attributions:
+    """The maps of all images; those that are constant, and so have no heat, are told in the note."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateMap)
+        maps = drawing.explain(methods)
+    dead = {label: int(constant(att.scores.flatten(1)).sum()) for label, att in maps.items()}
+    if any(dead.values()):
+        told = ", ".join(f"{count} of {label}" for label, count in dead.items() if count)
+        drawing.say(f"maps that are constant have no heat: {told}")
+    return maps
 
 
 def by_method(drawing: Drawing, maps: Mapping[str, Attribution], shown: Shown | None = None) -> ShownFigure:

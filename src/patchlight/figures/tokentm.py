@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
-from patchlight.figures.panels import by_method
+from patchlight.figures.panels import by_method, explained
 
 METHODS: dict[str, object] = {
     "Grad-CAM": {"method": "attcam", "preset": "chefer"},
@@ -37,4 +37,4 @@ def visualisations(drawing: Drawing, shown: Count = 8, methods: Methods | None =
     Signed maps (LRP, ATTCAT) are shown by their positive part, so that all rows have the same colours.
     """
     drawing = replace(drawing, labels=None)
-    return by_method(drawing, drawing.explain(METHODS if methods is None else methods))
+    return by_method(drawing, explained(drawing, METHODS if methods is None else methods))

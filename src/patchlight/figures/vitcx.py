@@ -18,7 +18,7 @@ from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
 from patchlight.figures.masks import SIGMA, Impact, asked, channel_masks, impact, similarities
-from patchlight.figures.panels import coloured
+from patchlight.figures.panels import coloured, explained
 from patchlight.figures.sheet import COLOURS, COLUMN, Cell, Row, pictures, tidy
 from patchlight.images import Preprocess
 from patchlight.methods.rise import draw_grids
@@ -67,7 +67,7 @@ def examples(drawing: Drawing, shown: Count = 4, steps: Count = 224, methods: Me
     row is marked with *.
     """
     drawing = of_prediction(drawing)
-    maps = drawing.explain(METHODS if methods is None else methods)
+    maps = explained(drawing, METHODS if methods is None else methods)
     metrics = {name: {"metric": m, "preset": "rise", "steps": steps} for name, m in FAITHFUL.items()}
     found = drawing.evaluate(maps, metrics)
     rows = []

@@ -22,8 +22,9 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.engine import explain
 from patchlight.errors import DegenerateMap
 from patchlight.evidence.ablation import Count
-from patchlight.figures.base import Drawing, Methods, register_figure, stacked
+from patchlight.figures.base import Drawing, Methods, register_figure
 from patchlight.figures.masks import DISTANCE, SIGMA, asked, channel_masks, clustered, similarities
+from patchlight.figures.panels import explained
 from patchlight.figures.sheet import COLOURS, WORDS, line, mean_interval, tidy
 from patchlight.figures.vitcx import FAITHFUL, PAPER, impacts, of_prediction
 from patchlight.methods.vitcx import cosine_distances
@@ -123,7 +124,7 @@ def localisation(drawing: Drawing, examples: Count = 4, methods: Methods | None 
     (metric `max-box-acc`); the legend has the best over the thresholds.
     """
     drawing = of_prediction(drawing)
-    maps = drawing.explain(LOCALISED if methods is None else methods)
+    maps = explained(drawing, LOCALISED if methods is None else methods)
     found = drawing.evaluate(maps, "max-box-acc")
     first = next(iter(maps))
     best = float(found[first].x[found[first].curve.mean(0).argmax()])
@@ -177,7 +178,7 @@ def _outline(axes: Axes, box: Sequence[float], scale: float, colour: str, dashes
     paper=f"{PAPER}, Appendix F",
     shows="how faithful ViT-CX is over its settings: the distance of clusters, the noise, and the layer",
     stand_in="its Appendix F, which is not to be had as text",
-    quick={"steps": 6, "distances": [0.2, 0.4], "deviations": [0.1], "blocks": [0, -1]},
+    quick={"steps": 3, "distances": [0.3], "deviations": [0.1], "blocks": [-1]},
 )
 def sensitivity(
     drawing: Drawing,
@@ -214,7 +215,7 @@ def sensitivity(
     usual = {"distance": DISTANCE, "sigma": SIGMA, "layer": float(depth - 1)}
     for axis, (name, (values, words)) in zip(axes, studies.items(), strict=True):
         for n, (metric, arrow) in enumerate({"Ins": "↑", "Del": "↓"}.items()):
-            measured = stacked([found[str(own)][metric].values for own in asked_of[name]])
+            measured = torch.stack([found[str(own)][metric].values for own in asked_of[name]], 1)
             line(axis, range(len(values)), measured, f"{metric} {arrow}", n)
         ticks = [f"{value:g}" for value in values]
         if name == "distance":
