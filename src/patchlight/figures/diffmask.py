@@ -18,7 +18,7 @@ from patchlight.engine import explain
 from patchlight.errors import DegenerateMap, PatchlightError
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
-from patchlight.figures.panels import by_method, coloured, explained, stretched
+from patchlight.figures.panels import by_method, coloured, explained, of_prediction, stretched
 from patchlight.figures.sheet import COLUMN, Cell, Row, line, pictures, tidy
 from patchlight.methods.requests import refusal, resolve
 from patchlight.metrics.perturbation import Direction, Points
@@ -51,7 +51,7 @@ def _with_ours(drawing: Drawing, rivals: Methods | None) -> dict[str, Any]:
 
 def _maps(drawing: Drawing, rivals: Methods | None) -> Figure:
     """A column for every image: the photograph, and the heat of every method below it."""
-    drawing = replace(drawing, labels=None)
+    drawing = of_prediction(drawing)
     maps = explained(drawing, _with_ours(drawing, rivals))
     drawing.say("DiffMask's colours go from 0 to 1, the share of a patch that is kept")
 
@@ -91,7 +91,7 @@ def on_imagenet(drawing: Drawing, shown: Count = 8, methods: Methods | None = No
 
 def _curves(drawing: Drawing, direction: Direction, points: int, rivals: Methods | None) -> Figure:
     """-log p and p of the predicted class while pixels are removed, the mean over images with its interval."""
-    drawing = replace(drawing, labels=None)
+    drawing = of_prediction(drawing)
     asked = {**_with_ours(drawing, rivals), "Random": "random"}
     common = {"metric": "perturbation", "preset": "diffmask", "direction": direction, "points": points}
     metrics = {"KL": {**common, "quantity": "nll"}, "accuracy": {**common, "quantity": "probability"}}
@@ -181,7 +181,7 @@ def read_counting(folder: str | Path, size: Size = SIZES["small"]) -> Counting:
 def make_counting(size: Size, seed: int = 0, progress: Any = True) -> Counting:
     """Both trained on the spot."""
     settings = Settings.preset(seed=seed, **size.settings)
-    most = size.vit_steps + settings.steps
+    most = size.vit_steps + int(size.settings["steps"])
     with telling(progress, "training on the counting task") as tell:
         vit = train_counter(size, seed, tell=lambda step, right: tell(step, most))
         loader = loader_of(counting_grids(6000, seed, "train"), settings.batch_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,11 @@ FEW = 5
 """Images that fit a column of a paper."""
 Shown = Callable[[int, str, Attribution], Image.Image]
 """From the number of an image, a label and its maps to a picture."""
+
+
+def of_prediction(drawing: Drawing) -> Drawing:
+    """The same, with the classes predicted in place of the true ones: they are explained unless others are asked."""
+    return replace(drawing, labels=drawing.predictions)
 
 
 def explained(drawing: Drawing, methods: Mapping[str, Any] | Sequence[str]) -> Attributions:

@@ -259,7 +259,7 @@ def discriminative(
     else:
         wanted = [[class_index(one, vit.outcomes, vit.labels) for one in classes]] * len(drawing)
     maps = drawing.explain(methods, target=wanted)
-    rows = []
+    rows: list[Row] = []
     for i, own in enumerate(wanted):
         for t, index in enumerate(own):
             cells: list[Cell | None] = [Cell(drawing.pictures[i])] if t == 0 else [None]

@@ -53,7 +53,7 @@ SMALL: dict[str, Any] = {"method": "tis", "samples": 24}
 def methods(drawing: Drawing, shown: Count = 4, methods: Methods = METHODS) -> Figure:
     """A row for each image, a column for each method; the brighter, the more a patch speaks for the class."""
     maps = drawing.explain(methods)
-    rows = []
+    rows: list[Row] = []
     for i, index in enumerate(drawing.classes.tolist()):
         cells = [Cell(drawing.pictures[i])]
         for label, att in maps.items():
@@ -227,7 +227,7 @@ def _study(
     x: Sequence[float],
     words: str,
     steps: int,
-    fill: str,
+    fill: Fill,
     log: bool = False,
 ) -> Figure:
     """Insertion, deletion and their difference of every setting, for each model."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from matplotlib.figure import Figure
 
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
-from patchlight.figures.panels import by_method, explained
+from patchlight.figures.panels import by_method, explained, of_prediction
 
 METHODS: dict[str, object] = {
     "Grad-CAM": {"method": "attcam", "preset": "chefer"},
@@ -36,5 +34,5 @@ def visualisations(drawing: Drawing, shown: Count = 8, methods: Methods | None =
 
     Signed maps (LRP, ATTCAT) are shown by their positive part, so that all rows have the same colours.
     """
-    drawing = replace(drawing, labels=None)
+    drawing = of_prediction(drawing)
     return by_method(drawing, explained(drawing, METHODS if methods is None else methods))

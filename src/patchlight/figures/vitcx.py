@@ -18,13 +18,13 @@ from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
 from patchlight.figures.masks import SIGMA, Impact, asked, channel_masks, impact, similarities
-from patchlight.figures.panels import coloured, explained
+from patchlight.figures.panels import coloured, explained, of_prediction
 from patchlight.figures.sheet import COLOURS, COLUMN, Cell, Row, pictures, tidy
 from patchlight.images import Preprocess
 from patchlight.methods.rise import draw_grids
 from patchlight.methods.vitcx import scaled
-from patchlight.metrics.sanity import spearman
 from patchlight.progress import telling
+from patchlight.statistics import spearman
 
 PAPER = "ViT-CX (Xie et al., IJCAI 2023)"
 METHODS: dict[str, Any] = {
@@ -36,11 +36,6 @@ METHODS: dict[str, Any] = {
 }
 """The columns of Figure 1, by the paper's names."""
 FAITHFUL = {"Del": "deletion", "Ins": "insertion"}
-
-
-def of_prediction(drawing: Drawing) -> Drawing:
-    """The paper explains the class predicted, unless somebody asks about another."""
-    return replace(drawing, labels=None)
 
 
 def impacts(drawing: Drawing, sigma: float = SIGMA) -> list[Impact]:
@@ -159,7 +154,7 @@ def _alike_at_random(drawing: Drawing, count: int) -> list[Tensor]:
 def _alike_of_cnn(drawing: Drawing, name: str, weights: str) -> list[Tensor]:
     """The same of the last feature map of a CNN of timm."""
     import timm
-    from timm.data import resolve_model_data_config
+    from timm.data.config import resolve_model_data_config
 
     model: Any = timm.create_model(name)
     try:
@@ -197,7 +192,7 @@ def artefacts(drawing: Drawing, searched: Count = 16, sigma: float = SIGMA) -> F
     i = max(range(len(found)), key=lambda n: float((plain[n] - found[n].scores).max()))
     lost = plain[i] - found[i].scores
     chosen = {"(a)": int(lost.argmax()), "(b)": int((plain[i] - 2 * lost.abs()).argmax())}
-    rows = []
+    rows: list[Row] = []
     for case, index in chosen.items():
         (masked, before), (noisy, after) = (found[i].through(index, noise) for noise in (False, True))
         look, score = drawing.vit.preprocess.picture, float(found[i].scores[index])
@@ -244,7 +239,7 @@ def coverage_bias(drawing: Drawing, searched: Count = 16, examples: Count = 1) -
             Cell(drawing.heat(i, corrected), "Corrected", _signed(alike[1])),
         ]
         rows.append(Row(cells))
-    drawing.say("μ: mean score of the masks; r: rank correlation of the map with the coverage")
+    drawing.say("below: μ is the mean score of the masks, r the rank correlation of a map with the coverage")
     return pictures(drawing.note, rows, COLUMN)
 
 

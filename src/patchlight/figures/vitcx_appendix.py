@@ -24,9 +24,9 @@ from patchlight.errors import DegenerateMap
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
 from patchlight.figures.masks import DISTANCE, SIGMA, asked, channel_masks, clustered, similarities
-from patchlight.figures.panels import explained
+from patchlight.figures.panels import explained, of_prediction
 from patchlight.figures.sheet import COLOURS, WORDS, line, mean_interval, tidy
-from patchlight.figures.vitcx import FAITHFUL, PAPER, impacts, of_prediction
+from patchlight.figures.vitcx import FAITHFUL, PAPER, impacts
 from patchlight.methods.vitcx import cosine_distances
 from patchlight.metrics.localisation import unit_range
 from patchlight.metrics.sanity import stages, twin
@@ -127,10 +127,11 @@ def localisation(drawing: Drawing, examples: Count = 4, methods: Methods | None 
     maps = explained(drawing, LOCALISED if methods is None else methods)
     found = drawing.evaluate(maps, "max-box-acc")
     first = next(iter(maps))
-    best = float(found[first].x[found[first].curve.mean(0).argmax()])
+    share = found[first].curve.mean(0)
+    best = float(found[first].x[share == share.max()][-1])
     drawing.say(
         f"white, dashed: true boxes; green: the box around the largest part of {first}'s heat above {best:.2f}, its "
-        "best threshold; in brackets MaxBoxAccV2; bands: 95 % intervals over images"
+        "best threshold (the highest of equal ones); in brackets MaxBoxAccV2; bands: 95 % intervals over images"
     )
     count = min(examples, len(drawing))
     fig = drawing.sheet(2.3)

@@ -11,7 +11,7 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Unit
-from patchlight.evidence.fills import Fill, fill_images
+from patchlight.evidence.fills import Fill, Filling, fill_images
 from patchlight.methods.base import Ask, Estimate, Level, register_method
 from patchlight.methods.masking import MadeMasks, bernoulli, owners, removes_tokens, score_kept
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
@@ -143,7 +143,7 @@ def lime(
 def _score_segments(ask: Ask, z: Tensor, labels: Tensor, fill: Fill | Literal["segment-mean"]) -> Tensor:
     """Scores [B,n,T] of images with the segments z [B,n,S] (or one z for all) shown, of labels [B,H,W]."""
     if fill == "segment-mean":
-        filling = segment_means(ask.images, labels)
+        filling: Filling = segment_means(ask.images, labels)
     else:
         filling = fill_images(fill, ask.images, ask.vit, ask.seed)
     owner, flat = owners(ask, z.shape[1]), z.expand(len(ask.images), -1, -1).flatten(0, 1)

@@ -22,6 +22,7 @@ from patchlight.methods.tis import Ratio, activation_points, sampled_scores
 from patchlight.registry import Settings
 from patchlight.resize import at_size, to_cells
 
+Ridge = Annotated[float, Field(gt=0)] | Literal["likelihood"]
 MaskSource = Literal["activations", "grids", "coalitions"]
 RATIOS = torch.logspace(-1, 2, 25, dtype=torch.float64)
 """The ratios r = lambda / t that the likelihood weighs, t the mean eigenvalue of Mc^T Mc."""
@@ -63,12 +64,12 @@ class Posterior:
         return (self.weights[..., None] * each).sum(1)
 
 
-def condition(masks: Tensor, scores: Tensor, prior: Tensor | None = None, ridge: float | None = None) -> Posterior:
+def condition(masks: Tensor, scores: Tensor, prior: Tensor | None = None, ridge: Ridge = 10.0) -> Posterior:
     """The posterior of masks M [B,V,N], scores w [B,V,T] and a prior map P [B,T,N] (None: zero), in float64.
 
     Masks and scores are centred over the masks. mu = a P with a = max(0, f.w / f.f), f = Mc P, is the prior's mean and
-    beta_r = mu + (Mc^T Mc + lambda_r I)^-1 Mc^T (w - Mc mu) the posterior's, lambda_r = r tr(Mc^T Mc) / N. Without
-    `ridge`, the values of `RATIOS` weigh as the marginal likelihood of the scores, sigma^2 being the best for each.
+    beta_r = mu + (Mc^T Mc + lambda_r I)^-1 Mc^T (w - Mc mu) the posterior's, lambda_r = r tr(Mc^T Mc) / N, r = `ridge`.
+    "likelihood": the values of `RATIOS` weigh as the marginal likelihood of the scores, sigma^2 being the best for each.
     """
     masks, scores = masks.double(), scores.double()
     m, w = masks - masks.mean(1, keepdim=True), scores - scores.mean(1, keepdim=True)
@@ -82,7 +83,7 @@ def condition(masks: Tensor, scores: Tensor, prior: Tensor | None = None, ridge:
     values, basis = _spectrum(m)
     pulled = basis.mT @ (m.mT @ rest)  # [B,K,T]
     unit = (values.sum(-1) / m.shape[-1]).clamp_min(torch.finfo(w.dtype).tiny)
-    ridges = (RATIOS.to(w) if ridge is None else w.new_tensor([ridge])) * unit[:, None]  # [B,R]
+    ridges = (RATIOS.to(w) if ridge == "likelihood" else w.new_tensor([ridge])) * unit[:, None]  # [B,R]
     shrunk = values[:, None] + ridges[..., None]  # [B,R,K]
     left = (rest**2).sum(1)[:, None] - torch.einsum("bkt,brk->brt", pulled**2, 1 / shrunk)
     noise = left.clamp_min(1e-30) / free
@@ -185,7 +186,7 @@ def posterior(
     keep: Ratio = 0.5,
     unit: Literal["auto", "token", "patch"] = "auto",
     fill: Fill = "noise",
-    ridge: Annotated[float, Field(gt=0)] | None = None,
+    ridge: Ridge = 10.0,
     tolerance: Tolerance | None = None,
 ) -> Estimate:
     """Posterior mean of each patch's effect on the score: a white-box map is the prior, scored masks the evidence.
@@ -193,8 +194,9 @@ def posterior(
     The score of an image under mask M_j [N] is taken as w_j = c + M_j.beta + noise, and beta ~ N(mu, tau^2 I) a priori,
     with mu = a P, P the map of the method `prior` (or "none") and a what fits the scores best. Then
     beta = mu + (Mc^T Mc + lambda I)^-1 Mc^T (wc - Mc mu), Mc and wc centred over the masks, and
-    lambda = sigma^2 / tau^2 is averaged over, weighed by its marginal likelihood for each image and class, or
-    r tr(Mc^T Mc) / N with r = `ridge`. The error is the posterior's standard deviation. Signed.
+    lambda = sigma^2 / tau^2 = r tr(Mc^T Mc) / N with r = `ridge`; "likelihood" averages over r from 0.1 to 100, weighed
+    by the marginal likelihood for each image and class, which fits the scores better and explains worse: it follows
+    what is peculiar to these masks. The error is the posterior's standard deviation. Signed.
 
     Each of the `samples` masks shows int(keep N) patches: where a cluster of the blocks' `activations` is largest, as
     those of `tis`; where random coarse `grids` are; or any (`coalitions`). The others are really removed, or with
