@@ -130,8 +130,8 @@ class DataSpec(Spec):
     """The images: kind, path and options for `open_data`, and which of them.
 
     The first `skip` are passed over, and of the others only `every` so many-th counts; of these, `images` are picked
-    `spread` evenly over the list, `first`, or at `random` (seeded). `stands_for` is the recipe's kind in whose place the
-    user gave this one.
+    `spread` evenly over the list, `first`, or at `random` (seeded). `stands_for` is the recipe's kind in whose place
+    the user gave this one.
     """
 
     kind: str

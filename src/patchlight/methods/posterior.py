@@ -69,7 +69,7 @@ def condition(masks: Tensor, scores: Tensor, prior: Tensor | None = None, ridge:
 
     Masks and scores are centred over the masks. mu = a P with a = max(0, f.w / f.f), f = Mc P, is the prior's mean and
     beta_r = mu + (Mc^T Mc + lambda_r I)^-1 Mc^T (w - Mc mu) the posterior's, lambda_r = r tr(Mc^T Mc) / N, r = `ridge`.
-    "likelihood": the values of `RATIOS` weigh as the marginal likelihood of the scores, sigma^2 being the best for each.
+    "likelihood": the values of `RATIOS` weigh as the scores' marginal likelihood, sigma^2 being the best for each.
     """
     masks, scores = masks.double(), scores.double()
     m, w = masks - masks.mean(1, keepdim=True), scores - scores.mean(1, keepdim=True)
