@@ -119,3 +119,17 @@ def test_a_file_without_the_cnns_weights_is_refused(vit: pl.Anatomy) -> None:
     weights = str(pocket.WEIGHTS)
     with pytest.raises(pl.PatchlightError, match="holds no weights of resnet18"):
         draw("vitcx-4", vit, PHOTOS[:2], cnn="resnet18", cnn_weights=weights, progress=False)
+
+
+@pytest.mark.slow
+def test_masks_of_a_cnn_and_of_a_second_model_stand_beside_the_models_own(vit: pl.Anatomy, tmp_path: Path) -> None:
+    import timm
+    from safetensors.torch import save_file
+
+    save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "cnn.safetensors")
+    weights = str(tmp_path / "cnn.safetensors")
+    other = pl.wrap(pocket.build(trained=False), name="untrained")
+    fig = draw("vitcx-4", vit, PHOTOS[:2], other=other, cnn="test_resnet", cnn_weights=weights, progress=False)
+    labels = fig.axes[0].get_legend_handles_labels()[1]
+    assert labels == ["pocket", "untrained", "test_resnet", "random masks (RISE)"]
+    assert not any("drawn where its weights" in word for word in words(fig))

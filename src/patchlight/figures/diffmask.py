@@ -18,7 +18,7 @@ from patchlight.engine import explain
 from patchlight.errors import DegenerateMap, PatchlightError
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
-from patchlight.figures.panels import by_method, coloured, explained, of_prediction, stretched
+from patchlight.figures.panels import by_method, coloured, explained, of_prediction, stretched, tell_bands
 from patchlight.figures.sheet import COLUMN, Cell, Row, line, pictures, tidy
 from patchlight.methods.requests import refusal, resolve
 from patchlight.metrics.perturbation import Direction, Points
@@ -101,7 +101,7 @@ def _curves(drawing: Drawing, direction: Direction, points: int, rivals: Methods
     drawing.say(
         "removed pixels become noise; as in the paper's code its KL is −log p and its accuracy p of the class predicted"
     )
-    drawing.say("bands: 95 % intervals over images")
+    tell_bands(drawing)
     fig = drawing.sheet(2.3)
     axes = fig.subplots(1, 2)
     ideal = {("KL", "positive"): "higher", ("KL", "negative"): "lower"}

@@ -15,7 +15,7 @@ from patchlight.attribution import Attribution, Attributions
 from patchlight.errors import DegenerateMap
 from patchlight.figures.base import Drawing
 from patchlight.figures.sheet import COLUMN, PAGE, Cell, Row, pictures
-from patchlight.statistics import constant
+from patchlight.statistics import FEWEST, constant
 from patchlight.viz.heat import colour_map
 from patchlight.viz.shown import ShownFigure
 
@@ -28,6 +28,12 @@ Shown = Callable[[int, str, Attribution], Image.Image]
 def of_prediction(drawing: Drawing) -> Drawing:
     """The same, with the classes predicted in place of the true ones: they are explained unless others are asked."""
     return replace(drawing, labels=drawing.predictions)
+
+
+def tell_bands(drawing: Drawing) -> None:
+    """Say what bands are, or why there are none."""
+    enough = len(drawing) >= FEWEST
+    drawing.say("bands: 95 % intervals over images" if enough else f"no intervals with fewer than {FEWEST} images")
 
 
 def explained(drawing: Drawing, methods: Mapping[str, Any] | Sequence[str]) -> Attributions:
@@ -52,7 +58,7 @@ def by_method(drawing: Drawing, maps: Mapping[str, Attribution], shown: Shown | 
     names = [drawing.name_of(int(index)) for index in drawing.classes]
     rows = [Row([Cell(picture, name) for picture, name in zip(drawing.pictures, names, strict=True)], "Input")]
     rows += [Row([Cell(make(i, label, att)) for i in range(len(drawing))], label) for label, att in maps.items()]
-    return pictures(drawing.note, rows, COLUMN if len(drawing) <= FEW else PAGE, largest=0.8)
+    return pictures(drawing.note, rows, COLUMN if len(drawing) <= FEW else PAGE, largest=0.72)
 
 
 def coloured(

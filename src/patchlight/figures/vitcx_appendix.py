@@ -24,7 +24,7 @@ from patchlight.errors import DegenerateMap
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
 from patchlight.figures.masks import DISTANCE, SIGMA, asked, channel_masks, clustered, similarities
-from patchlight.figures.panels import explained, of_prediction
+from patchlight.figures.panels import explained, of_prediction, tell_bands
 from patchlight.figures.sheet import COLOURS, WORDS, line, mean_interval, tidy
 from patchlight.figures.vitcx import FAITHFUL, PAPER, impacts
 from patchlight.methods.vitcx import cosine_distances
@@ -60,7 +60,7 @@ class _Recorder:
     "vitcx-sanity",
     paper=f"{PAPER}, Appendix B",
     shows="maps while the model's layers become random, from the last to the first: those that explain it must change",
-    stand_in="its Appendix B, which is not to be had as text; drawn after Adebayo et al.",
+    stand_in="its Appendix B, which is not to be had as text; drawn after Adebayo et al. (2018)",
     quick={"methods": {"ViT-CX": {"method": "vit-cx", "distance": 0.3}, "Rollout": "rollout"}, "columns": 4},
 )
 def sanity(drawing: Drawing, columns: Count = 6, methods: Methods | None = None) -> Figure:
@@ -79,7 +79,7 @@ def sanity(drawing: Drawing, columns: Count = 6, methods: Methods | None = None)
     drawing.say(
         "the weights of the head, then the norm, the blocks from the last to the first and the embedding are drawn anew"
     )
-    drawing.say("bands: 95 % intervals over images")
+    tell_bands(drawing)
     rows, across = len(recorders), len(chosen)
     fig = drawing.sheet(0.95 * rows + 1.7)
     grid = fig.add_gridspec(rows + 1, across, height_ratios=[0.95] * rows + [1.7])
@@ -94,7 +94,7 @@ def sanity(drawing: Drawing, columns: Count = 6, methods: Methods | None = None)
     axes = fig.add_subplot(grid[rows, :])
     for n, (label, own) in enumerate(found.items()):
         line(axes, range(len(names)), own.curve, label, n)
-    tidy(axes, "", "", "rank correlation\nwith the trained model's map")
+    tidy(axes, "", "", "rank correlation with\nthe trained model's")
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
     axes.axhline(0, color="0.5", linewidth=0.6)
     axes.legend(fontsize=6.5, frameon=False, loc="upper right")
@@ -131,8 +131,9 @@ def localisation(drawing: Drawing, examples: Count = 4, methods: Methods | None 
     best = float(found[first].x[share == share.max()][-1])
     drawing.say(
         f"white, dashed: true boxes; green: the box around the largest part of {first}'s heat above {best:.2f}, its "
-        "best threshold (the highest of equal ones); in brackets MaxBoxAccV2; bands: 95 % intervals over images"
+        "best threshold (the highest of equal ones); in brackets MaxBoxAccV2"
     )
+    tell_bands(drawing)
     count = min(examples, len(drawing))
     fig = drawing.sheet(2.3)
     across = -(-count // 2)
@@ -208,9 +209,8 @@ def sensitivity(
         warnings.simplefilter("ignore", DegenerateMap)
         found = drawing.evaluate(methods, metrics)
     counts = _counts(drawing, studies["distance"][0])
-    drawing.say(
-        "bands: 95 % intervals over images; dotted: the paper's setting; below δ the masks that remain, their mean"
-    )
+    drawing.say("dotted: the paper's setting; below δ how many masks remain, on average")
+    tell_bands(drawing)
     fig = drawing.sheet(2.2)
     axes = fig.subplots(1, len(studies), sharey=True)
     usual = {"distance": DISTANCE, "sigma": SIGMA, "layer": float(depth - 1)}
@@ -285,7 +285,7 @@ def similarity(drawing: Drawing, distances: Distances | None = None) -> Figure:
 
     means, counts = torch.tensor(_each(drawing, by_block, "comparing masks")), _counts(drawing, several)
     drawing.say("(a) Sim(i, j) of the first image, in the order in which masks are clustered")
-    drawing.say("bands: 95 % intervals over images")
+    tell_bands(drawing)
     fig = drawing.sheet(2.0)
     first, second, third = fig.subplots(1, 3)
     shown = first.imshow(
