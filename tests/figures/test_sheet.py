@@ -22,6 +22,7 @@ def test_wrapped_lines_fit_and_lose_nothing(words: str, width: float) -> None:
 
 def test_names_are_broken_where_they_have_a_joint() -> None:
     assert wrapped("DecompX∘SkipPLUS", 0.6) == ["DecompX∘", "SkipPLUS"]
+    assert wrapped("SmoothGrad", 0.5) == ["Smooth", "Grad"]
     assert wrapped("a sentence about EVA-L/14", 0.9, behind=" ") == ["a sentence about", "EVA-L/14"]
 
 

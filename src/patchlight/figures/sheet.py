@@ -80,6 +80,8 @@ def _pieces(part: str, width: float, size: float) -> list[str]:
     if inches(part.rstrip(), size) <= width:
         return [part]
     most = next((n for n in range(len(part) - 1, 1, -1) if inches(part[:n], size) <= width), 1)
+    humps = (n for n in range(most, 0, -1) if part[n].isupper() and part[n - 1].islower())
+    most = next(humps, most)  # Smooth|Grad
     return [part[:most], *_pieces(part[most:], width, size)]
 
 

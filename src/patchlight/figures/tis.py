@@ -13,7 +13,7 @@ from torch import Tensor
 
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Count
-from patchlight.evidence.fills import Fill, fill_images
+from patchlight.evidence.fills import Fill, Filling, fill_images, painted
 from patchlight.figures.base import Drawing, Methods, register_figure
 from patchlight.figures.sheet import COLUMN, WORDS, Cell, Row, line, tidy
 from patchlight.methods.tis import Ratio, Ratios
@@ -173,12 +173,12 @@ def deleted(
     return fig
 
 
-def without_highest(drawing: Drawing, maps: Tensor, filled: Tensor, changed: int) -> Tensor:
+def without_highest(drawing: Drawing, maps: Tensor, filled: Filling, changed: int) -> Tensor:
     """The images without their `changed` highest pixels, which show the fill."""
     targets = Targets(drawing.classes[:, None])
     asked = Measure(drawing.vit, drawing.images, maps.to(drawing.images.device), targets, seed=drawing.seed)
-    gone = asked.ranks("pixel") < changed
-    return torch.where(gone[:, None], filled, drawing.images)
+    shown = asked.ranks("pixel") >= changed
+    return painted(drawing.images, filled, torch.arange(len(drawing)), shown[:, None])
 
 
 @register_figure(
