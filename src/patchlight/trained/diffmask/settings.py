@@ -14,7 +14,7 @@ from patchlight.trained.settings import Positive, Training, read_settings
 
 
 class Settings(Training):
-    """How DiffMask is trained. The defaults are ours, made to converge from any seed; `preset` gives the paper's."""
+    """How DiffMask is trained. The defaults are ours, made to converge from most seeds; `preset` gives the paper's."""
 
     free: ClassVar[frozenset[str]] = Training.free | {"finish"}
 
