@@ -9,10 +9,11 @@ from typing import Any
 from patchlight.anatomy.families import FAMILIES
 from patchlight.data.base import KINDS
 from patchlight.evidence.rules import RULES
+from patchlight.figures import FIGURES
 from patchlight.methods.base import COMPOSITIONS, METHODS
 from patchlight.metrics.base import METRICS
 
-REGISTRIES: tuple[Any, ...] = (METHODS, METRICS, RULES, COMPOSITIONS, KINDS, FAMILIES)
+REGISTRIES: tuple[Any, ...] = (METHODS, METRICS, RULES, COMPOSITIONS, KINDS, FAMILIES, FIGURES)
 
 
 @contextlib.contextmanager

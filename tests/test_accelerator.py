@@ -13,6 +13,7 @@ import patchlight as pl
 from patchlight.errors import NotCaptured
 from patchlight.evidence import taps
 from patchlight.evidence.ablation import Ablation, TokenSubsets
+from patchlight.evidence.imputation import imputed
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
 from patchlight.evidence.rows import Attention, Entry, Rows, attend, lengths, row_sums, times
 from patchlight.methods.requests import refusal, resolve
@@ -328,3 +329,15 @@ def test_heads_in_half_precision_and_in_graphs(kind: str) -> None:
         assert steps[name].precision == "fp16"
         assert min(spearman(a, b) for a, b in zip(full[name].scores, steps[name].scores, strict=True)) > 0.97, name
         torch.testing.assert_close(graph[name].scores, steps[name].scores, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_imputation_is_that_of_the_cpu_also_where_products_are_rounded(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 3, 96, 80, generator=generator, dtype=dtype)
+    missing = torch.rand(16, 1, 6, 5, generator=generator).repeat_interleave(16, 2).repeat_interleave(16, 3) < 0.7
+    expected = imputed(x, missing)
+    torch.backends.cudnn.allow_tf32 = True
+    with torch.autocast("cuda", torch.bfloat16):
+        found = imputed(x.cuda(), missing.cuda()).cpu()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-2 if dtype == torch.float32 else 1e-7)

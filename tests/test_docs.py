@@ -10,6 +10,7 @@ import pytest
 
 import patchlight as pl
 from patchlight.cli.explain import _expanded
+from patchlight.figures import list_figures
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import resolve_metric
 from patchlight.zoo import pocket
@@ -18,7 +19,7 @@ from tests.registries import restored
 ROOT = Path(__file__).parents[1]
 
 
-PAGES = ("methods", "data", "metrics", "benchmark", "heads", "heads-texts", "own-models")
+PAGES = ("methods", "data", "metrics", "benchmark", "heads", "heads-texts", "own-models", "figures")
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in PAGES)])
@@ -34,6 +35,14 @@ def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
     with restored():
         for block in blocks:
             exec(compile(block, page, "exec"), names)
+
+
+def test_the_table_of_figures_is_what_there_is() -> None:
+    lines = [line for line in (ROOT / "docs" / "figures.md").read_text(encoding="utf-8").splitlines() if "|" in line]
+    told = [
+        f"| {' | '.join([f'`{one.name}`', one.paper, one.shows, ', '.join(one.needs)])} |" for one in list_figures()
+    ]
+    assert lines[2:] == told, "docs/figures.md: its table is not that of list_figures()"
 
 
 @pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda p: p.name)

@@ -15,11 +15,12 @@ from patchlight.cli import app
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.precision import PassPrecision, Precision
+from patchlight.figures import FIGURES
 from patchlight.methods.base import COMPOSITIONS, METHODS, Level
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import METRICS
 from patchlight.metrics.evaluation import evaluate
-from patchlight.registry import Entry, Setting
+from patchlight.registry import Entry, Setting, settings_of
 from patchlight.trained.diffmask import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +57,7 @@ WHOLE: dict[str, set[Any]] = {
 
 
 def entries() -> Iterator[tuple[str, Entry, dict[str, Setting]]]:
-    """Every method, alone and under every composition it takes, and every metric: its name, itself, its settings."""
+    """Every method, alone and under every composition it takes, metric and figure: its name, itself, its settings."""
     for name, method in METHODS.items():
         yield name, method, method.settings(method.composition)
         for word, composition in COMPOSITIONS.items():
@@ -67,6 +68,8 @@ def entries() -> Iterator[tuple[str, Entry, dict[str, Setting]]]:
             yield f"{name}.{word}", method, method.settings(composition)
     for name, metric in METRICS.items():
         yield name, metric, dict(metric.settings)
+    for name, figure in FIGURES.items():
+        yield name, figure, dict(settings_of(figure.function))
 
 
 def members(kind: Any) -> frozenset[Any]:

@@ -1,4 +1,4 @@
-"""`python -m tools.listed`: make the table of methods, metrics and names that the command line reads without torch."""
+"""`python -m tools.listed`: make the table of names that the command line reads without torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from patchlight import listed
 from patchlight.anatomy.load import list_models
+from patchlight.cli.figure import figure_rows
 from patchlight.cli.tables import method_rows, metric_rows
 from patchlight.data import KINDS
 
@@ -19,6 +20,7 @@ def made() -> dict[str, Any]:
         "timm": metadata.version("timm"),
         "methods": method_rows(),
         "metrics": metric_rows(),
+        "figures": figure_rows(),
         "data": sorted(KINDS),
         "models": list_models(),
     }

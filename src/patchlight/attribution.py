@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 _ABOUT, _SCORES = "attribution.json", "scores.safetensors"
-_TENSORS, _UNSAVED = ("scores", "target", "against"), ("photos",)
+_TENSORS, _UNSAVED = ("scores", "target", "against", "error"), ("photos",)
 _HEADER = 2**16
-"""Bytes that a header of these three tensors never needs."""
+"""Bytes that a header of these four tensors never needs."""
 
 
 @cache
@@ -91,6 +91,10 @@ class Attribution:
     weights: str = ""
     """The hash of the model's weights, and `images` of each image as the model saw it; empty where not known."""
     images: tuple[str, ...] = ()
+    error: Tensor | None = None
+    """Of a method that draws, the standard error of each of its scores, of the same shape; None where not known."""
+    samples: tuple[int, ...] = ()
+    """How many masks, coalitions or noises were drawn for each image; empty where a method draws none."""
     photos: tuple[Tensor, ...] = ()
     """What the model saw of the first images, small, for display alone: uint8 [3,h,w], at most 16; not saved."""
 
@@ -138,6 +142,7 @@ class Attribution:
         labels = tuple(name for i in rows for name in self.labels[i * per_image : (i + 1) * per_image])
         changed = {"scores": self.scores[images], "target": self.target[images], "labels": labels}
         changed |= {"images": self.images[images], "photos": _leading(self.photos, rows)}
+        changed |= {"samples": self.samples[images], "error": None if self.error is None else self.error[images]}
         if self.against is not None:
             changed |= {"against": self.against[images], "against_labels": self.against_labels[images]}
         return replace(self, **changed)  # type: ignore[arg-type]
@@ -151,6 +156,7 @@ class Attribution:
                 f"attributions of one method, model, resolution and kind of target can be joined; given: {told}"
             )
         against = [part.against for part in parts if part.against is not None]
+        error = [part.error for part in parts if part.error is not None]
         return replace(
             parts[0],
             scores=torch.cat([part.scores for part in parts]),
@@ -159,6 +165,8 @@ class Attribution:
             labels=tuple(label for part in parts for label in part.labels),
             against_labels=tuple(label for part in parts for label in part.against_labels),
             images=tuple(image for part in parts for image in part.images),
+            error=torch.cat(error) if len(error) == len(parts) else None,
+            samples=tuple(count for part in parts for count in part.samples),
             photos=_joined_photos(parts),
         )
 
@@ -201,7 +209,7 @@ class Attribution:
         return overlay(scores if scores.ndim == 2 else scores[0], image, self.image_size, **options)
 
     def to_frame(self) -> DataFrame:
-        """A pandas table with a row per cell: image, method, target, label (and against), row, column, score."""
+        """A pandas table with a row per cell: image, method, target, label, against, row, column, score and error."""
         height, width = self.grid
         maps, cells = self.target.numel(), height * width
         image = np.repeat(np.arange(len(self)), maps // max(len(self), 1))
@@ -216,6 +224,7 @@ class Attribution:
                 "row": np.tile(np.repeat(np.arange(height), width), maps),
                 "column": np.tile(np.arange(width), maps * height),
                 "score": self.scores.flatten().numpy(),
+                **({} if self.error is None else {"error": self.error.flatten().numpy()}),
             }
         )
 
@@ -356,7 +365,7 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path) -> dict[str, Any]:
-    """Scores, target and against, read only after a look at what the file's header declares."""
+    """The tensors of an attribution, read only after a look at what the file's header declares."""
     from safetensors.torch import load
 
     _check_bytes(path)
@@ -398,8 +407,13 @@ def _check_fit(att: Attribution) -> None:
     for name, labels in (("labels", att.labels), ("against_labels", att.against_labels)):
         if len(labels) not in (0, math.prod(shape)):
             raise ValueError(f"{name} are {len(labels)} names for {math.prod(shape)} maps")
-    if not att.scores.is_floating_point() or not bool(att.scores.isfinite().all()):
-        raise ValueError("scores are not finite numbers")
+    for name, values in (("scores", att.scores), ("errors", att.scores if att.error is None else att.error)):
+        if values.shape != att.scores.shape:
+            raise ValueError(f"{name} have shape {list(values.shape)}, and scores {list(att.scores.shape)}")
+        if not values.is_floating_point() or not bool(values.isfinite().all()):
+            raise ValueError(f"{name} are not finite numbers")
+    if len(att.samples) not in (0, len(att)):
+        raise ValueError(f"samples are {len(att.samples)} counts for {len(att)} images")
     for name, size in (("image_size", att.image_size), ("extent", att.extent or att.image_size)):
         if min(size) < 1 or math.prod(size) > MAX_PIXELS:
             raise ValueError(f"{name} is {list(size)}")

@@ -17,6 +17,7 @@ from patchlight.engine import attribution_of, default_batch_size
 from patchlight.errors import integer, known_keywords
 from patchlight.fingerprints import identity, of_images
 from patchlight.frames import frame
+from patchlight.methods.base import Estimate
 from patchlight.methods.requests import Request, resolve
 from patchlight.metrics.base import Evaluation, MetricRequest, resolve_metric
 from patchlight.metrics.evaluation import Annotations, measure
@@ -119,10 +120,8 @@ class _First:
             "photos": tuple(self.photos.kept),
         }
         targets = Targets.joined(self.targets)
-        return Attributions(
-            (r.label, attribution_of(self.vit, r, torch.cat(self.scores[r.label])[:, None], targets, seed, of))
-            for r in requests
-        )
+        found = ((r, Estimate(torch.cat(self.scores[r.label])[:, None])) for r in requests)
+        return Attributions((r.label, attribution_of(self.vit, r, maps, targets, seed, of)) for r, maps in found)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -19,7 +20,7 @@ from patchlight.evidence.precision import HALF, Decided, lowered
 from patchlight.evidence.rules import PLAIN, Rule
 from patchlight.fingerprints import identity, of_images
 from patchlight.images import in_batches
-from patchlight.methods.base import Ablates, Ask, LayerMap, LayerMaps, ReadsBlocks
+from patchlight.methods.base import Ablates, Ask, Estimate, LayerMap, LayerMaps, ReadsBlocks
 from patchlight.methods.requests import Request, check_supported, resolve
 from patchlight.photos import Photos
 from patchlight.progress import Progress, telling
@@ -94,7 +95,7 @@ def _explained(
     photos = Photos(vit.preprocess)
     count, batches = in_batches(images, size, vit.preprocess, vit.channels, photos.add)
     targets = resolve_targets(target, count, vit.outcomes, vit.labels)
-    chunks: list[list[Tensor]] = [[] for _ in asked]
+    chunks: list[list[Estimate]] = [[] for _ in asked]
     chosen: list[Targets] = []
     precisions: list[dict[str, None]] = [{} for _ in asked]
     hashes: list[str] = []
@@ -103,7 +104,8 @@ def _explained(
         for images_of_batch in batches:
             batch = vit.place(images_of_batch)
             wanted = None if targets is None else targets.part(begin, len(batch), count)
-            used, maps, size = _within_memory(vit, batch, asked, wanted, seed, begin, size)
+            used, found, size = _within_memory(vit, batch, asked, wanted, seed, begin, size)
+            maps = [one.maps for one in found]
             chosen.append(used)
             for request, had in zip(asked, precisions, strict=True):
                 had[request.precision(vit)] = None
@@ -111,8 +113,9 @@ def _explained(
             _warn_of_references(vit, of_batch, used, begin)
             hashes.extend(of_batch)
             photos.see(batch)
-            for kept, scores in zip(chunks, _in_stacks(maps, lambda stack: stack.float()), strict=True):
-                kept.append(scores)
+            for kept, one, scores in zip(chunks, found, _in_stacks(maps, lambda stack: stack.float()), strict=True):
+                error = None if one.error is None else one.error.detach().float().cpu()
+                kept.append(Estimate(scores, error, one.samples))
             broken = _in_stacks(maps, lambda stack: ~stack.isfinite().flatten(2).all(2)) if finite else []
             for request, lost in zip(asked, broken, strict=False):
                 _check_finite(request, vit, batch, used, lost, begin)
@@ -125,7 +128,7 @@ def _explained(
     results = Attributions()
     for request, kept, had in zip(asked, chunks, precisions, strict=True):
         about = {**of, "precision": "+".join(had)}
-        results[request.label] = attribution_of(vit, request, torch.cat(kept), explained, seed, about)
+        results[request.label] = attribution_of(vit, request, Estimate.joined(kept), explained, seed, about)
     return results
 
 
@@ -137,15 +140,15 @@ def _within_memory(
     seed: int,
     first: int,
     size: int,
-) -> tuple[Targets, list[Tensor], int]:
-    """What `compute` gives for a batch, at most `size` images at once, halved when memory runs out; and that size."""
-    parts: list[tuple[Targets, list[Tensor]]] = []
+) -> tuple[Targets, list[Estimate], int]:
+    """What `estimate` gives for a batch, at most `size` images at once, halved when memory runs out; and that size."""
+    parts: list[tuple[Targets, list[Estimate]]] = []
     begin = 0
     while begin < len(batch):
         some = batch[begin : begin + size]
         wanted = None if targets is None else targets[begin : begin + size]
         try:
-            parts.append(compute(vit, some, requests, wanted, seed, first + begin))
+            parts.append(estimate(vit, some, requests, wanted, seed, first + begin))
             begin += len(some)
         except (torch.OutOfMemoryError, MemoryError):
             if size == 1:
@@ -155,18 +158,26 @@ def _within_memory(
     if len(parts) == 1:
         return *parts[0], size
     joined = Targets.joined([used for used, _ in parts])
-    return joined, [torch.cat(maps) for maps in zip(*(maps for _, maps in parts), strict=True)], size
+    return joined, [Estimate.joined(found) for found in zip(*(found for _, found in parts), strict=True)], size
 
 
 def compute(
-    vit: Anatomy, batch: Tensor, requests: Sequence[Request], targets: Targets | None, seed: int, first: int = 0
+    vit: Anatomy, batch: Tensor, requests: Sequence[Request], targets: Targets | None, seed: int
 ) -> tuple[Targets, list[Tensor]]:
+    """The maps [B,T,h,w] of every request on one batch, and the classes explained."""
+    targets, found = estimate(vit, batch, requests, targets, seed)
+    return targets, [one.maps for one in found]
+
+
+def estimate(
+    vit: Anatomy, batch: Tensor, requests: Sequence[Request], targets: Targets | None, seed: int, first: int = 0
+) -> tuple[Targets, list[Estimate]]:
     """The maps [B,T,h,w] of every request, each in its own precision, on one batch (from image `first` on).
 
     White-box requests are grouped by course, backward rule, score and precision; each group is one forward and one
     backward per class. Requests without a gradient join the first group of their precision.
     """
-    asked, maps = targets, dict[int, Tensor]()
+    asked, maps, drawn = targets, dict[int, Tensor](), dict[int, Estimate]()
     requests = [request.suited(vit) for request in requests]
     for group in _groups(requests, vit):
         some = [requests[i] for i in group]
@@ -178,14 +189,15 @@ def compute(
     shared: Shared = {}
     for i, request in enumerate(requests):
         if i not in maps:
-            maps[i] = ask(request, vit, batch, targets, seed, shared)
+            drawn[i] = ask(request, vit, batch, targets, seed, shared)
+            maps[i] = drawn[i].maps
     if _overflows(vit, requests, maps):
         vit.overflows = True  # float16 is not tried again, and the maps say so
-        return compute(vit, batch, requests, asked, seed, first)
+        return estimate(vit, batch, requests, asked, seed, first)
     found = [maps[i].detach() for i in range(len(requests))]
     for request, dead in zip(requests, _in_stacks(found, _constant), strict=True):
         _warn_if_degenerate(request, vit, dead, first)
-    return targets, found
+    return targets, [replace(drawn[i], maps=own) if i in drawn else Estimate(own) for i, own in enumerate(found)]
 
 
 def _in_stacks(maps: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -335,19 +347,19 @@ Shared = dict[int, dict[Hashable, Tensor]]
 """What the methods of one batch keep for each other, by the number of the explained class."""
 
 
-def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int, shared: Shared) -> Tensor:
+def ask(request: Request, vit: Anatomy, images: Tensor, targets: Targets, seed: int, shared: Shared) -> Estimate:
     """The maps [B,T,h,w] of a method that takes an Ask."""
     if isinstance(request.method, Ablates):
         return _asked(request, vit, images, targets, seed, {})
     precision, vit = request.precision(vit), vit.wide()
     images = images.to(vit.dtype)
 
-    def of(t: int) -> Tensor:
+    def of(t: int) -> Estimate:
         return _asked(request, vit, images, targets.column(t), seed, shared.setdefault(t, {}), precision)
 
     if not request.method.class_specific and not vit.rows_differ:
-        return of(0)[:, None].expand(-1, targets.count, -1, -1)
-    return torch.stack([of(t) for t in range(targets.count)], 1)
+        return Estimate.stacked([of(0)] * targets.count)
+    return Estimate.stacked([of(t) for t in range(targets.count)])
 
 
 def _asked(
@@ -358,13 +370,15 @@ def _asked(
     seed: int,
     shared: dict[Hashable, Tensor],
     precision: Decided = "full",
-) -> Tensor:
+) -> Estimate:
     ablation = {key: request.settings[key] for key in ABLATION} if isinstance(request.method, Ablates) else {}
     blocks = _blocks(request, vit)
     given = Ask(vit, images, targets, request.score, seed, request.rule, blocks, ablation, precision, shared)
     function = request.method.function
-    result: Tensor | Pass = function(given, **accepted(function, request.settings))
-    return finish(request, vit, result) if isinstance(result, Pass) else result
+    result: Tensor | Pass | Estimate = function(given, **accepted(function, request.settings))
+    if isinstance(result, Estimate):
+        return result
+    return Estimate(finish(request, vit, result) if isinstance(result, Pass) else result)
 
 
 def _constant(maps: Tensor) -> Tensor:
@@ -430,12 +444,14 @@ def default_batch_size(vit: Anatomy, requests: Sequence[Request] = ()) -> int:
 
 
 def attribution_of(
-    vit: Anatomy, request: Request, scores: Tensor, targets: Targets, seed: int, of: dict[str, Any]
+    vit: Anatomy, request: Request, found: Estimate, targets: Targets, seed: int, of: dict[str, Any]
 ) -> Attribution:
     """The result of a request: maps [B,T,h,w] with their provenance; `of` are weights, images and photos."""
-    several = targets.several
+    several, scores, error = targets.several, found.maps, found.error
     return Attribution(
         scores=scores if several else scores[:, 0],
+        error=error if several or error is None else error[:, 0],
+        samples=() if found.samples is None else tuple(found.samples.tolist()),
         target=targets.index if several else targets.index[:, 0],
         against=None if targets.against is None else targets.against[:, 0],
         method=request.name,

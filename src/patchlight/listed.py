@@ -23,6 +23,7 @@ _SOURCES = (
     "metrics/*.py",
     "evidence/*.py",
     "data/*.py",
+    "figures/*.py",
     "registry.py",
     "anatomy/load.py",
     "anatomy/names.py",
@@ -32,13 +33,13 @@ _SOURCES = (
 
 @cache
 def table() -> dict[str, Any]:
-    """The table as it lies there: methods, metrics, models, kinds of data, and the sums of its sources."""
+    """The table as it lies there: methods, metrics, figures, models, kinds of data, and the sums of its sources."""
     read: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     return read
 
 
 def rows(what: str) -> list[dict[str, Any]] | None:
-    """The methods or the metrics; None where the table is older than what it was made of, or plugins are installed."""
+    """Methods, metrics or figures; None where the table is older than what it was made of, or plugins are installed."""
     believed = table()["sources"] == sums() and not metadata.entry_points(group=GROUP)
     known: list[dict[str, Any]] | None = table()[what] if believed else None
     return known

@@ -129,14 +129,16 @@ class ModelSpec(Spec):
 class DataSpec(Spec):
     """The images: kind, path and options for `open_data`, and which of them.
 
-    The first `skip` are passed over; of the others, `images` are picked `spread` evenly over the list, `first`, or at
-    `random` (seeded). `stands_for` is the recipe's kind in whose place the user gave this one.
+    The first `skip` are passed over, and of the others only `every` so many-th counts; of these, `images` are picked
+    `spread` evenly over the list, `first`, or at `random` (seeded). `stands_for` is the recipe's kind in whose place
+    the user gave this one.
     """
 
     kind: str
     path: str = ""
     options: dict[str, Any] = {}
     skip: Annotated[int, Field(strict=True, ge=0)] = 0
+    every: Annotated[int, Field(strict=True, ge=1)] = 1
     images: Many | None = None
     pick: Literal["spread", "first", "random"] = "spread"
     stands_for: str = ""
@@ -162,16 +164,17 @@ class DataSpec(Spec):
         """Which of `total` images: all behind `skip` where `images` are not given, or there are no more than these."""
         import torch
 
-        left = total - self.skip
+        listed = range(self.skip, total, self.every)
+        left = len(listed)
         if left < 1:
             skipped = f" behind the first {self.skip}" if total else ""
             raise PatchlightError(f"there are no images in '{self.path}'{skipped}")
         count = left if self.images is None else min(self.images, left)
         if self.pick == "random" and count < left:
             drawn = torch.randperm(left, generator=torch.Generator().manual_seed(seed))[:count]
-            return [self.skip + i for i in sorted(drawn.tolist())]
-        every = left if self.pick == "spread" else count
-        return [self.skip + i * every // count for i in range(count)]
+            return [listed[i] for i in sorted(drawn.tolist())]
+        reach = left if self.pick == "spread" else count
+        return [listed[i * reach // count] for i in range(count)]
 
 
 def kind_and_path(given: str) -> tuple[str, str]:

@@ -64,6 +64,13 @@ def average_ranks(values: Tensor) -> Tensor:
     return torch.empty_like(ranks).scatter_(1, order, ranks)
 
 
+def spearman(a: Tensor, b: Tensor) -> Tensor:
+    """Rank correlation [B] of rows [B,n]; 0 where one of them is constant and so has no order."""
+    a, b = (r - r.mean(1, keepdim=True) for r in (average_ranks(a), average_ranks(b)))
+    norm = (a.square().sum(1) * b.square().sum(1)).sqrt()
+    return (a * b).sum(1) / torch.where(norm > 0, norm, 1)
+
+
 def tie_ends(ordered: Tensor) -> Tensor:
     """For each element of sorted rows [B,n], the place of the last one equal to it."""
     places = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)

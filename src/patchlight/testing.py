@@ -401,7 +401,7 @@ def _check_metric_seed(trial: _Trial, first: Evaluation) -> None:
     again, other = (trial.run(trial.maps, seed=seed)[0].values for seed in (0, 1))
     assert torch.equal(again.nan_to_num(), first.values.nan_to_num()), "two equal calls differ"
     same = torch.equal(other.nan_to_num(), again.nan_to_num())
-    stochastic = trial.request.metric.stochastic
+    stochastic = trial.request.metric.draws(trial.request.settings)
     assert same != stochastic, f"another seed {'does not change' if same else 'changes'} the values"
 
 

@@ -80,6 +80,7 @@ def test_help_imports_no_torch() -> None:
         ("methods tis", ("keep: float > 0",)),
         ("metrics --json", ("deletion",)),
         ("metrics gini", ("sparseness",)),
+        ("figure --list", ("skipplus-2", "tis-masks")),
         ("models deit_tiny*", ("deit_tiny_patch16_224",)),
         ("explain --help", ("--method",)),
     ],
@@ -142,6 +143,7 @@ def test_names_are_completed() -> None:
     assert "deit_tiny_patch16_224" in completed("patchlight methods --model deit_t")
     assert completed("patchlight evaluate --metric deletion,inserti") == ["deletion,insertion"]
     assert "rise" in completed("patchlight evaluate --metric deletion --preset ")
+    assert completed("patchlight figure tis-ma") == ["tis-masks"]
     assert completed("patchlight evaluate --data imagenet-seg") == ["imagenet-segmentation"]
     assert completed("patchlight explain --method rollout,ixg.plus --set rollout.d") == ["rollout.discard="]
     assert completed("patchlight bench run a.toml --target ") == ["label", "prediction"]

@@ -1,4 +1,4 @@
-"""Slow versions of what the evidence is made of: the backward rules as their papers write them, and Lloyd's k-means.
+"""Slow versions of what the evidence is made of: the backward rules as their papers write them, k-means, imputation.
 
 The function of an operation takes a rule, the inputs and the gradient g of the output, and returns the gradients of
 the inputs. The plain gradient and LibraGrad are written as derivatives, of the operation and of its form with const[.].
@@ -190,3 +190,27 @@ def slow_lloyd(points: np.ndarray, initial: np.ndarray, iterations: int, empty: 
         if shift <= 1e-4:
             break
     return centroids
+
+
+def imputed(image: np.ndarray, missing: np.ndarray) -> np.ndarray:
+    """An image [C,H,W] with every missing pixel [H,W] the mean of its neighbours, by one dense system (ROAD)."""
+    channels, height, width = image.shape
+    weights = {
+        (i, j): 1 / 6 if i == 0 or j == 0 else 1 / 12 for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) != (0, 0)
+    }
+    places = [(i, j) for i in range(height) for j in range(width) if missing[i, j]]
+    A, b = np.zeros((len(places), len(places))), np.zeros((len(places), channels))
+    for n, (i, j) in enumerate(places):
+        for (di, dj), w in weights.items():
+            other = (i + di, j + dj)
+            if not (0 <= other[0] < height and 0 <= other[1] < width):
+                continue
+            A[n, n] += w
+            if missing[other]:
+                A[n, places.index(other)] -= w
+            else:
+                b[n] += w * image[:, other[0], other[1]]
+    out = image.copy()
+    for (i, j), value in zip(places, np.linalg.solve(A, b), strict=True):
+        out[:, i, j] = value
+    return out

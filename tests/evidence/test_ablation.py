@@ -12,7 +12,7 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import Cancelled
-from patchlight.evidence.ablation import Ablation, PixelMasks, RankThresholds, Rendered, TokenSubsets, Variants
+from patchlight.evidence.ablation import Ablation, PixelMasks, RankRanges, Rendered, TokenSubsets, Variants
 from patchlight.evidence.fills import fill_images
 from patchlight.evidence.precision import Precision
 from patchlight.targets import Targets
@@ -69,7 +69,8 @@ def test_pixel_masks_and_ranks_are_masked_images() -> None:
     steps = torch.tensor([0, 100, 64 * 64, 2000, 7])
     shown = (ranks[owner] < steps[:, None, None])[:, None]
     for inverted in (False, True):
-        variants = RankThresholds(owner, steps, ranks, fill, inverted)
+        begin, end = (torch.zeros_like(steps), steps) if inverted else (steps, torch.full_like(steps, 64 * 64))
+        variants = RankRanges(owner, begin, end, ranks, fill)
         masked = torch.where(shown != inverted, batch[owner], fill[owner])
         torch.testing.assert_close(Ablation(vit, batch).logits(variants), vit.logits(masked), atol=1e-10, rtol=0)
 

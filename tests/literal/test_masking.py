@@ -16,13 +16,15 @@ from torch.nn import functional as F
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
-from patchlight.evidence.fills import fill_images
+from patchlight.evidence.fills import Imputation, fill_images
 from patchlight.images import Preprocess
 from patchlight.methods import lime, masking, rise
+from patchlight.methods.base import METHODS
 from patchlight.methods.requests import resolve
 from patchlight.targets import Targets
 from patchlight.testing import check_method
 from tests.close import within
+from tests.evidence.literal import imputed
 from tests.families import FAMILIES, build, images, shared
 from tests.literal.plain import maps
 
@@ -492,3 +494,54 @@ def test_settings_are_checked() -> None:
     assert resolve("rise", {"preset": "tis"}).score == "logit"
     assert resolve("rise", {"preset": "vit-shapley"}).level == "token"
     assert resolve("rise").score == "probability"
+
+
+FILLED = {
+    "hsic": {"samples": 20},
+    "kernel-shap": {"samples": 60, "unit": "patch"},
+    "lime": {"samples": 20},
+    "occlusion": {},
+    "pami": {},
+    "posterior": {"samples": 12, "unit": "patch"},
+    "rise": {"samples": 12, "unit": "patch"},
+    "tis": {"samples": 8, "unit": "patch"},
+}
+SOFT = {"rise": {"samples": 4}, "score-cam": {}}
+"""Methods whose masks let pixels through in part."""
+
+
+def test_every_method_with_a_fill_is_here() -> None:
+    takes = {name for name, entry in METHODS.items() if "fill" in entry.settings(entry.composition)}
+    assert takes == FILLED.keys() | SOFT.keys()
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_methods_with_a_fill_take_roads(name: str) -> None:
+    vit = shared("vit-wide", torch.float64)
+    batch = images(vit)[:1]
+    one, other = (maps(vit, batch, name, TARGET[:1], fill=fill, **FILLED[name]) for fill in ("road", "zero"))
+    assert bool(one.isfinite().all())
+    assert float((one - other).abs().max()) > 1e-6
+
+
+def test_occlusion_with_roads_fill() -> None:
+    """R(w) = f(X) - f(X with window w imputed)."""
+    vit = shared("vit-wide", torch.float64)
+    batch = images(vit)[:1]
+    found = maps(vit, batch, "occlusion", TARGET[:1], fill="road", unit="patch", level="token")
+    fill = fill_images("road", batch, vit)
+    assert isinstance(fill, Imputation)
+    for row, column in ((0, 0), (2, 3)):
+        missing = torch.zeros(batch.shape[-2:], dtype=torch.bool)
+        missing[16 * row : 16 * row + 16, 16 * column : 16 * column + 16] = True
+        whole = torch.from_numpy(imputed(batch[0].numpy(), missing.numpy())) + fill.noise
+        without = torch.where(missing, whole, batch[0])
+        lost = f(vit, batch[0], TARGET[0]) - f(vit, without, TARGET[0])
+        torch.testing.assert_close(found[0, row, column], torch.as_tensor(lost).to(found), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SOFT)
+def test_soft_masks_over_roads_fill_are_refused(name: str) -> None:
+    vit = shared("vit-wide", torch.float64)
+    with pytest.raises(pl.PatchlightError, match="soft"):
+        maps(vit, images(vit)[:1], name, TARGET[:1], fill="road", **SOFT[name])

@@ -57,3 +57,17 @@ def argmax(values: list[float]) -> int:
 def rise_area(curve: list[float]) -> float:
     """(sum - first / 2 - last / 2) / (n - 1)."""
     return (sum(curve) - curve[0] / 2 - curve[-1] / 2) / (len(curve) - 1)
+
+
+def trapezoids(x: list[float], curve: list[float]) -> float:
+    return sum((b - a) * (p + q) / 2 for a, b, p, q in zip(x, x[1:], curve, curve[1:], strict=False))
+
+
+def saco(s: list[float], d: list[float]) -> float:
+    """The paper's loop over pairs: the weight s_i - s_j counts for the map where d_i >= d_j, else against it."""
+    faithful, total = 0.0, 0.0
+    for i in range(len(s)):
+        for j in range(i + 1, len(s)):
+            faithful += (s[i] - s[j]) * (1 if d[i] >= d[j] else -1)
+            total += abs(s[i] - s[j])
+    return faithful / total

@@ -179,7 +179,7 @@ CHANCE: dict[str, Callable[[Scene], Tensor]] = {
     "gt-known-loc": whole_image_hits,
     "top1-loc": lambda s: whole_image_hits(s) * known(s),
     "sparseness": lambda s: torch.full((COUNT,), 1 / 3).double(),
-    "ins-del": lambda s: torch.zeros(COUNT).double(),
+    **dict.fromkeys(("ins-del", "srg", "saco"), lambda s: torch.zeros(COUNT).double()),
     "max-sensitivity": lambda s: torch.zeros(COUNT).double(),
     "randomisation": lambda s: torch.ones(COUNT).double(),
     "random-floor": lambda s: torch.zeros(COUNT).double(),
@@ -235,7 +235,8 @@ def test_parts_in_the_order_of_their_worth(name: str, settings: dict[str, Any]) 
 
 
 NO_PROBABILITY = ("neurons", "max-neurons", "cls-neurons")
-WITHOUT = {"auc": {}, "lodds": {}, "perturbation": {"quantity": "logit"}, **{t: {"quantity": "aopc"} for t in TOKENS}}
+LOGIT = {"quantity": "logit"}
+WITHOUT = {"auc": {}, "lodds": {}, "perturbation": LOGIT, "road": LOGIT, **{t: {"quantity": "aopc"} for t in TOKENS}}
 """What cannot be read of a head that has no probabilities, and the settings with which it can; none for two."""
 
 

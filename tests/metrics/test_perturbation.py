@@ -1,4 +1,4 @@
-"""Perturbation, AUC, AOPC, LOdds and token removal: literal loops, closed forms, presets, directions and bounds."""
+"""Perturbation, ROAD, AUC, AOPC, LOdds and token removal: literal loops, closed forms, peers, presets, bounds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.evidence.fills import fill_images
+from patchlight.evidence.fills import Imputation, fill_images
 from patchlight.metrics.base import METRICS, resolve_metric
 from patchlight.metrics.perturbation import levels
 from patchlight.targets import kl_divergence
+from tests.evidence.literal import imputed as imputed_densely
 from tests.families import build, images, shared
 from tests.literal.toys import Linear, linear
 from tests.metrics import literal
@@ -276,3 +277,73 @@ def test_auc_asks_for_the_prediction_unless_for_the_label() -> None:
     assert against.curve[:, 0].tolist() == [0, 0]
     same = pl.evaluate(vit, batch, maps, "auc", wrong, labels=predicted, points=3, target_class="label")
     assert torch.equal(same.values, kept.values)
+
+
+def test_road_is_the_literal_one() -> None:
+    """At a share p MoRF removes the int(p HW) highest pixels, LeRF keeps them alone; what is missing is imputed."""
+    vit = linear(height=12, width=8)
+    batch = 0.1 * torch.randn(2, 3, 12, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    maps = without_ties(vit)
+    fill = fill_images("road", batch, vit, seed=5)
+    assert isinstance(fill, Imputation)
+    found = pl.evaluate(vit, batch, maps, "road", TARGETS, shares=(0.15, 0.6), seed=5)
+    for i, target in enumerate(TARGETS):
+        order, lerf, morf = literal.falling(maps[i]), [], []
+        for count in (14, 57):
+            for removed_cells, into in ((order[:count], morf), (order[count:], lerf)):
+                missing = np.zeros(96, dtype=bool)
+                missing[removed_cells] = True
+                whole = torch.from_numpy(imputed_densely(batch[i].numpy(), missing.reshape(12, 8)))
+                variant = literal.masked(batch[i], whole + fill.noise, removed_cells)
+                into.append(literal.probabilities(vit, variant)[target])
+        assert float(found.parts["morf"][i]) == pytest.approx(sum(morf) / 2, abs=1e-7)
+        assert float(found.parts["lerf"][i]) == pytest.approx(sum(lerf) / 2, abs=1e-7)
+        assert float(found.values[i]) == pytest.approx((sum(lerf) - sum(morf)) / 4, abs=1e-7)
+
+
+def test_road_is_grad_cams_and_half_of_srg_at_its_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without noise. 400 pixels, so that a percentile and a share count the same."""
+    peer = pytest.importorskip("pytorch_grad_cam.metrics.road")
+    targets = pytest.importorskip("pytorch_grad_cam.utils.model_targets")
+    quiet = type("Quiet", (peer.NoisyLinearImputer,), {"__init__": lambda self: setattr(self, "noise", 0.0)})
+    monkeypatch.setattr(peer, "NoisyLinearImputer", quiet)
+    monkeypatch.setattr("patchlight.evidence.fills.ROAD_NOISE", 0.0)
+    vit = linear(height=20, width=20)
+    batch = torch.randn(2, 3, 20, 20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    maps = without_ties(vit) / 400
+    asked = [targets.ClassifierOutputTarget(target) for target in TARGETS]
+    theirs = peer.ROADCombined()(batch.float(), maps.numpy(), asked, lambda x: vit.logits(x.double()))
+    found = pl.evaluate(vit, batch, maps, "road", TARGETS, preset="grad-cam")
+    np.testing.assert_allclose(found.values, theirs, rtol=1e-4)
+    gap = pl.evaluate(vit, batch, maps, "srg", TARGETS, unit="pixel", steps=10, fill="road", score="logit")
+    assert gap.curve is not None
+    np.testing.assert_allclose(found.values, gap.curve[:, 1:-1].mean(1) / 2, atol=1e-10)
+
+
+def test_road_by_its_authors_and_what_it_refuses() -> None:
+    vit = shared("vit", torch.float64)
+    batch, maps = images(vit, 2), without_ties(vit)
+    predicted = vit.logits(batch).argmax(1)
+    found = pl.evaluate(vit, batch, maps, "road", TARGETS, preset="authors", labels=predicted.tolist())
+    assert found.x is not None
+    assert found.x.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9])
+    assert found.curve is not None
+    assert set((2 * found.curve).flatten().tolist()) <= {-1, 0, 1}, "a difference of accuracies"
+    with pytest.raises(pl.PatchlightError, match="do not rise"):
+        pl.evaluate(vit, batch, maps, "road", shares=(0.5, 0.5))
+    with pytest.raises(pl.PatchlightError, match="shares"):
+        pl.evaluate(vit, batch, maps, "road", shares=())
+
+
+@pytest.mark.parametrize("name", sorted(name for name, entry in METRICS.items() if "fill" in entry.settings))
+def test_every_metric_with_a_fill_takes_roads(name: str) -> None:
+    vit = linear(classes=2)
+    batch = 0.1 * torch.randn(2, 3, 12, 16, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    quick = METRICS[name].quick
+    found = {
+        fill: pl.evaluate(vit, batch, without_ties(vit), name, fill=fill, labels=[0, 1], **quick).curve
+        for fill in ("road", "zero")
+    }
+    assert found["road"] is not None
+    assert bool(found["road"].isfinite().all())
+    assert name == "auc" or not torch.equal(found["road"], found["zero"])

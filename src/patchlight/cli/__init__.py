@@ -15,6 +15,7 @@ from patchlight.cli.bench import bench
 from patchlight.cli.diffmask import diffmask
 from patchlight.cli.evaluate import evaluate
 from patchlight.cli.explain import demo, explain
+from patchlight.cli.figure import figure
 from patchlight.cli.tables import methods, metrics, models
 
 app = typer.Typer(
@@ -23,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (demo, explain, evaluate, methods, metrics, models):
+for command in (demo, explain, evaluate, figure, methods, metrics, models):
     app.command()(command)
 
 app.add_typer(bench)

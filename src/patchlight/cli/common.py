@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from patchlight.anatomy.base import Anatomy
+    from patchlight.data import Data
 
 WIDE = 160
 SOME_FAILED = 3
@@ -155,6 +156,26 @@ def load_model(
     with telling_warnings():
         head = head_of(**(asked or {}))
         return load(name, weights=weights, labels=labels, device=device, head=head, **given)
+
+
+def open_images(kind: str | None, paths: Sequence[Path], vit: Anatomy) -> Data:
+    """The images with what is known of them; plain files and folders tell nothing but their images."""
+    from patchlight.data import Data, Sample, open_data
+    from patchlight.errors import spelled
+    from patchlight.images import list_images, open_image
+
+    if kind is not None:
+        if len(paths) > 1:
+            raise PatchlightError(f"a data set of kind '{kind}' lies at one place; {len(paths)} were given")
+        named = {"classes": vit.labels} if kind == "folder" and vit.labels else {}
+        return open_data(kind, paths[0], **named)
+    found: dict[str, Path] = {}
+    for path in paths:
+        root = path if path.is_dir() else path.parent
+        for one in list_images(path) if path.is_dir() else [path]:
+            name = spelled(one.relative_to(root).as_posix())
+            found[name if len(paths) == 1 or name not in found else spelled(one.as_posix())] = one
+    return Data(paths[0].name, list(found), lambda name: Sample(name, open_image(found[name])))
 
 
 def of_model(preprocess: Path | None, sigmoid: bool, no_pretrained: bool) -> dict[str, Any]:

@@ -33,6 +33,11 @@ def complete_metric(incomplete: str) -> list[Offer]:
     return _beginning(incomplete, ((name, row["summary"]) for row in table()["metrics"] for name in _names(row)))
 
 
+def complete_figure(incomplete: str) -> list[Offer]:
+    """One figure."""
+    return _beginning(incomplete, ((name, row["shows"]) for row in table()["figures"] for name in _names(row)))
+
+
 def complete_methods(incomplete: str) -> list[Offer]:
     """Methods, separated by commas; or a group of them."""
     groups = [("all", "every method"), ("inside", "every method that reads the model's inside")]

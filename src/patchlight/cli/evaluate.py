@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -33,6 +33,7 @@ from patchlight.cli.common import (
     console,
     load_model,
     of_model,
+    open_images,
     print_json,
     progress,
     read_settings,
@@ -41,10 +42,6 @@ from patchlight.cli.common import (
 from patchlight.cli.complete import complete_kind, complete_methods, complete_metrics, complete_preset
 from patchlight.cli.measure import Done, Task, find_maps, measure, with_maps
 from patchlight.errors import PatchlightError
-
-if TYPE_CHECKING:
-    from patchlight.anatomy.base import Anatomy
-    from patchlight.data import Data
 
 
 def evaluate(
@@ -116,7 +113,7 @@ def evaluate(
         with progress("loading the model") as bar:
             said = of_model(preprocess, sigmoid, no_pretrained)
             vit = load_model(model, weights, labels, device, stage, head, **said)
-            shown = _open(data, images, vit)
+            shown = open_images(data, [images], vit)
             if maps is not None:
                 saved = find_maps(maps, shown.names)
                 methods = methods or sorted({name for each in saved.values() for name in each})
@@ -152,19 +149,6 @@ def _check_names(metrics: Mapping[str, Mapping[str, Any]], methods: Mapping[str,
         resolve_metric(name, own)
     for name, own in methods.items():
         resolve(name, own)
-
-
-def _open(kind: str | None, path: Path, vit: Anatomy) -> Data:
-    """The images with what is known of them; a plain folder tells nothing but its images."""
-    from patchlight.data import Data, Sample, open_data
-    from patchlight.images import list_images, open_image
-
-    if kind is not None:
-        named = {"classes": vit.labels} if kind == "folder" and vit.labels else {}
-        return open_data(kind, path, **named)
-    root = path if path.is_dir() else path.parent
-    names = [p.relative_to(root).as_posix() for p in (list_images(path) if path.is_dir() else [path])]
-    return Data(path.name, names, lambda name: Sample(name, open_image(root / name)))
 
 
 def _rows(done: Done) -> Iterator[dict[str, Any]]:

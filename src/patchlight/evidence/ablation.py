@@ -18,6 +18,7 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import Cancelled, PatchlightError
+from patchlight.evidence.fills import Filling, painted
 from patchlight.evidence.precision import Decided, Precision, chosen, free_memory, tf32
 from patchlight.registry import Setting
 from patchlight.resize import to_pixels
@@ -68,12 +69,13 @@ class TokenSubsets:
 class PixelMasks:
     """Variant v is image owner[v] where mask[v] is 1 and the fill where it is 0.
 
-    Masks [V,h,w] stand at patch or pixel resolution (nearest-upsampled); `fill` is [B,C,H,W], one per image.
+    Masks [V,h,w] stand at patch or pixel resolution (nearest-upsampled); `fill` is [B,C,H,W], one per image, or
+    an imputation.
     """
 
     owner: Tensor
     masks: Tensor
-    fill: Tensor
+    fill: Filling
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         owner = _there(self.owner[part], images)
@@ -81,31 +83,33 @@ class PixelMasks:
         if masks.shape[-2:] != images.shape[-2:]:
             extent = vit.extent if tuple(masks.shape[-2:]) == vit.grid else None
             masks = to_pixels(masks, images.shape[-2:], extent, "nearest")
-        return vit.embed(torch.lerp(self.fill[owner], images[owner], masks)), None
+        return vit.embed(painted(images, self.fill, owner, masks)), None
 
 
 @dataclass(frozen=True)
-class RankThresholds:
-    """Variant v shows image owner[v] where its rank is below (or, inverted, not below) threshold[v], else the fill.
+class RankRanges:
+    """Variant v is image owner[v] with the fill where its rank lies in [begin[v], end[v]).
 
     `ranks` [B,H,W] are integers; masks are made inside the chunk.
     """
 
     owner: Tensor
-    thresholds: Tensor
+    begin: Tensor
+    end: Tensor
     ranks: Tensor
-    fill: Tensor
-    inverted: bool = False
+    fill: Filling
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         owner = _there(self.owner[part], images)
-        shown = self.ranks[owner] < _there(self.thresholds[part], images)[:, None, None]
-        there, gone = (self.fill, images) if self.inverted else (images, self.fill)
-        return vit.embed(torch.where(shown[:, None], there[owner], gone[owner])), None
+        begin, end = (_there(side[part], images)[:, None, None] for side in (self.begin, self.end))
+        ranks = self.ranks[owner]
+        shown = (ranks < begin) | (ranks >= end)
+        return vit.embed(painted(images, self.fill, owner, shown[:, None])), None
 
-    def halved(self) -> RankThresholds:
+    def halved(self) -> RankRanges:
         """The same in fewer bytes: a bfloat16 embedding rounds the pixels it is given either way."""
-        return replace(self, ranks=self.ranks.int(), fill=self.fill.bfloat16())
+        fill = self.fill.bfloat16() if isinstance(self.fill, Tensor) else self.fill
+        return replace(self, ranks=self.ranks.int(), fill=fill)
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,7 @@ class Ablation:
         size = self.chunk or free_chunk(self.vit)
         begin, total = 0, len(variants.owner)
         around, images = getattr(variants, "around", None), self.images
-        if self._bf16 and isinstance(variants, RankThresholds):
+        if self._bf16 and isinstance(variants, RankRanges):
             variants, images = variants.halved(), images.bfloat16()
         fine = self.fine and self._bf16 and self.vit.depth > 0
         first = self._bf16 and runs.decides.reads_first and around is None

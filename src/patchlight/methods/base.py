@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, get_type_hints, overload
 
 import torch
@@ -119,6 +119,41 @@ class Composition:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """Maps [B,T,h,w], or of one class [B,h,w], with what is known of their sampling.
+
+    `error` is the standard error of each of their values, and `samples` [B] how many masks, coalitions or noises each
+    image's map was made of; None where nothing was drawn.
+    """
+
+    maps: Tensor
+    error: Tensor | None = None
+    samples: Tensor | None = None
+
+    @staticmethod
+    def stacked(parts: Sequence[Estimate]) -> Estimate:
+        """The maps of each class [B,h,w] as those of all [B,T,h,w]."""
+        errors = [part.error for part in parts if part.error is not None]
+        return Estimate(
+            torch.stack([part.maps for part in parts], 1),
+            torch.stack(errors, 1) if errors else None,
+            Estimate._most([part.samples for part in parts if part.samples is not None]),
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Estimate]) -> Estimate:
+        """The maps of several batches of images as one."""
+        errors = [part.error for part in parts if part.error is not None]
+        counts = [part.samples for part in parts if part.samples is not None]
+        maps, known = torch.cat([part.maps for part in parts]), len(errors) == len(parts)
+        return Estimate(maps, torch.cat(errors) if known else None, torch.cat(counts) if counts else None)
+
+    @staticmethod
+    def _most(counts: Sequence[Tensor]) -> Tensor | None:
+        return torch.stack(list(counts)).amax(0) if counts else None
+
+
+@dataclass(frozen=True)
 class Ask:
     """What a method that is no layer map is given: the model, the images, their classes, and a seed.
 
@@ -142,6 +177,10 @@ class Ask:
     def ablation(self) -> Ablation:
         """What scores variants of these images."""
         return Ablation(self.vit, self.images, **self.ablation_settings)
+
+    def of(self, images: Tensor) -> Ask:
+        """The same about some of the images, by their indices."""
+        return replace(self, images=self.images[images.to(self.images.device)], targets=self.targets[images], shared={})
 
     def score_variants(self, variants: Variants | Sequence[Variants]) -> Tensor:
         """The score of every variant for every class asked [V,T]."""
@@ -284,7 +323,7 @@ class LayerMap(ReadsBlocks):
 
 @dataclass(frozen=True)
 class OwnPasses(ReadsBlocks):
-    """A method that runs passes of its own: a function of an Ask with one class per image, to maps [B,h,w].
+    """A method that runs passes of its own: a function of an Ask with one class per image, to maps [B,h,w] or Estimate.
 
     With `combine` it returns a Pass with the maps of the blocks `ask.layers`. `ruled`: backward rules apply to its
     passes; else it has its own. `agnostic`: it looks at no class.
@@ -300,7 +339,10 @@ class OwnPasses(ReadsBlocks):
 
 @dataclass(frozen=True)
 class Ablates(Method):
-    """A method that scores variants of the images: a function of an Ask with all classes at once, to [B,T,h,w]."""
+    """A method that scores variants of the images: a function of an Ask with all classes at once.
+
+    It gives maps [B,T,h,w], or an Estimate of such.
+    """
 
     cost: str = "many forwards"
     precision: Decided = "bf16"
@@ -328,6 +370,7 @@ METHODS: Registry[Method] = Registry(
             "lime",
             "occlusion",
             "pami",
+            "posterior",
             "random",
             "relevance",
             "rise",

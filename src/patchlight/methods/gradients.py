@@ -16,9 +16,10 @@ from patchlight.engine import finish, job
 from patchlight.errors import PatchlightError
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass, in_memory, rows_at_once
 from patchlight.evidence.record import Evidence
-from patchlight.methods.base import Ask, Composition, LayerMaps, Level, register_method
+from patchlight.methods.base import Ask, Composition, Estimate, LayerMaps, Level, register_method
 from patchlight.methods.compositions import FIRST, PLUS, block_index
 from patchlight.methods.requests import resolve
+from patchlight.methods.sampling import GROUPS, Tolerance, in_rounds, jackknife
 from patchlight.registry import Settings
 
 Reduce = Literal["l2", "l1", "l4", "linf", "sum", "relu-sum", "neg-relu-sum", "top25", "top50", "top75"]
@@ -124,14 +125,18 @@ def _weighted_sum(
     ask: Ask,
     level: Level,
     variants: Callable[[slice], Tensor],
-    weights: Sequence[float],
+    weights: Sequence[float] | Tensor,
     reads: LayerJob,
     read: Callable[[Pass], Tensor],
 ) -> Tensor:
-    """sum_k w_k read(a pass over variant k of all images), several variants [k,B,...] a pass, asked for in order."""
+    """sum_k w_k read(a pass over variant k of all images), several variants [k,B,...] a pass, asked for in order.
+
+    Weights [S,n] give S sums.
+    """
     images = len(ask.images)
     each = max(1, rows_at_once(ask.vit) // images)
-    factors, total = _numbers(weights, ask.images), torch.zeros(())
+    factors = torch.as_tensor(weights, dtype=ask.images.dtype).to(ask.images.device)
+    count, total = factors.shape[-1], torch.zeros(())
 
     def values_of(some: Tensor) -> Tensor:
         rows = some.flatten(0, 1)
@@ -139,10 +144,10 @@ def _weighted_sum(
         values: Tensor = read(seen).unflatten(0, (-1, images))
         return values
 
-    for begin in range(0, len(weights), each):
-        part = slice(begin, min(begin + each, len(weights)))
+    for begin in range(0, count, each):
+        part = slice(begin, min(begin + each, count))
         values = in_memory(values_of, variants(part))
-        weighted = torch.tensordot(factors[part].to(values.dtype), values, 1)
+        weighted = torch.tensordot(factors[..., part].to(values.dtype), values, 1)
         total = weighted if begin == 0 else total + weighted
     return total
 
@@ -180,14 +185,15 @@ def smoothgrad(
     base: Literal["signed", "abs", "ixg"] = "signed",
     reduce: Reduce = "l1",
     level: Level = "pixel",
-) -> Tensor:
+    tolerance: Tolerance | None = None,
+) -> Estimate:
     """SmoothGrad: the mean of `samples` gradients at x + noise, noise ~ N(0, sigma^2), then `reduce` over the channels.
 
     `relative`: sigma is a fraction of the image's range max - min, as in the paper; else it is absolute. `base` is
     averaged: the signed gradient, its absolute value, or noisy input times gradient (give reduce="sum" with it). The
     noise is on the image, or at level="token" on x_0; it is drawn from `seed` alone, the same for every image. Presets:
     `idiap` (100 samples), `tis` and `skipplus` (captum's noise tunnel, sigma 1), `bt`. One forward and one backward a
-    sample.
+    sample; `tolerance`: in rounds from 8 on, until an image's order is stable.
     """
     x = _explained(ask, level)
     span = x.flatten(1).amax(1) - x.flatten(1).amin(1) if relative else x.new_ones(len(x))
@@ -198,15 +204,35 @@ def smoothgrad(
         # float32 whatever the model's precision, and sample by sample, so that a seed means one noise
         return torch.randn(x.shape[1:], generator=generator, device=x.device, dtype=torch.float32)
 
-    def noisy(some: slice) -> Tensor:
-        noise = torch.stack([draw() for _ in range(some.start, some.stop)])
-        return x + deviation * noise[:, None].to(x.dtype)
-
     bases: dict[str, Callable[[Evidence], Tensor]] = {"signed": lambda e: e.g, "abs": lambda e: e.g.abs()}
     layer = PIXELS if level == "pixel" else 0
     reads = LayerJob(bases.get(base, input_times_gradient), frozenset({"x", "g"}), (layer,))
-    mean = _weighted_sum(ask, level, noisy, [1 / samples] * samples, reads, lambda seen: seen.at(layer))
-    return _gradient_map(ask, level, mean, reduce)
+    counts: list[Tensor] = []
+
+    def score(images: Tensor, part: slice) -> Tensor:
+        """The sums of the gradients of 16 groups of samples, or fewer, [b,groups,...]."""
+        here = images.to(x.device)
+
+        def noisy(some: slice) -> Tensor:
+            noise = torch.stack([draw() for _ in range(some.start, some.stop)])
+            return x[here] + deviation[here] * noise[:, None].to(x.dtype)
+
+        n = part.stop - part.start
+        member = (torch.arange(n) % GROUPS == torch.arange(min(GROUPS, n))[:, None]).double()
+        counts.append(member.sum(1))
+        return _weighted_sum(ask.of(images), level, noisy, member, reads, lambda seen: seen.at(layer)).transpose(0, 1)
+
+    def estimate(images: Tensor, sums: Tensor) -> Estimate:
+        each = torch.cat(counts).to(sums)
+
+        def fit(weights: Tensor) -> Tensor:
+            mean = torch.tensordot(sums.movedim(1, -1), weights, 1) / (weights @ each)
+            return _gradient_map(ask, level, mean, reduce)[:, None]
+
+        return jackknife(fit, len(each), sums)
+
+    found = in_rounds(ask, samples, tolerance, score, estimate, first=8)
+    return Estimate(found.maps[:, 0], None if found.error is None else found.error[:, 0], found.samples)
 
 
 def nodes(steps: int, quadrature: Quadrature) -> tuple[list[float], list[float]]:

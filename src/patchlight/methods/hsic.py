@@ -11,8 +11,9 @@ from torch import Tensor
 
 from patchlight.evidence.ablation import Count, PixelMasks
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.methods.base import Ask, Level, register_method
+from patchlight.methods.base import Ask, Estimate, Level, register_method
 from patchlight.methods.masking import at_level, owners
+from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 from patchlight.resize import to_pixels
 
 Sampler = Literal["sobol", "lhs"]
@@ -72,7 +73,8 @@ def hsic(
     fill: Fill = "zero",
     floor: Annotated[float, Field(gt=0)] = 1e-3,
     level: Level = "pixel",
-) -> Tensor:
+    tolerance: Tolerance | None = None,
+) -> Estimate:
     """Hilbert-Schmidt independence criterion between a cell's mask and the score: dependence, not direction.
 
     n = `samples` binary masks of `grid` x `grid` cells, quasi-random and shared by all images, are upsampled by nearest
@@ -80,13 +82,25 @@ def hsic(
     image's y for a class (|w| at least `floor`, since a median near 0 would make every output unlike every other). The
     map of cells is resized to the image bicubically, which may ring below 0; `level="token"` is its mean in each patch.
     Presets: `authors` (Latin hypercube, 7 x 7, 1536 masks), `xplique` (Sobol, 8 x 8, 500). n forwards, whatever the
-    grid.
+    grid; `tolerance`: in rounds until an image's order is stable.
     """
-    count, n = len(ask.images), samples
-    masks = draw_masks(n, grid * grid, sampler, ask.seed)
-    filling = fill_images(fill, ask.images, ask.vit, ask.seed)
-    shown = PixelMasks(owners(ask, n), masks.view(n, grid, grid).repeat(count, 1, 1), filling)
-    outputs = ask.score_variants(shown).view(count, n, -1).mT
-    cells = hsic_of(masks, outputs.flatten(0, 1), floor).view(count, -1, grid, grid)
-    image = to_pixels(cells, ask.images.shape[-2:], upsampling="bicubic").to(ask.images)
-    return at_level(image, level, ask)
+    masks = draw_masks(samples, grid * grid, sampler, ask.seed)
+
+    def score(images: Tensor, part: slice) -> Tensor:
+        some, shown = ask.of(images), masks[part].view(-1, grid, grid)
+        filling = fill_images(fill, some.images, ask.vit, ask.seed)
+        variants = PixelMasks(owners(some, len(shown)), shown.repeat(len(images), 1, 1), filling)
+        return some.score_variants(variants).view(len(images), len(shown), -1)
+
+    def estimate(images: Tensor, scores: Tensor) -> Estimate:
+        n, outputs = scores.shape[1], scores.mT.flatten(0, 1)
+
+        def fit(weights: Tensor) -> Tensor:
+            kept = weights.bool()
+            cells = hsic_of(masks[:n][kept.cpu()], outputs[:, kept], floor) / weights.mean()
+            image = to_pixels(cells.view(len(images), -1, grid, grid), ask.images.shape[-2:], upsampling="bicubic")
+            return at_level(image.to(ask.images), level, ask)
+
+        return jackknife(fit, n, scores)
+
+    return in_rounds(ask, samples, tolerance, score, estimate)

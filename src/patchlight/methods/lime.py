@@ -11,9 +11,10 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Unit
-from patchlight.evidence.fills import Fill, fill_images
-from patchlight.methods.base import Ask, Level, register_method
+from patchlight.evidence.fills import Fill, Filling, fill_images
+from patchlight.methods.base import Ask, Estimate, Level, register_method
 from patchlight.methods.masking import MadeMasks, bernoulli, owners, removes_tokens, score_kept
+from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 from patchlight.resize import to_cells, to_pixels
 
 
@@ -90,7 +91,8 @@ def lime(
     width: Annotated[float, Field(gt=0)] = 0.25,
     ridge: Annotated[float, Field(gt=0)] = 1.0,
     level: Level = "token",
-) -> Tensor:
+    tolerance: Tolerance | None = None,
+) -> Estimate:
     """LIME: the coefficients of a ridge regression of f on which segments are shown.
 
     z_i in {0,1}^S is Bernoulli(1/2) (the first all ones); hidden segments show their mean colour or `fill`, or their
@@ -98,7 +100,8 @@ def lime(
     b minimises sum_i pi_i (f_i - b_0 - z_i b)^2 + ridge |b|^2, in float64. Segments are patches, with 2000 samples
     since there are many (`unit="token"`, preset `token`: removed), or at `unit="pixel"` quickshift superpixels (the
     extra `lime`; preset `paper`, with 1000 samples and a map of pixels). Signed. Maps [B,h,w], superpixels averaged
-    over each patch, or painted on pixels [B,H,W]; one forward per sample.
+    over each patch, or painted on pixels [B,H,W]; one forward per sample. `tolerance`: in rounds until an image's order
+    is stable.
     """
     size = (ask.images.shape[-2], ask.images.shape[-1])
     if unit == "pixel":
@@ -111,20 +114,36 @@ def lime(
         shown[:, :count] = bernoulli((samples, count), 0.5, ask.generator(), empty=unit != "token")
         shown[0, :count] = True
     labels = labels.to(ask.images.device).expand(len(ask.images), -1, -1)
-    scores = score_kept(ask, z) if unit == "token" else _score_segments(ask, z, labels, fill)
-    where = torch.device("cpu") if scores.device.type == "mps" else scores.device
-    coefficients = fit(z.to(where), scores.to(where), kernel(z, counts, width).to(where), ridge).to(scores)
-    if unit != "pixel" and level == "token":
-        return coefficients.view(*coefficients.shape[:2], *ask.vit.grid)
-    index = labels.flatten(1)[:, None].expand(-1, scores.shape[-1], -1)
-    painted = coefficients.gather(2, index).unflatten(-1, size)
-    return painted if level == "pixel" else to_cells(painted, ask.vit.grid, ask.vit.extent)
+
+    def of(images: Tensor) -> Tensor:
+        return z if len(z) == 1 else z[images]
+
+    def score(images: Tensor, part: slice) -> Tensor:
+        shown, some = of(images)[:, part], ask.of(images)
+        return score_kept(some, shown) if unit == "token" else _score_segments(some, shown, labels[images], fill)
+
+    def estimate(images: Tensor, scores: Tensor) -> Estimate:
+        where = torch.device("cpu") if scores.device.type == "mps" else scores.device
+        shown, y = of(images)[:, : scores.shape[1]].to(where), scores.to(where)
+        nearness = kernel(shown, (counts if len(z) == 1 else counts[images]).to(where), width)
+        index = labels[images.to(labels.device)].flatten(1)[:, None].expand(-1, scores.shape[-1], -1)
+
+        def map_of(weights: Tensor) -> Tensor:
+            found = fit(shown, y, nearness * weights, ridge).to(scores)
+            if unit != "pixel" and level == "token":
+                return found.view(*found.shape[:2], *ask.vit.grid)
+            painted = found.gather(2, index).view(*found.shape[:2], *size)
+            return painted if level == "pixel" else to_cells(painted, ask.vit.grid, ask.vit.extent)
+
+        return jackknife(map_of, scores.shape[1], y)
+
+    return in_rounds(ask, samples, tolerance, score, estimate)
 
 
 def _score_segments(ask: Ask, z: Tensor, labels: Tensor, fill: Fill | Literal["segment-mean"]) -> Tensor:
     """Scores [B,n,T] of images with the segments z [B,n,S] (or one z for all) shown, of labels [B,H,W]."""
     if fill == "segment-mean":
-        filling = segment_means(ask.images, labels)
+        filling: Filling = segment_means(ask.images, labels)
     else:
         filling = fill_images(fill, ask.images, ask.vit, ask.seed)
     owner, flat = owners(ask, z.shape[1]), z.expand(len(ask.images), -1, -1).flatten(0, 1)

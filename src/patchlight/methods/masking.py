@@ -11,7 +11,7 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import TokenSubsets, Unit
-from patchlight.evidence.fills import Fill, fill_images
+from patchlight.evidence.fills import Fill, Filling, fill_images, painted
 from patchlight.methods.base import Ask, Level
 from patchlight.registry import Settings
 from patchlight.resize import to_cells, to_pixels
@@ -19,7 +19,7 @@ from patchlight.resize import to_cells, to_pixels
 
 @dataclass(frozen=True)
 class MadeMasks:
-    """Variant v is image owner[v] where its mask is 1 and the fill [B,C,H,W] where it is 0.
+    """Variant v is image owner[v] where its mask is 1 and the fill where it is 0.
 
     `make` gives the masks [n,h,w] of a part of the list, of patches or pixels, so that no more of them exist than a
     chunk holds.
@@ -27,13 +27,13 @@ class MadeMasks:
 
     owner: Tensor
     make: Callable[[slice], Tensor]
-    fill: Tensor
+    fill: Filling
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         owner = self.owner[part].to(images.device)
         with torch.autocast(images.device.type, enabled=False):  # a mask is as precise as the image
             masks = to_pixels(self.make(part)[:, None].to(images), images.shape[-2:], vit.extent, "nearest")
-            shown = torch.lerp(self.fill[owner], images[owner], masks)
+            shown = painted(images, self.fill, owner, masks)
         return vit.embed(shown), None
 
 
@@ -47,7 +47,7 @@ def among(part: slice, each: int, device: torch.device) -> Tensor:
     return torch.arange(part.start, part.stop, device=device) % each
 
 
-def score_masks(ask: Ask, make: Callable[[Tensor], Tensor], each: int, fill: Tensor) -> Tensor:
+def score_masks(ask: Ask, make: Callable[[Tensor], Tensor], each: int, fill: Filling) -> Tensor:
     """Scores [B,each,T] of the same masks over every image; `make` gives the masks [n,h,w] with the indices [n]."""
 
     def made(part: slice) -> Tensor:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.methods.base import Ask, Level, register_method
+from patchlight.methods.base import Ask, Estimate, Level, register_method
 from patchlight.methods.masking import at_level, bernoulli, removes_tokens, score_masks, score_patches
+from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
 
@@ -32,6 +33,9 @@ class Grids:
 
     def to(self, like: Tensor) -> Grids:
         return Grids(self.grids.to(like), self.shifts.to(like.device), self.size)
+
+    def first(self, n: int) -> Grids:
+        return Grids(self.grids[:n], self.shifts[:n], self.size)
 
     @cached_property
     def axes(self) -> tuple[Tensor, Tensor]:
@@ -106,31 +110,49 @@ def rise(
     unit: Unit = "pixel",
     fill: Fill = "zero",
     level: Level = "pixel",
-) -> Tensor:
+    tolerance: Tolerance | None = None,
+) -> Estimate:
     """RISE: S(x) = 1/(N p) sum_i f(X * M_i) M_i(x), the score of the image under N = `samples` random masks.
 
     A mask is a binary grid of `grid` x `grid` cells, 1 with probability p = `keep`, upsampled bilinearly to a canvas
     one cell larger than the image and cropped at a random offset; masked pixels show `fill`. `unit="patch"` draws the
     patches independently, and `unit="token"` really removes their tokens. `normaliser="empirical"` divides by sum_i
     M_i(x) instead of N p, which removes the masks' uneven coverage at the borders. Masks are drawn once and shared by
-    all images. Maps of pixels [B,H,W] or, at `level="token"`, of patches [B,h,w]; N forwards. Presets: `paper` (the
+    all images; `tolerance`: in rounds until an image's order is stable. Maps of pixels [B,H,W] or, at `level="token"`,
+    of patches [B,h,w]; N forwards. Presets: `paper` (the
     default: s 7, p 0.5, N 4000), `repo` (s 8, p 0.1, N 6000), `tis` (s 8, p 0.1, N 4000, logits), `vit-shapley`
     (tokens, p 0.5, N 2000, empirical).
     """
+    rows, columns = ask.vit.grid
     if unit == "pixel":
         size = (ask.images.shape[-2], ask.images.shape[-1])
         grids = draw_grids(samples, grid, keep, size, ask.generator()).to(ask.images)
-        filling = fill_images(fill, ask.images, ask.vit, ask.seed)
-        scores = score_masks(ask, grids.masks, samples, filling).transpose(1, 2)
-        grids = grids.to(scores)
-        total, coverage = grids.weighted(scores), grids.weighted(scores.new_ones(1, samples))[0]
     else:
-        rows, columns = ask.vit.grid
         kept = bernoulli((samples, rows * columns), keep, ask.generator(), empty=unit == "patch")
-        scores = score_patches(ask, kept.view(samples, rows, columns), unit, fill).transpose(1, 2)
-        masks = kept.to(scores)
-        total = (scores @ masks).view(*scores.shape[:2], rows, columns)
-        coverage = masks.sum(0).view(rows, columns)
-    if normaliser == "expected":
-        return at_level(total / (samples * keep), level, ask)
-    return at_level(total / coverage.clamp_min(torch.finfo(total.dtype).tiny), level, ask)
+        kept = kept.view(samples, rows, columns)
+
+    def score(images: Tensor, part: slice) -> Tensor:
+        some, count = ask.of(images), part.stop - part.start
+        if unit != "pixel":
+            return score_patches(some, kept[part], unit, fill)
+        filling = fill_images(fill, some.images, ask.vit, ask.seed)
+        return score_masks(some, lambda index: grids.masks(index + part.start), count, filling)
+
+    def estimate(images: Tensor, scores: Tensor) -> Estimate:
+        n = scores.shape[1]
+        shown = grids.first(n).to(scores) if unit == "pixel" else kept[:n].to(scores)
+
+        def total(weights: Tensor) -> Tensor:
+            if isinstance(shown, Grids):
+                return shown.weighted(weights)
+            return torch.einsum("...n,nhw->...hw", weights, shown)
+
+        def fit(weights: Tensor) -> Tensor:
+            summed = total(weights * scores.mT)
+            if normaliser == "expected":
+                return at_level(summed / (weights.sum() * keep), level, ask)
+            return at_level(summed / total(weights[None])[0].clamp_min(torch.finfo(summed.dtype).tiny), level, ask)
+
+        return jackknife(fit, n, scores)
+
+    return in_rounds(ask, samples, tolerance, score, estimate)

@@ -16,8 +16,9 @@ from patchlight.evidence.fills import Fill, fill_images
 from patchlight.evidence.record import Record
 from patchlight.evidence.rules import PLAIN
 from patchlight.evidence.taps import Taps
-from patchlight.methods.base import Ask, register_method
+from patchlight.methods.base import Ask, Estimate, register_method
 from patchlight.methods.masking import owners
+from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 from patchlight.registry import Settings
 
 
@@ -161,7 +162,8 @@ def kernel_shap(
     samples: Annotated[int, Field(ge=2)] = 2000,
     unit: Literal["auto", "token", "patch"] = "auto",
     fill: Fill = "zero",
-) -> Tensor:
+    tolerance: Tolerance | None = None,
+) -> Estimate:
     """Shapley values of the patches by constrained least squares: sum phi = v(all patches) - v(none), exactly. Signed.
 
     Coalitions S of sizes 0 < k < d come with P(k) proportional to 1 / (k (d - k)) in antithetic pairs (S and its
@@ -169,17 +171,34 @@ def kernel_shap(
     float64. v(S) is the score of the image with the patches of S: `unit="token"` really removes the others, and of the
     empty coalition the prefix tokens remain; `unit="patch"` paints `fill` in their place. The default, "auto", removes
     tokens where the model can and its classifier reads prefix tokens alone. n should be 10 d or more. Presets `captum`
-    and `xplique` are those libraries' sizes, the first too small for most grids. [B,h,w]; n + 2 forwards.
+    and `xplique` are those libraries' sizes, the first too small for most grids. `tolerance`: coalitions are scored in
+    rounds until an image's order is stable. [B,h,w]; n + 2 forwards.
     """
-    grid, count, n = ask.vit.grid, len(ask.images), samples
-    z = draw_coalitions(n, grid[0] * grid[1], ask.generator())
-    z = torch.cat([torch.zeros_like(z[:1]), torch.ones_like(z[:1]), z])
-    if unit == "token" or (unit == "auto" and _why_not_drop(ask.vit) is None):
-        values = score_coalitions(ask, z)
-    else:
-        masks = z.view(-1, *grid).repeat(count, 1, 1)
-        shown = PixelMasks(owners(ask, n + 2), masks, fill_images(fill, ask.images, ask.vit, ask.seed))
-        values = ask.score_variants(shown).view(count, n + 2, -1)
-    gain = (values[:, 1:] - values[:, :1]).double().cpu().movedim(1, 0).flatten(1)
-    phi = constrained_values(z[2:], gain[1:], gain[0])
-    return phi.T.reshape(count, -1, *grid).to(ask.images)
+    grid = ask.vit.grid
+    z = draw_coalitions(samples, grid[0] * grid[1], ask.generator())
+    ends = torch.stack([torch.zeros_like(z[0]), torch.ones_like(z[0])])
+    removes = unit == "token" or (unit == "auto" and _why_not_drop(ask.vit) is None)
+
+    def value(some: Ask, z: Tensor) -> Tensor:
+        if removes:
+            return score_coalitions(some, z)
+        masks = z.view(-1, *grid).repeat(len(some.images), 1, 1)
+        painted = fill_images(fill, some.images, ask.vit, ask.seed)
+        return some.score_variants(PixelMasks(owners(some, len(z)), masks, painted)).view(len(some.images), len(z), -1)
+
+    none, full = value(ask, ends).double().cpu().unbind(1)
+
+    def score(images: Tensor, part: slice) -> Tensor:
+        return value(ask.of(images), z[part])
+
+    def estimate(images: Tensor, scores: Tensor) -> Estimate:
+        gain = (scores.double().cpu() - none[images][:, None]).movedim(1, 0).flatten(1)
+        total, shown = (full - none)[images].flatten(), z[: len(gain)]
+
+        def fit(weights: Tensor) -> Tensor:
+            phi = constrained_values(shown, gain, total, weights)
+            return phi.T.reshape(len(images), -1, *grid).to(ask.images)
+
+        return jackknife(fit, len(gain), gain, together=2)
+
+    return in_rounds(ask, samples, tolerance, score, estimate)

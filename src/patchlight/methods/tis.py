@@ -15,8 +15,9 @@ from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, Varian
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
 from patchlight.evidence.passes import LayerJob
-from patchlight.methods.base import Ask, register_method
+from patchlight.methods.base import Ask, Estimate, register_method
 from patchlight.methods.masking import owners
+from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 from patchlight.registry import Settings
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
@@ -48,14 +49,14 @@ def as_masks(keep: Tensor, patches: int) -> Tensor:
     return torch.zeros(*keep.shape[:2], patches, dtype=torch.bool, device=keep.device).scatter_(2, keep, True)
 
 
-def mean_score(scores: Tensor, masks: Tensor) -> Tensor:
-    """sum_j w_j M_j / sum_j M_j [B,T,N] of scores w [B,V,T] and masks M [B,V,N].
+def mean_score(scores: Tensor, masks: Tensor, weights: Tensor | None = None) -> Tensor:
+    """sum_j w_j M_j / sum_j M_j [B,T,N] of scores w [B,V,T] and masks M [B,V,N], which may weigh 0 or 1 [V].
 
     A patch that no mask shows gets the image's lowest value.
     """
-    masks = masks.to(scores)
-    coverage = masks.sum(1)[:, None]
-    mean = (scores.mT @ masks) / coverage.clamp_min(1)
+    masks, weights = masks.to(scores), scores.new_ones(scores.shape[1]) if weights is None else weights
+    coverage = (weights @ masks)[:, None]
+    mean = ((weights[:, None] * scores).mT @ masks) / coverage.clamp_min(1)
     lowest = mean.masked_fill(coverage == 0, torch.inf).amin(-1, keepdim=True)
     return torch.where(coverage > 0, mean, lowest)
 
@@ -68,7 +69,7 @@ def sampled_scores(
     fill: Fill = "noise",
     inverted: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Scores w [B,V,T] and masks M [B,V,N] of centroids [B,K,N] at every keep ratio, V = K len(keep).
+    """Scores w [B,V,T] and masks M [B,V,N] of centroids [B,K,N] at every keep ratio, V = K len(keep), by centroid.
 
     `inverted` scores what is left without M, and w is minus that.
     """
@@ -90,8 +91,8 @@ def sampled_scores(
             pixels = ~masks[-1] if inverted else masks[-1]
             lists.append(PixelMasks(owner, pixels.reshape(-1, *ask.vit.grid), filled))
     scores = ask.score_variants(lists).view(len(keep), batch, count, -1)
-    scores = scores.transpose(0, 1).flatten(1, 2)
-    return -scores if inverted else scores, torch.cat(masks, 1)
+    scores = scores.movedim(0, 2).flatten(1, 2)
+    return -scores if inverted else scores, torch.stack(masks, 2).flatten(1, 2)
 
 
 def _no_dropping(settings: Settings, vit: Anatomy) -> str | None:
@@ -122,7 +123,8 @@ def tis(
     standardise: bool = False,
     iterations: Count = 100,
     stretch: bool = False,
-) -> Tensor:
+    tolerance: Tolerance | None = None,
+) -> Estimate:
     """Mean score of the masks that show a patch: TIS_c = (sum_j w_j M_j) / (sum_j M_j), w_j = p_c(tokens of M_j).
 
     The outputs of all L blocks are L*D points of dimension N (patches); their k-means has `samples` centroids (at most
@@ -134,15 +136,37 @@ def tis(
     `fill`, after normalisation: the paper's ablation. Ours: `inverted` removes M_j, and the map is minus the mean score
     of what is left; `standardise` scales each point to variance 1; an empty cluster starts again at a far point. Preset
     `authors`: empty clusters at zero, and the map stretched to [0, 1] (`stretch`). The k-means begins where the
-    authors' code does after `numpy.random.seed(12345 + seed)`. 1 + samples len(keep) forwards, no backward.
+    authors' code does after `numpy.random.seed(12345 + seed)`. `tolerance`: masks are scored in rounds until the order
+    is stable. 1 + samples len(keep) forwards, no backward.
     """
     points = activation_points(ask, standardise)
     initial = draw_initial(points.shape[1], samples, ask.seed)
     centroids = kmeans(points, initial, iterations, empty=empty)
     ratios = keep if isinstance(keep, list) else [keep]
-    scores, masks = sampled_scores(ask, centroids, ratios, unit, fill, inverted)
-    maps = mean_score(scores, masks)
-    if stretch:
-        low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
-        maps = (maps - low) / (high - low).clamp_min(torch.finfo(maps.dtype).tiny)
-    return maps.view(*maps.shape[:2], *ask.vit.grid).to(torch.promote_types(ask.vit.dtype, torch.float32))
+    wide = torch.promote_types(ask.vit.dtype, torch.float32)
+    shown = torch.zeros(
+        *centroids.shape[:2], len(ratios), centroids.shape[2], dtype=torch.bool, device=centroids.device
+    )
+
+    def score(images: Tensor, part: slice) -> Tensor:
+        here = images.to(centroids.device)
+        scores, masks = sampled_scores(ask.of(images), centroids[here, part], ratios, unit, fill, inverted)
+        shown[here, part] = masks.unflatten(1, (-1, len(ratios)))
+        return scores
+
+    def estimate(images: Tensor, scores: Tensor) -> Estimate:
+        masks = shown[images.to(shown.device)].flatten(1, 2)[:, : scores.shape[1]].to(scores)
+
+        def fit(weights: Tensor) -> Tensor:
+            maps = mean_score(scores, masks, weights)
+            maps = _stretched(maps) if stretch else maps
+            return maps.view(*maps.shape[:2], *ask.vit.grid).to(wide)
+
+        return jackknife(fit, scores.shape[1], scores, together=len(ratios))
+
+    return in_rounds(ask, centroids.shape[1], tolerance, score, estimate)
+
+
+def _stretched(maps: Tensor) -> Tensor:
+    low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
+    return (maps - low) / (high - low).clamp_min(torch.finfo(maps.dtype).tiny)

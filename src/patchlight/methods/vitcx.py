@@ -9,14 +9,16 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import Count, Rendered
-from patchlight.methods.base import Ask, register_method
+from patchlight.methods.base import Ask, Estimate, register_method
 from patchlight.methods.cams import NORM1, feature_maps, place
 from patchlight.methods.masking import owners
 from patchlight.methods.rise import draw_grids
+from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 from patchlight.registry import Settings
 from patchlight.resize import axis_matrix, fitted, to_pixels
 
@@ -159,17 +161,25 @@ def masked_scores(ask: Ask, masks: Masks, owner: Tensor) -> Tensor:
 
 
 def causal_scores(
-    ask: Ask, masks: Masks, owner: Tensor, clean: Tensor, noise: Noise, sigma: float, samples: int = 1
+    ask: Ask,
+    masks: Masks,
+    owner: Tensor,
+    clean: Tensor,
+    noise: Noise,
+    sigma: float,
+    samples: int = 1,
+    part: slice | None = None,
 ) -> Tensor:
     """s_i = f(X * M_i + e_i) - f(X + e_i) + f(X) [K,T], e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2).
 
     Mask i is of image owner[i] (images one after another); the noise is counted anew for each. Masks and noise are made
-    inside the chunk; `clean` [B,T] is f(X). Mean over `samples` draws: 2 K samples forwards.
+    inside the chunk; `clean` [B,T] is f(X). Mean over `samples` draws, or a `part` of them: 2 K samples forwards.
     """
     device = ask.images.device
     place = torch.arange(len(owner)) - torch.searchsorted(owner, owner)
-    draw = (place[:, None] * samples + torch.arange(samples)).flatten().repeat_interleave(2)
-    mask = torch.arange(len(owner)).repeat_interleave(2 * samples)
+    drawn = torch.arange(samples)[part or slice(None)]
+    draw = (place[:, None] * samples + drawn).flatten().repeat_interleave(2)
+    mask = torch.arange(len(owner)).repeat_interleave(2 * len(drawn))
     index, of = mask.to(device), owner[mask].to(device)
     whole = (torch.arange(len(mask)) % 2 == 1).to(device)[:, None, None, None]
 
@@ -180,7 +190,7 @@ def causal_scores(
             return torch.addcmul(filled, ask.images[of[part]], shown.masked_fill(whole[part], 1))
 
     scores = ask.score_variants(Rendered(owner[mask], render))
-    masked, noisy = scores.view(len(owner), samples, 2, scores.shape[-1]).mean(1).unbind(1)
+    masked, noisy = scores.view(len(owner), len(drawn), 2, scores.shape[-1]).mean(1).unbind(1)
     return masked - noisy + clean[owner.to(clean.device)]
 
 
@@ -228,7 +238,8 @@ def vit_cx(
     rescale: bool = True,
     variant: Variant = "full",
     random_masks: Count = 5000,
-) -> Tensor:
+    tolerance: Tolerance | None = None,
+) -> Estimate:
     """Causal score of clustered feature maps, corrected for coverage: W(x) = sum_i s_i M_i(x) / sum_i M_i(x).
 
     Each of the D channels of `layer` (default "blocks[-1].norm1", or of the stage a hierarchical model is opened at)
@@ -240,24 +251,29 @@ def vit_cx(
 
     `variant` (the paper's Table 2): 1 all maps, not clustered; 2 `random_masks` masks of RISE; 3 scores f(X M_i); 4 no
     coverage correction, sum_i s_i M_i; 5 as 3 and 4. sigma = 0 is variant 3. 1 + 2 K samples forwards (1 + K without
-    noise), no backward.
+    noise), no backward. The error is that of masks, as if they had been drawn; `tolerance`: the `samples` draws of
+    noise come in rounds, until an image's order is stable.
     """
     size = (ask.images.shape[-2], ask.images.shape[-1])
     features, clean = feature_maps(ask, layer)
     features, wide = features.double(), torch.promote_types(ask.vit.dtype, torch.float32)
 
-    def scored(masks: Masks, owner: Tensor) -> Tensor:
+    def scored(some: Ask, masks: Masks, owner: Tensor, clean: Tensor, part: slice | None = None) -> Tensor:
         if sigma == 0 or variant in (3, 5):
-            return masked_scores(ask, masks, owner)
-        return causal_scores(ask, masks, owner, clean, draws(ask), sigma, samples)
+            return masked_scores(some, masks, owner)
+        return causal_scores(some, masks, owner, clean, draws(ask), sigma, samples, part)
 
     if variant == 2:
         grids = draw_grids(random_masks, 7, 0.5, size, ask.generator()).to(ask.images)
         owner = owners(ask, random_masks)
-        random = scored(lambda index: grids.masks(index % random_masks)[:, None], owner)
+        random = scored(ask, lambda index: grids.masks(index % random_masks)[:, None], owner, clean)
         random = random.view(len(features), random_masks, -1).mT
         wider = grids.to(random)
-        return _covered(wider.weighted(random), wider.weighted(torch.ones_like(random[0, :1]))[0])
+        return jackknife(
+            lambda weights: _covered(wider.weighted(weights * random), wider.weighted(weights[None])[0]),
+            random_masks,
+            random,
+        )
     extent = ask.vit.extent
     channels, spans = scaled(features, extent)
     used = spans > 0
@@ -267,11 +283,34 @@ def vit_cx(
         limit = distance or (0.05 if ask.vit.hierarchical else 0.1)
         labels = clusters(cosine_distances(channels, extent), limit, used)
         masks, counts = cluster_masks(channels, labels, extent, rescale), labels.amax(1) + 1
-    owner = torch.arange(len(counts)).repeat_interleave(counts.cpu())
-    scores = scored(upsampled(masks, ask.images, extent), owner)
-    shares = zip(scores.split(counts.tolist()), masks.split(counts.tolist()), strict=True)
-    maps = torch.stack([saliency(s, m, extent, corrected=variant not in (4, 5)) for s, m in shares])
-    return fitted(maps, size).to(wide)
+    own = masks.split(counts.tolist())
+    most = max(map(len, own))
+
+    def score(images: Tensor, part: slice) -> Tensor:
+        some, theirs = ask.of(images), [own[i] for i in images.tolist()]
+        owner = torch.arange(len(theirs)).repeat_interleave(torch.tensor([len(m) for m in theirs]))
+        shown = upsampled(torch.cat(theirs), some.images, extent)
+        found = scored(some, shown, owner, clean[images.to(clean.device)], part)
+        lists = nn.utils.rnn.pad_sequence(list(found.split([len(m) for m in theirs])), batch_first=True)
+        lists = F.pad(lists, (0, 0, 0, most - lists.shape[1])).flatten(1)
+        return lists[:, None].expand(-1, part.stop - part.start, -1)  # the mean of these draws, each counting once
+
+    def estimate(images: Tensor, scores: Tensor) -> Estimate:
+        means = scores.mean(1).view(len(images), most, ask.targets.count)
+
+        def of(i: int, image: int) -> Estimate:
+            masks = own[image]
+
+            def fit(weights: Tensor) -> Tensor:
+                weighed = weights[:, None, None] * masks
+                map_of = saliency(means[i, : len(masks)], weighed, extent, corrected=variant not in (4, 5))
+                return fitted(map_of[None], size).to(wide)
+
+            return jackknife(fit, len(masks), masks)
+
+        return Estimate.joined([of(i, image) for i, image in enumerate(images.tolist())])
+
+    return in_rounds(ask, samples, tolerance, score, estimate, first=1)
 
 
 def cluster_masks(masks: Tensor, labels: Tensor, size: tuple[int, int], rescale: bool = True) -> Tensor:

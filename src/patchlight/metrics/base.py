@@ -187,7 +187,7 @@ class Metric(Entry):
     words: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     combine: Callable[[Sums], Tensor] | None = None
     ablates: bool = False
-    stochastic: bool = False
+    stochastic: bool | Callable[[Settings], bool] = False
     refuses: Callable[[Settings, Anatomy], str | None] | None = None
 
     @property
@@ -200,6 +200,10 @@ class Metric(Entry):
     def rises(self, settings: Settings) -> bool:
         """Whether higher is better under these settings."""
         return self.higher_is_better(settings) if callable(self.higher_is_better) else self.higher_is_better
+
+    def draws(self, settings: Settings) -> bool:
+        """Whether its values depend on the seed under these settings, ties aside."""
+        return self.stochastic(settings) if callable(self.stochastic) else self.stochastic
 
 
 @dataclass(frozen=True)
@@ -227,7 +231,7 @@ METRICS: Registry[Metric] = Registry(
     "metric",
     [
         f"patchlight.metrics.{room}"
-        for room in ("complexity", "deletion", "localisation", "perturbation", "robustness", "sanity")
+        for room in ("complexity", "deletion", "gap", "groups", "localisation", "perturbation", "robustness", "sanity")
     ],
 )
 
@@ -247,7 +251,7 @@ class AboutMetric(TypedDict, total=False):
     words: Mapping[str, Mapping[str, Mapping[str, Any]]]
     combine: Callable[[Sums], Tensor]
     ablates: bool
-    stochastic: bool
+    stochastic: bool | Callable[[Settings], bool]
     refuses: Callable[[Settings, Anatomy], str | None]
 
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.evidence.fills import Fill, fill_images
+from patchlight.evidence.fills import Fill, fill_images, painted
 from patchlight.methods.base import Level
 from patchlight.metrics.base import Measure, Measured, register_metric
 from patchlight.metrics.quantities import unread
@@ -89,7 +89,9 @@ def completeness_error(
     """
     explained = _score(ask, ask.images, score)
     if baseline is not None:
-        explained = explained - _score(ask, fill_images(baseline, ask.images, ask.vit, ask.seed), score)
+        fill = fill_images(baseline, ask.images, ask.vit, ask.seed)
+        every, nothing = torch.arange(len(ask.images)), torch.zeros_like(ask.images[:, :1], dtype=torch.bool)
+        explained = explained - _score(ask, painted(ask.images, fill, every, nothing), score)
     error = (ask.maps.double().sum((1, 2)) - explained).abs()
     return Measured(error / explained.abs() if relative else error)
 

@@ -1,6 +1,7 @@
 """Insertion and deletion: the class's score while the map's highest pixels appear, or disappear, step by step.
 
-`removed_logits` is the one place that takes parts of images away in a map's order; every faithfulness metric reads it.
+`ranged_logits` is the one place that takes parts of images away in a map's order; every faithfulness metric reads it,
+most by `removed_logits`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.errors import Unsupported
-from patchlight.evidence.ablation import Count, RankThresholds, TokenSubsets, Unit
+from patchlight.evidence.ablation import Count, RankRanges, TokenSubsets, Unit
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
 from patchlight.metrics.quantities import no_score
@@ -73,7 +74,24 @@ def removed_logits(
     noise: tuple[float, float] = (0.0, 1.0),
     noise_seed: int | None = None,
 ) -> Tensor:
-    """Logits [B,P,C] with the `changed` [P] highest cells taken from the image, or (`insert`) alone left of it.
+    """Logits [B,P,C] with the `changed` [P] highest cells taken from the image, or (`insert`) alone left of it."""
+    rest = torch.full_like(changed, count_cells(ask, unit))
+    begin, end = (changed, rest) if insert else (torch.zeros_like(changed), changed)
+    return ranged_logits(ask, begin, end, fill, unit, upsampling, lowest_first, noise, noise_seed)
+
+
+def ranged_logits(
+    ask: Measure,
+    begin: Tensor,
+    end: Tensor,
+    fill: Fill = "black",
+    unit: Unit = "pixel",
+    upsampling: Upsampling = "bilinear",
+    lowest_first: bool = False,
+    noise: tuple[float, float] = (0.0, 1.0),
+    noise_seed: int | None = None,
+) -> Tensor:
+    """Logits [B,P,C] of images without the cells whose place in the map's order lies in [begin, end), [P] each.
 
     The fill stands where pixels or patches are missing; tokens leave nothing behind. Metrics of one call that ask for
     the same variants share them. P forwards an image.
@@ -84,31 +102,34 @@ def removed_logits(
         ranks = ask.ranks(unit, upsampling, lowest_first)
         if unit == "patch":
             ranks = to_pixels(ranks.float(), ask.size, ask.vit.extent, "nearest").int()
-        owner = torch.arange(len(ask.images)).repeat_interleave(len(changed))
+        count = len(ask.images)
+        owner = torch.arange(count).repeat_interleave(len(begin))
         filled = fill_images(fill, ask.images, ask.vit, seed, noise)
-        variants = RankThresholds(owner, changed.repeat(len(ask.images)), ranks, filled, inverted=not insert)
-        return ask.ablation.logits(variants).view(len(ask.images), len(changed), -1)
+        variants = RankRanges(owner, begin.repeat(count), end.repeat(count), ranks, filled)
+        return ask.ablation.logits(variants).view(count, len(begin), -1)
 
     def tokens() -> Tensor:
-        _check_tokens(ask, changed, insert)
+        _check_tokens(ask, begin, end)
         order = ask.ranks(unit, upsampling, lowest_first).flatten(1).argsort(1)
         owner = torch.arange(len(order))
-        lists = [TokenSubsets(owner, order[:, :n] if insert else order[:, n:]) for n in changed.tolist()]
-        return ask.ablation.logits(lists).view(len(changed), len(order), -1).transpose(0, 1)
+        kept = [torch.cat([order[:, :a], order[:, b:]], 1) for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
+        logits = ask.ablation.logits([TokenSubsets(owner, some) for some in kept])
+        return logits.view(len(kept), len(order), -1).transpose(0, 1)
 
     ablation = tuple(sorted(ask.ablation_settings.items()))
     filled_by = () if unit == "token" else (fill, noise, seed)
-    key = ("removed", tuple(changed.tolist()), insert, unit, upsampling, lowest_first, filled_by, ablation)
+    ranges = (tuple(begin.tolist()), tuple(end.tolist()))
+    key = ("removed", *ranges, unit, upsampling, lowest_first, filled_by, ablation)
     logits: Tensor = ask.once(key, tokens if unit == "token" else pixels)
     return logits
 
 
-def _check_tokens(ask: Measure, changed: Tensor, insert: bool) -> None:
+def _check_tokens(ask: Measure, begin: Tensor, end: Tensor) -> None:
     """Refuse a model that cannot drop tokens, or one that would be left with none at all."""
     vit = ask.vit
     if vit.can_drop is not None:
         raise Unsupported(f"{vit.name} cannot drop tokens: {vit.can_drop}; unit='patch' fills patches instead")
-    left = changed if insert else count_cells(ask, "token") - changed
+    left = count_cells(ask, "token") - (end - begin)
     if (vit.prefix == 0 or vit.pooling in ("avg", "max")) and int(left.min()) == 0:
         raise Unsupported(
             f"{vit.name} reads its class off the patches, so nothing is left to classify once all are dropped; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
@@ -146,6 +147,62 @@ def perturbation(
     logits = removed_logits(ask, changed, False, fill, unit, upsampling, direction == "negative", noise, noise_seed)
     curve = _quantity(ask, quantity, logits, ask.of(target_class))
     return Measured(area(curve, integrator, x), curve, x)
+
+
+RoadQuantity = Literal["accuracy", "probability", "logit", "cosine"]
+Shares = Annotated[tuple[Share, ...], Field(min_length=1)]
+_TENTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def _half_span(settings: Mapping[str, Any]) -> tuple[float, float]:
+    low, high = span(settings["quantity"])
+    return (low - high) / 2, (high - low) / 2
+
+
+@register_metric(
+    "road",
+    paper="Rong et al., ICML 2022",
+    higher_is_better=True,
+    bounds=_half_span,
+    ablates=True,
+    stochastic=lambda settings: settings["fill"] in ("road", "noise") and settings["unit"] != "token",
+    refuses=unread(lambda settings: settings["quantity"], "quantity='logit' works"),
+    cost="2 shares (18) forwards, and as many imputations",
+    presets={
+        "authors": {"shares": (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9), "quantity": "accuracy", "target_class": "label"},
+        "grad-cam": {"shares": _TENTHS, "quantity": "logit"},
+    },
+    quick={"shares": (0.5,)},
+)
+def road(
+    ask: Measure,
+    shares: Shares = _TENTHS,
+    quantity: RoadQuantity = "probability",
+    unit: Unit = "pixel",
+    fill: Fill = "road",
+    target_class: TargetClass = "given",
+    upsampling: Upsampling = "bilinear",
+) -> Measured:
+    """ROAD, (LeRF - MoRF) / 2: least relevant removed first less most relevant, missing pixels imputed; higher wins.
+
+    At each of `shares` p, MoRF removes the int(p HW) highest pixels and LeRF keeps them alone; means over the shares.
+    Missing pixels are the mean of their neighbours and a little noise, so that their shape tells the model less than a
+    hole of one colour does. On shares that are symmetric about a half, as 10 %, ..., 90 %, it is half of SRG's gap,
+    random maps have 0, and it is grad-cam's ROADCombined (preset `grad-cam`: logits). Those of preset `authors`, seven
+    with accuracy against the true label, are not, and their two curves are to be read by themselves. Parts: `morf` and
+    `lerf`; curve [B,P]: their half difference over the share.
+    """
+    if any(a >= b for a, b in pairwise(shares)):
+        raise PatchlightError(f"shares={list(shares)} do not rise; give each once, from low to high")
+    x = torch.tensor(shares, dtype=torch.float64)
+    counts = (x * count_cells(ask, unit) + 1e-6).long()
+    targets = ask.of(target_class)
+    lerf, morf = (
+        _quantity(ask, quantity, removed_logits(ask, counts, kept, fill, unit, upsampling), targets)
+        for kept in (True, False)
+    )
+    curve = (lerf - morf) / 2
+    return Measured(curve.mean(1), curve, x, {"morf": morf.mean(1), "lerf": lerf.mean(1)})
 
 
 _TOKENTM = "Wu et al., CVPR 2024"

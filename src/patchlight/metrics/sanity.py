@@ -18,20 +18,13 @@ from patchlight.evidence.ablation import Count
 from patchlight.metrics.base import Measure, Measured, register_metric
 from patchlight.metrics.localisation import unit_range
 from patchlight.resize import to_pixels
-from patchlight.statistics import average_ranks, constant
+from patchlight.statistics import constant, spearman
 
 Similarity = Literal["spearman", "spearman-abs", "ssim", "hog"]
 Window = Literal["gaussian", "uniform"]
 Order = Literal["cascading", "independent"]
 Stage = tuple[str, list[str]]
 """A name, and the parameters that are randomised together."""
-
-
-def spearman(a: Tensor, b: Tensor) -> Tensor:
-    """Rank correlation [B] of rows [B,n]; 0 where one of them is constant and so has no order."""
-    a, b = (r - r.mean(1, keepdim=True) for r in (average_ranks(a), average_ranks(b)))
-    norm = (a.square().sum(1) * b.square().sum(1)).sqrt()
-    return (a * b).sum(1) / torch.where(norm > 0, norm, 1)
 
 
 def ssim(a: Tensor, b: Tensor, window: Window = "gaussian") -> Tensor:

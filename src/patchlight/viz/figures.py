@@ -122,7 +122,7 @@ def _drawn(
     kinds = sorted({c.signed for c in columns})
     bands = _bands(len(columns))
     tall = CELL * pictures[0].height / pictures[0].width
-    left = EDGE + max(_inches(line, WORDS) for label in labels for line in label.split("\n")) + 0.1
+    left = EDGE + max(inches(line, WORDS) for label in labels for line in label.split("\n")) + 0.1
     top = EDGE + LINE * max(1 + heading.count("\n") for heading in headings)
     band = top + len(pictures) * (tall + GAP)
     bottom = EDGE + LINE * len(kinds)
@@ -157,9 +157,9 @@ def _drawn(
                 place(heat, left + (c + 1) * (CELL + GAP), y, CELL, tall)
     for k, signed in enumerate(kinds):
         low, high = SCALES[signed]
-        y, begin = bottom - (k + 1) * LINE, left + _inches(low, SMALL) + 0.06
+        y, begin = bottom - (k + 1) * LINE, left + inches(low, SMALL) + 0.06
         write(low, left, y + 0.045, SMALL, va="center", color="0.25")
-        place(_bar(signed), begin, y, _BAR, 0.09)
+        place(colour_bar(signed), begin, y, _BAR, 0.09)
         write(high, begin + _BAR + 0.06, y + 0.045, SMALL, va="center", color="0.25")
     return fig
 
@@ -199,14 +199,17 @@ def figure_format(path: str | Path) -> str:
 
 
 def figure_bytes(fig: Figure, path: str | Path) -> bytes:
-    """A figure as the contents of a file of that name; the same figure gives the same bytes."""
+    """A figure as the contents of a file of that name; the same figure gives the same bytes.
+
+    A PDF embeds its fonts as TrueType (Type 42), as journals ask; the words of an SVG are outlines.
+    """
     kind = figure_format(path)
     out = io.BytesIO()
     if kind in ("pdf", "svg"):
         import matplotlib
 
         stamp: dict[str, Any] = {"CreationDate": None} if kind == "pdf" else {"Date": None}
-        with matplotlib.rc_context({"svg.hashsalt": "patchlight"}):
+        with matplotlib.rc_context({"svg.hashsalt": "patchlight", "pdf.fonttype": 42}):
             fig.savefig(out, format=kind, metadata=stamp)
         return out.getvalue()
     fig.canvas.draw()
@@ -245,7 +248,7 @@ _BAR = 0.8
 _PERCENTAGE = re.compile(r"(.*?)\s*((?:[<>] )?\d+ %)?", re.DOTALL)
 
 
-def _bar(signed: bool) -> Any:
+def colour_bar(signed: bool) -> Any:
     """The colours as they look over a middle grey."""
     rgb, opacity = tint(np.linspace(-1.0 if signed else 0.0, 1.0, 128)[None], signed)
     darkest, contrast = GREY[signed]
@@ -253,10 +256,11 @@ def _bar(signed: bool) -> Any:
 
 
 def _scale_inches(signed: bool) -> float:
-    return sum(_inches(words, SMALL) for words in SCALES[signed]) + _BAR + 0.12
+    return sum(inches(words, SMALL) for words in SCALES[signed]) + _BAR + 0.12
 
 
-def _inches(words: str, size: float) -> float:
+def inches(words: str, size: float) -> float:
+    """How wide words of this size are drawn."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextToPath
 
@@ -314,11 +318,11 @@ def _headings(titles: Sequence[str], count: int) -> list[str]:
 
 
 def _broken(title: str) -> str:
-    if _inches(title, WORDS) <= CELL:
+    if inches(title, WORDS) <= CELL:
         return title
     lines = [""]
     for part in title.replace(".", ".\0").replace(" ", " \0").split("\0"):
-        if lines[-1] and _inches(lines[-1] + part, WORDS) > CELL:
+        if lines[-1] and inches(lines[-1] + part, WORDS) > CELL:
             lines.append("")
         lines[-1] += part
     return "\n".join(piece for line in lines for piece in textwrap.wrap(line, 19))

@@ -1,0 +1,206 @@
+"""`patchlight figure`: a figure of a paper by name, drawn with one's own model and images; `--list` tells which."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from patchlight import listed
+from patchlight.cli.common import (
+    AsJson,
+    Debug,
+    Device,
+    Labels,
+    Model,
+    NoPretrained,
+    Plugin,
+    Preprocessed,
+    Seed,
+    Settings,
+    Sigmoid,
+    Stage,
+    Weights,
+    answering,
+    console,
+    load_model,
+    of_model,
+    open_images,
+    print_json,
+    progress,
+    read_class,
+    read_settings,
+    say,
+)
+from patchlight.cli.complete import complete_figure, complete_kind, complete_model
+from patchlight.errors import PatchlightError, nearest
+
+if TYPE_CHECKING:
+    from patchlight.data import Data
+
+
+def figure(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Which figure (`patchlight figure --list`).", autocompletion=complete_figure),
+    ] = None,
+    tell: Annotated[bool, typer.Option("--list", help="List the figures, or with NAME the settings of one.")] = False,
+    model: Model = "pocket",
+    weights: Weights = None,
+    labels: Labels = None,
+    stage: Stage = None,
+    preprocess: Preprocessed = None,
+    sigmoid: Sigmoid = False,
+    no_pretrained: NoPretrained = False,
+    images: Annotated[
+        list[Path] | None, typer.Option(help="Images: a folder, or files; repeatable.", metavar="PATH")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Kind of data set at --images, for its labels, boxes and masks.",
+            metavar="KIND",
+            autocompletion=complete_kind,
+        ),
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Take this many of the images, evenly spread over them.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Class to explain, a name or index; else the label where known, or prediction.")
+    ] = None,
+    other: Annotated[
+        str | None, typer.Option(help="A second model, where a figure has two.", autocompletion=complete_model)
+    ] = None,
+    other_weights: Annotated[Path | None, typer.Option(help="Weights of the second model.")] = None,
+    explainer: Annotated[Path | None, typer.Option(help="Folder of a trained explainer, where one is needed.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write: .pdf, .svg or .png; by default NAME.pdf.")] = None,
+    settings: Settings = None,
+    plugin: Plugin = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Draw a figure of one of the papers, by name, with your own model and images."""
+    with answering(as_json, debug):
+        if tell or name is None:
+            if name is None and not tell:
+                raise PatchlightError("no figure was named; `patchlight figure --list` lists them")
+            _tell(name, bool(plugin), as_json)
+            return
+        row = _row(_rows(bool(plugin)), name)
+        path = out or Path(f"{row['name']}.pdf")
+        _check(path, images, force)
+        own = read_settings([row["name"]], settings or [], "figure")[row["name"]]
+        _check_settings(row, own)
+        with progress("loading the model"):
+            said = of_model(preprocess, sigmoid, no_pretrained)
+            vit = load_model(model, weights, labels, device, stage, **said)
+            second = None if other is None else load_model(other, other_weights, labels, device)
+            shown = _spread(open_images(data, images or _bundled(), vit), count)
+            asked = None if target is None else read_class(target, vit)
+        from patchlight.figures import draw
+
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+            drawn = draw(
+                row["name"], vit, shown, path, target=asked, other=second, explainer=explainer, seed=seed, **own
+            )
+        width, height = (round(float(side), 2) for side in drawn.get_size_inches())
+        if as_json:
+            about = {"figure": row["name"], "model": vit.name, "seed": seed, "settings": own}
+            print_json({**about, "written": str(path), "inches": [width, height]})
+        else:
+            print(f"Wrote {path} ({width} x {height} inches)")
+
+
+def _bundled() -> list[Path]:
+    from patchlight.zoo import pocket
+
+    return [pocket.PHOTOS]
+
+
+def _spread(data: Data, count: int | None) -> Data:
+    """So many of the images, evenly spread."""
+    if count is None or count >= len(data):
+        return data
+    return data.select([i * len(data) // count for i in range(count)])
+
+
+def _check(path: Path, images: list[Path] | None, force: bool) -> None:
+    """Refuse, before anything slow is imported, what cannot be read or written."""
+    missing = next((given for given in images or () if not given.exists()), None)
+    if missing is not None:
+        raise PatchlightError(f"no image or folder at '{missing}'")
+    if path.is_dir() or (path.exists() and not force):
+        raise PatchlightError(f"'{path}' exists already; choose another place, or --force to replace it")
+    from patchlight.viz.figures import figure_format
+
+    figure_format(path)
+
+
+def _check_settings(row: dict[str, Any], own: dict[str, Any]) -> None:
+    from patchlight.figures import FIGURES
+    from patchlight.registry import settings_of, settled
+
+    settled(row["name"], settings_of(FIGURES[row["name"]].function), {}, own)
+
+
+def _rows(plugins: bool) -> list[dict[str, Any]]:
+    rows = None if plugins else listed.rows("figures")
+    if rows is None:
+        with progress("loading the figures"):
+            rows = figure_rows()
+    return rows
+
+
+def figure_rows() -> list[dict[str, Any]]:
+    """All that is told of every figure."""
+    from patchlight.figures import FIGURES, list_figures
+
+    return [{**asdict(info), "text": inspect.getdoc(FIGURES[info.name].function) or ""} for info in list_figures()]
+
+
+def _row(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The figure of that name or alias, or what is near."""
+    for row in rows:
+        if name == row["name"] or name in row["aliases"]:
+            return row
+    known = [one for row in rows for one in (row["name"], *row["aliases"])]
+    raise PatchlightError(f"no figure is called '{name}'; {nearest(name, known)}")
+
+
+def _tell(name: str | None, plugins: bool, as_json: bool) -> None:
+    rows = _rows(plugins)
+    if name is not None:
+        row = _row(rows, name)
+        print_json(row) if as_json else _describe(row)
+        return
+    if as_json:
+        print_json(rows)
+        return
+    from rich.table import Table
+
+    table = Table("figure", "the paper's", "what it shows", "needs", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(row["name"], row["paper"], row["shows"], ", ".join(row["needs"]))
+    console().print(table)
+    say("`patchlight figure --list NAME` tells more; `patchlight figure NAME --images FOLDER --out fig.pdf` draws one")
+
+
+def _describe(row: dict[str, Any]) -> None:
+    print(f"{row['name']}  ({row['paper']}; needs {', '.join(row['needs'])})")
+    if row["aliases"]:
+        print(f"also called {', '.join(row['aliases'])}")
+    print(f"{row['text']}\n")
+    if row["stand_in"]:
+        print(f"The paper's own: {row['stand_in']}\n")
+    print("Settings:")
+    for key, words in row["settings"].items():
+        print(f"  {key}: {words}")

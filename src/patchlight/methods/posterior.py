@@ -1,0 +1,229 @@
+"""`posterior`: a white-box map is the prior, scored masks are the evidence, the explanation is the posterior mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.engine import compute
+from patchlight.errors import PatchlightError
+from patchlight.evidence.fills import Fill
+from patchlight.evidence.kmeans import draw_initial, kmeans
+from patchlight.methods.base import Ask, Estimate, register_method
+from patchlight.methods.requests import refusal, resolve
+from patchlight.methods.sampling import Tolerance, in_rounds
+from patchlight.methods.tis import Ratio, activation_points, sampled_scores
+from patchlight.registry import Settings
+from patchlight.resize import at_size, to_cells
+
+Ridge = Annotated[float, Field(gt=0)] | Literal["likelihood"]
+MaskSource = Literal["activations", "grids", "coalitions"]
+RATIOS = torch.logspace(-1, 2, 25, dtype=torch.float64)
+"""The ratios r = lambda / t that the likelihood weighs, t the mean eigenvalue of Mc^T Mc."""
+GRID = 7
+"""Cells along each side of a coarse grid."""
+PRIORS = ("fullgrad-plus.libra", "fullgrad-plus", "genatt", "grad")
+"""The priors of "auto", of which the first that works on the model is taken."""
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """The posterior of patch effects beta, given scores w = c + M beta + noise: a mixture over R values of lambda.
+
+    With Mc^T Mc = U diag(d) U^T, the r-th is Gaussian with mean `means[:, r]` [B,T,N] and covariance
+    sigma_r^2 U diag(1 / (d + lambda_r)) U^T, and has the weight `weights[:, r]` [B,T].
+    """
+
+    means: Tensor
+    weights: Tensor
+    noise: Tensor
+    """sigma^2 [B,R,T]."""
+    ridges: Tensor
+    """lambda [B,R]."""
+    basis: Tensor
+    """U [B,N,K]: the directions the masks say something about; `values` are d [B,K]."""
+    values: Tensor
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """[B,T,N]."""
+        return (self.weights[..., None] * self.means).sum(1)
+
+    def variance(self) -> Tensor:
+        """The variance of each patch's effect [B,T,N]; what no mask tells has the prior's, sigma^2 / lambda."""
+        unseen = 1 / self.ridges[..., None]
+        known = 1 / (self.values[:, None] + self.ridges[..., None]) - unseen
+        inside = (torch.einsum("bnk,brk->brn", self.basis**2, known) + unseen).clamp_min(0)
+        each = self.noise[..., None] * inside[:, :, None] + (self.means - self.mean[:, None]) ** 2
+        return (self.weights[..., None] * each).sum(1)
+
+
+def condition(masks: Tensor, scores: Tensor, prior: Tensor | None = None, ridge: Ridge = 10.0) -> Posterior:
+    """The posterior of masks M [B,V,N], scores w [B,V,T] and a prior map P [B,T,N] (None: zero), in float64.
+
+    Masks and scores are centred over the masks. mu = a P with a = max(0, f.w / f.f), f = Mc P, is the prior's mean and
+    beta_r = mu + (Mc^T Mc + lambda_r I)^-1 Mc^T (w - Mc mu) the posterior's, lambda_r = r tr(Mc^T Mc) / N, r = `ridge`.
+    "likelihood": the values of `RATIOS` weigh as the scores' marginal likelihood, sigma^2 being the best for each.
+    """
+    masks, scores = masks.double(), scores.double()
+    m, w = masks - masks.mean(1, keepdim=True), scores - scores.mean(1, keepdim=True)
+    mean, free = w.new_zeros(len(w), w.shape[-1], m.shape[-1]), m.shape[1] - 1
+    if prior is not None:
+        f = m @ prior.double().mT
+        scale = ((f * w).sum(1) / (f * f).sum(1).clamp_min(torch.finfo(f.dtype).tiny)).clamp_min(0)
+        mean, free = scale[..., None] * prior.double(), free - 1
+    free = max(free, 1)
+    rest = w - m @ mean.mT
+    values, basis = _spectrum(m)
+    pulled = basis.mT @ (m.mT @ rest)  # [B,K,T]
+    unit = (values.sum(-1) / m.shape[-1]).clamp_min(torch.finfo(w.dtype).tiny)
+    ridges = (RATIOS.to(w) if ridge == "likelihood" else w.new_tensor([ridge])) * unit[:, None]  # [B,R]
+    shrunk = values[:, None] + ridges[..., None]  # [B,R,K]
+    left = (rest**2).sum(1)[:, None] - torch.einsum("bkt,brk->brt", pulled**2, 1 / shrunk)
+    noise = left.clamp_min(1e-30) / free
+    likelihood = -0.5 * (free * noise.log() + (shrunk / ridges[..., None]).log().sum(-1, keepdim=True))
+    gain = torch.einsum("bnk,brkt->brtn", basis, pulled[:, None] / shrunk[..., None])
+    return Posterior(mean[:, None] + gain, likelihood.softmax(1), noise, ridges, basis, values)
+
+
+def _spectrum(m: Tensor) -> tuple[Tensor, Tensor]:
+    """d [B,K] and U [B,N,K] of m^T m for centred masks m [B,V,N], K = min(V, N), from the smaller of both products."""
+    if m.shape[1] >= m.shape[2]:
+        values, basis = torch.linalg.eigh(m.mT @ m)
+        return values.clamp_min(0), basis
+    values, left = torch.linalg.eigh(m @ m.mT)
+    seen = values > 1e-10 * values[:, -1:]
+    scale = torch.where(seen, values, 1).rsqrt() * seen
+    return torch.where(seen, values, 0), m.mT @ left * scale[:, None]
+
+
+def fields(ask: Ask, source: MaskSource, samples: int) -> Tensor:
+    """What masks show the highest places of [B,V,N]: an own list for each image, or the same for all.
+
+    `activations`: centroids of a k-means of all blocks' outputs (those of `tis`); `grids`: coarse random grids,
+    upsampled; `coalitions`: a random number for each patch.
+    """
+    rows, columns = ask.vit.grid
+    if source == "activations":
+        points = activation_points(ask)
+        return kmeans(points, draw_initial(points.shape[1], samples, ask.seed))
+    if source == "coalitions":
+        drawn = torch.rand(samples, rows * columns, generator=ask.generator())
+    else:
+        coarse = torch.rand(samples, 1, min(GRID, rows), min(GRID, columns), generator=ask.generator())
+        drawn = at_size(coarse, (rows, columns), (1.0, 1.0), "bilinear").flatten(1)
+    return drawn.to(ask.images.device).expand(len(ask.images), -1, -1)
+
+
+def prior_map(ask: Ask, prior: str) -> Tensor | None:
+    """The map of another method [B,T,N] of the same images and classes, in patches; None for no prior."""
+    if prior == "none":
+        return None
+    score = None if ask.score in ("logit", "probability") else ask.score
+    request = resolve(prior, score=score)
+    maps = compute(ask.vit, ask.images, [request], ask.targets, ask.seed)[1][0]
+    return to_cells(maps, ask.vit.grid, ask.vit.extent).flatten(2) if request.level == "pixel" else maps.flatten(2)
+
+
+def _chosen_prior(prior: str, vit: Anatomy) -> str:
+    """The first of the priors that works on a model, where none was named."""
+    if prior != "auto":
+        return prior
+    return next((name for name in PRIORS if refusal(resolve(name).suited(vit), vit) is None), "none")
+
+
+def _source(masks: MaskSource | Literal["auto"], vit: Anatomy) -> MaskSource:
+    if masks != "auto":
+        return masks
+    return "grids" if vit.hierarchical or vit.depth == 0 else "activations"
+
+
+def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    if settings["unit"] == "token" and vit.can_drop is not None:
+        return f"{vit.can_drop}; unit='patch' works"
+    if settings["masks"] == "activations" and _source("auto", vit) != "activations":
+        return f"the blocks of {vit.name} have no one grid of patches to make masks of; masks='grids' works"
+    prior = settings["prior"]
+    if prior in ("auto", "none"):
+        return None
+    if prior.split(".")[0] == "posterior":
+        return "it cannot be its own prior; name a method of one pass, as 'genatt'"
+    request = resolve(prior).suited(vit)
+    reason = refusal(request, vit)
+    return None if reason is None else f"its prior '{prior}' does not work here: {reason}"
+
+
+def _depends(settings: Settings) -> object:
+    """What the prior's map depends on besides its settings."""
+    if settings["prior"] in ("auto", "none"):
+        return None
+    request = resolve(settings["prior"])
+    return None if request.method.depends is None else request.method.depends(request.settings)
+
+
+@register_method(
+    "posterior",
+    paper="Patchlight",
+    ablates=True,
+    stochastic=True,
+    exact=False,
+    cost="the prior's forward and backward, 1 + samples (128) forwards of half the tokens, and a k-means",
+    quick={"samples": 48},
+    refuses=_refuses,
+    depends=_depends,
+)
+def posterior(
+    ask: Ask,
+    samples: Annotated[int, Field(ge=0)] = 128,
+    prior: str = "auto",
+    masks: MaskSource | Literal["auto"] = "auto",
+    keep: Ratio = 0.5,
+    unit: Literal["auto", "token", "patch"] = "auto",
+    fill: Fill = "noise",
+    ridge: Ridge = 10.0,
+    tolerance: Tolerance | None = None,
+) -> Estimate:
+    """Posterior mean of each patch's effect on the score: a white-box map is the prior, scored masks the evidence.
+
+    The score of an image under mask M_j [N] is taken as w_j = c + M_j.beta + noise, and beta ~ N(mu, tau^2 I) a priori,
+    with mu = a P, P the map of the method `prior` (or "none") and a what fits the scores best. Then
+    beta = mu + (Mc^T Mc + lambda I)^-1 Mc^T (wc - Mc mu), Mc and wc centred over the masks, and
+    lambda = sigma^2 / tau^2 = r tr(Mc^T Mc) / N with r = `ridge`; "likelihood" averages over r from 0.1 to 100, weighed
+    by the marginal likelihood for each image and class, which shrinks less and was measured worse. The error is the posterior's standard deviation. Signed.
+
+    Each of the `samples` masks shows int(keep N) patches: where a cluster of the blocks' `activations` is largest, as
+    those of `tis`; where random coarse `grids` are; or any (`coalitions`). The others are really removed, or with
+    `unit="patch"` show `fill`. "auto": the prior is 'fullgrad-plus.libra' where it works, else another of one pass;
+    masks are of activations and tokens are removed where the model has one grid of tokens to do so. `tolerance`: masks
+    come in rounds, and an image has enough when its order is stable. Several classes share the masks. No masks give the
+    prior.
+    """
+    known = prior_map(ask, _chosen_prior(prior, ask.vit))
+    wide = torch.promote_types(ask.vit.dtype, torch.float32)
+    if samples == 0:
+        if known is None:
+            raise PatchlightError("samples=0 leaves the prior alone, and prior='none' is none; give one of both")
+        return Estimate(known.unflatten(2, ask.vit.grid).to(wide))
+    source = fields(ask, _source(masks, ask.vit), samples)
+    removed: Literal["token", "patch"] = "patch" if unit == "patch" or ask.vit.can_drop is not None else "token"
+    shown = torch.zeros_like(source, dtype=torch.bool)
+
+    def score(images: Tensor, part: slice) -> Tensor:
+        here = images.to(source.device)
+        scores, shown[here, part] = sampled_scores(ask.of(images), source[here, part], [keep], removed, fill)
+        return scores
+
+    def estimate(images: Tensor, scores: Tensor) -> Estimate:
+        here = images.to(shown.device)
+        given = None if known is None else known[here]
+        found = condition(shown[here, : scores.shape[1]], scores, given, ridge)
+        mean, error = (values.unflatten(2, ask.vit.grid).to(wide) for values in (found.mean, found.variance().sqrt()))
+        return Estimate(mean, error)
+
+    return in_rounds(ask, source.shape[1], tolerance, score, estimate)

@@ -1,0 +1,102 @@
+"""Methods that draw: masks scored in rounds until the order is stable, and a standard error for every value.
+
+A round doubles the masks. The error is a jackknife: what the map becomes when each of 16 groups of masks is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from patchlight.methods.base import Ask, Estimate
+from patchlight.statistics import spearman
+
+Tolerance = Annotated[float, Field(gt=0, lt=1)]
+"""An image has enough masks when the rank correlation of its map with that of half of them is at least 1 less this."""
+GROUPS = 16
+FIRST = 64
+"""Masks of the first round, or somewhat more."""
+
+
+def rounds(samples: int, tolerance: float | None, first: int = FIRST) -> list[slice]:
+    """The masks of each round, each as many as all before it; without a tolerance all at once.
+
+    >>> [part.stop for part in rounds(1024, 0.05)]
+    [64, 128, 256, 512, 1024]
+    """
+    ends = [samples]
+    while tolerance is not None and ends[0] >= 2 * first:
+        ends.insert(0, -(-ends[0] // 2))
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def in_rounds(
+    ask: Ask,
+    samples: int,
+    tolerance: float | None,
+    score: Callable[[Tensor, slice], Tensor],
+    estimate: Callable[[Tensor, Tensor], Estimate],
+    first: int = FIRST,
+) -> Estimate:
+    """The maps [B,T,h,w] of every image, from as many of its `samples` masks as its order needs.
+
+    `score(images, part)` scores a part of the masks of some images [b,n,T]; `estimate(images, scores)` makes maps of
+    all that were scored. An image whose order is stable for every class leaves the rounds, whatever others still do.
+    """
+    images, scores, before = torch.arange(len(ask.images)), torch.empty(0), torch.empty(0)
+    done: list[tuple[Tensor, Estimate]] = []
+    for part in rounds(samples, tolerance, first):
+        found = score(images, part)
+        scores = found if part.start == 0 else torch.cat([scores, found], 1)
+        now = estimate(images, scores)
+        stay = torch.full((len(images),), part.stop < samples)
+        if part.start > 0 and tolerance is not None:
+            stay &= (stability(before, now.maps) < 1 - tolerance).cpu()
+        done.append((images[~stay], _some(now, ~stay, part.stop)))
+        here = stay.to(scores.device)
+        images, scores, before = images[stay], scores[here], now.maps[here]
+        if len(images) == 0:
+            break
+    back = torch.cat([some for some, _ in done]).argsort()
+    return _some(Estimate.joined([found for _, found in done]), back)
+
+
+def stability(before: Tensor, now: Tensor) -> Tensor:
+    """The rank correlation of maps [b,T,h,w] with those of the round before, of the class where it is lowest [b]."""
+    cells = now[0, 0].numel()
+    return spearman(before.reshape(-1, cells), now.reshape(-1, cells)).view(now.shape[:2]).amin(1)
+
+
+def _some(found: Estimate, images: Tensor, samples: int | None = None) -> Estimate:
+    here = images.to(found.maps.device)
+    maps = found.maps[here]
+    counts = found.samples[images] if found.samples is not None else torch.full((len(maps),), samples or 0)
+    return Estimate(maps, None if found.error is None else found.error[here], counts)
+
+
+def jackknife(fit: Callable[[Tensor], Tensor], n: int, like: Tensor, together: int = 1) -> Estimate:
+    """Maps fit(weights) of n masks that weigh 1 each, with the jackknife's error.
+
+    Mask k belongs to group k mod 16, or with `together` successive ones to the same group, where they are not
+    independent. With m_g the map without group g of G: error^2 = (G - 1) / G sum_g (m_g - mean of them)^2. Fewer than
+    two groups have no error.
+    """
+    groups = min(GROUPS, -(-n // together))
+    of = torch.arange(n, device=like.device) // together % max(groups, 1)
+    maps = fit(like.new_ones(n))
+    return Estimate(maps, spread(maps, (fit((of != group).to(like)) for group in range(groups)), groups))
+
+
+def spread(whole: Tensor, left_out: Iterable[Tensor], groups: int) -> Tensor | None:
+    """The jackknife's error of a map, from what it becomes without each of its groups."""
+    if groups < 2:
+        return None
+    total, square = torch.zeros_like(whole), torch.zeros_like(whole)
+    for left in left_out:
+        apart = left - whole
+        total, square = total + apart, square + apart**2
+    return ((groups - 1) / groups * (square - total**2 / groups)).clamp_min(0).sqrt()

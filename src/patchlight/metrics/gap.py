@@ -1,0 +1,86 @@
+"""The gap between removing what a map calls irrelevant and what it calls relevant: SRG, with its MIF and LIF curves."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from patchlight.evidence.ablation import Count, Unit
+from patchlight.evidence.fills import Fill
+from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
+from patchlight.metrics.deletion import area, count_cells, removed_logits, scored, span, thresholds
+from patchlight.metrics.quantities import no_score
+from patchlight.resize import Upsampling
+
+Spacing = Literal["linear", "log"]
+"""Steps of equal size, or counts that grow by one factor from a single cell to all."""
+
+
+def removed_counts(cells: int, steps: int | None, spacing: Spacing) -> Tensor:
+    """Cells removed at each point [P], from none to all: linear, or `steps` powers between 1 and all, cut to whole."""
+    if spacing == "linear":
+        return thresholds(cells, steps, first=True)
+    powers = np.geomspace(1, cells, steps or cells).astype(int)
+    return torch.tensor(sorted({0, *powers.tolist(), cells}))
+
+
+def _limits(settings: Any) -> tuple[float, float]:
+    low, high = span(settings["score"])
+    return low - high, high - low
+
+
+@register_metric(
+    "srg",
+    paper="Blücher et al., TMLR 2024",
+    aliases=("symmetric-relevance-gain",),
+    higher_is_better=True,
+    bounds=_limits,
+    ablates=True,
+    refuses=no_score,
+    cost="2 steps (56) + 2 forwards, shared with insertion and deletion",
+    presets={
+        "bluecher": {
+            "steps": 15,
+            "spacing": "log",
+            "fill": "zero",
+            "unit": "patch",
+            "target_class": "label",
+            "score": "probability",
+        }
+    },
+    quick={"steps": 14},
+)
+def srg(
+    ask: Measure,
+    steps: Count | None = 28,
+    spacing: Spacing = "linear",
+    fill: Fill = "zero",
+    unit: Unit = "patch",
+    target_class: TargetClass = "given",
+    upsampling: Upsampling = "bilinear",
+    score: MeasuredScore = "auto",
+) -> Measured:
+    """Symmetric relevance gain, AUC_LIF - AUC_MIF: the class's score, least important first less most important first.
+
+    MIF removes the k highest cells, LIF the k lowest, k from none to all in `steps` (each cell by itself where None);
+    trapezoids over the share removed. A random order has 0 and the negative of a map the negative value, whatever the
+    fill: what the fill does to every order alike cancels. On steps that divide the cells it is `ins-del` over one fill.
+    Cells are averages of the map over a patch, as the paper's are over its units. Preset `bluecher`: 15 counts that
+    grow by one factor, the true class, probabilities. Parts: the areas `mif` and `lif` and the curves `mif-curve` and
+    `lif-curve` [B,P]; curve [B,P]: LIF - MIF over the share removed.
+    """
+    cells = count_cells(ask, unit)
+    removed = removed_counts(cells, steps, spacing)
+    targets, x = ask.of(target_class), removed.double() / cells
+
+    def curve(counts: Tensor, insert: bool) -> Tensor:
+        return scored(removed_logits(ask, counts, insert, fill, unit, upsampling), targets, ask, score)
+
+    mif = curve(removed, False)
+    lif = curve((cells - removed).flip(0), True).flip(1)  # the k lowest removed: the others alone are shown
+    areas = {"mif": area(mif, "trapezoid", x), "lif": area(lif, "trapezoid", x)}
+    parts = {**areas, "mif-curve": mif, "lif-curve": lif}
+    return Measured(areas["lif"] - areas["mif"], lif - mif, x, parts)

@@ -1,0 +1,82 @@
+"""Groups of cells replaced one at a time: is a group that the map calls more salient more to the model? (SaCo)"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from patchlight.errors import PatchlightError
+from patchlight.evidence.ablation import Unit
+from patchlight.evidence.fills import Fill
+from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
+from patchlight.metrics.deletion import count_cells, ranged_logits, scored
+from patchlight.metrics.quantities import no_score
+from patchlight.resize import Upsampling
+from patchlight.statistics import constant
+
+Ties = Literal["faithful", "neutral"]
+"""What two groups of equal effect count as: in the map's favour, as the paper has it, or as neither."""
+
+
+def faithfulness(salience: Tensor, effect: Tensor, ties: Ties = "faithful") -> tuple[Tensor, Tensor]:
+    """F [B] of groups' saliences [B,K], which fall, and effects [B,K], and the share of pairs of equal effect [B].
+
+    F = sum_{i<j} sigma_ij (s_i - s_j) / sum_{i<j} |s_i - s_j|, sigma 1 where d_i > d_j, -1 where d_i < d_j. Effects are
+    equal, rounding aside, where they differ by at most 64 eps of the largest (or of 1).
+    """
+    i, j = torch.triu_indices(salience.shape[1], salience.shape[1], 1, device=salience.device)
+    room = 64 * torch.finfo(effect.dtype).eps * effect.abs().amax(1, keepdim=True).clamp_min(1)
+    gap = effect[:, i] - effect[:, j]
+    tied = gap.abs() <= room
+    sigma = torch.where(tied, float(ties == "faithful"), gap.sign().to(salience))
+    weight = salience[:, i] - salience[:, j]
+    return (sigma * weight).sum(1) / weight.abs().sum(1), tied.to(salience).mean(1)
+
+
+@register_metric(
+    "saco",
+    paper="Wu et al., CVPR 2024",
+    aliases=("salience-guided-faithfulness",),
+    higher_is_better=True,
+    bounds=(-1.0, 1.0),
+    ablates=True,
+    refuses=no_score,
+    cost="groups (10) + 1 forwards",
+)
+def saco(
+    ask: Measure,
+    groups: Annotated[int, Field(ge=2)] = 10,
+    fill: Fill = "image-mean",
+    unit: Unit = "pixel",
+    ties: Ties = "faithful",
+    target_class: TargetClass = "prediction",
+    upsampling: Upsampling = "bilinear",
+    score: MeasuredScore = "auto",
+) -> Measured:
+    """SaCo: how far groups of pixels have the effect that their salience says; 1 in all pairs, -1 in none.
+
+    Pixels in the map's order are cut into `groups` of equal size, places [iHW/K, (i+1)HW/K). s_i is the sum of the map
+    over a group, d_i = p(y|x) - p(y|x with that group alone replaced); F is that of `faithfulness`, a Kendall tau
+    weighted by salience. It reads the values of the map and not only their order: a positive factor changes nothing,
+    squaring does. `ties`: pairs of equal effect count as faithful, as in the paper, where a model that ignores the
+    image scores 1; "neutral" counts them as neither. A constant map has no value. Parts: `tied`, the share of such
+    pairs. Curve [B,K]: the effects d over the share of pixels down to the end of each group.
+    """
+    cells = count_cells(ask, unit)
+    if groups > cells:
+        raise PatchlightError(f"groups={groups} cannot be made of {cells} cells; give at most {cells}, or unit='pixel'")
+    edges = torch.arange(groups + 1) * cells // groups
+    maps = (ask.upsampled(upsampling) if unit == "pixel" else ask.on_grid()).flatten(1).double()
+    ranks = ask.ranks(unit, upsampling).flatten(1)
+    group = torch.bucketize(ranks, edges[1:].to(ranks), right=True)
+    salience = maps.new_zeros(len(maps), groups).scatter_add_(1, group, maps)
+    targets = ask.of(target_class)
+    logits = ranged_logits(ask, edges[:-1], edges[1:], fill, unit, upsampling)
+    effect = scored(ask.logits()[:, None], targets, ask, score) - scored(logits, targets, ask, score)
+    values, tied = faithfulness(salience, effect, ties)
+    dead = constant(ask.maps.flatten(1)) | values.isnan()
+    reasons = {int(n): "the map is constant: no group is more salient than another" for n in dead.nonzero().flatten()}
+    return Measured(values, effect, edges[1:].double() / cells, {"tied": tied}, reasons)
