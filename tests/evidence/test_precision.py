@@ -204,7 +204,7 @@ def test_a_batch_is_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch)
     vit = shared("vit", torch.float64)
     batch, sizes = images(vit, 7), []
     expected = pl.explain(vit, batch, ["genatt", "rollout"], target=list(range(7)))
-    real = engine.compute
+    real = engine.estimate
 
     def compute(vit: pl.Anatomy, some: torch.Tensor, *rest: Any) -> Any:
         sizes.append(len(some))
@@ -212,13 +212,13 @@ def test_a_batch_is_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(vit, some, *rest)
 
-    monkeypatch.setattr(engine, "compute", compute)
+    monkeypatch.setattr(engine, "estimate", compute)
     found = pl.explain(vit, batch, ["genatt", "rollout"], target=list(range(7)), batch_size=6)
     assert sizes == [6, 3, 1, 1, 1, 1, 1, 1, 1]
     for name, attribution in expected.items():
         torch.testing.assert_close(found[name].scores, attribution.scores)
         assert found[name].target.tolist() == list(range(7))
-    monkeypatch.setattr(engine, "compute", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
+    monkeypatch.setattr(engine, "estimate", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
     with pytest.raises(pl.PatchlightError, match="not even one image fits into memory"):
         pl.explain(vit, batch, "genatt", target=0)
 

@@ -186,11 +186,11 @@ def road(
     """ROAD, (LeRF - MoRF) / 2: least relevant removed first less most relevant, missing pixels imputed; higher wins.
 
     At each of `shares` p, MoRF removes the int(p HW) highest pixels and LeRF keeps them alone; means over the shares.
-    It is half of SRG's gap at these shares, over the fill `road`: missing pixels are the mean of their neighbours and a
-    little noise, so that their shape tells the model less than a hole of one colour does. On 10 %, ..., 90 %, the
-    default, keeping and removing are the same levels, and this is grad-cam's ROADCombined (preset `grad-cam`: logits).
-    Preset `authors`: accuracy against the true label at their seven shares. Parts: `morf` and `lerf`; curve [B,P]:
-    their half difference over the share.
+    Missing pixels are the mean of their neighbours and a little noise, so that their shape tells the model less than a
+    hole of one colour does. On shares that are symmetric about a half, as 10 %, ..., 90 %, it is half of SRG's gap,
+    random maps have 0, and it is grad-cam's ROADCombined (preset `grad-cam`: logits). Those of preset `authors`, seven
+    with accuracy against the true label, are not, and their two curves are to be read by themselves. Parts: `morf` and
+    `lerf`; curve [B,P]: their half difference over the share.
     """
     if any(a >= b for a, b in pairwise(shares)):
         raise PatchlightError(f"shares={list(shares)} do not rise; give each once, from low to high")
