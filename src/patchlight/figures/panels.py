@@ -58,7 +58,8 @@ def by_method(drawing: Drawing, maps: Mapping[str, Attribution], shown: Shown | 
     names = [drawing.name_of(int(index)) for index in drawing.classes]
     rows = [Row([Cell(picture, name) for picture, name in zip(drawing.pictures, names, strict=True)], "Input")]
     rows += [Row([Cell(make(i, label, att)) for i in range(len(drawing))], label) for label, att in maps.items()]
-    return pictures(drawing.note, rows, COLUMN if len(drawing) <= FEW else PAGE, largest=0.72)
+    few = len(drawing) <= FEW
+    return pictures(drawing.note, rows, COLUMN if few else PAGE, largest=0.72 if few else 0.8)
 
 
 def coloured(
