@@ -19,7 +19,18 @@ from tests.registries import restored
 ROOT = Path(__file__).parents[1]
 
 
-PAGES = ("methods", "data", "metrics", "benchmark", "heads", "heads-texts", "own-models", "figures", "shapley")
+PAGES = (
+    "methods",
+    "data",
+    "metrics",
+    "benchmark",
+    "heads",
+    "heads-texts",
+    "own-models",
+    "figures",
+    "verdict",
+    "shapley",
+)
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in PAGES)])

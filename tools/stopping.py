@@ -41,10 +41,9 @@ def rows(
     """A row for all masks, with the correlation between two seeds, and one for each tolerance."""
     settings = {**SETTINGS[method], **given}
     whole, again = (pl.explain(vit, images, method, seed=seed, progress=False, **settings) for seed in (0, 1))
-    found = {
-        None: whole,
-        **{t: pl.explain(vit, images, method, tolerance=t, progress=False, **settings) for t in tolerances},
-    }
+    found: dict[float | None, pl.Attribution] = {None: whole}
+    for t in tolerances:
+        found[t] = pl.explain(vit, images, method, tolerance=t, progress=False, **settings)
     told = []
     for tolerance, att in found.items():
         worth = pl.evaluate(vit, images, att, metric="ins-del", steps=16, progress=False)

@@ -40,6 +40,7 @@ _HOMES = {
     "TokenSubsets": "patchlight.evidence.ablation",
     "UndefinedMetric": "patchlight.errors",
     "Unsupported": "patchlight.errors",
+    "Verdict": "patchlight.verdict.verdict",
     "compare": "patchlight.comparison",
     "evaluate": "patchlight.metrics.evaluation",
     "explain": "patchlight.engine",
@@ -50,6 +51,7 @@ _HOMES = {
     "load": "patchlight.anatomy.load",
     "load_plugin": "patchlight.plugins",
     "open_data": "patchlight.data",
+    "recommend": "patchlight.verdict.recommend",
     "register_composition": "patchlight.methods.base",
     "register_data": "patchlight.data",
     "register_family": "patchlight.anatomy.families",
@@ -117,6 +119,8 @@ if TYPE_CHECKING:
     from patchlight.plugins import load_plugin as load_plugin
     from patchlight.trained import diffmask as diffmask
     from patchlight.trained import shapley as shapley
+    from patchlight.verdict.recommend import recommend as recommend
+    from patchlight.verdict.verdict import Verdict as Verdict
     from patchlight.viz import figure as figure
 
 

@@ -236,7 +236,10 @@ class FigureEntry(Entry):
     least: int = 1
 
 
-FIGURES: Registry[FigureEntry] = Registry("figure", [f"patchlight.figures.{room}" for room in ("skipplus", "tis")])
+FIGURES: Registry[FigureEntry] = Registry(
+    "figure",
+    [f"patchlight.figures.{room}" for room in ("diffmask", "skipplus", "tis", "tokentm", "vitcx", "vitcx_appendix")],
+)
 
 
 class AboutFigure(TypedDict, total=False):

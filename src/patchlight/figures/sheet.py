@@ -5,6 +5,7 @@ Lines are in Okabe and Ito's colours, which colour-blind readers tell apart; ban
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,9 +65,9 @@ def style(index: int) -> dict[str, Any]:
 
 
 def wrapped(words: str, width: float, size: float = WORDS, behind: str = " ∘.-/") -> list[str]:
-    """Lines that fit a width in inches: broken behind spaces and a few signs, and elsewhere only where they must."""
+    """Lines that fit a width in inches: broken behind spaces and a few signs (not inside a number), else anywhere."""
     lines = [""]
-    marked = "".join(c + ("\0" if c in behind else "") for c in words)
+    marked = re.sub(rf"([{re.escape(behind)}])(?!\d)| ", lambda found: found[0] + "\0", words)
     for part in marked.split("\0"):
         for piece in _pieces(part, width, size):
             if lines[-1] and inches((lines[-1] + piece).rstrip(), size) > width:

@@ -310,6 +310,13 @@ class MetricRequest:
             raise Unsupported(f"'{self.metric.name}' cannot be measured on {vit.name}: {reason}")
         return replace(self, settings=settings)
 
+    def of(self, given: Measure) -> Measured:
+        """What the metric finds on a batch."""
+        ablation = {key: self.settings[key] for key in ABLATION} if self.metric.ablates else {}
+        own = {key: value for key, value in self.settings.items() if key not in ablation}
+        found: Measured = self.metric.function(replace(given, ablation_settings=ablation), **own)
+        return found
+
 
 def resolve_metric(label: str, settings: Settings | None = None, options: Sequence[str] = ()) -> MetricRequest:
     """Read a metric's name and settings, or say what is wrong with them.

@@ -16,7 +16,6 @@ from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attribution
 from patchlight.engine import compute
 from patchlight.errors import PatchlightError, UndefinedMetric, integer, warn
-from patchlight.evidence.ablation import ABLATION
 from patchlight.fingerprints import identity, of_images
 from patchlight.images import Note, in_batches
 from patchlight.methods.requests import Request, check_supported, resolve
@@ -200,10 +199,7 @@ def measure(
                     current=current or source.scores is None,
                 )
                 for m, request in enumerate(requests):
-                    ablation = {key: request.settings[key] for key in ABLATION} if request.metric.ablates else {}
-                    own_settings = {k: v for k, v in request.settings.items() if k not in ablation}
-                    measured = request.metric.function(replace(given, ablation_settings=ablation), **own_settings)
-                    found[label, request.label].append(_only_labelled(request, given, measured))
+                    found[label, request.label].append(_only_labelled(request, given, request.of(given)))
                     tell(begin + len(batch) * (n + (m + 1) / len(requests)) / len(sources), count)
             begin = part.stop
             tell(begin, count)
@@ -310,7 +306,7 @@ def _source(maps: Any, count: int | None, vit: Anatomy) -> Source:
         maps = resolve(str(maps["method"]), maps)
     if isinstance(maps, Request):
         check_supported(maps, vit)
-        return Source(request=maps, method=_maps_by(maps))
+        return Source(request=maps, method=maps_by(maps))
     if isinstance(maps, Attribution):
         if maps.scores.ndim != 3:
             raise PatchlightError("this attribution explains several classes an image; measure them one at a time")
@@ -373,10 +369,11 @@ def _check_one_class(targets: Targets | None) -> None:
 
 def map_function(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> MapFunction:
     """A registered method as a function that makes maps."""
-    return _maps_by(resolve(name, settings, score))
+    return maps_by(resolve(name, settings, score))
 
 
-def _maps_by(request: Request) -> MapFunction:
+def maps_by(request: Request) -> MapFunction:
+    """A method as asked, as a function that makes maps."""
     return lambda vit, images, targets, seed: _computed(vit, images, [request], targets, seed)[0]
 
 

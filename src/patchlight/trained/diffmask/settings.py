@@ -14,7 +14,7 @@ from patchlight.trained.settings import Positive, Training, read_settings
 
 
 class Settings(Training):
-    """How DiffMask is trained. The defaults are ours, made to converge from any seed; `preset` gives the paper's."""
+    """How DiffMask is trained. The defaults are ours, made to converge from most seeds; `preset` gives the paper's."""
 
     free: ClassVar[frozenset[str]] = Training.free | {"finish"}
 
@@ -28,8 +28,8 @@ class Settings(Training):
     penalty: Penalty = "log-keep"
     """Of what is kept: the mean over patches of log(floor + k), or of k itself, with k = prod_i P(z_i != 0)."""
     floor: Annotated[float, Field(ge=0, lt=1)] = 1e-3
-    """0, as in the released code, ordered the patches of a 224-pixel ViT better, but at times some that do not matter
-    stay open for good. Of no use with `keep`."""
+    """With 0, as in the released code, patches that are shut are pushed on and so ordered further, but at times some
+    that do not matter stay open for good. Of no use with `keep`."""
     gates: Literal["half", "prefix", "weighted", "all"] = "half"
     """The gates a batch uses: `prefix` 0 .. k for a random k, `weighted` the same with gates that are done drawn less,
     `all` all of them, as an explanation does; `half` is all of them for half of the batches, else a prefix."""
