@@ -22,6 +22,7 @@ from patchlight.metrics.base import METRICS
 from patchlight.metrics.evaluation import evaluate
 from patchlight.registry import Entry, Setting, settings_of
 from patchlight.trained.diffmask import Settings
+from patchlight.trained.shapley import Settings as ShapleySettings
 
 ROOT = Path(__file__).parents[1]
 GONE = {
@@ -113,8 +114,9 @@ def test_vocabularies_are_the_same_everywhere(name: str, kinds: list[Any]) -> No
 
 
 def test_training_has_the_same_words() -> None:
-    assert Settings.model_fields["precision"].annotation == Precision
-    assert not set(GONE) & set(Settings.model_fields)
+    for settings in (Settings, ShapleySettings):
+        assert settings.model_fields["precision"].annotation == Precision
+        assert not set(GONE) & set(settings.model_fields)
 
 
 def test_no_setting_has_a_word_that_is_gone() -> None:
@@ -159,7 +161,7 @@ def test_no_option_has_a_word_that_is_gone() -> None:
 
 
 def test_commands_in_the_docs_set_what_is_there() -> None:
-    words = {*known(), *Settings.model_fields, "preset", "score", "key"}
+    words = {*known(), *Settings.model_fields, *ShapleySettings.model_fields, "preset", "score", "key"}
     files = [
         ROOT / "README.md",
         *ROOT.glob("docs/**/*.md"),
