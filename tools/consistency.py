@@ -60,6 +60,8 @@ class Run:
     methods: Sequence[str]
     metrics: Sequence[str]
     families: Mapping[str, str]
+    """By label, what is the same for a metric over several fills; `kinds`: the metric's name."""
+    kinds: Mapping[str, str]
 
     def table(self, metric: str, methods: Sequence[str]) -> Tensor:
         """Values [methods, images] on the images where all of these have one."""
@@ -85,6 +87,7 @@ def run_of(columns: Mapping[Key, Column]) -> Run:
     """One model's columns and, where a metric is a difference of two, the two as metrics of their own."""
     values: dict[Key, Tensor] = {}
     families: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for (method, metric), column in columns.items():
         of = [(metric, "", column.values, column.higher_is_better)]
         there = column.values.isfinite()
@@ -94,8 +97,10 @@ def run_of(columns: Mapping[Key, Column]) -> Run:
         for label, part, own, rises in of:
             values[method, label] = own if rises else -own
             settings = {key: value for key, value in column.settings.items() if key not in ("fill", "deletion_fill")}
+            kinds[label] = column.metric
             families[label] = repr((column.metric, part, sorted(settings.items())))
-    return Run(values, list(dict.fromkeys(m for m, _ in values)), list(dict.fromkeys(n for _, n in values)), families)
+    methods, metrics = (list(dict.fromkeys(key[i] for key in values)) for i in (0, 1))
+    return Run(values, methods, metrics, families, kinds)
 
 
 def separation(values: Tensor, chance: Tensor) -> Separation:
@@ -161,15 +166,14 @@ def consistency(runs: Mapping[str, Run], chance: str = "random") -> tuple[list[C
     tables = {(name, n): run.table(n, methods) for name, run in runs.items() for n in shared}
     means = {key: table.mean(1) for key, table in tables.items()}
     taus = {(a, b): mean(agreement(means[name, a], means[name, b]) for name in runs) for a in shared for b in shared}
-    families = next(iter(runs.values())).families
+    families, kinds = next(iter(runs.values())).families, next(iter(runs.values())).kinds
     found = []
     for n in shared:
         each = {
             m: pooled(separation(run.values[m, n], run.values[chance, n]) for run in runs.values()) for m in methods
         }
         kin = [other for other in shared if other != n and families[other] == families[n]]
-        parents = [other for other in shared if other.startswith(f"{n}: ") or n.startswith(f"{other}: ")]
-        foreign = [other for other in shared if other != n and other not in kin and other not in parents]
+        foreign = [other for other in shared if kinds[other] != kinds[n]]
         found.append(
             Consistency(
                 n,

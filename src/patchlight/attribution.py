@@ -92,7 +92,7 @@ class Attribution:
     """The hash of the model's weights, and `images` of each image as the model saw it; empty where not known."""
     images: tuple[str, ...] = ()
     error: Tensor | None = None
-    """Of a method that draws, the standard error of each of its scores, of the same shape; None where not known."""
+    """Of a method that draws, the standard error of each of its scores, of the same shape; NaN where not known."""
     samples: tuple[int, ...] = ()
     """How many masks, coalitions or noises were drawn for each image; empty where a method draws none."""
     photos: tuple[Tensor, ...] = ()
@@ -166,7 +166,7 @@ class Attribution:
             against_labels=tuple(label for part in parts for label in part.against_labels),
             images=tuple(image for part in parts for image in part.images),
             error=torch.cat(error) if len(error) == len(parts) else None,
-            samples=tuple(count for part in parts for count in part.samples),
+            samples=tuple(c for part in parts for c in part.samples) if all(p.samples for p in parts) else (),
             photos=_joined_photos(parts),
         )
 
@@ -235,7 +235,7 @@ class Attribution:
         scores, so that the old attribution is there until the moment the new one is.
         """
         folder = Path(folder)
-        if not bool(self.scores.isfinite().all()):
+        if not bool(self.scores.isfinite().all()) or (self.error is not None and bool(self.error.isinf().any())):
             raise PatchlightError(
                 f"the scores hold NaN or infinity; '{folder}' is not written, since it would not load"
             )
@@ -410,7 +410,8 @@ def _check_fit(att: Attribution) -> None:
     for name, values in (("scores", att.scores), ("errors", att.scores if att.error is None else att.error)):
         if values.shape != att.scores.shape:
             raise ValueError(f"{name} have shape {list(values.shape)}, and scores {list(att.scores.shape)}")
-        if not values.is_floating_point() or not bool(values.isfinite().all()):
+        known = values if name == "scores" else values.nan_to_num(posinf=torch.inf)  # an error may not be known
+        if not values.is_floating_point() or not bool(known.isfinite().all()):
             raise ValueError(f"{name} are not finite numbers")
     if len(att.samples) not in (0, len(att)):
         raise ValueError(f"samples are {len(att.samples)} counts for {len(att)} images")

@@ -108,6 +108,18 @@ def test_the_size_of_a_prior_does_not_matter_and_its_opposite_is_none() -> None:
         torch.testing.assert_close(condition(shown, scores, useless).mean, none, **CLOSE)
 
 
+def test_masks_that_say_nothing_leave_the_prior_and_no_error() -> None:
+    shown, scores, effects = game()
+    same = condition(torch.ones_like(shown), scores, effects)
+    torch.testing.assert_close(same.mean, effects, **CLOSE)
+    assert bool(same.variance().isnan().all())
+    flat = condition(shown, scores, torch.full_like(effects, 3.0))
+    halves = (torch.rand(2, 40, 9, generator=torch.Generator().manual_seed(1)).argsort(-1) < 4).double()
+    even, none = condition(halves, scores, torch.full_like(effects, 3.0)), condition(halves, scores, None)
+    torch.testing.assert_close(even.mean, none.mean, atol=1e-8, rtol=1e-8)  # masks of one size: the prior says nothing
+    assert bool(flat.mean.isfinite().all())
+
+
 def test_classes_and_images_do_not_change_each_other() -> None:
     shown, scores, effects = game()
     both = condition(shown, scores, effects)

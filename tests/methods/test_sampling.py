@@ -21,9 +21,9 @@ DRAWN = ("posterior", "tis", "rise", "kernel-shap", "vit-cx", "lime", "hsic", "s
 
 
 def test_rounds_double() -> None:
-    assert [part.stop for part in rounds(1024, 0.1)] == [64, 128, 256, 512, 1024]
-    assert [part.stop for part in rounds(1000, 0.1)] == [125, 250, 500, 1000]
-    assert [part.stop for part in rounds(100, 0.1)] == [100]
+    assert [part.stop for part in rounds(1024, 0.1)] == [32, 64, 128, 256, 512, 1024]
+    assert [part.stop for part in rounds(1000, 0.1)] == [63, 125, 250, 500, 1000]
+    assert [part.stop for part in rounds(63, 0.1)] == [63]
     assert rounds(1024, None) == [slice(0, 1024)]
     assert [part.start for part in rounds(8, 0.1, first=1)] == [0, 1, 2, 4]
 
@@ -41,7 +41,9 @@ def test_the_jackknife_of_a_mean_is_the_textbooks_error() -> None:
     pairs = jackknife(fit, 12, values, together=2)
     assert pairs.error is not None
     torch.testing.assert_close(pairs.error, values.view(6, 2, 3, 4).mean(1).std(0) / 6**0.5)
-    assert jackknife(fit, 12, values, together=12).error is None
+    alone = jackknife(fit, 12, values, together=12)
+    assert alone.error is not None
+    assert bool(alone.error.isnan().all())
 
 
 def fake(
@@ -70,10 +72,10 @@ def test_an_image_whose_order_is_stable_leaves_the_rounds() -> None:
     order = {0: [1.0, 2, 3, 4, 5, 6], 1: [3.0, 1, 2, 5, 4, 6]}
     found, seen = fake(order, 30.0, 512, 0.02)
     assert found.samples is not None
-    assert found.samples[0] == 128  # the same order in the first and second round
-    assert found.samples[1] > 128
-    assert seen[0] == ([0, 1], 64)
-    assert all(some == [1] for some, end in seen if end > 128)
+    assert found.samples[0] == 64  # the same order in the first and second round
+    assert found.samples[1] > 64
+    assert seen[0] == ([0, 1], 32)
+    assert all(some == [1] for some, end in seen if end > 64)
     torch.testing.assert_close(found.maps[0].flatten(), torch.tensor(order[0], dtype=torch.float64))
     whole, seen = fake(order, 30.0, 512, None)
     assert seen == [([0, 1], 512)]
@@ -129,4 +131,10 @@ def test_an_error_is_kept_with_the_scores(tmp_path: Path) -> None:
     assert again.error is not None
     assert torch.equal(again.error, att.error)
     assert "error" in att.to_frame()
+    few = pl.explain(vit, images(vit, 1), "posterior", samples=2)  # whose error is not known
+    assert few.error is not None
+    assert bool(few.error.isnan().all())
+    again = pl.Attribution.load(few.save(tmp_path / "few"))
+    assert again.error is not None
+    assert bool(again.error.isnan().all())
     assert "error" not in pl.explain(vit, images(vit, 1), "genatt").to_frame()

@@ -27,7 +27,8 @@ def made(worths: dict[str, list[float]], spread: float = 0.0, images: int = 40) 
         return worth + spread * torch.randn(images, generator=generator, dtype=torch.float64)
 
     values = {(m, n): column(w) for n, own in worths.items() for m, w in zip(METHODS, own, strict=True)}
-    return Run(values, METHODS, list(worths), {n: n.split()[0] for n in worths})
+    kinds = {n: n.split()[0] for n in worths}
+    return Run(values, METHODS, list(worths), kinds, kinds)
 
 
 def test_separation_is_the_paired_effect() -> None:
@@ -45,7 +46,7 @@ def test_separation_is_the_paired_effect() -> None:
 
 def test_orders_agree_over_fills_models_and_halves() -> None:
     rising, falling = [0.0, 1, 2, 3], [0.0, 3, 2, 1]
-    same = {"srg zero": rising, "srg black": [0.0, 2, 4, 9], "other": falling}
+    same = {"srg zero": rising, "srg black": [0.0, 2, 4, 9], "other": falling}  # kin do not count as others
     runs = {"one": made(same, 0.01), "two": made({**same, "other": rising}, 0.01)}
     found, taus = consistency(runs)
     by = {one.metric: one for one in found}
@@ -91,6 +92,12 @@ def test_a_run_of_the_recipe_makes_tables(
 
 def test_one_method_has_no_order() -> None:
     run = made({"n": [0.0, 1, 2, 3]})
-    alone = Run({key: v for key, v in run.values.items() if key[0] in ("random", "a")}, METHODS[:2], ["n"], {"n": "n"})
+    alone = Run(
+        {key: v for key, v in run.values.items() if key[0] in ("random", "a")},
+        METHODS[:2],
+        ["n"],
+        {"n": "n"},
+        {"n": "n"},
+    )
     with pytest.raises(PatchlightError, match="one method beside random"):
         as_markdown({"m": alone})

@@ -122,8 +122,8 @@ class Composition:
 class Estimate:
     """Maps [B,T,h,w], or of one class [B,h,w], with what is known of their sampling.
 
-    `error` is the standard error of each of their values, and `samples` [B] how many masks, coalitions or noises each
-    image's map was made of; None where nothing was drawn.
+    `error` is the standard error of each of their values, NaN where not known, and `samples` [B] how many masks,
+    coalitions or noises each image's map was made of; None where nothing was drawn.
     """
 
     maps: Tensor

@@ -26,6 +26,8 @@ Ridge = Annotated[float, Field(gt=0)] | Literal["likelihood"]
 MaskSource = Literal["activations", "grids", "coalitions"]
 RATIOS = torch.logspace(-1, 2, 25, dtype=torch.float64)
 """The ratios r = lambda / t that the likelihood weighs, t the mean eigenvalue of Mc^T Mc."""
+TINY = 1e-12
+"""Below this, masks do not differ."""
 GRID = 7
 """Cells along each side of a coarse grid."""
 PRIORS = ("fullgrad-plus.libra", "fullgrad-plus", "genatt", "grad")
@@ -71,25 +73,38 @@ def condition(masks: Tensor, scores: Tensor, prior: Tensor | None = None, ridge:
     beta_r = mu + (Mc^T Mc + lambda_r I)^-1 Mc^T (w - Mc mu) the posterior's, lambda_r = r tr(Mc^T Mc) / N, r = `ridge`.
     "likelihood": the values of `RATIOS` weigh as the scores' marginal likelihood, sigma^2 being the best for each.
     """
-    masks, scores = masks.double(), scores.double()
+    where = torch.device("cpu") if scores.device.type == "mps" else scores.device  # which has no float64
+    masks, scores = masks.to(where).double(), scores.to(where).double()
     m, w = masks - masks.mean(1, keepdim=True), scores - scores.mean(1, keepdim=True)
     mean, free = w.new_zeros(len(w), w.shape[-1], m.shape[-1]), m.shape[1] - 1
     if prior is not None:
-        f = m @ prior.double().mT
-        scale = ((f * w).sum(1) / (f * f).sum(1).clamp_min(torch.finfo(f.dtype).tiny)).clamp_min(0)
-        mean, free = scale[..., None] * prior.double(), free - 1
-    free = max(free, 1)
+        prior = prior.to(where).double()
+        mean, free = _fitting(m, w, prior)[..., None] * prior, free - 1
     rest = w - m @ mean.mT
     values, basis = _spectrum(m)
     pulled = basis.mT @ (m.mT @ rest)  # [B,K,T]
-    unit = (values.sum(-1) / m.shape[-1]).clamp_min(torch.finfo(w.dtype).tiny)
+    unit = (values.sum(-1) / m.shape[-1]).clamp_min(TINY / 2)
     ridges = (RATIOS.to(w) if ridge == "likelihood" else w.new_tensor([ridge])) * unit[:, None]  # [B,R]
     shrunk = values[:, None] + ridges[..., None]  # [B,R,K]
     left = (rest**2).sum(1)[:, None] - torch.einsum("bkt,brk->brt", pulled**2, 1 / shrunk)
-    noise = left.clamp_min(1e-30) / free
-    likelihood = -0.5 * (free * noise.log() + (shrunk / ridges[..., None]).log().sum(-1, keepdim=True))
+    noise = left.clamp_min(1e-30) / max(free, 1)
+    likelihood = -0.5 * (max(free, 1) * noise.log() + (shrunk / ridges[..., None]).log().sum(-1, keepdim=True))
     gain = torch.einsum("bnk,brkt->brtn", basis, pulled[:, None] / shrunk[..., None])
+    unknown = (unit < TINY) | (free < 1)
+    noise = noise.masked_fill(unknown[:, None, None], torch.nan)
     return Posterior(mean[:, None] + gain, likelihood.softmax(1), noise, ridges, basis, values)
+
+
+def _fitting(m: Tensor, w: Tensor, prior: Tensor) -> Tensor:
+    """a [B,T]: what makes of a prior [B,T,N] the scores w [B,V,T], at least 0.
+
+    A prior that says the same of all masks fits nothing, 0; masks that are all the same leave it as it is, 1.
+    """
+    f = m @ prior.mT
+    square, size = (f * f).sum(1), (m * m).sum((1, 2))[:, None]
+    told = square > 1e-20 * size * (prior * prior).sum(-1)
+    scale = (f * w).sum(1) / torch.where(told, square, 1)
+    return torch.where(told, scale.clamp_min(0), (size < TINY).to(w))
 
 
 def _spectrum(m: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,8 +217,8 @@ def posterior(
     those of `tis`; where random coarse `grids` are; or any (`coalitions`). The others are really removed, or with
     `unit="patch"` show `fill`. "auto": the prior is 'fullgrad-plus.libra' where it works, else another of one pass;
     masks are of activations and tokens are removed where the model has one grid of tokens to do so. `tolerance`: masks
-    come in rounds, and an image has enough when its order is stable. Several classes share the masks. No masks give the
-    prior.
+    come in rounds, at most `samples`, and an image has enough when its order is stable. Classes share the masks. No
+    masks, or masks that are all the same, give the prior; the error of fewer than three is not known.
     """
     known = prior_map(ask, _chosen_prior(prior, ask.vit))
     wide = torch.promote_types(ask.vit.dtype, torch.float32)

@@ -18,7 +18,7 @@ from patchlight.statistics import spearman
 Tolerance = Annotated[float, Field(gt=0, lt=1)]
 """An image has enough masks when the rank correlation of its map with that of half of them is at least 1 less this."""
 GROUPS = 16
-FIRST = 64
+FIRST = 32
 """Masks of the first round, or somewhat more."""
 
 
@@ -26,7 +26,7 @@ def rounds(samples: int, tolerance: float | None, first: int = FIRST) -> list[sl
     """The masks of each round, each as many as all before it; without a tolerance all at once.
 
     >>> [part.stop for part in rounds(1024, 0.05)]
-    [64, 128, 256, 512, 1024]
+    [32, 64, 128, 256, 512, 1024]
     """
     ends = [samples]
     while tolerance is not None and ends[0] >= 2 * first:
@@ -68,6 +68,7 @@ def in_rounds(
 def stability(before: Tensor, now: Tensor) -> Tensor:
     """The rank correlation of maps [b,T,h,w] with those of the round before, of the class where it is lowest [b]."""
     cells = now[0, 0].numel()
+    before, now = (maps.cpu() if maps.device.type == "mps" else maps for maps in (before, now))  # ranks are in float64
     return spearman(before.reshape(-1, cells), now.reshape(-1, cells)).view(now.shape[:2]).amin(1)
 
 
@@ -82,8 +83,8 @@ def jackknife(fit: Callable[[Tensor], Tensor], n: int, like: Tensor, together: i
     """Maps fit(weights) of n masks that weigh 1 each, with the jackknife's error.
 
     Mask k belongs to group k mod 16, or with `together` successive ones to the same group, where they are not
-    independent. With m_g the map without group g of G: error^2 = (G - 1) / G sum_g (m_g - mean of them)^2. Fewer than
-    two groups have no error.
+    independent. With m_g the map without group g of G: error^2 = (G - 1) / G sum_g (m_g - mean of them)^2. The error of
+    fewer than two groups is not known: NaN.
     """
     groups = min(GROUPS, -(-n // together))
     of = torch.arange(n, device=like.device) // together % max(groups, 1)
@@ -91,10 +92,10 @@ def jackknife(fit: Callable[[Tensor], Tensor], n: int, like: Tensor, together: i
     return Estimate(maps, spread(maps, (fit((of != group).to(like)) for group in range(groups)), groups))
 
 
-def spread(whole: Tensor, left_out: Iterable[Tensor], groups: int) -> Tensor | None:
+def spread(whole: Tensor, left_out: Iterable[Tensor], groups: int) -> Tensor:
     """The jackknife's error of a map, from what it becomes without each of its groups."""
     if groups < 2:
-        return None
+        return torch.full_like(whole, torch.nan)
     total, square = torch.zeros_like(whole), torch.zeros_like(whole)
     for left in left_out:
         apart = left - whole
