@@ -210,8 +210,8 @@ def posterior(
     with mu = a P, P the map of the method `prior` (or "none") and a what fits the scores best. Then
     beta = mu + (Mc^T Mc + lambda I)^-1 Mc^T (wc - Mc mu), Mc and wc centred over the masks, and
     lambda = sigma^2 / tau^2 = r tr(Mc^T Mc) / N with r = `ridge`; "likelihood" averages over r from 0.1 to 100, weighed
-    by the marginal likelihood for each image and class, which shrinks less and was measured worse. The
-    error is the posterior's standard deviation. Signed.
+    by the marginal likelihood for each image and class, which shrinks less and is mostly worse. The error
+    is the posterior's standard deviation. Signed.
 
     Each of the `samples` masks shows int(keep N) patches: where a cluster of the blocks' `activations` is largest, as
     those of `tis`; where random coarse `grids` are; or any (`coalitions`). The others are really removed, or with
