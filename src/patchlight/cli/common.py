@@ -161,7 +161,6 @@ def load_model(
 def open_images(kind: str | None, paths: Sequence[Path], vit: Anatomy) -> Data:
     """The images with what is known of them; plain files and folders tell nothing but their images."""
     from patchlight.data import Data, Sample, open_data
-    from patchlight.errors import spelled
     from patchlight.images import list_images, open_image
 
     if kind is not None:
@@ -173,8 +172,8 @@ def open_images(kind: str | None, paths: Sequence[Path], vit: Anatomy) -> Data:
     for path in paths:
         root = path if path.is_dir() else path.parent
         for one in list_images(path) if path.is_dir() else [path]:
-            name = spelled(one.relative_to(root).as_posix())
-            found[name if len(paths) == 1 or name not in found else spelled(one.as_posix())] = one
+            name = one.relative_to(root).as_posix()
+            found[name if len(paths) == 1 or name not in found else one.as_posix()] = one
     return Data(paths[0].name, list(found), lambda name: Sample(name, open_image(found[name])))
 
 

@@ -200,7 +200,7 @@ def posterior(
     masks: MaskSource | Literal["auto"] = "auto",
     keep: Ratio = 0.5,
     unit: Literal["auto", "token", "patch"] = "auto",
-    fill: Fill = "noise",
+    fill: Fill = "zero",
     ridge: Ridge = 10.0,
     tolerance: Tolerance | None = None,
 ) -> Estimate:
