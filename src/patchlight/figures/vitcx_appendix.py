@@ -331,9 +331,9 @@ def overdetermination(drawing: Drawing, threshold: Annotated[float, Field(gt=0, 
     means, variances = (torch.stack([f(s) for s in scores]) for f in (torch.mean, torch.var))
     above = means > threshold
     share, low, high = (float(x[0]) for x in mean_interval(above[:, None].double()))
-    sure = f" [{100 * low:.0f}, {100 * high:.0f}]" if low == low else ""
+    sure = f" (95 % interval: {100 * low:.0f} to {100 * high:.0f})" if low == low else ""
     inside = f"; their variance is {float(variances[above].mean()):.3f}" if bool(above.any()) else ""
-    drawing.say(f"{100 * share:.1f} %{sure} of the images have a mean above {threshold:g} (95 % interval){inside}")
+    drawing.say(f"{100 * share:.1f} %{sure} of the images have a mean above {threshold:g}{inside}")
     fig = drawing.sheet(1.9)
     left, right = fig.subplots(1, 2)
     edges = np.linspace(min(0.0, float(means.min())), max(1.0, float(means.max())), 21)
