@@ -65,6 +65,7 @@ def test_every_figure_is_told(name: str) -> None:
     assert entry.shows
     assert not entry.shows.endswith(".")
     assert entry.summary
+    assert not re.search(r"\b(its|not)\b", entry.stand_in), "the note reads 'the paper: …': a model and images, or none"
 
 
 def test_figures_are_listed_by_paper_and_number() -> None:
@@ -107,9 +108,11 @@ def test_a_png_has_300_dots_an_inch(vit: pl.Anatomy, tmp_path: Path) -> None:
 
 
 def test_the_note_says_what_it_was_drawn_with(vit: pl.Anatomy) -> None:
-    words = " ".join(text.get_text() for text in small(vit).texts)
-    assert "Drawn with pocket and 1 image; the paper:" in words
-    assert "from block 0" in words
+    words = noted(draw("skipplus-1", vit, PHOTOS[:1], methods="genatt", progress=False))
+    assert "Drawn with pocket and 1 image; the paper: EVA-L/14 and one image, a newt." in words
+    fig = small(vit)
+    assert "Drawn with pocket and 1 image. The paper does not say with what its own was drawn." in noted(fig)
+    assert "from block 0" in noted(fig)
 
 
 @pytest.mark.parametrize(

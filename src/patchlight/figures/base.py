@@ -232,8 +232,8 @@ class FigureEntry(Entry):
     """A registered figure.
 
     `shows`: what is to be seen, in one sentence. `needs`: of NEEDS, what it cannot do without ("labels or target":
-    either). `stand_in`: what the
-    paper's own was drawn with, for the note. `least`: images it needs at least.
+    either). `stand_in`: what the paper's own was drawn with, for the note; nothing where that is not known. `least`:
+    images it needs at least.
     """
 
     shows: str = ""

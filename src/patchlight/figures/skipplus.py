@@ -162,7 +162,6 @@ def first(drawing: Drawing, shown: Count = 1, methods: Methods = FIRST) -> Figur
     "skipplus-2",
     paper=f"{PAPER}, Figure 2",
     shows="DecompX started at each block: noisy from the first blocks, cleaner from later ones",
-    stand_in="a model and an image that it does not name",
     quick={"shown": 1, "starts": [0, 3, 6]},
 )
 def starts(drawing: Drawing, shown: Count = 1, starts: list[int] | None = None) -> Figure:
@@ -170,6 +169,7 @@ def starts(drawing: Drawing, shown: Count = 1, starts: list[int] | None = None) 
 
     The caption is all that the text has of this picture; which image and model it shows is not said.
     """
+    drawing.say("the paper does not say with what its own was drawn")
     depth = drawing.vit.depth
     blocks = [block_index(start, depth) for start in (range(depth) if starts is None else starts)]
     return _pictures(drawing, {f"from block {b}": {"method": "decompx", "start": b} for b in blocks})

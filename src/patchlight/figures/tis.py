@@ -18,7 +18,7 @@ from patchlight.evidence.fills import Fill, Filling, fill_images, painted
 from patchlight.figures.base import Drawing, Methods, register_figure
 from patchlight.figures.panels import tell_bands
 from patchlight.figures.sheet import COLUMN, WORDS, Cell, Row, line, tidy
-from patchlight.methods.tis import Ratio, Ratios
+from patchlight.methods.masking import Ratio, Ratios
 from patchlight.metrics.base import Evaluation, Measure
 from patchlight.metrics.deletion import thresholds
 from patchlight.targets import Targets, resolve_targets
