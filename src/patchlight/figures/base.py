@@ -67,9 +67,9 @@ class Drawing:
     """What a figure is given: a model and images with what is known of them.
 
     `images` [B,C,H,W] are prepared, and wait in main memory however many there are; `pictures` are what a person sees
-    of them. `labels` [B] are the true classes, -1 where one is not known; `boxes` one [n,4] per image and `masks` [B,H,W] on the model's
-    input; None where nobody gave any. `asked` is the class the user wants explained, `other` a second model,
-    `explainer` the folder of a trained explainer. `notes` are said below the figure.
+    of them. `labels` [B] are the true classes, -1 where one is not known; `boxes` one [n,4] per image and `masks`
+    [B,H,W] on the model's input; None where nobody gave any. `asked` is the class the user wants explained, `other` a
+    second model, `explainer` the folder of a trained explainer. `notes` are said below the figure.
     """
 
     vit: Anatomy
