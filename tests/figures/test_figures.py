@@ -65,7 +65,9 @@ def test_every_figure_is_told(name: str) -> None:
     assert entry.shows
     assert not entry.shows.endswith(".")
     assert entry.summary
-    assert not re.search(r"^its\b|\bnot\b", entry.stand_in), "the note reads 'the paper: …': a model and images, or none"
+    assert not re.search(r"^its\b|\bnot\b", entry.stand_in), (
+        "the note reads 'the paper: …': a model and images, or none"
+    )
 
 
 def test_figures_are_listed_by_paper_and_number() -> None:
