@@ -30,3 +30,13 @@ def test_one_place_calls(name: str) -> None:
         if isinstance(node, ast.Attribute) and node.attr == name
     }
     assert callers == ONLY[name]
+
+
+def test_types_of_settings_are_defined_once() -> None:
+    """Two methods whose settings may have the same values share the type."""
+    found: dict[str, list[str]] = {}
+    for file in (SOURCE / "methods").rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Annotated["):
+                found.setdefault(ast.unparse(node), []).append(file.name)
+    assert not {what: files for what, files in found.items() if len(files) > 1}

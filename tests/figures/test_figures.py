@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -64,6 +65,9 @@ def test_every_figure_is_told(name: str) -> None:
     assert entry.shows
     assert not entry.shows.endswith(".")
     assert entry.summary
+    assert not re.search(r"^its\b|\bnot\b", entry.stand_in), (
+        "the note reads 'the paper: …': a model and images, or none"
+    )
 
 
 def test_figures_are_listed_by_paper_and_number() -> None:
@@ -106,9 +110,11 @@ def test_a_png_has_300_dots_an_inch(vit: pl.Anatomy, tmp_path: Path) -> None:
 
 
 def test_the_note_says_what_it_was_drawn_with(vit: pl.Anatomy) -> None:
-    words = " ".join(text.get_text() for text in small(vit).texts)
-    assert "Drawn with pocket and 1 image; the paper:" in words
-    assert "from block 0" in words
+    words = noted(draw("skipplus-1", vit, PHOTOS[:1], methods="genatt", progress=False))
+    assert "Drawn with pocket and 1 image; the paper: EVA-L/14 and one image, a newt." in words
+    fig = small(vit)
+    assert "Drawn with pocket and 1 image. The paper does not say with what its own was drawn." in noted(fig)
+    assert "from block 0" in noted(fig)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +209,75 @@ def test_methods_that_do_not_work_are_left_out_and_told(vit: pl.Anatomy) -> None
     assert any("tis left out" in words for words in drawing.notes)
     with pytest.raises(pl.PatchlightError, match="none of the methods tis works on"):
         drawing.working(["tis"])
+
+
+def test_images_are_brought_to_the_model_in_batches(vit: pl.Anatomy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, no more than a batch lies where the model does."""
+    placed: list[int] = []
+    place = pl.Anatomy.place
+
+    def counted(self: pl.Anatomy, images: torch.Tensor) -> torch.Tensor:
+        placed.append(len(images))
+        return place(self, images)
+
+    expected = vit.logits(vit.batch(PHOTOS)).argmax(1)
+    monkeypatch.setattr(pl.Anatomy, "place", counted)
+    monkeypatch.setattr("patchlight.figures.base.default_batch_size", lambda vit: 3)
+    for images in (PHOTOS, torch.stack([vit.preprocess.tensor(Image.open(photo)) for photo in PHOTOS])):
+        (drawing,) = seen_by_a_toy(vit, images)
+        assert placed == []
+        assert torch.equal(drawing.predictions, expected)
+        assert placed == [3, 3, 1]
+        placed.clear()
+
+
+def noted(fig: Figure) -> str:
+    """The line below a figure, unbroken."""
+    return " ".join(text.get_text() for text in sorted(fig.texts, key=lambda text: -text.get_position()[1]))
+
+
+def test_masks_of_the_first_models_input_leave_the_other_without_ap(vit: pl.Anatomy) -> None:
+    size = vit.preprocess.size
+    framed = replace(vit.preprocess, interpolation="nearest")
+    other = pl.wrap(pocket.build(trained=False), name="another", preprocess=framed)
+    masks = torch.zeros(1, *size, dtype=torch.int8)
+    masks[:, 8:20, 8:20] = 1
+    asked: dict[str, Any] = {"masks": masks, "other": other, "points": 2, "progress": False}
+    for name, more in (
+        ("skipplus-9", {"methods": ["ixg"]}),
+        ("skipplus-7", {"methods": ["ixg"], "starts": [0]}),
+    ):
+        fig = draw(name, vit, PHOTOS[:1], **asked, **more)
+        assert [axes.get_visible() and axes.axison for axes in fig.axes] == [True] * 9 + [False]
+        assert "do not lie on the input of another, so it has no Segmentation AP" in noted(fig)
+
+
+def test_a_binary_head_has_two_classes_to_show() -> None:
+    from tests import families
+
+    binary = families.shared("vit-binary")
+    images = families.images(binary, 2)
+    fig = draw("skipplus-6", binary, images, methods=["ixg"], progress=False)
+    first = (binary.logits(images)[:, 0] > 0).long().tolist()
+    rows = [binary.label(index).split(",")[0] for own in first for index in (own, 1 - own)]
+    assert [text.get_text() for text in fig.texts if text.get_text() in rows] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "what"),
+    [
+        ("skipplus-9", {"methods": ["random"], "points": 2}, "Bars"),
+        ("skipplus-7", {"methods": ["ixg"], "starts": [0], "points": 2}, "Bands"),
+        ("tis-masks", {"samples": [4], "steps": 2}, "Bands"),
+    ],
+)
+def test_intervals_are_told_where_there_are_some(
+    vit: pl.Anatomy, name: str, options: dict[str, Any], what: str
+) -> None:
+    few = noted(draw(name, vit, PHOTOS[:2], progress=False, **options))
+    assert "95 %" not in few
+    assert "No intervals with fewer than 6 images" in few
+    assert f"{what}: 95 % intervals over images" in noted(draw(name, vit, PHOTOS[:6], progress=False, **options))
 
 
 def lines(fig: Figure) -> dict[str, Any]:

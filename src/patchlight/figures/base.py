@@ -23,11 +23,11 @@ from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attribution, Attributions
 from patchlight.data import Data, Sample
 from patchlight.data.base import load_batch
-from patchlight.engine import explain
+from patchlight.engine import default_batch_size, explain
 from patchlight.errors import PatchlightError, integer, warn
 from patchlight.figures.sheet import PAGE, Row, pictures, sheet
 from patchlight.files import check_writable, write_whole
-from patchlight.images import list_images, open_image
+from patchlight.images import list_images, open_image, to_batch
 from patchlight.methods.requests import refusal, resolve
 from patchlight.metrics.base import Evaluations
 from patchlight.metrics.evaluation import evaluate
@@ -66,10 +66,10 @@ Methods = Annotated[dict[str, Any] | list[str], BeforeValidator(_named)]
 class Drawing:
     """What a figure is given: a model and images with what is known of them.
 
-    `images` [B,C,H,W] are prepared and lie where the model does; `pictures` are what a person sees of them. `labels`
-    [B] are the true classes, -1 where one is not known; `boxes` one [n,4] per image and `masks` [B,H,W] on the model's
-    input; None where nobody gave any. `asked` is the class the user wants explained, `other` a second model,
-    `explainer` the folder of a trained explainer. `notes` are said below the figure.
+    `images` [B,C,H,W] are prepared, and wait in main memory however many there are; `pictures` are what a person sees
+    of them. `labels` [B] are the true classes, -1 where one is not known; `boxes` one [n,4] per image and `masks`
+    [B,H,W] on the model's input; None where nobody gave any. `asked` is the class the user wants explained, `other` a
+    second model, `explainer` the folder of a trained explainer. `notes` are said below the figure.
     """
 
     vit: Anatomy
@@ -132,9 +132,15 @@ class Drawing:
         return self.labels.tolist()
 
     @property
+    def logits(self) -> Tensor:
+        """The model's logits [B,C] of all images, batch by batch."""
+        parts = self.images.split(default_batch_size(self.vit))
+        return torch.cat([self.vit.logits(part).cpu() for part in parts])
+
+    @property
     def predictions(self) -> Tensor:
         """The classes [B] that the model predicts."""
-        return predicted(self.vit.logits(self.images), self.vit.outputs).index[:, 0].cpu()
+        return predicted(self.logits, self.vit.outputs).index[:, 0]
 
     @property
     def classes(self) -> Tensor:
@@ -226,8 +232,8 @@ class FigureEntry(Entry):
     """A registered figure.
 
     `shows`: what is to be seen, in one sentence. `needs`: of NEEDS, what it cannot do without ("labels or target":
-    either). `stand_in`: what the
-    paper's own was drawn with, for the note. `least`: images it needs at least.
+    either). `stand_in`: what the paper's own was drawn with, for the note; nothing where that is not known. `least`:
+    images it needs at least.
     """
 
     shows: str = ""
@@ -439,14 +445,14 @@ def _of_data(vit: Anatomy, data: Data, chosen: Sequence[int]) -> Drawing:
     shown = [seen(data[i].image, vit.preprocess.size, vit.preprocess) for i in chosen]
     foreign = batch.labels is not None and data.labels is not None and len(data.labels) != vit.outcomes
     labels = None if foreign else batch.labels
-    drawing = Drawing(vit, vit.place(batch.images), shown, batch.names, labels, batch.boxes, batch.masks)
+    drawing = Drawing(vit, batch.images, shown, batch.names, labels, batch.boxes, batch.masks)
     if foreign:
         drawing.say(f"the labels of {data.name} are not the classes of {vit.name}, and are left out")
     return drawing
 
 
 def _of_tensor(vit: Anatomy, images: Tensor, chosen: Sequence[int]) -> Drawing:
-    batch = vit.batch(images[list(chosen)])
+    batch = to_batch(images[list(chosen)].cpu(), vit.preprocess, vit.channels)
     shown = [seen(vit.preprocess.picture(image), vit.preprocess.size) for image in batch]
     return Drawing(vit, batch, shown, [str(i) for i in chosen])
 

@@ -32,7 +32,7 @@ def asked(vit: Anatomy, image: Tensor, target: int = 0, seed: int = 0) -> Ask:
     """The question that ViT-CX is asked about an image [C,H,W]: the probability of a class."""
     plain = {"chunk": None, "precision": "full", "compile": False}
     targets = Targets(torch.tensor([[target]]))
-    return Ask(vit, image[None].to(vit.device), targets, "probability", seed, PLAIN, ablation_settings=plain)
+    return Ask(vit, vit.place(image[None]), targets, "probability", seed, PLAIN, ablation_settings=plain)
 
 
 def channel_masks(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, float]:

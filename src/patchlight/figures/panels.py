@@ -30,10 +30,10 @@ def of_prediction(drawing: Drawing) -> Drawing:
     return replace(drawing, labels=drawing.predictions)
 
 
-def tell_bands(drawing: Drawing) -> None:
-    """Say what bands are, or why there are none."""
+def tell_bands(drawing: Drawing, what: str = "bands") -> None:
+    """Say what bands (or bars) are, or why there are none."""
     enough = len(drawing) >= FEWEST
-    drawing.say("bands: 95 % intervals over images" if enough else f"no intervals with fewer than {FEWEST} images")
+    drawing.say(f"{what}: 95 % intervals over images" if enough else f"no intervals with fewer than {FEWEST} images")
 
 
 def explained(drawing: Drawing, methods: Mapping[str, Any] | Sequence[str]) -> Attributions:

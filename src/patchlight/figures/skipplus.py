@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
+from patchlight.figures.panels import tell_bands
 from patchlight.figures.sheet import COLOURS, COLUMN, Cell, Row, dots, in_bands, line, style, tidy
 from patchlight.methods.compositions import block_index, half
 from patchlight.metrics.base import Evaluation
@@ -161,7 +162,6 @@ def first(drawing: Drawing, shown: Count = 1, methods: Methods = FIRST) -> Figur
     "skipplus-2",
     paper=f"{PAPER}, Figure 2",
     shows="DecompX started at each block: noisy from the first blocks, cleaner from later ones",
-    stand_in="a model and an image that it does not name",
     quick={"shown": 1, "starts": [0, 3, 6]},
 )
 def starts(drawing: Drawing, shown: Count = 1, starts: list[int] | None = None) -> Figure:
@@ -169,6 +169,7 @@ def starts(drawing: Drawing, shown: Count = 1, starts: list[int] | None = None) 
 
     The caption is all that the text has of this picture; which image and model it shows is not said.
     """
+    drawing.say("the paper does not say with what its own was drawn")
     depth = drawing.vit.depth
     blocks = [block_index(start, depth) for start in (range(depth) if starts is None else starts)]
     return _pictures(drawing, {f"from block {b}": {"method": "decompx", "start": b} for b in blocks})
@@ -255,7 +256,9 @@ def discriminative(
     if classes is None:
         if vit.outcomes < 2:
             raise PatchlightError(f"{vit.name} has one class; a figure of two classes needs a model that has them")
-        wanted = vit.logits(drawing.images).float().topk(2, 1).indices.tolist()
+        found = drawing.logits.float()
+        both = vit.probabilities(found) if vit.outputs.kind == "binary" else found
+        wanted = both.topk(2, 1).indices.tolist()
     else:
         wanted = [[class_index(one, vit.outcomes, vit.labels) for one in classes]] * len(drawing)
     maps = drawing.explain(methods, target=wanted)
@@ -283,8 +286,9 @@ def cutoffs(drawing: Drawing, methods: Methods = SWEPT, points: Count = 9, start
     PLUS begins at block 0, SkipPLUS at the middle, which are marked. The recipe skipplus-figure-7 measures the same
     into a table. Of a second model, all is drawn in a row below.
     """
-    drawing.say("bands are 95 % intervals over images; grey lines are at PLUS (block 0) and SkipPLUS (the middle)")
-    models = drawing.models
+    drawing.say("grey lines are at PLUS (block 0) and SkipPLUS (the middle)")
+    tell_bands(drawing)
+    models = _models(drawing)
     found = []
     for own in models:
         depth = own.vit.depth
@@ -296,8 +300,10 @@ def cutoffs(drawing: Drawing, methods: Methods = SWEPT, points: Count = 9, start
             asked |= {f"{label} {b}": {**base, "method": f"{name}.plus", "start": b} for b in blocks}
         found.append((blocks, own.evaluate(own.working(asked), _metrics(own, points))))
     fig = drawing.sheet(1.75 * len(models) + 0.2)
-    panels = fig.subplots(len(models), len(_metrics(drawing, points)), squeeze=False)
+    panels = fig.subplots(len(models), max(len(_metrics(own, points)) for own in models), squeeze=False)
     for own, (blocks, evaluations), row in zip(models, found, panels, strict=True):
+        for axes in row[len(_metrics(own, points)) :]:
+            axes.set_axis_off()
         for axes, metric in zip(row, _metrics(own, points), strict=False):
             tidy(axes, metric, "first block of the sum", own.vit.name if axes is row[0] else "")
             axes.axhline(evaluations["random"][metric].mean, color="0.45", linestyle=":", linewidth=1, label="Random")
@@ -401,10 +407,21 @@ def _metrics(drawing: Drawing, points: int) -> dict[str, dict[str, Any]]:
     return axes if drawing.masks is None else {**axes, "Segmentation AP": {"metric": "ap", "preset": "skipplus"}}
 
 
+def _models(drawing: Drawing) -> list[Drawing]:
+    """The models; masks that lie on the input of one of them alone are told."""
+    models = drawing.models
+    without = [own.vit.name for own in models if own.masks is None]
+    if len(without) == 1 < len(models):
+        drawing.say(f"the masks given do not lie on the input of {without[0]}, so it has no Segmentation AP")
+    return models
+
+
 def _charts(drawing: Drawing, methods: Mapping[str, Any] | Sequence[str], points: int, chart: Chart) -> Figure:
     """Every method on every axis, for each model."""
-    drawing.say("all in per cent, higher is better" + ("" if chart == "radar" else "; bars are 95 % intervals"))
-    models = drawing.models
+    drawing.say("all in per cent, higher is better")
+    if chart == "dots":
+        tell_bands(drawing, "bars")
+    models = _models(drawing)
     found = [own.evaluate(own.working(_labelled(methods)), _metrics(own, points)) for own in models]
     return (_radar if chart == "radar" else _dots)(drawing, models, found)
 
@@ -427,10 +444,14 @@ def _percent(evaluation: Evaluation, metric: str) -> tuple[float, float, float]:
 def _dots(drawing: Drawing, models: Sequence[Drawing], found: Sequence[Any]) -> Figure:
     fig = drawing.sheet(sum(CHART * len(evaluations) + 0.45 for evaluations in found))
     heights = [CHART * len(evaluations) + 0.45 for evaluations in found]
-    metrics = list(next(iter(found[0].values())))
+    known = [list(next(iter(evaluations.values()))) for evaluations in found]
+    metrics = max(known, key=len)
     panels = fig.subplots(len(models), len(metrics), squeeze=False, height_ratios=heights)
-    for own, evaluations, row in zip(models, found, panels, strict=True):
+    for own, evaluations, measured, row in zip(models, found, known, panels, strict=True):
         for axes, metric in zip(row, metrics, strict=True):
+            if metric not in measured:
+                axes.set_axis_off()
+                continue
             tidy(axes, metric)
             labels = list(evaluations) if axes is row[0] else [""] * len(evaluations)
             values = [_percent(evaluation[metric], metric) for evaluation in evaluations.values()]

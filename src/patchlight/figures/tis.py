@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Count
 from patchlight.evidence.fills import Fill, Filling, fill_images, painted
 from patchlight.figures.base import Drawing, Methods, register_figure
+from patchlight.figures.panels import tell_bands
 from patchlight.figures.sheet import COLUMN, WORDS, Cell, Row, line, tidy
-from patchlight.methods.tis import Ratio, Ratios
+from patchlight.methods.masking import Ratio, Ratios
 from patchlight.metrics.base import Evaluation, Measure
 from patchlight.metrics.deletion import thresholds
 from patchlight.targets import Targets, resolve_targets
@@ -79,7 +81,7 @@ def disagreement(drawing: Drawing, samples: Count = 1024) -> Figure:
     any.
     """
     predicted, true = drawing.predictions, _true(drawing)
-    probabilities = drawing.vit.probabilities(drawing.vit.logits(drawing.images).float()).cpu()
+    probabilities = drawing.vit.probabilities(drawing.logits.float())
     each = torch.arange(len(drawing))
     surer = probabilities[each, predicted] - probabilities[each, true]
     wrong = predicted != true
@@ -145,6 +147,7 @@ def deleted(
     found = drawing.evaluate(maps, metric)
     count = int(np.prod(drawing.images.shape[-2:]))
     changed = int(thresholds(count, steps, first=False)[step - 1])
+    drawing = replace(drawing, images=drawing.vit.place(drawing.images))
     filled = fill_images(fill, drawing.images, drawing.vit, drawing.seed)
     titles = [word for label in maps for word in (label, f"after {step} steps")]
     across = 1 + len(titles)
@@ -231,7 +234,7 @@ def _study(
     log: bool = False,
 ) -> Figure:
     """Insertion, deletion and their difference of every setting, for each model."""
-    drawing.say("bands are 95 % intervals over images")
+    tell_bands(drawing)
     metric = {"ins-del": {"preset": "tis", "fill": fill, "steps": steps}}
     models = drawing.models
     found = [own.evaluate(own.working(asked), metric) for own in models]

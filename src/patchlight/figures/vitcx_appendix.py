@@ -60,15 +60,16 @@ class _Recorder:
     "vitcx-sanity",
     paper=f"{PAPER}, Appendix B",
     shows="maps while the model's layers become random, from the last to the first: those that explain it must change",
-    stand_in="its Appendix B, which is not to be had as text; drawn after Adebayo et al. (2018)",
     quick={"methods": {"ViT-CX": {"method": "vit-cx", "distance": 0.3}, "Rollout": "rollout"}, "columns": 4},
 )
 def sanity(drawing: Drawing, columns: Count = 6, methods: Methods | None = None) -> Figure:
     """Cascading randomisation: the first image's maps after some of the stages, and the similarity after all.
 
     Similarity is the rank correlation with the map of the trained model, the mean over images (metric
-    `randomisation`): a map that stays the same does not explain the model.
+    `randomisation`): a map that stays the same does not explain the model. Drawn after Adebayo et al. (2018): the
+    paper's appendix is not to be had as text.
     """
+    drawing.say("drawn after Adebayo et al. (2018), since the paper's Appendix B is not to be had as text")
     drawing = of_prediction(drawing)
     recorders = {
         label: _Recorder(own) for label, own in drawing.working(SANITY if methods is None else methods).items()
@@ -114,15 +115,16 @@ def _picture(axes: Axes, picture: Any) -> None:
     paper=f"{PAPER}, Appendix C",
     shows="boxes around the heat of ViT-CX beside the true ones, and how often boxes are right at every threshold",
     needs={"boxes"},
-    stand_in="its Appendix C, which is not to be had as text; it compares with trained localisers",
     quick={"methods": {"ViT-CX": {"method": "vit-cx", "distance": 0.3}, "Rollout": "rollout"}, "examples": 2},
 )
 def localisation(drawing: Drawing, examples: Count = 4, methods: Methods | None = None) -> Figure:
     """Examples with the true boxes (dashed) and that around the heat, cut where the first method is best.
 
     The curves are the share of images whose box has an IoU of .3, .5 and .7 with a true one, the mean of the three
-    (metric `max-box-acc`); the legend has the best over the thresholds.
+    (metric `max-box-acc`); the legend has the best over the thresholds. The paper compares with trained localisers, in
+    an appendix that is not to be had as text.
     """
+    drawing.say("the paper's Appendix C, which is not to be had as text, compares with trained localisers")
     drawing = of_prediction(drawing)
     maps = explained(drawing, LOCALISED if methods is None else methods)
     found = drawing.evaluate(maps, "max-box-acc")
@@ -179,7 +181,6 @@ def _outline(axes: Axes, box: Sequence[float], scale: float, colour: str, dashes
     "vitcx-sensitivity",
     paper=f"{PAPER}, Appendix F",
     shows="how faithful ViT-CX is over its settings: the distance of clusters, the noise, and the layer",
-    stand_in="its Appendix F, which is not to be had as text",
     quick={"steps": 3, "distances": [0.3], "deviations": [0.1], "blocks": [-1]},
 )
 def sensitivity(
@@ -192,8 +193,9 @@ def sensitivity(
     """Insertion and deletion AUC, as RISE measures them in `steps` steps, as one setting changes and the others stay.
 
     `distances` below which masks are put together (0.1), `deviations` of the noise (0.1), and `blocks` whose first norm
-    is read (the last).
+    is read (the last). The paper's appendix is not to be had as text.
     """
+    drawing.say("the paper's Appendix F is not to be had as text")
     drawing = of_prediction(drawing)
     depth = drawing.vit.depth
     several = [depth - 1 if b == -1 else b % depth for b in (blocks or _spread(depth))]
@@ -331,9 +333,9 @@ def overdetermination(drawing: Drawing, threshold: Annotated[float, Field(gt=0, 
     means, variances = (torch.stack([f(s) for s in scores]) for f in (torch.mean, torch.var))
     above = means > threshold
     share, low, high = (float(x[0]) for x in mean_interval(above[:, None].double()))
-    sure = f" [{100 * low:.0f}, {100 * high:.0f}]" if low == low else ""
+    sure = f" (95 % interval: {100 * low:.0f} to {100 * high:.0f})" if low == low else ""
     inside = f"; their variance is {float(variances[above].mean()):.3f}" if bool(above.any()) else ""
-    drawing.say(f"{100 * share:.1f} %{sure} of the images have a mean above {threshold:g} (95 % interval){inside}")
+    drawing.say(f"{100 * share:.1f} %{sure} of the images have a mean above {threshold:g}{inside}")
     fig = drawing.sheet(1.9)
     left, right = fig.subplots(1, 2)
     edges = np.linspace(min(0.0, float(means.min())), max(1.0, float(means.max())), 21)

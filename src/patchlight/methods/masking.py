@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
@@ -15,6 +17,10 @@ from patchlight.evidence.fills import Fill, Filling, fill_images, painted
 from patchlight.methods.base import Ask, Level
 from patchlight.registry import Settings
 from patchlight.resize import to_cells, to_pixels
+
+Ratio = Annotated[float, Field(gt=0, le=1)]
+Ratios = Annotated[list[Ratio], Field(min_length=1)]
+"""Shares of an image that masks keep."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from patchlight.errors import PatchlightError
 from patchlight.evidence.fills import Fill
 from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.methods.base import Ask, Estimate, register_method
+from patchlight.methods.masking import Ratio
 from patchlight.methods.requests import refusal, resolve
 from patchlight.methods.sampling import Tolerance, in_rounds
-from patchlight.methods.tis import Ratio, activation_points, sampled_scores
+from patchlight.methods.tis import activation_points, sampled_scores
 from patchlight.registry import Settings
 from patchlight.resize import at_size, to_cells
 

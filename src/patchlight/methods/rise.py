@@ -13,10 +13,8 @@ from torch import Tensor
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Estimate, Level, register_method
-from patchlight.methods.masking import at_level, bernoulli, removes_tokens, score_masks, score_patches
+from patchlight.methods.masking import Ratio, at_level, bernoulli, removes_tokens, score_masks, score_patches
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
-
-Ratio = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True)

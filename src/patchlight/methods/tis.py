@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
@@ -16,12 +15,9 @@ from patchlight.evidence.fills import Fill, fill_images
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
 from patchlight.evidence.passes import LayerJob
 from patchlight.methods.base import Ask, Estimate, register_method
-from patchlight.methods.masking import owners
+from patchlight.methods.masking import Ratio, Ratios, owners
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 from patchlight.registry import Settings
-
-Ratio = Annotated[float, Field(gt=0, le=1)]
-Ratios = Annotated[list[Ratio], Field(min_length=1)]
 
 
 def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
