@@ -20,6 +20,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.verdict import work
 from patchlight.verdict.cells import Cells
+from patchlight.verdict.gallery import Gallery
 from patchlight.verdict.recommend import seconds_of
 from patchlight.verdict.verdict import decide
 from patchlight.zoo import pocket
@@ -162,6 +163,58 @@ def test_unreadable_images_are_left_out_and_told(tmp_path: Path) -> None:
     assert "1 image(s) could not be read" in str(verdict)
     with pytest.raises(PatchlightError, match="none of the 1 image"):
         asked(images=[tmp_path / "broken.png"])
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 600 images, one of them broken."""
+    folder = tmp_path_factory.mktemp("many")
+    for i in range(600):
+        Image.new("RGB", (4, 4), (i % 256, i // 256, 99)).save(folder / f"{i}.png")
+    (folder / "300.png").write_bytes(b"no image")
+    return folder
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The places of images as they are read."""
+    places: list[int] = []
+    real = Gallery.source
+
+    def source(self: Gallery, place: int) -> Any:
+        places.append(place)
+        return real(self, place)
+
+    monkeypatch.setattr(Gallery, "source", source)
+    return places
+
+
+def test_whether_an_image_can_be_read_is_found_out_once(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = counted(monkeypatch)
+    gallery = Gallery(tiny(), many, 0)
+    assert gallery.planned(600) == list(range(600))
+    assert not read
+    sound = gallery.first(600)
+    assert len(sound) == 599 == len(gallery)
+    assert gallery.first(600) == gallery.planned(600) == sound
+    assert read == list(range(600))
+    assert [Path(name).name for name in gallery.failed] == ["300.png"]
+
+
+def test_a_race_reads_no_more_images_than_it_looks_at(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that leaves no time for the most of them; in 600 images there are looks beyond what is held."""
+    read = counted(monkeypatch)
+    ticks = count(step=0.05)
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    verdict = asked(images=many, budget=60.0, metrics={"srg": {"steps": 2}})
+    assert 6 <= verdict.images < 200
+    assert len(read) <= 2 * verdict.images + 40
+
+
+def test_all_of_many_images_are_read_about_once(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = counted(monkeypatch)
+    verdict = asked(images=many, methods=["genatt"], metrics={"srg": {"steps": 2}}, worth=10)
+    assert verdict.images == 599
+    assert len(read) < 700
 
 
 def test_a_budget_that_is_too_small_says_what_is_needed() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from patchlight.errors import PatchlightError
 from patchlight.statistics import FEWEST
 from patchlight.verdict.cells import EXPLANATION
+from patchlight.verdict.gallery import HELD
 from patchlight.verdict.panel import AGREEMENT, Metrics
 from patchlight.verdict.race import Race, looks
 from patchlight.verdict.verdict import SANITY, SENSITIVITY, decide, race_of, random_of
@@ -120,20 +121,22 @@ class Policy:
             race = self.race
             planned = looks(len(gallery))
             alive = self._alive(race)
-            ahead = [n for n in planned if any(worker.seconds(m, gallery.first(n), self.deciding) > 0 for m in alive)]
+            ahead = [n for n in planned if any(worker.seconds(m, gallery.planned(n), self.deciding) > 0 for m in alive)]
             if not ahead or (self._decided(race, alive) and ahead[0] > SOME):
                 return
-            places = gallery.first(ahead[0])
-            everything = sum(worker.seconds(label, gallery.first(planned[-1]), self.deciding) for label in alive)
+            places = gallery.planned(ahead[0])
+            everything = sum(worker.seconds(label, gallery.planned(planned[-1]), self.deciding) for label in alive)
             room = self.clock.left - kept
             if everything * MARGIN > room:
                 alive = self._that_fit(alive, places, room / len(ahead), room)
             if len(alive) < 2 or (self._decided(race, alive) and ahead[0] > SOME):
                 return
-            for label in alive:
-                if not worker.fill(label, places, self.deciding, kept) and label not in self.cells.left_out:
-                    return
-            worker.fall(places)
+            for start in range(0, len(places), HELD):  # no more than are held: so each is read once for all methods
+                some = places[start : start + HELD]
+                for label in alive:
+                    if not worker.fill(label, some, self.deciding, kept) and label not in self.cells.left_out:
+                        return
+                worker.fall(some)
 
     def _alive(self, race: Race) -> list[str]:
         """`random`, and those that may be the best and were not set aside, highest first; of those alike only one."""
@@ -166,7 +169,7 @@ class Policy:
             if not race.same(label, alive[0]):
                 self._catch_up(label, race.look(alive[0]), kept)
         for label in [label for label in worker.requests if label in self.cells.set_aside and alive]:
-            if MARGIN * worker.seconds(label, worker.gallery.first(FEWEST), self.deciding) < self.clock.left - kept:
+            if MARGIN * worker.seconds(label, worker.gallery.planned(FEWEST), self.deciding) < self.clock.left - kept:
                 self.cells.take_in(label)
                 self._catch_up(label, race.look(alive[0]), kept)
 
@@ -174,7 +177,7 @@ class Policy:
         """More images for one method, until it is beaten, has `most` or time is over."""
         gallery = self.worker.gallery
         for count in sorted({min(n, most) for n in looks(len(gallery))}):
-            places = gallery.first(count)
+            places = gallery.planned(count)
             takes = MARGIN * self.worker.seconds(label, places, self.deciding)
             if takes > self.clock.left - kept or not self.worker.fill(label, places, self.deciding, kept):
                 return

@@ -188,7 +188,7 @@ def _check_same(
             "the folder holds cells of other methods or settings; name the same, or leave methods out"
         )
     for place, known in earlier.images().items():
-        if gallery.first(place + 1)[-1:] == [place] and gallery.hashes([place])[0] != known:
+        if gallery.readable(place) and gallery.hashes([place])[0] != known:
             raise PatchlightError(
                 f"'{gallery.name(place)}' is not the image its cells are of; give the same images in the same order"
             )

@@ -139,8 +139,9 @@ class Worker:
             count = min(GROUP if known else 1, len(waiting), int(room))
             if count < 1:
                 return False
-            self._fill(method, waiting[:count], metrics)
-            waiting = waiting[count:]
+            some, waiting = [p for p in waiting[:count] if self.gallery.readable(p)], waiting[count:]
+            if some:
+                self._fill(method, some, metrics)
             self._tell()
         return method not in self.cells.left_out
 
@@ -273,7 +274,7 @@ class Worker:
         """How far the class's score falls without the image, by fill, and what it is; 1 + fills forwards an image."""
         deciding = [self.metrics.requests[label] for label in self.metrics.deciding]
         fills = {str(r.settings["fill"]): r for r in deciding if "fill" in r.settings}
-        some = [p for p in places if (p, MODEL, "score") not in self.cells]
+        some = [p for p in places if (p, MODEL, "score") not in self.cells and self.gallery.readable(p)]
         if not some or not fills:
             return
         begun = time.monotonic()
