@@ -40,16 +40,16 @@ class Policy:
         self._opening()
         self._rounds((1 - RACE) * self.clock.budget)
         if decide(self.cells).best is None:
-            self._rounds(0.0)
+            self._rounds()
         self._check_trained()
         self._look_closer()
-        self._rounds(self._kept)
+        self._rounds()
         self._use_the_rest(self._kept)
         self._check_trained()
 
     @property
     def _kept(self) -> float:
-        """Seconds for comparing another leader with what it is on an untrained model."""
+        """Seconds for comparing the leader, or another one, with what it is on an untrained model."""
         alive = self._alive(self.race)
         return MARGIN**2 * self.worker.seconds_new(alive[0], COPIED, self.deciding) if alive else 0.0
 
@@ -104,6 +104,13 @@ class Policy:
         """`random`, the cheapest method, and the others in order of worth; the first two must fit on one image."""
         worker = self.worker
         takes = {label: worker.seconds(label, first, self.deciding) for label in self.following}
+        if self.floor not in takes or len(takes) < 2:
+            lost = self.floor if self.floor not in takes else "every other method"
+            reasons = self.cells.left_out.items()
+            told = "; ".join(f"{label}: {reason}" for label, reason in reasons if label in worker.requests)
+            raise PatchlightError(
+                f"{lost} was left out before, so nothing can be compared with random ({told}); begin in another folder"
+            )
         cheapest = min((label for label in takes if label != self.floor), key=lambda label: takes[label])
         needed = MARGIN * (takes[self.floor] + takes[cheapest])
         if needed > self.clock.left:
@@ -114,10 +121,15 @@ class Policy:
             )
         return list(dict.fromkeys([self.floor, cheapest, *takes]))
 
-    def _rounds(self, kept: float) -> None:
-        """More images for those that may be the best, until that is decided or only `kept` seconds are left."""
+    def _rounds(self, least: float = 0.0) -> None:
+        """More images for those that may be the best, until that is decided or time is over.
+
+        `least` seconds are kept, and always as many as comparing the leader with an untrained copy takes.
+        """
         gallery, worker = self.worker.gallery, self.worker
         while True:
+            if self.floor in self.cells.left_out:
+                return
             race = self.race
             planned = looks(len(gallery))
             alive = self._alive(race)
@@ -126,6 +138,7 @@ class Policy:
                 return
             places = gallery.planned(ahead[0])
             everything = sum(worker.seconds(label, gallery.planned(planned[-1]), self.deciding) for label in alive)
+            kept = max(least, self._kept)
             room = self.clock.left - kept
             if everything * MARGIN > room:
                 alive = self._that_fit(alive, places, room / len(ahead), room)
