@@ -16,10 +16,13 @@ from PIL import Image
 from torch import Tensor
 
 import patchlight as pl
+from patchlight import heads
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
+from patchlight.metrics.quantities import lacking
 from patchlight.verdict import work
 from patchlight.verdict.cells import Cells
+from patchlight.verdict.gallery import Gallery
 from patchlight.verdict.recommend import seconds_of
 from patchlight.verdict.verdict import decide
 from patchlight.zoo import pocket
@@ -46,12 +49,17 @@ def asked(**options: Any) -> pl.Verdict:
     return pl.recommend(vit, given.pop("images") if "images" in given else images(), **given)
 
 
-@pytest.mark.parametrize(("words", "seconds"), [("90s", 90), ("10m", 600), ("1h30m", 5400), (2.5, 2.5), ("45", 45)])
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [("90s", 90), ("10m", 600), ("1h30m", 5400), (2.5, 2.5), ("45", 45), ("1 h 30 min ", 5400), ("1.5m30", 120)],
+)
 def test_budgets(words: str | float, seconds: float) -> None:
     assert seconds_of(words) == seconds
 
 
-@pytest.mark.parametrize("words", ["", "soon", "10 minutes", -1, 0, float("nan"), None, True])
+@pytest.mark.parametrize(
+    "words", ["", "soon", "10 minutes", "9" * 5000 + "x", "1h" * 2000 + "!", "10 20", -1, 0, float("nan"), None, True]
+)
 def test_what_is_no_time(words: Any) -> None:
     with pytest.raises(PatchlightError, match="is no time; give seconds"):
         seconds_of(words)
@@ -119,9 +127,9 @@ def test_after_a_kill_the_rest_is_done_and_the_verdict_is_of_the_same_values(
     ("changed", "words"),
     [
         ({"seed": 1}, "another seed"),
-        ({"vit": tiny(1)}, "another weights"),
-        ({"metrics": {"srg": {"steps": 2}}}, "another metrics"),
-        ({"images": images(7)}, "another images"),
+        ({"vit": tiny(1)}, "about other weights"),
+        ({"metrics": {"srg": {"steps": 2}}}, "about other metrics"),
+        ({"images": images(7)}, "another number of images"),
         ({"images": images(8, 1)}, "is not the image its cells are of"),
         ({"methods": ["ixg"]}, "other methods"),
         ({"resume": False}, "holds cells already"),
@@ -132,6 +140,58 @@ def test_cells_about_something_else_are_not_used(
 ) -> None:
     with pytest.raises(PatchlightError, match=words):
         asked(**{"metrics": None, "out": run[1], "resume": True, **changed})
+
+
+@pytest.mark.parametrize(("lost", "words"), [(["random"], "random was"), (METHODS, "every other method was")])
+def test_nothing_left_to_compare_with_random(
+    lost: list[str], words: str, run: tuple[pl.Verdict, Path], tmp_path: Path
+) -> None:
+    told = "".join(json.dumps({"left_out": [label, "it failed: no such thing", False]}) + "\n" for label in lost)
+    (tmp_path / "cells.jsonl").write_bytes((run[1] / "cells.jsonl").read_bytes() + told.encode())
+    with pytest.raises(PatchlightError, match=f"{words} left out before.*{lost[0]}: it failed: no such thing"):
+        asked(metrics=None, out=tmp_path, resume=True)
+
+
+def test_where_random_fails_the_race_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not wait for it until time is over."""
+    real, made = work.compute, list[str]()
+
+    def broken(vit: Anatomy, batch: Tensor, requests: Any, *rest: Any) -> Any:
+        made.append(requests[0].name)
+        if requests[0].name == "random" and made.count("random") > 1:
+            raise RuntimeError("no such thing")
+        return real(vit, batch, requests, *rest)
+
+    monkeypatch.setattr(work, "compute", broken)
+    verdict = asked(budget="30s", images=images(16))
+    assert verdict.left_out == {"random": "it failed: no such thing"}
+    assert verdict.best is None
+    assert verdict.seconds < 25
+
+
+def test_scores_are_written_down_or_refused() -> None:
+    with pytest.raises(PatchlightError, match="'genatt' has a callable as score, which a verdict cannot write down"):
+        asked(methods={"genatt": {"score": lambda logits: logits}})
+    verdict = asked(methods={"genatt": {"score": "logit"}}, images=images(1))
+    assert verdict.methods["genatt"] == {"method": "genatt", "score": "logit"}
+
+
+def test_only_so_many_maps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = work.Worker._measure
+
+    def measure(self: work.Worker, *rest: Any) -> None:
+        real(self, *rest)
+        seen.append(len(self._maps))
+
+    monkeypatch.setattr(work.Worker, "_measure", measure)
+    free = asked(images=images(24), worth=10)
+    assert max(seen) > 10
+    seen.clear()
+    monkeypatch.setattr(work, "MAPS", 10 * 16)
+    bound = asked(images=images(24), worth=10)
+    assert max(seen) <= 10
+    assert {r.method: r.score for r in bound.rows} == pytest.approx({r.method: r.score for r in free.rows}, abs=1e-5)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -162,6 +222,58 @@ def test_unreadable_images_are_left_out_and_told(tmp_path: Path) -> None:
     assert "1 image(s) could not be read" in str(verdict)
     with pytest.raises(PatchlightError, match="none of the 1 image"):
         asked(images=[tmp_path / "broken.png"])
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 600 images, one of them broken."""
+    folder = tmp_path_factory.mktemp("many")
+    for i in range(600):
+        Image.new("RGB", (4, 4), (i % 256, i // 256, 99)).save(folder / f"{i}.png")
+    (folder / "300.png").write_bytes(b"no image")
+    return folder
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The places of images as they are read."""
+    places: list[int] = []
+    real = Gallery.source
+
+    def source(self: Gallery, place: int) -> Any:
+        places.append(place)
+        return real(self, place)
+
+    monkeypatch.setattr(Gallery, "source", source)
+    return places
+
+
+def test_whether_an_image_can_be_read_is_found_out_once(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = counted(monkeypatch)
+    gallery = Gallery(tiny(), many, 0)
+    assert gallery.planned(600) == list(range(600))
+    assert not read
+    sound = gallery.first(600)
+    assert len(sound) == 599 == len(gallery)
+    assert gallery.first(600) == gallery.planned(600) == sound
+    assert read == list(range(600))
+    assert [Path(name).name for name in gallery.failed] == ["300.png"]
+
+
+def test_a_race_reads_no_more_images_than_it_looks_at(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that leaves no time for the most of them; in 600 images there are looks beyond what is held."""
+    read = counted(monkeypatch)
+    ticks = count(step=0.05)
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    verdict = asked(images=many, budget=60.0, metrics={"srg": {"steps": 2}})
+    assert 6 <= verdict.images < 200
+    assert len(read) <= 2 * verdict.images + 40
+
+
+def test_all_of_many_images_are_read_about_once(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = counted(monkeypatch)
+    verdict = asked(images=many, methods=["genatt"], metrics={"srg": {"steps": 2}}, worth=10)
+    assert verdict.images == 599
+    assert len(read) < 700
 
 
 def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
@@ -236,6 +348,47 @@ def test_a_metric_that_does_not_decide_may_fail(monkeypatch: pytest.MonkeyPatch)
     assert not verdict.left_out
     assert not verdict.sanity
     assert verdict.untrained is None
+    assert verdict.uncompared == "it failed: no such thing"
+    assert "was not compared with itself on an untrained copy of the model: it failed: no such thing." in str(verdict)
+
+
+@pytest.mark.parametrize("metrics", ["road", {"srg": {"fill": "road", "steps": 2}}])
+def test_a_fill_that_is_made_of_what_remains(metrics: Any) -> None:
+    verdict = asked(metrics=metrics, methods=["genatt"], images=images(6))
+    assert verdict.row("genatt").images == 6
+    assert "fall road" in verdict.fall
+
+
+@pytest.mark.parametrize("metric", ["road", "perturbation"])
+def test_a_head_without_probabilities(metric: str) -> None:
+    """Of plain numbers the logits are read."""
+    vit = tiny().ask(heads.Neurons(1, [3, 17, 5]))
+    assert lacking("probability", vit) is not None
+    settings = {"quantity": "logit", "fill": "zero", "target_class": "prediction"}
+    verdict = asked(vit=vit, metrics={metric: settings}, methods=["genatt"], images=images(6))
+    assert verdict.row("genatt").images == 6
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    top = vit.logits(images(6)[order]).amax(1).mean()
+    assert verdict.fall["score"] == pytest.approx(float(top), rel=1e-4)
+
+
+@pytest.mark.parametrize("budget", [14.0, 20.0, 30.0])
+def test_time_is_kept_for_the_untrained_copy(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count(step=0.05)
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    verdict = asked(budget=budget, images=images(64), worth=0.3)
+    assert verdict.images >= 6
+    assert verdict.untrained is not None
+    assert not verdict.uncompared
+    assert verdict.seconds <= 1.1 * budget
+
+
+def test_one_waits_for_the_logits() -> None:
+    """A GPU's answer is there at once, and its numbers are not."""
+    waited: list[bool] = []
+    logits = SimpleNamespace(cpu=lambda: waited.append(True))
+    assert work.forward_seconds(SimpleNamespace(logits=lambda _: logits), images(1), 1.0) >= 0  # type: ignore[arg-type]
+    assert len(waited) == 3
 
 
 def test_no_method_that_can_be_scored(monkeypatch: pytest.MonkeyPatch) -> None:

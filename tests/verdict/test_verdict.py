@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from patchlight.errors import PatchlightError
 from patchlight.verdict.cells import Cell, Cells
-from patchlight.verdict.verdict import decide
+from patchlight.verdict.verdict import Undecided, decide
 from tests.verdict.synthetic import about, cells, lines
 
 MEANS = {"good": 0.4, "near": 0.395, "weak": 0.1, "none": 0.0, "random": 0.0}
@@ -160,3 +161,71 @@ def test_files_are_written_and_escaped(tmp_path: Path) -> None:
     assert read["best"] == "<b>good</b>"
     assert (tmp_path / "verdict.txt").read_text().startswith("made up: 2 methods on 16 of 16 image(s)")
     assert list(found.table["method"]) == [row.method for row in found.rows]
+
+
+def test_methods_of_too_few_images_are_not_said_to_beat_random() -> None:
+    made = cells({"good": 0.4, "random": 0.0}, 64)
+    assert "All methods that were followed beat random." in str(decide(made))
+    made.about["methods"]["late"] = {"method": "late"}
+    for line in lines({"late": 0.3}, 4, seed=5):
+        made.add(Cell(**line))
+    text = str(decide(made))
+    assert "All methods that were followed beat random" not in text
+    assert "Not compared with random, on fewer than 6 images: late." in text
+
+
+@pytest.mark.parametrize(("copied", "words"), [(0.005, "is not surely more than in"), (0.1, "is more than in")])
+def test_more_than_in_an_untrained_model_is_by_what_is_worth_anything(copied: float, words: str) -> None:
+    """As what decides is: a difference below `worth` counts as none, however sure it is."""
+    made = cells({"good": 0.4, "random": 0.0}, 32)
+    own = made.values("gain")["good"]
+    for place in range(12):
+        made.add(Cell(place, f"i{place}", "good", "untrained", own[place] - copied - 1e-5 * (place % 2), 0.1))
+    found = decide(made)
+    assert (found.best is None) == (copied < 0.01)
+    assert f"{words} a model that has learnt nothing" in str(found)
+
+
+def test_why_there_is_no_comparison_with_an_untrained_copy() -> None:
+    made = cells({"good": 0.4, "random": 0.0}, 32)
+    said = "good was not compared with itself on an untrained copy of the model: "
+    assert f"{said}there was no time for it." in str(decide(made))
+    made.add(Cell(0, "i0", "good", "untrained", 0.1, 0.1))
+    assert f"{said}only 1 of 1 images have a score there, fewer than 6." in str(decide(made))
+    made.add(Cell(1, "i1", "good", "untrained", None, 0.0, "it failed: no copy"))
+    assert f"{said}it failed: no copy." in str(decide(made))
+
+
+def test_none_is_level_only_where_none_is_open() -> None:
+    alone = "No other method is level with it."
+    assert alone in str(decide(cells({"good": 0.4, "random": 0.0}, 32)))
+    made = cells({"good": 0.4, "random": 0.0}, 32)
+    made.about["methods"]["wild"] = {"method": "wild"}
+    for line in lines({"wild": 0.3}, 32, seed=5, spread=2.0):
+        made.add(Cell(**line))
+    found = decide(made)
+    assert found.row("wild").status == "undecided"
+    assert "Undecided, told apart neither from it" in str(found)
+    assert alone not in str(found)
+
+
+def test_a_loss_is_sure_only_against_the_best() -> None:
+    """`worse` may be by another method."""
+    found = decide(cells({"good": 0.4, "cheap": 0.2, "random": 0.0}, 64, seconds={"cheap": 0.01}))
+    assert found.quick == "cheap"
+    assert "and loses 0.2" in str(found)
+    assert ", surely." in str(found)
+    rows = [
+        replace(row, beaten_by="other", difference_low=-0.5, difference_high=0.1) if row.method == "cheap" else row
+        for row in found.rows
+    ]
+    assert ", which is not sure." in str(replace(found, rows=tuple(rows)))
+
+
+def test_pairs_that_cannot_be_settled_take_no_time_of_the_hour() -> None:
+    found = decide(cells({"good": 0.4, "random": 0.0}, 64))
+    never = Undecided("good", "never", 0.05, 64, 1000.0, 3000.0)
+    soon = Undecided("good", "soon", 0.05, 32, 60.0, 3100.0)
+    text = str(replace(found, undecided=(never, soon)))
+    assert "Another hour would settle, by present differences and spreads: good against soon" in text
+    assert "More than these 64 image(s) would be needed for: good against never" in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -31,15 +31,13 @@ from patchlight.cli.common import (
     asked_by,
     load_model,
     of_model,
+    open_images,
     print_json,
     read_settings,
     say,
 )
 from patchlight.cli.complete import complete_kind, complete_methods, complete_metrics
 from patchlight.errors import PatchlightError
-
-if TYPE_CHECKING:
-    from patchlight.anatomy.base import Anatomy
 
 
 def recommend(
@@ -106,7 +104,7 @@ def recommend(
         vit = load_model(model, weights, labels, device, stage, head, **said)
         verdict = race(
             vit,
-            _opened(kind, path, vit),
+            open_images(kind, [path], vit),
             budget=Clock(seconds, spent=time.monotonic() - begun),
             methods=asked["method"],
             metrics=asked["metric"],
@@ -140,14 +138,3 @@ def _asked(names: dict[str, list[str]], settings: list[str]) -> dict[str, Any]:
         return dict.fromkeys(names)
     own = read_settings(every, settings, "method", "method or metric")
     return {noun: {name: own[name] for name in some} or None for noun, some in names.items()}
-
-
-def _opened(kind: str | None, path: Path, vit: Anatomy) -> Any:
-    """The images; of a plain folder its files."""
-    from patchlight.data import open_data
-    from patchlight.images import list_images
-
-    if kind is None:
-        return list_images(path) if path.is_dir() else [path]
-    named = {"classes": vit.labels} if kind == "folder" and vit.labels else {}
-    return open_data(kind, path, **named)

@@ -32,6 +32,7 @@ class Gallery:
         shuffled = torch.randperm(len(self._names), generator=torch.Generator().manual_seed(seed))
         self._order: list[int] = shuffled.tolist()
         self._held: dict[int, Tensor] = {}
+        self._sound: set[int] = set()
         self._broken: set[int] = set()
 
     def __len__(self) -> int:
@@ -50,14 +51,23 @@ class Gallery:
         return self._open(self._order[place])
 
     def first(self, count: int) -> list[int]:
-        """The first `count` places that can be read, or as many as there are."""
-        found: list[int] = []
-        for place in range(self.total):
-            if len(found) == count:
-                break
-            if self._readable(place):
-                found.append(place)
-        return found
+        """The first `count` places that can be read, or as many as there are; what was never read is read once."""
+        return list(islice(filter(self.readable, range(self.total)), count))
+
+    def planned(self, count: int) -> list[int]:
+        """The same as far as is known: nothing is read, so some of them may turn out broken."""
+        return list(islice((place for place in range(self.total) if place not in self._broken), count))
+
+    def readable(self, place: int) -> bool:
+        """Whether an image can be read, which is found out once."""
+        if place not in self._sound and place not in self._broken:
+            try:
+                self._read(place)
+                self._sound.add(place)
+            except PatchlightError as error:
+                self._broken.add(place)
+                self._fail(self.name(place), str(error))
+        return place in self._sound
 
     def batch(self, places: Sequence[int]) -> Tensor:
         """The prepared images [n,C,H,W] on the model's device."""
@@ -76,18 +86,6 @@ class Gallery:
         self.failed[name] = reason
         if self._tell is not None:
             self._tell(name, reason)
-
-    def _readable(self, place: int) -> bool:
-        if place in self._broken:
-            return False
-        if place not in self._held:
-            try:
-                self._read(place)
-            except PatchlightError as error:
-                self._broken.add(place)
-                self._fail(self.name(place), str(error))
-                return False
-        return True
 
     def _read(self, place: int) -> Tensor:
         if place not in self._held:

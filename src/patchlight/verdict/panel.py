@@ -106,6 +106,11 @@ def choose_methods(asked: Asked | None, vit: Anatomy) -> tuple[dict[str, Request
         requests = resolve_all(asked, {}, Request, "method", resolve)
         if not any(request.name == RANDOM for request in requests):
             requests = [resolve(RANDOM), *requests]
+    custom = next((request.label for request in requests if callable(request.score)), None)
+    if custom is not None:
+        raise PatchlightError(
+            f"'{custom}' has a callable as score, which a verdict cannot write down; name a score instead, as 'logit'"
+        )
     reasons = {request.label: refusal(request.suited(vit), vit) for request in requests}
     works = {r.label: r.suited(vit) for r in requests if reasons[r.label] is None}
     left_out = {label: reason for label, reason in reasons.items() if reason is not None}
@@ -160,9 +165,10 @@ def forwards(request: Request, vit: Anatomy | None = None) -> float:
 
 def method_spec(request: Request) -> Spec:
     """A method by name and settings that differ from its defaults."""
-    defaults = resolve(request.name).settings
+    usual = resolve(request.name)
+    defaults = usual.settings
     own = {k: v for k, v in request.settings.items() if k not in defaults or v != defaults[k]}
-    score = {"score": request.score} if request.chosen_score and isinstance(request.score, str) else {}
+    score = {"score": request.score} if request.chosen_score or request.score != usual.score else {}
     return {"method": request.name, **score, **own}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from patchlight.errors import PatchlightError
 from patchlight.statistics import FEWEST
 from patchlight.verdict.cells import EXPLANATION
+from patchlight.verdict.gallery import HELD
 from patchlight.verdict.panel import AGREEMENT, Metrics
 from patchlight.verdict.race import Race, looks
 from patchlight.verdict.verdict import SANITY, SENSITIVITY, decide, race_of, random_of
@@ -39,16 +40,16 @@ class Policy:
         self._opening()
         self._rounds((1 - RACE) * self.clock.budget)
         if decide(self.cells).best is None:
-            self._rounds(0.0)
+            self._rounds()
         self._check_trained()
         self._look_closer()
-        self._rounds(self._kept)
+        self._rounds()
         self._use_the_rest(self._kept)
         self._check_trained()
 
     @property
     def _kept(self) -> float:
-        """Seconds for comparing another leader with what it is on an untrained model."""
+        """Seconds for comparing the leader, or another one, with what it is on an untrained model."""
         alive = self._alive(self.race)
         return MARGIN**2 * self.worker.seconds_new(alive[0], COPIED, self.deciding) if alive else 0.0
 
@@ -103,6 +104,13 @@ class Policy:
         """`random`, the cheapest method, and the others in order of worth; the first two must fit on one image."""
         worker = self.worker
         takes = {label: worker.seconds(label, first, self.deciding) for label in self.following}
+        if self.floor not in takes or len(takes) < 2:
+            lost = self.floor if self.floor not in takes else "every other method"
+            reasons = self.cells.left_out.items()
+            told = "; ".join(f"{label}: {reason}" for label, reason in reasons if label in worker.requests)
+            raise PatchlightError(
+                f"{lost} was left out before, so nothing can be compared with random ({told}); begin in another folder"
+            )
         cheapest = min((label for label in takes if label != self.floor), key=lambda label: takes[label])
         needed = MARGIN * (takes[self.floor] + takes[cheapest])
         if needed > self.clock.left:
@@ -113,27 +121,35 @@ class Policy:
             )
         return list(dict.fromkeys([self.floor, cheapest, *takes]))
 
-    def _rounds(self, kept: float) -> None:
-        """More images for those that may be the best, until that is decided or only `kept` seconds are left."""
+    def _rounds(self, least: float = 0.0) -> None:
+        """More images for those that may be the best, until that is decided or time is over.
+
+        `least` seconds are kept, and always as many as comparing the leader with an untrained copy takes.
+        """
         gallery, worker = self.worker.gallery, self.worker
         while True:
+            if self.floor in self.cells.left_out:
+                return
             race = self.race
             planned = looks(len(gallery))
             alive = self._alive(race)
-            ahead = [n for n in planned if any(worker.seconds(m, gallery.first(n), self.deciding) > 0 for m in alive)]
+            ahead = [n for n in planned if any(worker.seconds(m, gallery.planned(n), self.deciding) > 0 for m in alive)]
             if not ahead or (self._decided(race, alive) and ahead[0] > SOME):
                 return
-            places = gallery.first(ahead[0])
-            everything = sum(worker.seconds(label, gallery.first(planned[-1]), self.deciding) for label in alive)
+            places = gallery.planned(ahead[0])
+            everything = sum(worker.seconds(label, gallery.planned(planned[-1]), self.deciding) for label in alive)
+            kept = max(least, self._kept)
             room = self.clock.left - kept
             if everything * MARGIN > room:
                 alive = self._that_fit(alive, places, room / len(ahead), room)
             if len(alive) < 2 or (self._decided(race, alive) and ahead[0] > SOME):
                 return
-            for label in alive:
-                if not worker.fill(label, places, self.deciding, kept) and label not in self.cells.left_out:
-                    return
-            worker.fall(places)
+            for start in range(0, len(places), HELD):  # no more than are held: so each is read once for all methods
+                some = places[start : start + HELD]
+                for label in alive:
+                    if not worker.fill(label, some, self.deciding, kept) and label not in self.cells.left_out:
+                        return
+                worker.fall(some)
 
     def _alive(self, race: Race) -> list[str]:
         """`random`, and those that may be the best and were not set aside, highest first; of those alike only one."""
@@ -166,7 +182,7 @@ class Policy:
             if not race.same(label, alive[0]):
                 self._catch_up(label, race.look(alive[0]), kept)
         for label in [label for label in worker.requests if label in self.cells.set_aside and alive]:
-            if MARGIN * worker.seconds(label, worker.gallery.first(FEWEST), self.deciding) < self.clock.left - kept:
+            if MARGIN * worker.seconds(label, worker.gallery.planned(FEWEST), self.deciding) < self.clock.left - kept:
                 self.cells.take_in(label)
                 self._catch_up(label, race.look(alive[0]), kept)
 
@@ -174,7 +190,7 @@ class Policy:
         """More images for one method, until it is beaten, has `most` or time is over."""
         gallery = self.worker.gallery
         for count in sorted({min(n, most) for n in looks(len(gallery))}):
-            places = gallery.first(count)
+            places = gallery.planned(count)
             takes = MARGIN * self.worker.seconds(label, places, self.deciding)
             if takes > self.clock.left - kept or not self.worker.fill(label, places, self.deciding, kept):
                 return

@@ -39,6 +39,14 @@ from patchlight.verdict.policy import Policy
 from patchlight.verdict.verdict import Verdict, decide, race_of, random_of
 from patchlight.verdict.work import MARGIN, Clock, Worker, forward_seconds
 
+NUMBER = r"\d+(?:\.\d+)?\s*"
+"""Of a budget; only its last one may stand without a unit, so there is one way to read it."""
+OTHER = {
+    **{"images": "another number of images", "weights": "other weights", "metrics": "other metrics"},
+    **{"deciding": "other deciding metrics", "lower_is_better": "other metrics", "versions": "other versions"},
+    "worth": "another smallest difference",
+}
+"""What cells may be about instead, in words."""
 SHOWN = 3
 """Images of which the page shows maps."""
 
@@ -53,7 +61,7 @@ def seconds_of(budget: str | float) -> float:
     found = 0.0
     if isinstance(budget, int | float) and not isinstance(budget, bool):
         found = float(budget)
-    elif isinstance(budget, str) and re.fullmatch(r"\s*(\d+(\.\d+)?\s*(h|m|s|min)?\s*)+", budget):
+    elif isinstance(budget, str) and re.fullmatch(rf"\s*(?:{NUMBER}(?:h|min|m|s)\s*)*(?:{NUMBER})?", budget):
         parts = re.findall(r"(\d+(?:\.\d+)?)\s*(h|m|s)?", budget)
         found = sum(float(number) * units[unit] for number, unit in parts)
     if not 0 < found < math.inf:
@@ -179,8 +187,9 @@ def _check_same(
     """Refuse cells that are about something else."""
     for key, value in about.items():
         if earlier.about.get(key) != value:
+            other = OTHER.get(key, f"another {key}")
             raise PatchlightError(
-                f"the folder holds cells about another {key} ({_short(earlier.about.get(key))}) than is asked now "
+                f"the folder holds cells about {other} ({_short(earlier.about.get(key))}) than is asked now "
                 f"({_short(value)}); ask the same, or choose another folder"
             )
     if methods is not None and _specs(methods) != earlier.about["methods"]:
@@ -188,7 +197,7 @@ def _check_same(
             "the folder holds cells of other methods or settings; name the same, or leave methods out"
         )
     for place, known in earlier.images().items():
-        if gallery.first(place + 1)[-1:] == [place] and gallery.hashes([place])[0] != known:
+        if gallery.readable(place) and gallery.hashes([place])[0] != known:
             raise PatchlightError(
                 f"'{gallery.name(place)}' is not the image its cells are of; give the same images in the same order"
             )

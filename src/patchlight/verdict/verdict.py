@@ -94,6 +94,8 @@ class Verdict:
     fall: dict[str, float]
     untrained: Pair | None
     """The leading method's score above what it has on a copy of the model with weights drawn anew."""
+    uncompared: str
+    """Why there is no such comparison; empty where there is one, or nothing leads."""
     looks: tuple[int, ...]
     level: float
     confidence: float
@@ -200,7 +202,7 @@ def decide(cells: Cells) -> Verdict:
     candidates = race.candidates
     leading = next(iter(candidates), None)
     untrained = _untrained(cells, race, leading)
-    if blind(fall, cells.about["worth"]) or (untrained is not None and not above_untrained(untrained, race)):
+    if blind(fall, cells.about["worth"]) or (untrained is not None and not above_untrained(untrained, race.worth)):
         above = {m: None if shown is None else False for m, shown in above.items()}
     best = leading if leading is not None and above.get(leading) else None
     others = _others(cells)
@@ -219,6 +221,7 @@ def decide(cells: Cells) -> Verdict:
         disagreements=tuple(_disagreements(cells, best, race)) if best is not None else (),
         fall=fall,
         untrained=untrained,
+        uncompared=_uncompared(cells, leading) if untrained is None else "",
         looks=tuple(race.looks),
         level=race.level,
         confidence=_confidence(race, best, floor),
@@ -255,9 +258,21 @@ def _untrained(cells: Cells, race: Race, leading: str | None) -> Pair | None:
     return paired(np.array([own[p] for p in shared]), np.array([copied[p] for p in shared]))
 
 
-def above_untrained(pair: Pair, race: Race) -> bool:
+def _uncompared(cells: Cells, leading: str | None) -> str:
+    """Why the leader is not compared with what it is on an untrained copy."""
+    if leading is None:
+        return ""
+    copied = [cell for cell in cells if cell.metric == UNTRAINED and cell.method == leading]
+    if not copied:
+        return "there was no time for it"
+    own = sum(cell.value is not None for cell in copied)
+    told = next((cell.reason for cell in copied if cell.reason), "")
+    return told or f"only {own} of {len(copied)} images have a score there, fewer than {FEWEST}"
+
+
+def above_untrained(pair: Pair, worth: float) -> bool:
     """Whether the model is surely better explained than an untrained one, by a difference that is worth anything."""
-    return pair.p < ALPHA and pair.mean > race.worth
+    return pair.p < ALPHA and pair.mean > worth
 
 
 def blind(fall: Mapping[str, float], worth: float) -> bool:

@@ -9,7 +9,7 @@ from patchlight.statistics import FEWEST
 from patchlight.verdict.cells import FALL
 from patchlight.verdict.panel import AGREEMENT
 from patchlight.verdict.race import ALPHA
-from patchlight.verdict.verdict import FALLS, HOUR, INSANE, Row, Undecided, Verdict, blind
+from patchlight.verdict.verdict import FALLS, HOUR, INSANE, Row, Undecided, Verdict, above_untrained, blind
 
 MOST = 8
 """Names that are listed; of more, how many."""
@@ -73,10 +73,15 @@ def _best(verdict: Verdict) -> list[str]:
 def _untrained(verdict: Verdict) -> list[str]:
     """How the leader stands to itself on an untrained copy."""
     pair = verdict.untrained
-    if pair is None or verdict.leading is None:
+    if verdict.leading is None:
         return []
+    if pair is None:
+        return [
+            f"{verdict.leading} was not compared with itself on an untrained copy of the model: {verdict.uncompared}. "
+            "So what it finds may be there without anything learnt."
+        ]
     there = f"{pair.mean:.3f} less than here, on {pair.images} images"
-    more = "more than in" if pair.p < ALPHA else "not surely more than in"
+    more = "more than in" if above_untrained(pair, verdict.about["worth"]) else "not surely more than in"
     return [
         f"On a copy of the model with weights drawn anew {verdict.leading} scores {there}: what it finds here is "
         f"{more} a model that has learnt nothing."
@@ -101,16 +106,22 @@ def _tied(verdict: Verdict) -> list[str]:
         return []
     best, tied = verdict.row(verdict.best), verdict.having("tied")
     told = [f"{row.method} ({row.difference:+.3f}, {_cheaper(row, best)})" for row in tied]
-    lines = [f"Not told apart from it: {_listed(told)}." if tied else "No other method is level with it."]
+    alone = "" if verdict.having("undecided", "behind") else "No other method is level with it."
+    lines = [f"Not told apart from it: {_listed(told)}." if tied else alone]
     if verdict.quick and verdict.quick != verdict.best:
         quick = verdict.row(verdict.quick)
-        sure = "which is not sure" if quick.status != "worse" else "surely"
+        sure = "surely" if _surely_lower(quick, best, verdict.about["worth"]) else "which is not sure"
         loses = f"loses {-quick.difference:.3f}, {sure}" if quick.difference < 0 else "loses nothing"
         lines.append(
             f"Quick: {quick.method} takes {duration(quick.seconds)} a map instead of {duration(best.seconds)} "
             f"({_cheaper(quick, best)}) and {loses}."
         )
     return lines
+
+
+def _surely_lower(row: Row, best: Row, worth: float) -> bool:
+    """Whether it is the best that beats it; `worse` may be by another."""
+    return row.beaten_by == best.method or (row.difference < -worth and row.difference_low < row.difference_high < 0)
 
 
 def _cheaper(row: Row, best: Row) -> str:
@@ -139,7 +150,8 @@ def _random(verdict: Verdict) -> list[str]:
     if verdict.best is None:
         return []
     no = [row for row in verdict.rows if row.above_random is False and row.status != "tied"]
-    if not no:
+    unknown = [row.method for row in verdict.rows if row.above_random is None and row.status != "baseline"]
+    if not no and not unknown:
         return ["All methods that were followed beat random."]
     chance = [row for row in no if not row.random_p < ALPHA]
     early = [row for row in no if row.random_p < ALPHA]
@@ -147,6 +159,8 @@ def _random(verdict: Verdict) -> list[str]:
     for words, rows in (("No better than random", chance), ("Above random, but on too few images to be sure", early)):
         told = [f"{row.method} ({row.score:+.3f}, {row.images} images)" for row in rows]
         found.append(f"{words}: {_listed(told)}." if told else "")
+    if unknown:
+        found.append(f"Not compared with random, on fewer than {FEWEST} images: {_listed(unknown)}.")
     return found
 
 
@@ -194,9 +208,9 @@ def _hour(verdict: Verdict) -> list[str]:
     alike = [u for u in verdict.undecided if abs(u.difference) <= worth]
     open_ = [u for u in verdict.undecided if abs(u.difference) > worth]
     spent, soon = 0.0, []
-    for one in open_:
+    for one in [u for u in open_ if u.needed <= there]:
         spent += one.seconds
-        if spent <= HOUR and one.needed <= there:
+        if spent <= HOUR:
             soon.append(one)
     short = [u for u in open_ if u.needed > there]
     lines = []

@@ -15,12 +15,13 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import compute
 from patchlight.errors import first_line
-from patchlight.evidence.fills import fill_images
+from patchlight.evidence.fills import fill_images, painted
 from patchlight.methods.requests import Request
 from patchlight.metrics.base import Measure, MetricRequest
 from patchlight.metrics.evaluation import maps_by
+from patchlight.metrics.quantities import lacking
 from patchlight.metrics.sanity import random_parameters, twin
-from patchlight.statistics import spearman
+from patchlight.statistics import FEWEST, spearman
 from patchlight.targets import ScoreName, Targets, predicted, score_of
 from patchlight.verdict.cells import EXPLANATION, FALL, MODEL, UNTRAINED, Cell, Cells, finite
 from patchlight.verdict.gallery import Gallery
@@ -30,6 +31,8 @@ GROUP = 8
 """Images that are worked on at a time, at most."""
 LATEST = 5
 """Measurements of one thing that its prediction is made of."""
+MAPS = 2**26
+"""Numbers of the maps that are kept, 256 MiB; beyond that the maps that were not used for longest are made again."""
 MARGIN = 1.25
 """How much longer than predicted anything may take, and still fit."""
 
@@ -56,7 +59,7 @@ def forward_seconds(vit: Anatomy, image: Tensor, most: float) -> float:
     batch, found = image.repeat(GROUP, 1, 1, 1), list[float]()
     while len(found) < 3 and (not found or sum(found) < most):
         begun = time.monotonic()
-        vit.logits(batch)
+        vit.logits(batch).cpu()  # a GPU only queues the work: one waits for what it gives
         found.append(time.monotonic() - begun)
     return min(found) / GROUP
 
@@ -110,6 +113,7 @@ class Worker:
         self.vit, self.gallery, self.requests, self.metrics = vit, gallery, requests, metrics
         self.cells, self.clock, self._seed, self._tell = cells, clock, seed, tell
         self._maps: dict[tuple[str, int], Tensor] = {}
+        self._numbers = 0
         self._classes: dict[int, Tensor] = {}
         self._hashes: dict[int, str] = {}
         self._kept: dict[Any, Any] = {}
@@ -139,8 +143,9 @@ class Worker:
             count = min(GROUP if known else 1, len(waiting), int(room))
             if count < 1:
                 return False
-            self._fill(method, waiting[:count], metrics)
-            waiting = waiting[count:]
+            some, waiting = [p for p in waiting[:count] if self.gallery.readable(p)], waiting[count:]
+            if some:
+                self._fill(method, some, metrics)
             self._tell()
         return method not in self.cells.left_out
 
@@ -168,6 +173,8 @@ class Worker:
 
     def _explain(self, method: str, places: Sequence[int]) -> None:
         some = [p for p in places if (method, p) not in self._maps]
+        for place in set(places) - set(some):
+            self._maps[method, place] = self._maps.pop((method, place))  # used now, so it goes last
         if not some:
             return
         begun = time.monotonic()
@@ -175,9 +182,16 @@ class Worker:
         each = (time.monotonic() - begun) / len(some)
         self.costs.add(method, EXPLANATION, each)
         for place, one in zip(some, maps, strict=True):
-            self._maps[method, place] = one
+            self._keep(method, place, one)
             if (place, method, EXPLANATION) not in self.cells:
                 self.cells.add(Cell(place, self.hash(place), method, EXPLANATION, None, round(each, 6)))
+
+    def _keep(self, method: str, place: int, one: Tensor) -> None:
+        """Keep a map; those that were not used for longest give way, never those of the images at work."""
+        self._maps[method, place] = one
+        self._numbers += one.numel()
+        while self._numbers > MAPS and len(self._maps) > GROUP:
+            self._numbers -= self._maps.pop(next(iter(self._maps))).numel()
 
     def _made(self, method: str, places: Sequence[int], seed: int) -> Tensor:
         found = compute(self.vit, self.gallery.batch(places), [self.requests[method]], self.targets(places), seed)[1]
@@ -194,7 +208,7 @@ class Worker:
         else:
             request = self.metrics.requests[metric]
             measured = request.of(self._given(method, places, maps.masked_fill(broken[:, None, None], 0.0)))
-            values, reasons, parts = measured.values, dict(measured.reasons), measured.parts
+            values, reasons, parts = measured.values.cpu(), dict(measured.reasons), measured.parts
         each = (time.monotonic() - begun) / len(places)
         self.costs.add(method, metric, each)
         columns = {metric: values, **self._sides(metric, parts)}
@@ -226,16 +240,23 @@ class Worker:
         )
 
     def untrained(self, method: str, places: Sequence[int]) -> None:
-        """The method's score on an untrained copy of the model, for the class that this predicts, where time allows."""
-        some = [p for p in places if (p, method, UNTRAINED) not in self.cells]
-        if not some or MARGIN * self.seconds_new(method, len(some), self.metrics.deciding) > self.clock.left:
+        """The method's score on an untrained copy of the model, for the class that this predicts, where time allows.
+
+        On as many images as fit, if six then have it; where it fails, the cells say why.
+        """
+        missing = [p for p in places if (p, method, UNTRAINED) not in self.cells]
+        one = max(MARGIN * self.seconds_new(method, 1, self.metrics.deciding), 1e-6)
+        some = missing[: max(0, int(self.clock.left / one))]
+        if not some or len(places) - len(missing) + len(some) < FEWEST:
             return
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._untrained(method, some)
-        except Exception:  # a model that cannot be copied is not compared with its copy
-            return
+        except Exception as error:  # a model that cannot be copied is not compared with its copy
+            reason = f"it failed: {first_line(error)}"
+            for place in some:
+                self.cells.add(Cell(place, self.hash(place), method, UNTRAINED, None, 0.0, reason))
         self._tell()
 
     def _untrained(self, method: str, places: Sequence[int]) -> None:
@@ -273,16 +294,18 @@ class Worker:
         """How far the class's score falls without the image, by fill, and what it is; 1 + fills forwards an image."""
         deciding = [self.metrics.requests[label] for label in self.metrics.deciding]
         fills = {str(r.settings["fill"]): r for r in deciding if "fill" in r.settings}
-        some = [p for p in places if (p, MODEL, "score") not in self.cells]
+        some = [p for p in places if (p, MODEL, "score") not in self.cells and self.gallery.readable(p)]
         if not some or not fills:
             return
         begun = time.monotonic()
         batch, targets = self.gallery.batch(some), self.targets(some)
-        score = _score(next(iter(fills.values())))
+        score = _score(next(iter(fills.values())), self.vit)
         clean = score_of(self.vit.logits(batch), targets, score, self.vit.outputs).flatten()
         columns = {"score": clean}
+        every, nothing = torch.arange(len(batch)), torch.zeros_like(batch[:, :1], dtype=torch.bool)
         for fill, request in fills.items():
-            empty = fill_images(request.settings["fill"], batch, self.vit, self._seed)
+            filling = fill_images(request.settings["fill"], batch, self.vit, self._seed)
+            empty = painted(batch, filling, every, nothing)
             bare = score_of(self.vit.logits(empty), targets, score, self.vit.outputs).flatten()
             columns[f"{FALL} {fill}"] = clean - bare
         each = (time.monotonic() - begun) / len(some) / len(columns)
@@ -291,6 +314,8 @@ class Worker:
                 self.cells.add(Cell(place, self.hash(place), MODEL, label, finite(float(column[i])), round(each, 6)))
 
 
-def _score(request: MetricRequest) -> ScoreName:
-    found = request.settings.get("score")
-    return next((name for name in get_args(ScoreName) if name == found), "probability")
+def _score(request: MetricRequest, vit: Anatomy) -> ScoreName:
+    """What a metric reads of a class; where that is no score, its probability, or its logit if the model has none."""
+    found = request.settings.get("score", request.settings.get("quantity"))
+    other: ScoreName = "probability" if lacking("probability", vit) is None else "logit"
+    return next((name for name in get_args(ScoreName) if name == found), other)
