@@ -56,14 +56,28 @@ def interval_plot(verdict: Verdict) -> str:
     drawn = "".join(_mark(row, i, x(row.score), x) for i, row in enumerate(rows))
     zero = f'<line x1="{x(0)}" x2="{x(0)}" y1="4" y2="{height - 30}" stroke="#999" stroke-dasharray="3 3"/>'
     ticks = "".join(
-        f'<text x="{x(v)}" y="{height - 14}" text-anchor="middle">{v:.2f}</text>'
-        for v in (low + span * k / 4 for k in range(5))
+        f'<text x="{x(v)}" y="{height - 14}" text-anchor="middle">{v:g}</text>' for v in round_values(low, high)
     )
+    seen = dict.fromkeys(row.status for row in rows)
+    legend = " ".join(f'<tspan fill="{COLOURS[status]}">● {escape(status)}</tspan>' for status in seen)
     words = escape(f"score: {score_name(verdict)}; mean and 95 % interval")
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {height + 6}" width="{_WIDTH}" role="img" aria-label="{words}">'
-        f'{zero}{drawn}{ticks}<text x="{_LEFT}" y="{height + 2}">{words}</text></svg>'
+        f'<svg viewBox="0 0 {_WIDTH} {height + 26}" width="{_WIDTH}" role="img" aria-label="{words}">'
+        f'{zero}{drawn}{ticks}<text x="{_LEFT}" y="{height + 2}">{words}</text>'
+        f'<text x="{_LEFT}" y="{height + 20}">{legend}</text></svg>'
     )
+
+
+def round_values(low: float, high: float) -> list[float]:
+    """The multiples of 1, 2 or 5 times a power of ten from low to high: at most seven, coarse enough to read.
+
+    >>> round_values(-0.07, 0.51)
+    [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    """
+    step = 10.0 ** math.floor(math.log10(max(high - low, 1e-9))) / 10
+    factor = next(f for f in (1, 2, 5, 10, 20, 50) if (high - low) / (f * step) <= 6)
+    size = factor * step
+    return [round(k * size, 12) for k in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)]
 
 
 def _mark(row: Row, i: int, middle: float, x: object) -> str:
