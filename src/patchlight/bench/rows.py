@@ -1,4 +1,4 @@
-"""What a shard leaves: a row for each image, method and metric, and maps; and how they are written and read."""
+"""What a unit leaves: a row for each image, method and metric, and maps; and how they are written and read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise PatchlightError("the benchmark needs pyarrow, jinja2 and plotly: pip install 'patchlight[bench]'") from error
 
-FORMAT = 2
+FORMAT = 3
 TIMING = ("explain_seconds", "measure_seconds")
 SCHEMA = pa.schema(
     [
@@ -35,6 +35,7 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
         ("curve", pa.list_(pa.float32())),
         ("parts", pa.map_(pa.string(), pa.list_(pa.float64()))),
+        ("shared_by", pa.int32()),
         *((name, pa.float64()) for name in TIMING),
     ]
 )
@@ -45,20 +46,22 @@ class Row:
     """One image under one method and metric; `cell` is the hash of what the value depends on.
 
     `note` says why a value does not exist, or is worth little; `error` why it failed. `curve` is over the metric's `x`,
-    `parts` are what its micro average is made of, each flat.
+    `parts` are what its micro average is made of, each flat. `explain_seconds` are those of the pass that `shared_by` so
+    many methods have in common.
     """
 
     model: str
     image: str
     method: str
     metric: str
-    cell: str
+    cell: str = ""
     target: int | None = None
     value: float | None = None
     note: str = ""
     error: str = ""
     curve: Sequence[float] | None = None
     parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    shared_by: int | None = None
     explain_seconds: float | None = None
     measure_seconds: float | None = None
 
@@ -84,7 +87,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Maps:
-    """Maps [n,h,w] by method, the images they are of, the classes they explain, and how the model saw the images."""
+    """Maps [n,h,w] by method, the images they are of, the classes they explain, and how the model saw the images.
+
+    A map that does not exist is NaN.
+    """
 
     scores: Mapping[str, Tensor] = field(default_factory=dict)
     images: Sequence[str] = ()
@@ -94,7 +100,7 @@ class Maps:
 
 @dataclass(frozen=True)
 class Done:
-    """What running a shard gave: rows, maps, and facts by metric."""
+    """What running a unit gave: rows, maps, and facts by metric."""
 
     rows: Sequence[Row]
     maps: Maps
@@ -102,12 +108,21 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Before:
-    """What is known already, by cell: rows, facts about the metric, and maps."""
+class Known:
+    """What was found of one value: its row, the facts of its metric, and the map it was measured on, if it is kept.
 
-    rows: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-    facts: Mapping[str, Facts] = field(default_factory=dict)
-    maps: Mapping[str, Tensor] = field(default_factory=dict)
+    `explained` is the class that the map explains.
+    """
+
+    row: Row
+    facts: Facts | None = None
+    map: Tensor | None = None
+    explained: str = ""
+    preprocess: Preprocess | None = None
+
+
+Before = Mapping[str, Known]
+"""What is known already, by cell."""
 
 
 def failed(rows: Iterable[Row]) -> int:
@@ -160,8 +175,8 @@ def map_bytes(maps: Maps) -> bytes:
     """Maps as safetensors."""
     from safetensors.torch import save
 
-    assert maps.preprocess is not None
-    about = {"images": maps.images, "classes": maps.classes, "preprocess": asdict(maps.preprocess)}
+    cut = None if maps.preprocess is None else asdict(maps.preprocess)
+    about = {"images": maps.images, "classes": maps.classes, "preprocess": cut}
     tensors = {name: scores.contiguous() for name, scores in maps.scores.items()}
     data: bytes = save(tensors, {key: json.dumps(value) for key, value in about.items()})
     return data
@@ -178,5 +193,5 @@ def maps_of(path: Path) -> Maps:
         about = {name: json.loads(told[name]) for name in ("images", "classes", "preprocess") if name in told}
     except (OSError, ValueError, SafetensorError):
         return Maps()
-    cut = {key: tuple(v) if isinstance(v, list) else v for key, v in about.pop("preprocess", {}).items()}
+    cut = {key: tuple(v) if isinstance(v, list) else v for key, v in (about.pop("preprocess", None) or {}).items()}
     return Maps(scores, **about, preprocess=Preprocess(**_known(Preprocess, cut)) if cut else None)
