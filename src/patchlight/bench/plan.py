@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -50,8 +49,11 @@ class Images:
         return Images(self.indices[cut], self.names[cut], self.contents[cut])
 
     def at(self, places: Sequence[int]) -> Images:
-        every = ([column[i] for i in places] for column in (self.indices, self.names, self.contents))
-        return Images(*map(tuple, every))
+        return Images(
+            tuple(self.indices[i] for i in places),
+            tuple(self.names[i] for i in places),
+            tuple(self.contents[i] for i in places),
+        )
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from patchlight.errors import PatchlightError
@@ -89,13 +90,14 @@ class Facts:
 class Maps:
     """Maps [n,h,w] by method, the images they are of, the classes they explain, and how the model saw the images.
 
-    A map that does not exist is NaN.
+    A map that does not exist is NaN. `model` is the label of the model in the recipe.
     """
 
     scores: Mapping[str, Tensor] = field(default_factory=dict)
     images: Sequence[str] = ()
     classes: Sequence[str] = ()
     preprocess: Preprocess | None = None
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,21 @@ class Known:
 
 Before = Mapping[str, Known]
 """What is known already, by cell."""
+
+
+def maps_from(model: str, names: Iterable[str], drawn: Mapping[str, Mapping[str, Known]]) -> Maps:
+    """The maps of every method that has some, by method and image, on the images of which there are any."""
+    some = {name: known for maps in drawn.values() for name, known in maps.items()}
+    if not some:
+        return Maps(model=model)
+    shown = [name for name in names if name in some]
+    blank = torch.full_like(torch.as_tensor(some[shown[0]].map), torch.nan)
+    scores = {
+        method: torch.stack([blank if name not in maps else torch.as_tensor(maps[name].map) for name in shown])
+        for method, maps in drawn.items()
+        if maps
+    }
+    return Maps(scores, shown, [some[name].explained for name in shown], some[shown[0]].preprocess, model)
 
 
 def failed(rows: Iterable[Row]) -> int:
@@ -176,7 +193,7 @@ def map_bytes(maps: Maps) -> bytes:
     from safetensors.torch import save
 
     cut = None if maps.preprocess is None else asdict(maps.preprocess)
-    about = {"images": maps.images, "classes": maps.classes, "preprocess": cut}
+    about = {"images": maps.images, "classes": maps.classes, "preprocess": cut, "model": maps.model}
     tensors = {name: scores.contiguous() for name, scores in maps.scores.items()}
     data: bytes = save(tensors, {key: json.dumps(value) for key, value in about.items()})
     return data
@@ -190,8 +207,20 @@ def maps_of(path: Path) -> Maps:
         with safe_open(path, "pt") as file:
             scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             told = file.metadata() or {}
-        about = {name: json.loads(told[name]) for name in ("images", "classes", "preprocess") if name in told}
+        about = {name: json.loads(told[name]) for name in ("images", "classes", "preprocess", "model") if name in told}
     except (OSError, ValueError, SafetensorError):
         return Maps()
     cut = {key: tuple(v) if isinstance(v, list) else v for key, v in (about.pop("preprocess", None) or {}).items()}
     return Maps(scores, **about, preprocess=Preprocess(**_known(Preprocess, cut)) if cut else None)
+
+
+def shows(path: Path, model: str, images: Collection[str]) -> bool:
+    """Whether a file has maps of a model on any of these images, by its header."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            told = file.metadata() or {}
+        return bool(json.loads(told["model"]) == model and not set(images).isdisjoint(json.loads(told["images"])))
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return False

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +28,10 @@ from patchlight.bench.rows import (
     Maps,
     facts_of,
     map_bytes,
+    maps_from,
     maps_of,
     rows_of,
+    shows,
     table_bytes,
     table_of,
 )
@@ -217,9 +219,16 @@ class Store:
             for other in sorted((self.folder / folder).glob(f"{unit.key}-*.{suffix}"))[1:]:
                 other.unlink(missing_ok=True)  # one thought dead has written it as well: whoever looks keeps the same
 
-    def maps(self) -> Iterator[Maps]:
-        """The maps of every unit that has some."""
-        return (maps for files in self.files().values() if (maps := files.read_maps()).scores)
+    def maps(self, model: str, images: Collection[str]) -> Maps:
+        """What every method made of these images for a model."""
+        drawn: dict[str, dict[str, Known]] = {}
+        for files in self.files().values():
+            if files.maps is None or not shows(files.maps, model, images):
+                continue
+            for known in known_in(files).values():
+                if known.map is not None and known.row.image in images:
+                    drawn.setdefault(known.row.method, {})[known.row.image] = known
+        return maps_from(model, images, drawn)
 
     def tables(self, columns: list[str] | None = None) -> Iterator[Any]:
         """The rows of every unit that is done, as tables."""

@@ -16,7 +16,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.attribution import Attribution
 from patchlight.bench.events import Listener, Step
 from patchlight.bench.plan import Group, Images, Pair, Unit, as_planned, load_model, model_digest
-from patchlight.bench.rows import Before, Done, Facts, Known, Maps, Row
+from patchlight.bench.rows import Before, Done, Facts, Known, Maps, Row, maps_from
 from patchlight.data import Batch, Data, labelled, load_batch
 from patchlight.engine import explain
 from patchlight.errors import PatchlightError, spelled
@@ -33,10 +33,14 @@ Q = TypeVar("Q", Request, MetricRequest)
 
 @dataclass(frozen=True)
 class Resources:
-    """What units run on, no part of their keys; `chunk` is how many variants are scored at once."""
+    """What units run on, no part of their keys; `chunk` is how many variants are scored at once.
+
+    `data` are images given in Python, in place of those that the recipe names.
+    """
 
     device: str = "cpu"
     chunk: int = 64
+    data: Data | None = None
 
 
 @dataclass(frozen=True)
@@ -104,24 +108,7 @@ def assembled(unit: Unit, found: Before) -> Done:
                 facts[metric] = known.facts
             if known.map is not None:
                 drawn[method].setdefault(name, known)
-    return Done(rows, _maps(names, drawn), facts)
-
-
-def _maps(names: Sequence[str], drawn: Mapping[str, Mapping[str, Known]]) -> Maps:
-    """The maps of every method that has some, on the images of which there are any."""
-    some = {name: known for maps in drawn.values() for name, known in maps.items()}
-    if not some:
-        return Maps()
-    shown = [name for name in names if name in some]
-    blank = torch.full_like(torch.as_tensor(next(iter(some.values())).map), torch.nan)
-    scores = {
-        method: torch.stack([_map_of(maps.get(name), blank) for name in shown]) for method, maps in drawn.items() if maps
-    }
-    return Maps(scores, shown, [some[name].explained for name in shown], some[shown[0]].preprocess)
-
-
-def _map_of(known: Known | None, blank: Tensor) -> Tensor:
-    return blank if known is None or known.map is None else known.map
+    return Done(rows, maps_from(group.label, names, drawn), facts)
 
 
 def lost(unit: Unit, reason: str) -> Done:
@@ -131,7 +118,7 @@ def lost(unit: Unit, reason: str) -> Done:
         for pair in unit.group.made
         for name, cell in zip(unit.images.names, unit.cells(pair), strict=True)
     ]
-    return Done(rows, Maps())
+    return Done(rows, Maps(model=unit.group.label))
 
 
 def _run_batch(
@@ -172,7 +159,10 @@ def loaded(group: Group, device: str) -> Anatomy:
 def _begun(group: Group, images: Images, resources: Resources) -> Work:
     """The group's model and some images; those without a class are failures where classes are explained."""
     vit = loaded(group, resources.device)
-    data, foreign = opened(group.data.model_dump_json(), vit.outcomes, tuple(vit.labels or ()))
+    if resources.data is None:
+        data, foreign = opened(group.data.model_dump_json(), vit.outcomes, tuple(vit.labels or ()))
+    else:
+        data, foreign = resources.data, _foreign(resources.data, vit.outcomes)
     if foreign and group.target == "label":
         raise PatchlightError(
             f"the labels are not classes of {vit.name}, so give a model of these classes or --target prediction: "
@@ -199,9 +189,14 @@ def opened(key: str, classes: int, labels: tuple[str, ...]) -> tuple[Data, str]:
         except PatchlightError as error:
             return spec.open(), str(error)
     data = spec.open()
+    return data, _foreign(data, classes)
+
+
+def _foreign(data: Data, classes: int) -> str:
+    """Why the labels of data are not a model's classes; nothing where they may be."""
     if data.labels is None or len(data.labels) == classes:
-        return data, ""
-    return data, f"there are {len(data.labels)} of them, and {classes} classes"
+        return ""
+    return f"there are {len(data.labels)} of them, and {classes} classes"
 
 
 def _targets(group: Group, vit: Anatomy, batch: Batch) -> Tensor:
