@@ -61,10 +61,10 @@ class Recipe(Spec):
         return None if value != value else value
 
 
-def read_recipe(path: str | Path) -> tuple[Recipe, str]:
-    """The recipe in a file, checked against the registries, and its text."""
-    text = read_text(path)
-    return parse(text, str(path)), text
+def read_recipe(given: str | Path) -> tuple[Recipe, str]:
+    """The recipe in a file, or the bundled one of that name, checked against the registries; and its text."""
+    text = read_text(given)
+    return parse(text, str(given)), text
 
 
 def parse(text: str, where: str = "recipe") -> Recipe:

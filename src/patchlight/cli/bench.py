@@ -27,6 +27,7 @@ from patchlight.cli.common import (
     say,
 )
 from patchlight.cli.complete import complete_model, one_of
+from patchlight.cli.recipes import RecipeGiven, list_recipes
 from patchlight.errors import PatchlightError
 from patchlight.progress import alone, clock
 
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
 bench = typer.Typer(name="bench", help="Measure methods on a model and data, as a recipe says.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="DIR")]
 SHOWN = 8
+bench.command("list")(list_recipes)
 
 
 @bench.command()
 def run(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, a TOML file.", metavar="RECIPE")],
+    recipe: RecipeGiven,
     out: Annotated[Path, typer.Option(help="Folder of the run; one that was broken off goes on.")],
     quick: Annotated[bool, typer.Option("--quick", help="With the recipe's quick settings.")] = False,
     images: Annotated[int | None, typer.Option(min=1, help="How many images, spread over the data.")] = None,
