@@ -47,8 +47,8 @@ class Row:
     """One image under one method and metric; `cell` is the hash of what the value depends on.
 
     `note` says why a value does not exist, or is worth little; `error` why it failed. `curve` is over the metric's `x`,
-    `parts` are what its micro average is made of, each flat. `explain_seconds` are those of the pass that `shared_by` so
-    many methods have in common.
+    `parts` are what its micro average is made of, each flat. `explain_seconds` are those of the pass that
+    `shared_by` so many methods have in common.
     """
 
     model: str

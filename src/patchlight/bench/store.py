@@ -1,7 +1,7 @@
 """The store of a run: a folder of Parquet units and safetensors maps, each written whole and renamed.
 
-manifest.json says what is planned; units/KEY-SUM.parquet has a row for each image, method and metric of a unit; maps/ its
-maps at patch resolution; sizes/ how many images the units of a group have. SUM is the checksum of the file, without
+manifest.json says what is planned; units/KEY-SUM.parquet has a row for each image, method and metric of a unit; maps/
+its maps at patch resolution; sizes/ how many images the units of a group have. SUM is the checksum of the file, without
 which nothing in it is believed. What a changed plan leaves behind lies under earlier/. Who is at work on what is in
 owners/ and claims/. A process that is killed loses the unit in flight, nothing else.
 """
