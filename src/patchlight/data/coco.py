@@ -183,7 +183,7 @@ def draw(outline: Outline, size: tuple[int, int], name: str) -> Mask:
             raise PatchlightError(f"the mask of '{name}' is {told}, but its image {width} x {height}")
         counts = unpacked(outline.counts, name) if isinstance(outline.counts, str) else outline.counts
         return from_runs(counts, size, name)
-    return np.logical_or.reduce([inside(_points(polygon, name), size) for polygon in outline])
+    return np.any([inside(_points(polygon, name), size) for polygon in outline], 0)
 
 
 def _points(polygon: Sequence[float], name: str) -> npt.NDArray[np.float64]:
@@ -212,7 +212,8 @@ def inside(corners: npt.NDArray[np.float64], size: tuple[int, int]) -> Mask:
     first = np.ceil(crossing - 0.5).clip(0, width).astype(np.int64)  # the first pixel whose centre is not left of it
     flips = np.zeros((height, width + 1), np.uint8)
     np.add.at(flips, (row, first), 1)
-    return flips.cumsum(1, dtype=np.uint8)[:, :width] % 2 == 1  # where a sum is over 255, it stays odd or even
+    odd: Mask = flips.cumsum(1, dtype=np.uint8)[:, :width] % 2 == 1  # where a sum is over 255, it stays odd or even
+    return odd
 
 
 def from_runs(counts: Sequence[int], size: tuple[int, int], name: str) -> Mask:
