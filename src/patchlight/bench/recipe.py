@@ -43,7 +43,7 @@ class Recipe(Spec):
     notes: str = ""
     target: Literal["label", "prediction"] = "prediction"
     seed: Whole = 0
-    shard: Annotated[int, Field(strict=True, ge=1, le=4096)] = 16
+    batch_size: Annotated[int, Field(strict=True, ge=1, le=4096)] = 16
     models: Annotated[dict[str, ModelSpec], Field(min_length=1)]
     data: DataSpec
     methods: Annotated[dict[str, MethodSpec], Field(min_length=1)]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,17 @@ class Scene:
         """The boxes [n,4] of its objects; None where there is none."""
         found = [thing.box for thing in self.things if thing.box is not None and not thing.crowd]
         return torch.tensor(found) if found else None
+
+    def values(self) -> Any:
+        """All that boxes and mask are made of, as plain values."""
+        drawn = [(one.box, one.crowd, one.outline) for one in self.things]
+        return [self.size, [(*each, o.model_dump() if isinstance(o, Runs) else o) for *each, o in drawn]]
+
+    def known(self) -> set[str]:
+        """Which it has, of boxes and masks."""
+        objects = [thing for thing in self.things if not thing.crowd]
+        boxes = {"boxes" for thing in objects if thing.box is not None}
+        return boxes | {"masks" for thing in objects if thing.outline is not None}
 
     def mask(self, size: tuple[int, int], name: str) -> Tensor | None:
         """1 in its objects, -1 in crowds, 0 elsewhere, on an image of this size; None where no object is drawn."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchlight.data.base import Data, Sample, bare, existing_folder, look_up, read_pairs, register_data
+from patchlight.data.base import Data, Sample, Sources, bare, existing_folder, look_up, read_pairs, register_data
 from patchlight.data.coco import Coco, Scene, read_coco
 from patchlight.data.notes import Note, read_boxes, scaled
 from patchlight.errors import PatchlightError, nearest, spelled
@@ -79,7 +79,7 @@ def open_files(
         name: Known(p, numbers.get(name), notes.get(name), files.get(name), scenes.get(name))
         for name, p in paths.items()
     }
-    return Data(title, names, partial(_read, known, ignore), classes)
+    return Data(title, names, partial(_read, known, ignore), classes, partial(_sources, known, ignore))
 
 
 def _by_name(names: Sequence[str], table: Mapping[str, T], path: Path, what: str = "line") -> dict[str, T]:
@@ -148,6 +148,16 @@ def _read(known: Mapping[str, Known], ignore: int | None, name: str) -> Sample:
     elif one.scene is not None:
         mask = one.scene.mask(image.size, name)
     return Sample(name, image, one.label, boxes, mask)
+
+
+def _sources(known: Mapping[str, Known], ignore: int | None, name: str) -> Sources:
+    """What `_read` reads: files, and what was read from tables before."""
+    one = known[name]
+    told = set() if one.scene is None else one.scene.known()
+    told |= {what for what, own in (("boxes", one.boxes), ("masks", one.mask)) if own is not None}
+    boxes = None if one.boxes is None else [one.boxes.boxes, one.boxes.size]
+    values = [ignore, boxes, None if one.scene is None else one.scene.values()]
+    return Sources([one.path] if one.mask is None else [one.path, one.mask], one.label, values, told)
 
 
 def _read_mask(path: Path, ignore: int | None) -> Tensor:
