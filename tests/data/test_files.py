@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import patchlight as pl
-from patchlight.data import Data, load_batch, open_data, takes_classes
+from patchlight.data import Data, Sources, load_batch, open_data, takes_classes
 from patchlight.errors import PatchlightError
 from patchlight.images import Preprocess
 from patchlight.specs import DataSpec, kind_and_path
@@ -221,6 +221,37 @@ def test_what_is_wrong_with_one_image_is_told_when_it_is_read(folder: Path) -> N
     smaller, turned = unreadable(open_data("files", folder, coco="coco.json"))
     assert smaller == "'a.png' was 80 x 60 when it was annotated, but is 40 x 30; give the same image"
     assert turned == "the mask of 'b.jpg' is 30 x 40, but its image 40 x 30"
+
+
+def test_sources_tell_what_reading_depends_on(folder: Path) -> None:
+    """Without opening an image: equal where samples are, other where an outline, a box, a mask or `ignore` is."""
+
+    def sources(**options: Any) -> Sources:
+        data = open_data("files", folder, **options)
+        assert data.sources is not None
+        return data.sources("a.png")
+
+    assert sources() == sources()
+    assert (sources().files, sources().annotations) == ([folder / "a.png"], set())
+    coco(folder / "coco.json", ZEBRA, ANT)
+    first = sources(coco="coco.json")
+    assert first == sources(coco="coco.json")
+    assert first.annotations == {"labels", "boxes", "masks"}
+    assert open_data("files", folder, coco="coco.json").sources("b.jpg").annotations == {"labels", "boxes"}  # type: ignore[misc]
+    assert json.dumps(first.values), "plain values"
+    coco(folder / "coco.json", {**ZEBRA, "segmentation": [[4, 2, 24, 2, 24, 11, 4, 12]]}, ANT)
+    assert sources(coco="coco.json").values != first.values
+    coco(folder / "coco.json", {**ZEBRA, "bbox": [4, 2, 20, 9]}, ANT)
+    assert sources(coco="coco.json").values != first.values
+    coco(folder / "coco.json", ZEBRA, {**ANT, "bbox": [0, 0, 1, 1]})
+    assert sources(coco="coco.json") == first, "another image's annotation"
+    boxes = write(folder.parent / "boxes.csv", HEADER + "a,1,2,3,4\nb,1,2,3,4\n")
+    assert sources(boxes=boxes).annotations == {"boxes"}
+    assert sources(boxes=boxes).values != sources().values
+    masks = mask(folder.parent / "outlines" / "a.png").parent
+    mask(masks / "b.png")
+    assert sources(masks=masks).files == [folder / "a.png", masks / "a.png"]
+    assert sources(masks=masks, ignore=255).values != sources(masks=masks).values
 
 
 def test_metrics_of_every_annotation(folder: Path) -> None:
