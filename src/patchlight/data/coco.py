@@ -195,7 +195,8 @@ def draw(outline: Outline, size: tuple[int, int], name: str) -> Mask:
             raise PatchlightError(f"the mask of '{name}' is {told}, but its image {width} x {height}")
         counts = unpacked(outline.counts, name) if isinstance(outline.counts, str) else outline.counts
         return from_runs(counts, size, name)
-    return np.any([inside(_points(polygon, name), size) for polygon in outline], 0)
+    joined: Mask = np.logical_or.reduce([inside(_points(polygon, name), size) for polygon in outline])
+    return joined
 
 
 def _points(polygon: Sequence[float], name: str) -> npt.NDArray[np.float64]:
