@@ -108,7 +108,8 @@ class Claims:
     def my_turn(self) -> bool:
         """Whether to plan now: somebody else has, or nobody is before this one who will."""
         others = self.others()
-        return any(one.ready for one in others) or not any(one.alone or one.id < self.own.id for one in others)
+        first = self.alone or not any(one.alone or one.id < self.own.id for one in others)
+        return first or any(one.ready for one in others)
 
     def tell(self, **about: Any) -> None:
         """Have others know more of this process."""

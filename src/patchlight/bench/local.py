@@ -155,7 +155,7 @@ def begin(
     Of those that begin at once, one plans first: the others need not look at every image.
     """
     stop = stop or Stop()
-    if not (claims.alone or claims.my_turn()):
+    if not claims.my_turn():
         listen(Waiting(1))
         while not (claims.my_turn() or stop.asked.wait(PAUSE / 5)):
             pass
