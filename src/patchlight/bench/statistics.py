@@ -12,7 +12,7 @@ from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
 from patchlight.metrics.base import intervals
 from patchlight.metrics.ranking import ALPHA, SAMPLES, compared, friedman, placed
-from patchlight.statistics import Mark
+from patchlight.statistics import Mark, Resamples
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,9 @@ def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[Cell
     found: list[Cell] = []
     for model in results.images:
         columns = {(m, n): results.columns[model, m, n] for m in recipe.methods for n in recipe.metrics}
-        bounds = intervals(columns, samples=samples)
-        marks = {n: compared({m: columns[m, n] for m in recipe.methods}, samples) for n in recipe.metrics}
+        resamples = Resamples(len(results.images[model]), samples)
+        bounds = intervals(columns, resamples)
+        marks = {n: compared({m: columns[m, n] for m in recipe.methods}, resamples) for n in recipe.metrics}
         for (method, metric), column in columns.items():
             low, high = bounds[method, metric]
             found.append(
@@ -118,7 +119,7 @@ def critical_difference(methods: int, images: int, alpha: float = ALPHA) -> floa
 
 def extremes(values: Tensor, higher_is_better: bool, count: int) -> tuple[Sequence[int], Sequence[int]]:
     """The images with the best and the worst values, at most `count` of each, best and worst first."""
-    known = [i for i in range(len(values)) if bool(values[i].isfinite())]
-    order = sorted(known, key=lambda i: (-float(values[i]) if higher_is_better else float(values[i]), i))
+    known = values.isfinite().nonzero().flatten()
+    order = known[(-values[known] if higher_is_better else values[known]).argsort(stable=True)].tolist()
     count = min(count, len(order) // 2)
     return order[:count], order[::-1][:count]

@@ -21,7 +21,7 @@ from patchlight.evidence.ablation import ABLATION, Ablation, Unit
 from patchlight.frames import frame, stacked
 from patchlight.registry import Entry, Listed, Registry, Setting, Settings, in_words, settings_of, settled
 from patchlight.resize import Upsampling, to_cells, to_pixels
-from patchlight.statistics import FEWEST, bootstrapped, percentiles
+from patchlight.statistics import FEWEST, Resamples, percentiles
 from patchlight.targets import Targets, predicted
 
 if TYPE_CHECKING:
@@ -379,17 +379,33 @@ class Evaluation:
             return float("nan")
         return float(self.resampled(torch.ones(1, len(self), dtype=torch.float64))[0])
 
+    def summed(self, among: Tensor | None = None) -> Tensor:
+        """What is summed over images to make the data set's number [B,k]; images without a value do not count.
+
+        Nor do those that are not `among` [B] these.
+        """
+        counts = self.values.isfinite() if among is None else self.values.isfinite() & among
+        if self.combine is None:
+            columns = torch.stack([torch.ones_like(self.values), self.values], 1)
+        else:
+            columns = torch.cat([part.double().reshape(len(self), -1) for part in self.parts.values()], 1)
+        return columns.nan_to_num() * counts[:, None]
+
+    def number(self, sums: Tensor) -> Tensor:
+        """The data set's number [S] of sums [S,k] over images of what is `summed`."""
+        if self.combine is None:
+            return sums[:, 1] / sums[:, 0]
+        shapes = [part.shape[1:] for part in self.parts.values()]
+        found = zip(self.parts, sums.split([shape.numel() for shape in shapes], 1), shapes, strict=True)
+        return self.combine({key: own.reshape(-1, *shape) for key, own, shape in found})
+
     def resampled(self, weights: Tensor) -> Tensor:
         """The data set's number [S] when image i counts weights[s,i] times; images without a value do not count."""
-        weights = weights * self.values.isfinite()
-        if self.combine is None:
-            return (weights @ self.values.nan_to_num()) / weights.sum(1)
-        sums = {key: torch.tensordot(weights, part.double().nan_to_num(), 1) for key, part in self.parts.items()}
-        return self.combine(sums)
+        return self.number(weights @ self.summed())
 
     def interval(self, confidence: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """A bootstrap interval of `mean` over images; NaN where fewer than six have a value, too few for one."""
-        return intervals({"": self}, confidence, samples, seed)[""]
+        return intervals({"": self}, Resamples(len(self), samples, seed), confidence)[""]
 
     @staticmethod
     def joined(parts: Sequence[Evaluation]) -> Evaluation:
@@ -465,12 +481,12 @@ class Evaluations(dict[str, Any]):
 
 
 def intervals(
-    evaluations: Mapping[K, Evaluation], confidence: float = 0.95, samples: int = 1000, seed: int = 0
+    evaluations: Mapping[K, Evaluation], resamples: Resamples, confidence: float = 0.95
 ) -> dict[K, tuple[float, float]]:
     """The interval of each of these evaluations of the same images, from the same resamples."""
-    enough = {key: one.resampled for key, one in evaluations.items() if one.count >= FEWEST}
-    images = max(map(len, evaluations.values()), default=0)
-    spread = bootstrapped(enough, images, samples, seed) if enough else {}
+    enough = {key: one for key, one in evaluations.items() if one.count >= FEWEST}
+    sums = resamples.sums(one.summed() for one in enough.values())
+    spread = {key: one.number(own) for (key, one), own in zip(enough.items(), sums, strict=True)}
     nothing = (float("nan"), float("nan"))
     return {key: percentiles(spread[key], confidence) if key in spread else nothing for key in evaluations}
 
