@@ -427,12 +427,7 @@ class Evaluation:
     @property
     def summary(self) -> str:
         """The mean, its interval, and how many images have no value: "0.412 [0.38, 0.45], 2 undefined"."""
-        if self.count == 0:
-            return "no value"
-        low, high = self.interval()
-        left_out = len(self) - self.count
-        interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
-        return f"{self.mean:.4g}{interval}{f', {left_out} undefined' if left_out else ''}"
+        return summaries({"": self})[""]
 
     def to_frame(self) -> DataFrame:
         """A pandas table with a row per image: image, metric, value, and the reason where there is no value."""
@@ -489,6 +484,31 @@ def intervals(
     spread = {key: one.number(own) for (key, one), own in zip(enough.items(), sums, strict=True)}
     nothing = (float("nan"), float("nan"))
     return {key: percentiles(spread[key], confidence) if key in spread else nothing for key in evaluations}
+
+
+def all_intervals(
+    evaluations: Mapping[K, Evaluation], samples: int = 1000, seed: int = 0
+) -> dict[K, tuple[float, float]]:
+    """The interval of each of these evaluations; those of equally many images share their resamples."""
+    found: dict[K, tuple[float, float]] = {}
+    for images in {len(one) for one in evaluations.values()}:
+        own = {key: one for key, one in evaluations.items() if len(one) == images}
+        found |= intervals(own, Resamples(images, samples, seed))
+    return found
+
+
+def summaries(evaluations: Mapping[K, Evaluation]) -> dict[K, str]:
+    """Each in a few words: the mean, its interval, and how many images have no value."""
+    sides = all_intervals(evaluations)
+
+    def told(one: Evaluation, low: float, high: float) -> str:
+        if one.count == 0:
+            return "no value"
+        left_out = len(one) - one.count
+        interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
+        return f"{one.mean:.4g}{interval}{f', {left_out} undefined' if left_out else ''}"
+
+    return {key: told(one, *sides[key]) for key, one in evaluations.items()}
 
 
 def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
