@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,35 +23,72 @@ KEPT = 2**28
 """Bytes of counts that are kept; more are drawn whenever they are asked for."""
 
 
+class Summed(Protocol):
+    """Something whose number for a data set is made of sums over its images."""
+
+    @property
+    def exist(self) -> Tensor:
+        """Which images have a value [B]."""
+
+    def summed(self, images: Tensor | None = None) -> Tensor:
+        """What is summed [n,k], of all images or of those at these places; 0 where there is no value."""
+
+    def number(self, sums: Tensor) -> Tensor:
+        """The number [S] of sums [S,k]."""
+
+
 class Resamples:
     """Bootstrap resamples of some images: how often each is drawn, B draws with replacement, S times.
 
     They are drawn when they are first asked for, and kept as bytes where these are not too many: no image of a resample
-    is ever drawn 256 times.
+    is ever drawn 256 times. Sums that were made are known from then on.
     """
 
     def __init__(self, images: int, samples: int = 1000, seed: int = 0) -> None:
         self.images, self.samples, self.seed = images, samples, seed
-        self._counts: list[Tensor] = []
+        self._kept: list[Tensor] = []
+        self._sums: dict[int, tuple[Summed, Tensor]] = {}
 
-    def weights(self) -> Iterator[Tensor]:
-        """The counts as weights [s,B] float64, some resamples at a time."""
-        if self._counts:
-            yield from (counts.double() for counts in self._counts)
+    def numbers(self, asked: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
+        """For each of these, its number [S] of every resample, of the images [B] that count and have a value."""
+        missing = {id(own): own for own, _ in asked if id(own) not in self._sums}
+        made = self.sums(own.summed() for own in missing.values())
+        self._sums |= {key: (own, sums) for (key, own), sums in zip(missing.items(), made, strict=True)}
+        left_out = [(own.exist & ~counts).nonzero().flatten() for own, counts in asked]
+        fewer = [(own, places) for (own, _), places in zip(asked, left_out, strict=True) if len(places)]
+        less = iter(self._of_some(fewer))
+        return [
+            own.number(self._sums[id(own)][1] - next(less) if len(places) else self._sums[id(own)][1])
+            for (own, _), places in zip(asked, left_out, strict=True)
+        ]
+
+    def sums(self, columns: Iterable[Tensor]) -> Iterator[Tensor]:
+        """For each of these columns [B,k], their sums [S,k] in float64 over the images of every resample."""
+        for some in _within(columns, AT_ONCE):
+            joined = some[0] if len(some) == 1 else torch.cat(some, 1)
+            made = torch.cat([(counts.to(joined.dtype) @ joined).double() for counts in self.counts()])
+            yield from made.split([own.shape[1] for own in some], 1)
+
+    def _of_some(self, asked: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
+        """For each of these, its sums [S,k] over the images at these places: few of all."""
+        columns = [own.summed(places).double() for own, places in asked]
+        made: list[list[Tensor]] = [[] for _ in asked]
+        for counts in self.counts() if asked else ():
+            for (_, places), own, sums in zip(asked, columns, made, strict=True):
+                sums.append(counts[:, places].double() @ own)
+        return [torch.cat(sums) for sums in made]
+
+    def counts(self) -> Iterator[Tensor]:
+        """How often each image is drawn [s,B] uint8, some resamples at a time."""
+        if self._kept:
+            yield from self._kept
             return
         drawn = []
         for counts in self._drawn():
-            yield counts.double()
+            yield counts
             if self.images * self.samples <= KEPT:
                 drawn.append(counts)
-        self._counts = drawn
-
-    def sums(self, columns: Iterable[Tensor]) -> Iterator[Tensor]:
-        """For each of these columns [B,k] float64, their sums [S,k] over the images of every resample."""
-        for some in _within(columns, AT_ONCE):
-            widths = [own.shape[1] for own in some]
-            joined = torch.cat(some, 1)
-            yield from torch.cat([weights @ joined for weights in self.weights()]).split(widths, 1)
+        self._kept = drawn
 
     def _drawn(self) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -78,7 +115,7 @@ def _within(columns: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 def bootstrap_weights(images: int, samples: int = 1000, seed: int = 0) -> Tensor:
     """How often each image is drawn in each resample [S,B] float64: B draws with replacement."""
-    return torch.cat(list(Resamples(images, samples, seed).weights()))
+    return torch.cat([counts.double() for counts in Resamples(images, samples, seed).counts()])
 
 
 def constant(maps: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor
 
@@ -111,12 +112,17 @@ def ranks(results: Results, recipe: Recipe, model: str, metric: str) -> Ranks | 
 
 def critical_difference(methods: int, images: int, alpha: float = ALPHA) -> float:
     """Nemenyi's critical difference of mean ranks: q sqrt(k (k+1) / (6 N)), q the studentized range over sqrt 2."""
-    from scipy.stats import studentized_range
-
     if methods < 2 or images < 1:
         return math.inf
-    q = float(studentized_range.ppf(1 - alpha, methods, math.inf)) / math.sqrt(2)
-    return q * math.sqrt(methods * (methods + 1) / (6 * images))
+    return _studentized(methods, alpha) / math.sqrt(2) * math.sqrt(methods * (methods + 1) / (6 * images))
+
+
+@cache
+def _studentized(methods: int, alpha: float) -> float:
+    """The range of so many standard normal numbers that is passed with probability alpha; an integral, and slow."""
+    from scipy.stats import studentized_range
+
+    return float(studentized_range.ppf(1 - alpha, methods, math.inf))
 
 
 def extremes(values: Tensor, higher_is_better: bool, count: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, TypeVar, Unpack
 
 import torch
@@ -360,7 +361,7 @@ class Evaluation:
     bounds: tuple[float, float]
     curve: Tensor | None = None
     x: Tensor | None = None
-    reasons: tuple[str, ...] = ()
+    reasons: Sequence[str] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     combine: Callable[[Sums], Tensor] | None = None
@@ -371,25 +372,33 @@ class Evaluation:
     @property
     def count(self) -> int:
         """Images whose value exists."""
-        return int(self.values.isfinite().sum())
+        return int(self.exist.sum())
 
-    @property
+    @cached_property
     def mean(self) -> float:
         if not self.count:
             return float("nan")
-        return float(self.resampled(torch.ones(1, len(self), dtype=torch.float64))[0])
+        return float(self.number(self.summed().sum(0, keepdim=True).double())[0])
 
-    def summed(self, among: Tensor | None = None) -> Tensor:
-        """What is summed over images to make the data set's number [B,k]; images without a value do not count.
+    @property
+    def exist(self) -> Tensor:
+        """Which images have a value [B]."""
+        return self.values.isfinite()
 
-        Nor do those that are not `among` [B] these.
+    def summed(self, images: Tensor | None = None) -> Tensor:
+        """What is summed to make the data set's number [n,k], of all images or of those at these places.
+
+        It is 0 where there is no value; in float64, or in float32 where that holds all sums exactly, as of bytes.
         """
-        counts = self.values.isfinite() if among is None else self.values.isfinite() & among
+        chosen = slice(None) if images is None else images
+        values = self.values[chosen]
         if self.combine is None:
-            columns = torch.stack([torch.ones_like(self.values), self.values], 1)
+            columns = torch.stack([torch.ones_like(values), values], 1)
         else:
-            columns = torch.cat([part.double().reshape(len(self), -1) for part in self.parts.values()], 1)
-        return columns.nan_to_num() * counts[:, None]
+            bytes_only = all(part.dtype == torch.uint8 for part in self.parts.values())
+            exact = torch.float32 if bytes_only and 255 * len(self) < 2**24 else torch.float64
+            columns = torch.cat([part[chosen].reshape(len(values), -1).to(exact) for part in self.parts.values()], 1)
+        return columns.nan_to_num_().mul_(values.isfinite()[:, None])
 
     def number(self, sums: Tensor) -> Tensor:
         """The data set's number [S] of sums [S,k] over images of what is `summed`."""
@@ -401,7 +410,7 @@ class Evaluation:
 
     def resampled(self, weights: Tensor) -> Tensor:
         """The data set's number [S] when image i counts weights[s,i] times; images without a value do not count."""
-        return self.number(weights @ self.summed())
+        return self.number(weights @ self.summed().double())
 
     def interval(self, confidence: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """A bootstrap interval of `mean` over images; NaN where fewer than six have a value, too few for one."""
@@ -480,8 +489,7 @@ def intervals(
 ) -> dict[K, tuple[float, float]]:
     """The interval of each of these evaluations of the same images, from the same resamples."""
     enough = {key: one for key, one in evaluations.items() if one.count >= FEWEST}
-    sums = resamples.sums(one.summed() for one in enough.values())
-    spread = {key: one.number(own) for (key, one), own in zip(enough.items(), sums, strict=True)}
+    spread = dict(zip(enough, resamples.numbers([(one, one.exist) for one in enough.values()]), strict=True))
     nothing = (float("nan"), float("nan"))
     return {key: percentiles(spread[key], confidence) if key in spread else nothing for key in evaluations}
 

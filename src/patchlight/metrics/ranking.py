@@ -40,11 +40,11 @@ def compared(columns: Mapping[str, Evaluation], resamples: Resamples | None = No
 
 
 def paired_differences(best: Evaluation, others: Mapping[str, Evaluation], resamples: Resamples) -> dict[str, Tensor]:
-    """The data set's number of the best less that of each other [S], on the same images: those that both have."""
-    among = {m: best.values.isfinite() & other.values.isfinite() for m, other in others.items()}
-    first = resamples.sums(best.summed(among[m]) for m in others)
-    second = resamples.sums(other.summed(among[m]) for m, other in others.items())
-    return {m: best.number(a) - others[m].number(b) for m, a, b in zip(others, first, second, strict=True)}
+    """The data set's number of the best less that of each other [S], on the same images: those where both have one."""
+    both = {m: best.exist & other.exist for m, other in others.items()}
+    first = resamples.numbers([(best, both[m]) for m in others])
+    second = resamples.numbers([(other, both[m]) for m, other in others.items()])
+    return {m: a - b for m, a, b in zip(others, first, second, strict=True)}
 
 
 def placed(columns: Mapping[str, Evaluation]) -> tuple[list[str], Tensor | None]:
