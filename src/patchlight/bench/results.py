@@ -46,6 +46,11 @@ class Words(Sequence[str]):
             return Words(self.places[index], self.known)
         return self.known[int(self.places[index])]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __iter__(self) -> Iterator[str]:
         return map(self.known.__getitem__, self.places.tolist())
 
@@ -59,19 +64,16 @@ class Words(Sequence[str]):
         return f"<Words of {len(self)} images: {int((self.places > 0).sum())} are not empty>"
 
 
-NOTHING = Words(np.zeros(0, dtype=np.int32), [""])
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Column(Evaluation):
     """One method under one metric on one model: an evaluation with seconds [B], and why an image failed.
 
     `reasons` say why a value does not exist, or is worth little; `mean_curve` [P] is the mean over images with a value
-    (`curve` itself is not held). `undone` of the images are still to be measured. `explain_seconds` are those of the
-    pass that `shared_by` so many methods have in common.
+    (`Store.curves` reads those of all images). `undone` of the images are still to be measured. `explain_seconds` are
+    those of the pass that `shared_by` so many methods have in common.
     """
 
-    errors: Words = NOTHING
+    errors: Words = field(default_factory=lambda: Words(np.zeros(0, dtype=np.int32), [""]))
     undone: int = 0
     shared_by: int = 1
     explain_seconds: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -138,6 +140,26 @@ def results_of(tables: Iterable[Any], manifest: Manifest, notes: Collection[str]
         columns |= {(label, *pair): column for pair, column in gathered.pop(label).columns()}
     images = dict.fromkeys(models, manifest.images.names)
     return Results(images, columns, tuple(dict.fromkeys([*sorted(notes), *newer])))
+
+
+def curves_of(tables: Iterable[Any], manifest: Manifest, model: str, method: str, metric: str) -> Tensor | None:
+    """The curves [B,P] of one method under one metric, NaN of an image without one; None where there are none."""
+    about = _About(manifest.resolved, manifest.images.names)
+    found: npt.NDArray[np.float32] | None = None
+    for table in tables:
+        about.learn(table)
+        facts = about.facts.get(metric)
+        if facts is None or facts.x is None:
+            continue
+        for name, label in (("model", model), ("method", method), ("metric", metric)):
+            table = table.filter(pc.equal(table[name], label))
+        if found is None:
+            found = np.full((about.shape[2], len(facts.x)), np.nan, dtype=np.float32)
+        image = about.place(table, "image")
+        rows = np.flatnonzero(image >= 0)
+        drawn, curves = _listed(table["curve"].combine_chunks(), rows, len(facts.x))
+        found[image[rows[drawn]]] = curves
+    return None if found is None else torch.from_numpy(found)
 
 
 def _by_model(table: Any) -> Iterator[tuple[str, Any]]:

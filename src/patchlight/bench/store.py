@@ -18,9 +18,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from patchlight.bench.manifest import Manifest, read_manifest
 from patchlight.bench.plan import Group, Plan, Unit
-from patchlight.bench.results import Results, counted, results_of, word_counts
+from patchlight.bench.results import Results, counted, curves_of, results_of, word_counts
 from patchlight.bench.rows import (
     Before,
     Done,
@@ -258,6 +260,11 @@ class Store:
                     tell(i + 1, len(files))
 
         return results_of(tables(), self.manifest(), notes)
+
+    def curves(self, model: str, method: str, metric: str) -> Tensor | None:
+        """The curves [B,P] of every image, NaN of one without; None where the metric has none."""
+        tables = self.tables(["model", "image", "method", "metric", "curve"])
+        return curves_of(tables, self.manifest(), model, method, metric)
 
 
 def known_in(files: Files) -> Before:
