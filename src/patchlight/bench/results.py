@@ -61,7 +61,7 @@ class Words(Sequence[str]):
         return Counter(dict(zip(map(self.known.__getitem__, found.tolist()), times.tolist(), strict=True)))
 
     def __repr__(self) -> str:
-        return f"<Words of {len(self)} images: {int((self.places > 0).sum())} are not empty>"
+        return f"<Words: {int((self.places > 0).sum())} of {len(self)} not empty>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -82,7 +82,13 @@ class Column(Evaluation):
 
     @property
     def failed(self) -> int:
-        return sum(self.errors.counts.values())
+        return int((self.errors.places > 0).sum())
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many images do not count, by why."""
+        undefined = len(self) - self.count - self.failed - self.undone
+        return {"undefined": undefined, "failed": self.failed, "not done": self.undone}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -374,6 +374,11 @@ class Evaluation:
         """Images whose value exists."""
         return int(self.exist.sum())
 
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many images do not count, by why."""
+        return {"undefined": len(self) - self.count}
+
     @cached_property
     def mean(self) -> float:
         if not self.count:
@@ -448,9 +453,9 @@ class Evaluation:
         return Evaluations({self.metric: self})._repr_html_()
 
     def __repr__(self) -> str:
-        left_out = f", {len(self) - self.count} undefined" if self.count < len(self) else ""
+        told = "".join(f", {count} {why}" for why, count in self.left_out.items() if count)
         better = "higher" if self.higher_is_better else "lower"
-        return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){left_out}; {better} is better>"
+        return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){told}; {better} is better>"
 
 
 class Evaluations(dict[str, Any]):
@@ -512,9 +517,8 @@ def summaries(evaluations: Mapping[K, Evaluation]) -> dict[K, str]:
     def told(one: Evaluation, low: float, high: float) -> str:
         if one.count == 0:
             return "no value"
-        left_out = len(one) - one.count
         interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
-        return f"{one.mean:.4g}{interval}{f', {left_out} undefined' if left_out else ''}"
+        return f"{one.mean:.4g}{interval}" + "".join(f", {n} {why}" for why, n in one.left_out.items() if n)
 
     return {key: told(one, *sides[key]) for key, one in evaluations.items()}
 
