@@ -274,14 +274,20 @@ class Queue:
         return size_of(first.group, SECONDS / seconds * len(first.images))
 
     def _open(self) -> list[Unit]:
-        """The units of this part that are not known to be done; of a group without a size, its first."""
+        """The units of this part that are not known to be done; of a group without a size, its first.
+
+        One model after the other, as loading takes long, and of each all methods on the first images first: methods can be
+        compared on what is done of a run.
+        """
         total = len(self.begun.whole.images)
-        return [
+        found = [
             unit
             for group in self.begun.whole.groups
             for unit in self._of(group)
             if unit.key not in self.done and (len(self._units[group.key]) == 1 or self.part.has(unit, total))
         ]
+        models = list(self.begun.whole.recipe.models)
+        return sorted(found, key=lambda unit: (models.index(unit.group.label), unit.start))
 
     def _of(self, group: Group) -> Sequence[Unit]:
         if len(self._units.get(group.key, ())) < 2:
