@@ -48,6 +48,7 @@ class Resamples:
         self.images, self.samples, self.seed = images, samples, seed
         self._kept: list[Tensor] = []
         self._sums: dict[int, tuple[Summed, Tensor]] = {}
+        self._rooms: dict[torch.dtype, Tensor] = {}
 
     def numbers(self, asked: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
         """For each of these, its number [S] of every resample, of the images [B] that count and have a value."""
@@ -66,8 +67,23 @@ class Resamples:
         """For each of these columns [B,k], their sums [S,k] in float64 over the images of every resample."""
         for some in _within(columns, AT_ONCE):
             joined = some[0] if len(some) == 1 else torch.cat(some, 1)
-            made = torch.cat([(counts.to(joined.dtype) @ joined).double() for counts in self.counts()])
+            made = torch.empty(self.samples, joined.shape[1], dtype=torch.float64)
+            begin = 0
+            for counts in self.counts():
+                weights = self._room(joined.dtype)[: len(counts)].copy_(counts)
+                made[begin : begin + len(counts)] = weights @ joined
+                begin += len(counts)
             yield from made.split([own.shape[1] for own in some], 1)
+
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        """Room for counts as weights, the same each time: freed and taken by turns, it would lie about in pieces."""
+        if dtype not in self._rooms:
+            self._rooms[dtype] = torch.empty(self._at_once, self.images, dtype=dtype)
+        return self._rooms[dtype]
+
+    @property
+    def _at_once(self) -> int:
+        return min(max(1, AT_ONCE // max(self.images, 1)), self.samples)
 
     def _of_some(self, asked: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
         """For each of these, its sums [S,k] over the images at these places: few of all."""
@@ -92,9 +108,8 @@ class Resamples:
 
     def _drawn(self) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
-        size = max(1, AT_ONCE // max(self.images, 1))
-        for begin in range(0, self.samples, size):
-            counts = torch.zeros(min(size, self.samples - begin), self.images, dtype=torch.uint8)
+        for begin in range(0, self.samples, self._at_once):
+            counts = torch.zeros(min(self._at_once, self.samples - begin), self.images, dtype=torch.uint8)
             if self.images:
                 drawn = torch.randint(self.images, tuple(counts.shape), generator=generator)
                 counts.scatter_add_(1, drawn, torch.ones((), dtype=torch.uint8).expand_as(counts))
