@@ -46,8 +46,9 @@ class Resamples:
 
     def __init__(self, images: int, samples: int = 1000, seed: int = 0) -> None:
         self.images, self.samples, self.seed = images, samples, seed
-        self._kept: list[Tensor] = []
+        self._kept: Tensor | None = None
         self._sums: dict[int, tuple[Summed, Tensor]] = {}
+        self._rooms: dict[torch.dtype, Tensor] = {}
 
     def numbers(self, asked: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
         """For each of these, its number [S] of every resample, of the images [B] that count and have a value."""
@@ -66,8 +67,26 @@ class Resamples:
         """For each of these columns [B,k], their sums [S,k] in float64 over the images of every resample."""
         for some in _within(columns, AT_ONCE):
             joined = some[0] if len(some) == 1 else torch.cat(some, 1)
-            made = torch.cat([(counts.to(joined.dtype) @ joined).double() for counts in self.counts()])
-            yield from made.split([own.shape[1] for own in some], 1)
+            widths = [own.shape[1] for own in some]
+            some.clear()  # they may be large, and are not needed beside what they make together
+            made = torch.empty(self.samples, joined.shape[1], dtype=torch.float64)
+            begin = 0
+            for counts in self.counts():
+                weights = self._room(joined.dtype)[: len(counts)].copy_(counts)
+                made[begin : begin + len(counts)] = weights @ joined
+                begin += len(counts)
+            del joined
+            yield from made.split(widths, 1)
+
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        """Room for counts as weights, the same each time: freed and taken by turns, it would lie about in pieces."""
+        if dtype not in self._rooms:
+            self._rooms[dtype] = torch.empty(self._at_once, self.images, dtype=dtype)
+        return self._rooms[dtype]
+
+    @property
+    def _at_once(self) -> int:
+        return max(1, min(AT_ONCE // max(self.images, 1), self.samples))
 
     def _of_some(self, asked: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
         """For each of these, its sums [S,k] over the images at these places: few of all."""
@@ -79,26 +98,23 @@ class Resamples:
         return [torch.cat(sums) for sums in made]
 
     def counts(self) -> Iterator[Tensor]:
-        """How often each image is drawn [s,B] uint8, some resamples at a time."""
-        if self._kept:
-            yield from self._kept
+        """How often each image is drawn [s,B] uint8, some resamples at a time; each is good until the next is there."""
+        if self._kept is not None:
+            yield from self._kept.split(self._at_once)
             return
-        drawn = []
-        for counts in self._drawn():
-            yield counts
-            if self.images * self.samples <= KEPT:
-                drawn.append(counts)
-        self._kept = drawn
-
-    def _drawn(self) -> Iterator[Tensor]:
+        keep = self.images * self.samples <= KEPT
+        whole = torch.zeros(self.samples if keep else self._at_once, self.images, dtype=torch.uint8)
+        drawn = torch.empty(self._at_once, self.images, dtype=torch.int64)
+        one = torch.ones((), dtype=torch.uint8)
         generator = torch.Generator().manual_seed(self.seed)
-        size = max(1, AT_ONCE // max(self.images, 1))
-        for begin in range(0, self.samples, size):
-            counts = torch.zeros(min(size, self.samples - begin), self.images, dtype=torch.uint8)
+        for begin in range(0, self.samples, self._at_once):
+            size = min(self._at_once, self.samples - begin)
+            counts = whole[begin : begin + size] if keep else whole[:size].zero_()
             if self.images:
-                drawn = torch.randint(self.images, tuple(counts.shape), generator=generator)
-                counts.scatter_add_(1, drawn, torch.ones((), dtype=torch.uint8).expand_as(counts))
+                torch.randint(self.images, (size, self.images), generator=generator, out=drawn[:size])
+                counts.scatter_add_(1, drawn[:size], one.expand_as(counts))
             yield counts
+        self._kept = whole if keep else None
 
 
 def _within(columns: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:

@@ -218,7 +218,8 @@ def _mapped(column: Any, place: Callable[[str | None], int]) -> Array:
     """A number for each row of a column of words; each word is looked up once."""
     coded = pc.dictionary_encode(column.combine_chunks(), null_encoding="encode")
     numbers = np.array([place(word) for word in coded.dictionary.to_pylist()], dtype=np.int32)
-    return numbers[coded.indices.to_numpy(zero_copy_only=False)]
+    found: Array = numbers[coded.indices.to_numpy(zero_copy_only=False)]
+    return found
 
 
 class _Model:

@@ -402,7 +402,10 @@ class Evaluation:
         else:
             bytes_only = all(part.dtype == torch.uint8 for part in self.parts.values())
             exact = torch.float32 if bytes_only and 255 * len(self) < 2**24 else torch.float64
-            columns = torch.cat([part[chosen].reshape(len(values), -1).to(exact) for part in self.parts.values()], 1)
+            widths = [part.shape[1:].numel() for part in self.parts.values()]
+            columns = torch.empty(len(values), sum(widths), dtype=exact)
+            for room, part in zip(columns.split(widths, 1), self.parts.values(), strict=True):
+                room.copy_(part[chosen].reshape(len(values), -1))
         return columns.nan_to_num_().mul_(values.isfinite()[:, None])
 
     def number(self, sums: Tensor) -> Tensor:
