@@ -1,0 +1,309 @@
+"""A run as others can use it: per-image Parquet and maps by model and method, a data card, and no path of this machine.
+
+The folder is a run like any other: `bench report`, `compare` and `merge` read it, and `bench run --from` takes every
+value from it that would be measured again.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import ntpath
+import os
+import posixpath
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from patchlight.bench.card import card
+from patchlight.bench.manifest import Manifest, write_manifest
+from patchlight.bench.merge import part_of
+from patchlight.bench.recipe import Recipe
+from patchlight.bench.rows import FORMAT, SCHEMA, Maps, known_columns, map_bytes, parquet
+from patchlight.bench.store import Files, Store
+from patchlight.errors import PatchlightError
+from patchlight.files import cell, check_writable, write_whole
+from patchlight.progress import Progress, telling
+
+QUOTED = re.compile(r"""(?P<quote>['"])(?P<path>(?:/|~|[A-Za-z]:[\\/]|\\\\)[^'"\n]*)(?P=quote)""")
+"""A path of a machine in quotes, in which it may have spaces."""
+PLAIN = re.compile(r"""(?<![\w.:/\\~])(?:(?:file:/*|~)?/[^\s'"/,;:()]+(?=/)|[A-Za-z]:\\|\\\\\w)[^\s'",;()]*""")
+"""One among words, of two names at least."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: files, values, and what a reader should know."""
+
+    files: int
+    values: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cleaner:
+    """Takes the paths of this machine out of words: of a path, its last name stays."""
+
+    manifest: Manifest
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """Paths the run is known to have, of data and models, and those of this process; the longest first."""
+        recipe = self.manifest.resolved
+        given = [recipe.data.path, os.getcwd(), os.path.expanduser("~")]
+        for model in recipe.models.values():
+            given += [model.weights or "", model.labels or "", *model.similar_to]
+        every = {*given, *(os.path.abspath(path) for path in given if path)}
+        return sorted((path for path in every if absolute(path) and len(path) > 1), key=len, reverse=True)
+
+    def words(self, text: str) -> str:
+        """Words without paths of this machine."""
+        for path in self.paths:
+            text = re.sub(re.escape(path) + r"""(?![\w-])[^\s'",;:()]*""", lambda found: last(found[0]), text)
+        text = QUOTED.sub(lambda found: f"{found['quote']}{last(found['path'])}{found['quote']}", text)
+        return PLAIN.sub(lambda found: last(found[0]), text)
+
+    def value(self, value: Any) -> Any:
+        """Settings without such paths."""
+        if isinstance(value, Mapping):
+            return {key: self.value(own) for key, own in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(own) for own in value]
+        if not isinstance(value, str):
+            return value
+        return last(value) if absolute(value) else self.words(value)
+
+    @cached_property
+    def models(self) -> dict[str, str]:
+        """The labels of models, which may be their paths."""
+        return _unlike(list(self.manifest.resolved.models), self.value)
+
+    @cached_property
+    def images(self) -> dict[str, str]:
+        """The names of images: of paths, what is behind the folder they have in common."""
+        names = self.manifest.images.names
+        folders = [posixpath.dirname(name) for name in names if name.startswith("/")]
+        common = posixpath.commonpath(folders).rstrip("/") + "/" if folders else "/"
+        return _unlike(names, lambda name: name.removeprefix(common))
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe as it was run."""
+        given = self.manifest.resolved.model_dump(mode="json")
+        made = {key: self.value(own) for key, own in given.items() if key not in ("models", "published")}
+        made["models"] = {self.models[label]: self.value(own) for label, own in given["models"].items()}
+        made["published"] = {self.models.get(label, label): own for label, own in given["published"].items()}
+        return Recipe.model_validate(made)
+
+    def manifest_of(self) -> Manifest:
+        told = self.manifest
+        groups = (group.model_copy(update={"model": self.models[group.model]}) for group in told.groups)
+        names = tuple(self.images.values())
+        return told.model_copy(
+            update={
+                "resolved": self.recipe,
+                "recipe": self.words(told.recipe),
+                "notes": tuple(map(self.words, told.notes)),
+                "groups": tuple(groups),
+                "images": told.images.model_copy(update={"names": names}),
+                "models": {self.models[label]: digest for label, digest in told.models.items()},
+            }
+        )
+
+    def table(self, table: Any) -> Any:
+        """Rows without such paths."""
+        for column, change in (
+            ("model", self.models.__getitem__),
+            ("image", lambda name: self.images.get(name, name)),
+            ("note", self.words),
+            ("error", self.words),
+        ):
+            known = pc.unique(table[column])
+            changed = pa.array([None if word is None else change(word) for word in known.to_pylist()], pa.string())
+            own = changed.take(pc.index_in(table[column].combine_chunks(), known))
+            table = table.set_column(table.column_names.index(column), column, own)
+        return table
+
+
+def absolute(path: str) -> bool:
+    """Whether a path begins at the root of a machine, at somebody's home, or above the folder it is used in."""
+    return path.startswith(("/", "~", "..")) or ntpath.isabs(path) or bool(ntpath.splitdrive(path)[0])
+
+
+def last(path: str) -> str:
+    """The last name of a path.
+
+    >>> last("/home/jane/data/val/"), last("C:\\\\data\\\\val")
+    ('val', 'val')
+    """
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1].lstrip("~")
+
+
+def _unlike(names: Sequence[str], change: Callable[[str], str]) -> dict[str, str]:
+    """Every name changed; one that would then be another's gets a number."""
+    found: dict[str, str] = {}
+    for name in names:
+        changed, number = change(name) or "unnamed", 1
+        while changed in found.values() if changed != name else False:
+            number += 1
+            changed = f"{change(name)} ({number})"
+        found[name] = changed
+    return found
+
+
+def export(
+    run: str | Path,
+    out: str | Path,
+    licence: str | None = None,
+    data_licence: str | None = None,
+    progress: Progress | bool = False,
+) -> Exported:
+    """Write a run for others into the empty folder `out`; an incomplete one is told to be so.
+
+    `licence` is that of the values and maps, `data_licence` that of the images they were made from, in words; the card
+    says that they are unknown where they are not given.
+    """
+    store, target = Store(run), _empty(out)
+    manifest = store.manifest()
+    cleaner = Cleaner(manifest)
+    told = cleaner.manifest_of()
+    listed = _by_method(store)
+    if not listed:
+        raise PatchlightError(f"no unit of the run in '{run}' is done yet; there is nothing to export")
+    notes = [f"'{path.parent.name}/{path.name}' is damaged and left out" for path in _damaged(store)]
+    values, names = 0, _file_names(manifest.resolved, cleaner.models)
+    with telling(progress, "exporting") as tell:
+        for i, ((model, method), files) in enumerate(listed.items()):
+            rows, maps = _of_method(files, model, method, manifest.images.names)
+            values += len(rows)
+            shown = [cleaner.images[name] for name in maps.images]
+            own = replace(maps, images=shown, model=cleaner.models[model])
+            target.keep(names[model, method], parquet(cleaner.table(rows)), map_bytes(own))
+            tell(i + 1, len(listed))
+    if values < manifest.values:
+        notes.append(f"the run is not complete: {manifest.values - values} of {manifest.values} values are missing")
+    told = told.model_copy(update={"notes": (*told.notes, *(note for note in notes if note not in told.notes))})
+    write_whole(target.folder / "images.csv", _images(told))
+    write_whole(target.folder / "recipe.toml", as_toml(told.resolved).encode())
+    listing = [(cleaner.models[model], method, names[model, method]) for model, method in listed]
+    write_whole(target.folder / "README.md", card(told, values, listing, licence, data_licence).encode())
+    write_manifest(target.manifest_path, told)
+    return Exported(2 * len(listed) + 4, values, tuple(notes))
+
+
+def _empty(out: str | Path) -> Store:
+    check_writable(out)
+    if Path(out).is_dir() and any(Path(out).iterdir()):
+        raise PatchlightError(f"'{out}' is not empty; give an empty folder")
+    return Store(out)
+
+
+def _damaged(store: Store) -> Iterator[Path]:
+    return (path for files in store.files().values() for path in files.damaged)
+
+
+def _by_method(store: Store) -> dict[tuple[str, str], list[Files]]:
+    """By model and method, in the recipe's order, the files that have rows of them."""
+    recipe = store.manifest().resolved
+    found: dict[tuple[str, str], list[Files]] = {(x, y): [] for x in recipe.models for y in recipe.methods}
+    for files in store.files().values():
+        table = files.table(["model", "method"])
+        pairs = set() if table is None else set(zip(*(table[n].to_pylist() for n in table.column_names), strict=True))
+        for pair in pairs & found.keys():
+            found[pair].append(files)
+    return {pair: own for pair, own in found.items() if own}
+
+
+def _of_method(files: Sequence[Files], model: str, method: str, names: Sequence[str]) -> tuple[Any, Maps]:
+    """The rows and maps of one method on one model, in the order of the images."""
+    tables, drawn = [], []
+    facts: dict[str, Any] = {}
+    for own in files:
+        table = own.table()
+        if table is None:
+            continue
+        facts |= json.loads((table.schema.metadata or {}).get(b"facts", b"{}"))
+        mine = pc.and_(pc.equal(table["model"], model), pc.equal(table["method"], method))
+        table = known_columns(table).filter(mine).replace_schema_metadata()
+        tables.append(table)
+        drawn.append(part_of(own.read_maps(), table))
+    whole = pa.concat_tables(tables).combine_chunks()
+    place = pc.index_in(whole["image"], pa.array(list(names)))
+    whole = whole.take(pc.array_sort_indices(place.combine_chunks()))
+    about = {**(tables[0].schema.metadata or {}), "facts": json.dumps(facts), "format": str(FORMAT)}
+    return whole.cast(SCHEMA).replace_schema_metadata(about), _joined(drawn, model, method, names)
+
+
+def _joined(parts: Sequence[Maps], model: str, method: str, names: Sequence[str]) -> Maps:
+    """The maps of a method in several files as one, in the order of the images."""
+    found = {
+        name: (scores, explained, part.preprocess)
+        for part in parts
+        for name, scores, explained in zip(part.images, part.scores.get(method, ()), part.classes, strict=False)
+    }
+    shown = [name for name in names if name in found]
+    if not shown:
+        return Maps(model=model)
+    scores = torch.stack([found[name][0] for name in shown])
+    return Maps({method: scores}, shown, [found[name][1] for name in shown], found[shown[0]][2], model)
+
+
+def _file_names(recipe: Recipe, models: Mapping[str, str]) -> dict[tuple[str, str], str]:
+    """By model and method, what its files are called: the letters and digits of their labels."""
+    found: dict[tuple[str, str], str] = {}
+    for model in recipe.models:
+        for method in recipe.methods:
+            name = ".".join(
+                re.sub(r"[^A-Za-z0-9_]+", "_", label).strip("_") or "_" for label in (models[model], method)
+            )
+            taken = {own.casefold() for own in found.values()}
+            number, own = 1, name
+            while own.casefold() in taken:
+                number += 1
+                own = f"{name}_{number}"
+            found[model, method] = own
+    return found
+
+
+def _images(manifest: Manifest) -> bytes:
+    """The images as CSV: their names, and the hashes of what is in them."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["image", "content"])
+    for name, content in zip(manifest.images.names, manifest.images.contents, strict=True):
+        writer.writerow([cell(name), content])
+    return out.getvalue().encode()
+
+
+def as_toml(recipe: Recipe) -> str:
+    """A recipe as a file that `bench run` takes."""
+    told = recipe.model_dump(mode="json", exclude_defaults=True)
+    plain = [f"{_key(key)} = {_toml(value)}" for key, value in told.items() if not isinstance(value, dict)]
+    for key, table in told.items():
+        if isinstance(table, dict):
+            plain += ["", f"[{_key(key)}]"]
+            plain += [f"{_key(name)} = {_toml(value)}" for name, value in table.items() if value is not None]
+    return "\n".join(plain) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_toml(own)}" for key, own in value.items() if own is not None) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join("nan" if own is None else _toml(own) for own in value) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
