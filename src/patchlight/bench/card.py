@@ -15,8 +15,9 @@ FILES = [
     [
         "`units/*.parquet`",
         "a row for each image, method and metric: model, image, target (the class explained), method, metric, value, "
-        "note (why it does not exist, or is worth little), error, curve, parts (of micro averages), explain_seconds (of "
-        "a pass that shared_by methods have in common), measure_seconds, and cell, the hash of all the value depends on",
+        "note (why it does not exist, or is worth little), error, curve, parts (of micro averages), explain_seconds "
+        "(of a pass that shared_by methods have in common), measure_seconds, and cell (the hash of all that the value "
+        "depends on)",
     ],
     [
         "`maps/*.safetensors`",
