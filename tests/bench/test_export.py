@@ -167,6 +167,8 @@ def test_links_and_fractions_are_no_paths(shared: Shared) -> None:
     for words in ("https://arxiv.org/abs/1/2", "s/image, 3/16", "ViT-B/8 and/or DeiT", "google/vit-base", "a / b"):
         assert cleaner.words(words) == words
     assert cleaner.words("read /data/val/x.png, then") == "read x.png, then"
+    assert cleaner.words("'hf:/home/jane doe/m' or hf:/data/m or file:///data/m") == "'hf:m' or hf:m or m"
+    assert cleaner.words("'https://x.org/a b/c'") == "'https://x.org/a b/c'"
     assert last("..\\x\\y") == "y"
 
 

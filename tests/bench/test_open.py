@@ -58,7 +58,7 @@ def test_what_is_missing_is_told(shared: Shared, tmp_path: Path) -> None:
     with pytest.raises(pl.PatchlightError, match="no run in"):
         pl.bench.open(tmp_path / "nothing")
     run = pl.bench.open(shared.whole)
-    with pytest.raises(pl.PatchlightError, match="no method 'GenAt'.*'GenAtt'"):
+    with pytest.raises(pl.PatchlightError, match=r"no method 'GenAt'.*'GenAtt'"):
         run.maps("Pocket", "GenAt")
     with pytest.raises(pl.PatchlightError, match="no column 'valu'"):
         run.table(["valu"])

@@ -82,7 +82,7 @@ def compare(first: str | Path, second: str | Path, samples: int = SAMPLES) -> Si
     a, b = _images_of_both(one, other)
     if not len(a):
         raise PatchlightError(f"'{first}' and '{second}' have no image in common, by name and content")
-    pairs = dict(_pairs(*(store.results() for store in stores), a, b))
+    pairs = dict(_pairs(stores[0].results(), stores[1].results(), a, b))
     if not pairs:
         raise PatchlightError(f"'{first}' and '{second}' have no model, method and metric in common that are done")
     told = differences(one, other, f"'{first}'", f"'{second}'")

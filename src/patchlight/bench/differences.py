@@ -52,7 +52,7 @@ def _of_whole(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Dif
             yield Difference(f"{what} is {x} in {a} and {y} in {b}")
     if first.classes != second.classes:
         yield Difference(f"the data of {a} and {b} have other classes")
-    for what, x, y in (
+    for what, own, their in (
         ("made with quick settings", first.quick, second.quick),
         ("variants scored at once", first.chunk, second.chunk),
         ("threads", first.threads, second.threads),
@@ -61,8 +61,8 @@ def _of_whole(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Dif
             for name in sorted({*first.versions, *second.versions})
         ),
     ):
-        if x != y and what != "patchlight":
-            yield Difference(f"{what}: {_told(x)} in {a} and {_told(y)} in {b}", apart=False)
+        if own != their and what != "patchlight":
+            yield Difference(f"{what}: {_told(own)} in {a} and {_told(their)} in {b}", apart=False)
 
 
 def _of_images(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import ntpath
@@ -34,9 +35,11 @@ from patchlight.errors import PatchlightError
 from patchlight.files import cell, check_writable, write_whole
 from patchlight.progress import Progress, telling
 
-QUOTED = re.compile(r"""(?P<quote>['"])(?P<path>(?:/|~|[A-Za-z]:[\\/]|\\\\)[^'"\n]*)(?P=quote)""")
+QUOTED = re.compile(
+    r"""(?P<begin>(?P<quote>['"])(?:\w\w+:)?)(?P<path>(?:/(?!/)|~|[A-Za-z]:[\\/]|\\\\)[^'"\n]*)(?P=quote)"""
+)
 """A path of a machine in quotes, in which it may have spaces."""
-PLAIN = re.compile(r"""(?<![\w.:/\\~])(?:(?:file:/*|~)?/[^\s'"/,;:()]+(?=/)|[A-Za-z]:\\|\\\\\w)[^\s'",;()]*""")
+PLAIN = re.compile(r"""(?<![\w./\\~])(?:(?:file:/*|~)?/[^\s'"/,;:()]+(?=/)|[A-Za-z]:\\|\\\\\w)[^\s'",;()]*""")
 """One among words, of two names at least."""
 
 
@@ -69,7 +72,7 @@ class Cleaner:
         """Words without paths of this machine."""
         for path in self.paths:
             text = re.sub(re.escape(path) + r"""(?![\w-])[^\s'",;:()]*""", lambda found: last(found[0]), text)
-        text = QUOTED.sub(lambda found: f"{found['quote']}{last(found['path'])}{found['quote']}", text)
+        text = QUOTED.sub(lambda found: f"{found['begin']}{last(found['path'])}{found['quote']}", text)
         return PLAIN.sub(lambda found: last(found[0]), text)
 
     def value(self, value: Any) -> Any:
@@ -150,13 +153,16 @@ def last(path: str) -> str:
 
 def _unlike(names: Sequence[str], change: Callable[[str], str]) -> dict[str, str]:
     """Every name changed; one that would then be another's gets a number."""
+    taken: set[str] = set()
     found: dict[str, str] = {}
     for name in names:
-        changed, number = change(name) or "unnamed", 1
-        while changed in found.values() if changed != name else False:
-            number += 1
-            changed = f"{change(name)} ({number})"
-        found[name] = changed
+        changed = own = change(name) or "unnamed"
+        for number in itertools.count(2):
+            if own not in taken:
+                break
+            own = f"{changed} ({number})"
+        taken.add(own)
+        found[name] = own
     return found
 
 
@@ -266,11 +272,8 @@ def _file_names(recipe: Recipe, models: Mapping[str, str]) -> dict[tuple[str, st
                 re.sub(r"[^A-Za-z0-9_]+", "_", label).strip("_") or "_" for label in (models[model], method)
             )
             taken = {own.casefold() for own in found.values()}
-            number, own = 1, name
-            while own.casefold() in taken:
-                number += 1
-                own = f"{name}_{number}"
-            found[model, method] = own
+            same = (f"{name}_{number}" for number in itertools.count(2))
+            found[model, method] = next(own for own in itertools.chain([name], same) if own.casefold() not in taken)
     return found
 
 

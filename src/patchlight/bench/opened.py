@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ class Opened:
                 yield known_columns(table).select(list(columns or SCHEMA.names)).replace_schema_metadata()
 
     def _in_order(self) -> list[Files]:
-        known = self.recipe.models, self.recipe.methods, self.images
+        known: list[Iterable[str]] = [self.recipe.models, self.recipe.methods, self.images]
         places = {column: {name: i for i, name in enumerate(names)} for column, names in zip(ORDER, known, strict=True)}
         found = []
         for files in self.store.files().values():
@@ -138,12 +139,14 @@ def open(path: str | Path) -> Opened:
 
 def write_csv(run: Opened, file: IO[bytes]) -> None:
     """Write a line of CSV for each image, method and metric, a unit at a time."""
-    from pyarrow.csv import CSVWriter
+    from pyarrow.csv import WriteOptions
+    from pyarrow.csv import write_csv as write
 
-    schema = pa.schema([SCHEMA.field(name) for name in PER_IMAGE])
-    with pa.PythonFile(file, mode="w") as sink, CSVWriter(sink, schema) as writer:
-        for table in run.tables(PER_IMAGE):
-            writer.write_table(_spreadsheet(table))
+    header = pa.schema([SCHEMA.field(name) for name in PER_IMAGE]).empty_table()
+    for i, table in enumerate(itertools.chain([header], run.tables(PER_IMAGE))):
+        sink = pa.BufferOutputStream()
+        write(_spreadsheet(table), sink, WriteOptions(include_header=i == 0))
+        file.write(sink.getvalue().to_pybytes())
 
 
 def _spreadsheet(table: Any) -> Any:
