@@ -13,7 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from patchlight.bench import merge as merging
 from patchlight.bench import unit as units
+from patchlight.bench.export import export
 from patchlight.bench.local import run
 from patchlight.bench.manifest import Manifest, write_manifest
 from patchlight.bench.merge import bring, merge
@@ -206,6 +208,56 @@ def test_a_value_is_kept_where_the_first_run_failed(shared: Shared, tmp_path: Pa
     assert len(found) == 24
     assert {key: found[key] for key in good} == good
     assert all(found[key][1] is None for key in found.keys() - good.keys())
+
+
+def test_metrics_measured_apart_are_joined(shared: Shared, tmp_path: Path) -> None:
+    whole = Store(shared.whole).manifest()
+    for metric in ("Del", "Ins"):
+        made = {method: {metric: own[metric]} for method, own in whole.made.items()}
+        recipe = of_recipe(shared.whole, metrics={metric: whole.resolved.metrics[metric]})
+        run = copied(shared.whole, tmp_path / metric, **recipe, made=made, plan=metric)
+        for path in sorted((run / "units").glob("*.parquet")):
+            table = table_of(path.read_bytes())
+            replaced(path, parquet(table.filter(pa.array([own == metric for own in table["metric"].to_pylist()]))))
+    merged = merge([tmp_path / "Ins", tmp_path / "Del"], tmp_path / "all")
+    assert (merged.done, merged.values) == (24, 24)
+    assert values(tmp_path / "all") == values(shared.whole)
+    assert Store(tmp_path / "all").manifest().made == whole.made
+
+
+def test_models_measured_apart_are_joined(shared: Shared, tmp_path: Path) -> None:
+    whole = Store(shared.whole).manifest()
+    other = copied(
+        shared.whole,
+        tmp_path / "other",
+        **of_recipe(shared.whole, models={"Other": whole.resolved.models["Pocket"]}),
+        models={"Other": "0" * 16},
+        groups=tuple(group.model_copy(update={"model": "Other"}) for group in whole.groups),
+        plan="other",
+    )
+    changed_rows(other, "model", lambda _: "Other")
+    merged = merge([shared.first, other], tmp_path / "all")
+    assert merged.values == 48
+    assert merged.done == 24 + len(values(shared.first))
+    assert Store(tmp_path / "all").manifest().models == {"Other": "0" * 16, "Pocket": whole.models["Pocket"]}
+
+
+def test_files_of_many_images_are_copied_in_pieces(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(shared.whole, tmp_path / "public")
+    monkeypatch.setattr(merging, "STRETCH", 4)
+    merge([tmp_path / "public"], tmp_path / "all")
+    assert values(tmp_path / "all") == values(shared.whole)
+    pieces = list(Store(tmp_path / "all").files().values())
+    assert sorted(len(files.read_maps().images) for files in pieces) == [2, 2, 4, 4]
+    names = Store(shared.whole).manifest().images.names
+    ours, theirs = (Store(folder).maps("Pocket", names) for folder in (tmp_path / "all", shared.whole))
+    assert torch.equal(ours.scores["Random"], theirs.scores["Random"])
+    bring(tmp_path / "public", tmp_path / "mine")
+    bring(tmp_path / "public", tmp_path / "mine")
+    assert len(Store(tmp_path / "mine").files(earlier=True)) == 4
+    assert run(shared.recipe(), tmp_path / "mine").reused == 24
 
 
 def test_a_damaged_file_is_left_out_and_told(shared: Shared, tmp_path: Path) -> None:

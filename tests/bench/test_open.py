@@ -97,6 +97,8 @@ def test_per_image_has_no_formula_and_empty_cells(shared: Shared, tmp_path: Path
     assert {(r["note"], r["error"], r["value"]) for r in rows} == {("'=1+1", "", "")}
     answer = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run"), "--per-image", "--csv"])
     assert "--csv and --per-image both print" in answer.stderr
+    answer = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run"), "--per-image", "--html", "x.html"])
+    assert "leave out --html" in answer.stderr
 
 
 def test_units_are_read_one_at_a_time(shared: Shared) -> None:

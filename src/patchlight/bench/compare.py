@@ -137,7 +137,8 @@ def _bootstrapped(pairs: Mapping[Key, Pair], images: int, samples: int) -> dict[
     for seed, begin in enumerate(range(0, samples, size)):
         weights = bootstrap_weights(images, min(size, samples - begin), seed)
         for key, pair in pairs.items():
-            shared = weights * _both(pair)
+            both = _both(pair)
+            shared = weights if bool(both.all()) else weights * both
             found[key].append(pair[1].resampled(shared) - pair[0].resampled(shared))
     return {key: torch.cat(parts) for key, parts in found.items()}
 

@@ -32,6 +32,8 @@ Array = npt.NDArray[Any]
 ROUNDING = 1e-3
 """What two measurements of the same value may differ by, relatively."""
 NEAR_ZERO = 1e-6
+STRETCH = 1024
+"""Images whose rows are copied as one file."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def merge(runs: Sequence[str | Path], out: str | Path, progress: Progress | bool
         for i, (_, key, files) in enumerate(listed):
             own = digest_of([key, i]) if key in taken else key
             taken.add(own)
-            _keep_chosen(target, own, files, choice.rows(i, whole, files))
+            _keep(target, own, files, choice.rows(i, whole, files))
             tell(len(listed) + i + 1, 2 * len(listed))
     notes += [_unequal(whole, runs[j], runs[k], places) for (j, k), places in unequal.items()]
     for store in stores:
@@ -107,7 +109,7 @@ def _joined(manifests: Sequence[Manifest]) -> Manifest:
     """What the runs are together: all models, methods and metrics, and for the rest the first."""
     first = manifests[0]
     recipe = _recipe([own.resolved for own in manifests])
-    same = all(own.plan == first.plan for own in manifests)
+    same = bool(first.plan) and all(own.plan == first.plan for own in manifests)
     made: dict[str, dict[str, str]] = {}
     for own in manifests:
         for method, metrics in own.made.items():
@@ -204,16 +206,26 @@ class Choice:
         return chosen
 
 
-def _keep_chosen(target: Store, key: str, files: Files, chosen: Array) -> None:
-    """Copy the rows that were chosen and their maps: all as they are, some under a key of their own."""
-    if not chosen.any() or files.rows is None or files.maps is None:
+def _keep(target: Store, key: str, files: Files, chosen: Array | None = None) -> None:
+    """Copy rows and their maps: a file as it is, or in pieces under keys of their own.
+
+    These are where only some rows were chosen, or where there are many images (as in an export): who looks for the
+    values of a unit then reads little else.
+    """
+    if files.rows is None or files.maps is None or (chosen is not None and not chosen.any()):
         return
-    if chosen.all():
+    table = files.table()
+    images = pc.unique(table["image"])
+    if len(images) <= STRETCH and (chosen is None or chosen.all()):
         target.keep(key, files.rows.read_bytes(), files.maps.read_bytes())
         return
-    table = files.table().filter(pa.array(chosen))
-    maps = part_of(files.read_maps(), table)
-    target.keep(digest_of([key, table["cell"].to_pylist()]), parquet(table), map_bytes(maps))
+    table = table if chosen is None else table.filter(pa.array(chosen))
+    maps = files.read_maps()
+    for begin in range(0, len(images), STRETCH):
+        part = table.filter(pc.is_in(table["image"], images.slice(begin, STRETCH)))
+        if len(part):
+            name = digest_of([key, part["cell"].to_pylist()])
+            target.keep(name, parquet(part), map_bytes(part_of(maps, part)))
 
 
 def part_of(maps: Maps, table: Any) -> Maps:
@@ -267,6 +279,5 @@ def bring(source: str | Path, out: str | Path, device: str = "cpu", progress: Pr
     with telling(progress, f"reading {store.folder.name}") as tell:
         for i, (key, files) in enumerate(found.items()):
             if files.rows is not None and files.maps is not None and files.rows.name not in names and not files.damaged:
-                own = digest_of([key, files.rows.name]) if key in known else key
-                earlier.keep(own, files.rows.read_bytes(), files.maps.read_bytes())
+                _keep(earlier, digest_of([key, files.rows.name]) if key in known else key, files)
             tell(i + 1, len(found))

@@ -9,6 +9,7 @@ owners/ and claims/. A process that is killed loses the unit in flight, nothing 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -218,7 +219,7 @@ class Store:
         """Keep what belongs to a key: first its maps, then its rows, whose file says that it is done."""
         for folder, data, suffix in (("maps", maps, "safetensors"), ("units", rows, "parquet")):
             write_whole(self.folder / folder / f"{key}-{checksum(data)}.{suffix}", data, durable=True)
-            for other in sorted((self.folder / folder).glob(f"{key}-*.{suffix}"))[1:]:
+            for other in sorted((self.folder / folder).glob(f"{glob.escape(key)}-*.{suffix}"))[1:]:
                 other.unlink(missing_ok=True)  # one thought dead has written it as well: whoever looks keeps the same
 
     def maps(self, model: str, images: Collection[str]) -> Maps:

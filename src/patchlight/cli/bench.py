@@ -149,6 +149,8 @@ def report(
         printing = [f"--{name}" for name, given in (("latex", latex), ("csv", csv), ("per-image", per_image)) if given]
         if len(printing) > 1:
             raise PatchlightError(f"{printing[0]} and {printing[1]} both print; give one of them")
+        if per_image and html is not None:
+            raise PatchlightError("--per-image prints CSV and writes no report; leave out --html")
         if per_image:
             print_per_image(folder)
             return
