@@ -23,6 +23,7 @@ from patchlight.cli.common import (
     progress,
     say,
 )
+from patchlight.cli.planning import plan_run
 from patchlight.cli.recipes import list_recipes
 from patchlight.cli.sharing import compare, export, merge, print_per_image, tell_unused
 from patchlight.errors import PatchlightError
@@ -41,8 +42,11 @@ bench = typer.Typer(name="bench", help="Measure methods on a model and data, as 
 Out = Annotated[Path, typer.Option(help="Folder of the run; one that was broken off goes on.")]
 Folder = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="DIR")]
 SHOWN = 8
-for command, function in (("list", list_recipes), ("merge", merge), ("compare", compare), ("export", export)):
-    bench.command(command)(function)
+bench.command("list")(list_recipes)
+bench.command("plan")(plan_run)
+bench.command("merge")(merge)
+bench.command("compare")(compare)
+bench.command("export")(export)
 
 
 @bench.command()
