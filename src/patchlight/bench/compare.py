@@ -23,7 +23,7 @@ from patchlight.errors import PatchlightError
 from patchlight.files import cell as csv_cell
 from patchlight.metrics.base import Evaluation
 from patchlight.metrics.ranking import SAMPLES
-from patchlight.statistics import FEWEST, bootstrap_weights, percentiles
+from patchlight.statistics import FEWEST, Resamples, percentiles
 
 Key = tuple[str, str, str]
 """The labels of a model, a method and a metric."""
@@ -31,8 +31,6 @@ Pair = tuple[Evaluation, Evaluation]
 Standing = Literal["better", "worse", ""]
 """How the second run stands to the first."""
 SIGNS: dict[Standing, str] = {"better": " ▲", "worse": " ▼", "": ""}
-AT_ONCE = 2**22
-"""Numbers of weights that are held at a time."""
 LEGEND = (
     "On the images where both have a value; [95 % interval of the paired bootstrap difference over images]; ▲ the "
     "second is better at 5 %, ▼ worse"
@@ -86,7 +84,7 @@ def compare(first: str | Path, second: str | Path, samples: int = SAMPLES) -> Si
     if not pairs:
         raise PatchlightError(f"'{first}' and '{second}' have no model, method and metric in common that are done")
     told = differences(one, other, f"'{first}'", f"'{second}'")
-    spread = _bootstrapped(pairs, len(a), samples)
+    spread = _bootstrapped(pairs, Resamples(len(a), samples))
     compared = tuple(_compared(key, pair, spread[key], _note(key, told)) for key, pair in pairs.items())
     arrows = {metric: pair[0].arrow for (_, _, metric), pair in pairs.items()}
     return SideBySide(str(first), str(second), one.resolved, len(a), tuple(told), compared, arrows)
@@ -127,20 +125,17 @@ def _on(column: Evaluation, places: Tensor) -> Evaluation:
 
 def _both(pair: Pair) -> Tensor:
     """The images [B] for which both have a value."""
-    return pair[0].values.isfinite() & pair[1].values.isfinite()
+    return pair[0].exist & pair[1].exist
 
 
-def _bootstrapped(pairs: Mapping[Key, Pair], images: int, samples: int) -> dict[Key, Tensor]:
+def _bootstrapped(pairs: Mapping[Key, Pair], resamples: Resamples) -> dict[Key, Tensor]:
     """The second's number less the first's [S], of the same resamples of the images both have a value for."""
-    found: dict[Key, list[Tensor]] = {key: [] for key in pairs}
-    size = max(1, AT_ONCE // images)
-    for seed, begin in enumerate(range(0, samples, size)):
-        weights = bootstrap_weights(images, min(size, samples - begin), seed)
-        for key, pair in pairs.items():
-            both = _both(pair)
-            shared = weights if bool(both.all()) else weights * both
-            found[key].append(pair[1].resampled(shared) - pair[0].resampled(shared))
-    return {key: torch.cat(parts) for key, parts in found.items()}
+    both = [_both(pair) for pair in pairs.values()]
+    first, second = (
+        resamples.numbers([(pair[i], counts) for pair, counts in zip(pairs.values(), both, strict=True)])
+        for i in (0, 1)
+    )
+    return {key: b - a for key, a, b in zip(pairs, first, second, strict=True)}
 
 
 def _compared(key: Key, pair: Pair, spread: Tensor, note: str) -> Compared:
