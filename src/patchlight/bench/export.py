@@ -245,7 +245,7 @@ def _of_method(files: Sequence[Files], model: str, method: str, names: Sequence[
     whole = pa.concat_tables(tables).combine_chunks()
     place = pc.index_in(whole["image"], pa.array(list(names)))
     whole = whole.take(pc.array_sort_indices(place.combine_chunks()))
-    about = {**(tables[0].schema.metadata or {}), "facts": json.dumps(facts), "format": str(FORMAT)}
+    about = {"facts": json.dumps(facts), "format": str(FORMAT)}
     return whole.cast(SCHEMA).replace_schema_metadata(about), _joined(drawn, model, method, names)
 
 
