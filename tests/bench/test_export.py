@@ -19,7 +19,8 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 import patchlight
-from patchlight.bench.export import Cleaner, as_toml, export, last
+from patchlight.bench.cleaner import Cleaner, last
+from patchlight.bench.export import as_toml, export
 from patchlight.bench.manifest import Manifest
 from patchlight.bench.merge import merge
 from patchlight.bench.recipe import parse, read_recipe
