@@ -94,7 +94,7 @@ def script(name: str, out: str, run: Sequence[str], report: Sequence[str], job: 
 
 
 def slurm_time(text: str) -> str:
-    """A time as SLURM writes it, [days-]hours:minutes:seconds, from 2h, 90m, 1d12h, or from one of SLURM's own forms."""
+    """A time as [days-]hours:minutes:seconds, from 2h, 90m, 1d12h, or from one of SLURM's own forms."""
     for form in (SPELLED, WITH_DAYS, WITHOUT):
         found = form.fullmatch(text.strip().lower())
         if found:
