@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import record
+from patchlight.recipes import bundled
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 MASKS = ("pets", "imagenet-s", "imagenet-segmentation")
 
 
 def main() -> None:
     data, names = Path(sys.argv[1]), sys.argv[2:]
     rows = []
-    for path in sorted(RECIPES.glob("*.toml")):
-        recipe = tomllib.loads(path.read_text(encoding="utf-8"))
-        if "metrics" in recipe and (not names or path.stem in names):
+    for name, file in bundled("bench").items():
+        recipe = tomllib.loads(file.read_text(encoding="utf-8"))
+        if not names or name in names:
             with tempfile.TemporaryDirectory() as folder:
                 options = stand_ins(recipe, data) + explainer(recipe, data, Path(folder))
-                wall, cpu = timed("bench", "run", path, "--out", f"{folder}/run", "--quick", "--images", "4", *options)
-            rows.append([path.stem, str(options.count("--model")), f"{wall:.0f}", f"{cpu:.0f}"])
+                wall, cpu = timed("bench", "run", name, "--out", f"{folder}/run", "--quick", "--images", "4", *options)
+            rows.append([name, str(options.count("--model")), f"{wall:.0f}", f"{cpu:.0f}"])
             print(rows[-1], flush=True)
     if not names:
         record(

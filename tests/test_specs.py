@@ -24,8 +24,6 @@ from patchlight.trained.diffmask.recipe import read_recipe
 from patchlight.trained.recipe import data_at
 from tests.bench.small import pictures, recipe, text
 
-RECIPES = Path(__file__).parents[1] / "recipes"
-
 
 @pytest.mark.parametrize(
     ("about", "expected"),
@@ -55,7 +53,7 @@ def test_images_at_random_follow_the_seed() -> None:
 
 
 def test_the_images_of_a_training_are_the_first_ones() -> None:
-    cifar = read_recipe(RECIPES / "diffmask-cifar10.toml")
+    cifar = read_recipe("diffmask-cifar10")
     assert cifar.data is not None
     assert cifar.held_out is not None
     assert list(cifar.data.chosen(50_000)) == list(range(40_000))

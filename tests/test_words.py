@@ -165,7 +165,7 @@ def test_commands_in_the_docs_set_what_is_there() -> None:
     files = [
         ROOT / "README.md",
         *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("recipes/*.toml"),
+        *ROOT.glob("src/patchlight/recipes/*/*.toml"),
         *ROOT.glob("benchmarks/*.py"),
     ]
     found = {key for file in files for key in re.findall(r"--set\s+(?:[\w+-]+\.)?(\w+)=", file.read_text())}

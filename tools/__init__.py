@@ -3,6 +3,5 @@
 `train_pocket` makes `zoo/pocket.safetensors`, `.json` and `-curve.csv`, and `evaluate_pocket` measures them again;
 `figures` (`make figures`) draws pictures of README and docs; `listed` writes the tables that `patchlight methods` and
 `patchlight metrics` read. Explainers in `zoo/pocket-diffmask` and `zoo/pocket-shapley` are recipes':
-`patchlight diffmask train --recipe recipes/diffmask-cifar10.toml` and `patchlight shapley train --recipe
-recipes/shapley-cifar10.toml`.
+`patchlight diffmask train --recipe diffmask-cifar10` and `patchlight shapley train --recipe shapley-cifar10`.
 """

@@ -1,6 +1,6 @@
 """How far metrics can be trusted, from a finished run: ``python -m tools.consistency RUN [RUN ...] --out table.md``.
 
-Of every metric of ``recipes/metric-consistency.toml`` (or of any recipe that has a random method): how well it tells
+Of every metric of ``metric-consistency`` (or of any recipe that has a random method): how well it tells
 each method from random maps, how far its order of methods is that of the other metrics, and whether the order stays the
 same over fills, between models and between halves of the images. Several runs are of different models.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,29 @@ def write_whole(path: str | Path, data: bytes, durable: bool = False) -> Path:
     `durable` has it on the disk before the rename, so that not even a power cut leaves an empty one.
     """
     path = Path(path)
+    with _part(path, data, durable) as part:
+        os.replace(part, path)
+    return path
+
+
+def write_new(path: str | Path, data: bytes) -> bool:
+    """Write a file that is not there yet, whole and durable; False where another process was first."""
+    path = Path(path)
+    with _part(path, data, True) as part:
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links
+            if path.exists():
+                return False
+            os.replace(part, path)
+    return True
+
+
+@contextlib.contextmanager
+def _part(path: Path, data: bytes, durable: bool) -> Iterator[str]:
+    """The name of a file beside `path` with `data` in it; what is left of it in the end goes."""
     part = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,13 +51,13 @@ def write_whole(path: str | Path, data: bytes, durable: bool = False) -> Path:
                 file.flush()
                 os.fsync(file.fileno())
         os.chmod(part, 0o644)
-        os.replace(part, path)
+        yield part
     except OSError as error:
+        raise PatchlightError(f"'{path}' cannot be written: {error.strerror or error}") from error
+    finally:
         if part:
             with contextlib.suppress(OSError):
                 os.unlink(part)
-        raise PatchlightError(f"'{path}' cannot be written: {error.strerror or error}") from error
-    return path
 
 
 def cell(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +17,11 @@ ROW = 2**14
 SAMPLED = 16
 Stamp = tuple[list[tuple[int, int]], bytes]
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[Stamp, str]] = WeakKeyDictionary()
+
+
+def digest_of(value: Any) -> str:
+    """Sixteen hexadecimal digits of the SHA-256 of a value's JSON, keys sorted."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def fingerprint(model: nn.Module) -> str:

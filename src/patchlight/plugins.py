@@ -43,6 +43,11 @@ def load_plugin(path: str | Path) -> None:
         _FILES.add(file)
 
 
+def loaded_files() -> list[str]:
+    """The files that were loaded, for processes that have to load them too."""
+    return sorted(map(str, _FILES))
+
+
 def load_installed() -> list[str]:
     """Load what installed packages offer, once; one that breaks is told and left out. Returns their names."""
     with _LOCK:

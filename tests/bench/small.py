@@ -13,7 +13,7 @@ from patchlight.zoo import pocket
 TEXT = """\
 name = "small"
 target = "prediction"
-shard = 2
+batch_size = 2
 
 [models]
 Pocket = "pocket"

@@ -8,12 +8,11 @@ import pytest
 
 from patchlight.bench.recipe import Quick, override, parse, quickened, read_recipe
 from patchlight.errors import PatchlightError
-from patchlight.recipes import key_lines
+from patchlight.recipes import bundled, key_lines
 from patchlight.specs import MetricSpec, PreprocessSpec
 from tests.bench.small import text
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
-BENCH = [p for p in RECIPES if "[metrics" in p.read_text(encoding="utf-8")]
+BENCH = list(bundled())
 
 
 def line(of: str, word: str) -> int:
@@ -120,17 +119,17 @@ def test_published_numbers_follow_a_stand_in(tmp_path: Path) -> None:
     assert other.number("vit_tiny_patch16_224", "GenAtt", "Ins") == 0.5
 
 
-@pytest.mark.parametrize("path", BENCH, ids=[p.stem for p in BENCH])
-def test_every_recipe_of_the_project_is_valid(path: Path) -> None:
-    recipe, _ = read_recipe(path)
-    assert recipe.name == path.stem
+@pytest.mark.parametrize("name", BENCH)
+def test_every_recipe_of_the_project_is_valid(name: str) -> None:
+    recipe, _ = read_recipe(name)
+    assert recipe.name == name
     assert recipe.paper
     assert recipe.notes
     assert recipe.quick != Quick()
 
 
 def test_a_methods_own_upsampling_reaches_the_metrics_that_enlarge_maps() -> None:
-    table = quickened(read_recipe(next(p for p in BENCH if p.stem == "diffmask-table-1"))[0])
+    table = quickened(read_recipe("diffmask-table-1")[0])
     ours, others = table.methods["Ours"], table.methods["Grad-CAM"]
     assert "upsampling" not in ours.settings
     for metric in table.metrics.values():

@@ -15,7 +15,6 @@ from patchlight.errors import PatchlightError
 from tests.bench.small import pictures
 from tools.consistency import Run, agreement, as_markdown, between_halves, consistency, main, separation
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "metric-consistency.toml"
 METHODS = ["random", "a", "b", "c"]
 
 
@@ -71,7 +70,7 @@ FEW = ("SRG zero", "SRG road", "SaCo patch")
 def test_a_run_of_the_recipe_makes_tables(
     metrics: tuple[str, ...] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe, text = read_recipe(RECIPE)
+    recipe, text = read_recipe("metric-consistency")
     data = f"folder:{pictures(tmp_path / 'pictures', 4)}"
     own = {n: {"steps": 7} for n in metrics or () if n.startswith("SRG")}
     recipe = override(recipe, ["vit_tiny=pocket"], (), data, quick=metrics is None, settings=own)

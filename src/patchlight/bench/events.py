@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from patchlight.bench.rows import Row
 
@@ -20,10 +20,10 @@ class Planning:
 
 @dataclass(frozen=True)
 class Start:
-    """The plan is made, and what is done already is known; `images` are those of one model."""
+    """The plan is made, and how many of its values are done already is known; `images` are those of one model."""
 
     event: ClassVar[str] = "start"
-    shards: int
+    values: int
     done: int
     notes: Sequence[str]
     images: int
@@ -32,18 +32,19 @@ class Start:
 
 
 @dataclass(frozen=True)
-class ShardStart:
-    """A shard is begun."""
+class UnitStart:
+    """A unit is begun."""
 
-    event: ClassVar[str] = "shard"
+    event: ClassVar[str] = "unit"
     model: str
+    methods: Sequence[str]
     images: int
     key: str
 
 
 @dataclass(frozen=True)
 class Step:
-    """A stage of a shard, "explain" or "measure", is over for these methods."""
+    """A stage of a unit, "explain" or "measure", is over for these methods."""
 
     event: ClassVar[str] = "step"
     stage: str
@@ -51,23 +52,34 @@ class Step:
 
 
 @dataclass(frozen=True)
-class ShardEnd:
-    """A shard is stored."""
+class UnitEnd:
+    """A unit is stored, by this process or another."""
 
     event: ClassVar[str] = "done"
     key: str
+    values: int
     seconds: float
     rows: Sequence[Row]
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """What is left is in the hands of so many others."""
+
+    event: ClassVar[str] = "wait"
+    others: int
+
+
+@dataclass(frozen=True)
 class End:
-    """The run is over; `failures` are values that failed, by reason."""
+    """The run is over, or was asked to stop; `failures` are values that failed, by reason."""
 
     event: ClassVar[str] = "end"
     failures: Mapping[str, int]
-    shards: int
+    values: int
+    done: int
 
 
-Event = Planning | Start | ShardStart | Step | ShardEnd | End
+Event = Planning | Start | UnitStart | Step | UnitEnd | Waiting | End
+EVENTS: dict[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
 Listener = Callable[[Event], None]

@@ -17,7 +17,7 @@ import torch
 
 from patchlight.bench.rows import Maps
 from patchlight.bench.statistics import Ranks, extremes
-from patchlight.bench.tables import LEGEND, Gathered, seconds_shown
+from patchlight.bench.tables import LEGEND, Gathered
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
 
@@ -137,7 +137,6 @@ def as_html(run: Gathered) -> str:
         manifest=run.manifest,
         models=models,
         legend=LEGEND,
-        seconds_shown=seconds_shown,
         colours={m: PALETTE[i % len(PALETTE)] for i, m in enumerate(run.recipe.methods)},
         plotly=_packed(get_plotlyjs()),
         charts=_script({chart.id: asdict(chart) for model in models.values() for chart in model.charts}),
@@ -247,13 +246,11 @@ def _examples(run: Gathered, model: str) -> Iterator[Example]:
     leader = max(known, key=lambda c: sign * c.mean).method
     column = run.results.columns[model, leader, metric]
     best, worst = extremes(column.values, column.higher_is_better, EXAMPLES)
-    shards = [shard for shard in run.manifest.shards if shard.model == model]
-    where = {name: (s, index) for s in shards for name, index in zip(s.images, s.indices, strict=True)}
-    data = _data(run)
-    for title, i in [*(("best", i) for i in best), *(("worst", i) for i in worst)]:
-        name = run.results.images[model][i]
-        shard, index = where[name]
-        maps = run.store.read_maps(shard)
+    chosen = [*(("best", i) for i in best), *(("worst", i) for i in worst)]
+    data, names = _data(run), run.results.images[model]
+    maps = run.store.maps(model, [names[i] for _, i in chosen])
+    for title, i in chosen:
+        name, index = names[i], run.manifest.images.indices[i]
         if name not in maps.images or maps.preprocess is None:
             continue
         photo = _photo(data, index, name)

@@ -1,35 +1,108 @@
-"""Running a plan on this machine: shard after shard, what is done already left alone."""
+"""Running a plan in this process, beside any others: unit after unit, what is done already left alone."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from patchlight import __version__
 from patchlight.attribution import versions
-from patchlight.bench.events import End, Listener, ShardEnd, ShardStart, Start
-from patchlight.bench.manifest import Manifest, PlannedShard
-from patchlight.bench.plan import Plan, Shard, plan
+from patchlight.bench.claims import Claim, Claims
+from patchlight.bench.events import End, Listener, Start, UnitEnd, UnitStart, Waiting
+from patchlight.bench.manifest import Manifest, PlannedGroup, PlannedImages, write_manifest
+from patchlight.bench.plan import Group, Images, Plan, Unit, plan, source_digest
 from patchlight.bench.recipe import Recipe
-from patchlight.bench.shard import Resources, loaded, opened, run_shard
 from patchlight.bench.store import Store
+from patchlight.bench.unit import Resources, loaded, lost, opened, run_unit
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import free_chunk
 
+if TYPE_CHECKING:
+    from patchlight.data import Data
+
 OTHER_VERSION = "the run was begun with another version of"
+SECONDS = 30.0
+"""How long a unit should take."""
+DEATHS = 3
+"""Processes that may die of a unit before it counts as failed."""
+MOST = 4096
+"""Images a unit may have, whose rows and maps are kept in memory until it is done."""
+PAUSE = 0.5
+"""Seconds between two looks at what others do."""
+
+
+@dataclass
+class Stop:
+    """A wish to stop: the unit in flight is finished, and nothing begun after it. `leave` says goodbye at once."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    leave: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` equal parts of every group's images, the first being 1."""
+
+    number: int = 1
+    count: int = 1
+
+    @staticmethod
+    def parse(given: str) -> Part:
+        """`3/16` as the third of sixteen.
+
+        >>> Part.parse("3/16")
+        Part(number=3, count=16)
+        """
+        number, slash, count = given.partition("/")
+        if not (slash and number.strip().isdecimal() and count.strip().isdecimal()):
+            raise PatchlightError(f"--shard {given} is not possible; give I/N, as in 3/16")
+        part = Part(int(number), int(count))
+        if not 1 <= part.number <= part.count:
+            raise PatchlightError(
+                f"--shard {given} is not possible; of {count} shards give 1/{count} to {count}/{count}"
+            )
+        return part
+
+    def has(self, unit: Unit, images: int) -> bool:
+        """Whether a unit holds an image of this part; a unit at a border belongs to both."""
+        begin, end = (-(-place * images // self.count) for place in (self.number - 1, self.number))
+        return max(unit.start, begin) < min(unit.stop, end)
+
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did: shards in all, done before and partly done before, values that failed, by reason."""
+    """What a run did: values in all, done before, done now, reused from earlier plans; failures, by reason.
 
-    shards: int
+    `left` are values of this part that are still to be done, because it was asked to stop.
+    """
+
+    values: int
     before: int
-    partly: int
+    now: int
+    reused: int
+    left: int
     failures: dict[str, int]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run that is begun or gone on with: its plan, what it runs on, and notes on what changed."""
+
+    store: Store
+    claims: Claims
+    whole: Plan
+    resources: Resources
+    retry: bool
     notes: tuple[str, ...]
 
 
@@ -41,41 +114,200 @@ def run(
     device: str = "cpu",
     quick: bool = False,
     retry: bool = False,
+    part: Part = WHOLE,
+    data: Data | None = None,
+    threads: int | None = None,
+    stop: Stop | None = None,
     listen: Listener = lambda event: None,
 ) -> Summary:
     """Run what is missing of a recipe into the store `out`; a run that was broken off goes on where it was.
 
-    `retry` runs again what failed. The chunk size and number of threads of the first run are kept, so that a resumed
-    run gives the same numbers to the bit on the same machine. `listen` is told of every step.
+    Any number of processes may do so at once: each unit is done by one of them. `part` confines this one to a share of
+    the images. `retry` runs again what failed. The chunk size and number of threads of the first run are kept, so that
+    a resumed run gives the same numbers to the bit on the same machine. `data` are images given in Python, in place of
+    the recipe's. `listen` is told of every step.
     """
+    stop = stop or Stop()
     store = Store(out)
-    with store.locked():
-        earlier = store.read_manifest()
+    store.make()
+    claims = Claims(store.folder)
+    with claims.present():
+        stop.leave = lambda: claims.tell(gone=True)
+        begun = begin(store, claims, recipe, text, device, quick, retry, data, threads, listen)
+        return work(begun, part, stop, listen)
+
+
+def begin(
+    store: Store,
+    claims: Claims,
+    recipe: Recipe,
+    text: str = "",
+    device: str = "cpu",
+    quick: bool = False,
+    retry: bool = False,
+    data: Data | None = None,
+    threads: int | None = None,
+    listen: Listener = lambda event: None,
+) -> Begun:
+    """Plan, and bring the folder in line with the plan; refused where others are at work there on another one."""
+    earlier = store.read_manifest()
+    _check_same_run(store, earlier, recipe, device)
+    _check_same_code(store, claims)
+    opened.cache_clear()  # the data may have changed since this process last looked
+    joins = earlier is not None and not claims.alone and earlier.resolved == recipe
+    known = (
+        Images(*(getattr(earlier.images, name) for name in Images.__dataclass_fields__)) if earlier and joins else None
+    )
+    whole = plan(recipe, data, listen=listen, device=device, known=known)
+    claims.tell(plan=whole.key, version=__version__, code=source_digest())
+    resources, notes = _resources(earlier, device, whole, data, threads)
+    if earlier is None and not write_manifest(
+        store.manifest_path, _manifest(whole, text, quick, resources, None, notes), True
+    ):
+        earlier = store.manifest()  # another was first: its chunk and threads are used
         _check_same_run(store, earlier, recipe, device)
-        opened.cache_clear()  # the data may have changed since this process last looked
-        whole = plan(recipe, listen=listen, device=device)
-        resources, notes = _resources(earlier, device, whole)
-        store.arrange(whole.shards)
-        notes += [f"{told}: made again" for told in store.damaged(whole.shards)]
-        todo = store.missing(whole.shards, failed_too=not retry)
-        store.write_manifest(_manifest(whole, text, quick, resources, earlier, notes))
-        total, done = len(whole.shards), len(whole.shards) - len(todo)
-        listen(Start(total, done, notes, whole.images, list(recipe.models), str(store.folder)))
-        partly = sum(_run_one(store, shard, resources, retry, listen) for shard in todo)
-        end = Summary(total, done, partly, store.failures(), (*whole.notes, *notes))
-        listen(End(end.failures, end.shards))
-        return end
+        resources, notes = _resources(earlier, device, whole, data, threads)
+    _check_same_plan(store, claims, whole)
+    if claims.alone:
+        store.sweep()
+        notes += [f"{told}: made again" for told in store.drop_damaged()]
+    if earlier is not None and (claims.alone or earlier.plan != whole.key):
+        write_manifest(store.manifest_path, _manifest(whole, text, quick, resources, earlier, notes))
+    if claims.alone or earlier is None or earlier.plan != whole.key:
+        units = list(store.units(whole))
+        store.arrange({unit.key for unit in units})
+        if retry and claims.alone:
+            failed = _failed(store)
+            for unit in (unit for unit in units if unit.key in failed):
+                store.discard(unit)
+    return Begun(store, claims, whole, resources, retry, tuple(notes))
 
 
-def _run_one(store: Store, shard: Shard, resources: Resources, retry: bool, listen: Listener) -> bool:
-    """Run and keep a shard; whether part of it was done before."""
-    begin = time.perf_counter()
-    known = store.before(shard, failed_too=not retry)
-    listen(ShardStart(shard.label, len(shard.names), shard.key))
-    done = run_shard(shard, resources, known, listen)
-    store.write(shard, done)
-    listen(ShardEnd(shard.key, time.perf_counter() - begin, done.rows))
-    return not known.rows.keys().isdisjoint(shard.cells.values())
+def work(begun: Begun, part: Part, stop: Stop, listen: Listener) -> Summary:
+    """Take unit after unit of this part until none is left, or a stop is asked for."""
+    store, whole = begun.store, begun.whole
+    queue = Queue(begun, part, stop, listen)
+    before = queue.values_done()
+    listen(Start(whole.values, before, begun.notes, len(whole.images), list(whole.recipe.models), str(store.folder)))
+    now = reused = 0
+    for unit, claim in queue:
+        started = time.perf_counter()
+        known = store.before(unit, failed_too=not begun.retry)
+        listen(UnitStart(unit.group.label, list(unit.group.methods), len(unit.images), unit.key))
+        if claim.deaths < DEATHS:
+            done = run_unit(unit, begun.resources, known, listen)
+        else:
+            done = lost(unit, f"{claim.deaths} processes died while they ran it")
+        store.write(unit, done)
+        seconds = time.perf_counter() - started
+        queue.finished(unit, claim, seconds)
+        listen(UnitEnd(unit.key, unit.values, seconds, done.rows))
+        now, reused = now + unit.values, reused + len(known)
+    failures, done_now = store.failures(), queue.values_done()
+    listen(End(failures, whole.values, done_now))
+    return Summary(whole.values, before, now, reused, queue.left(), failures, (*whole.notes, *begun.notes))
+
+
+class Queue:
+    """The units of a part that are still to be done, each once, while others take from the same folder."""
+
+    def __init__(self, begun: Begun, part: Part, stop: Stop, listen: Listener) -> None:
+        self.begun, self.part, self.stop, self.listen = begun, part, stop, listen
+        self.done: set[str] = begun.store.done()
+        self._units: dict[str, list[Unit]] = {}
+
+    def __iter__(self) -> Iterator[tuple[Unit, Claim]]:
+        waits = False
+        while not self.stop.asked.is_set():
+            found = self._next()
+            if found is not None:
+                waits = False
+                yield found
+                continue
+            if not self._open():
+                return
+            if not waits:
+                self.listen(Waiting(len(self.begun.claims.others())))
+                waits = True
+            self.stop.asked.wait(PAUSE)
+            self.done |= self.begun.store.done()
+
+    def _next(self) -> tuple[Unit, Claim] | None:
+        """The first unit that is free, and not done meanwhile."""
+        for unit in self._open():
+            claim = self.begun.claims.take(unit.key)
+            if claim.state == "mine" and unit.key in self.begun.store.done():
+                self.begun.claims.finish(unit.key, claim)
+                self.done.add(unit.key)
+            elif claim.state == "mine":
+                return unit, claim
+            elif claim.state == "done":
+                self.done.add(unit.key)
+        return None
+
+    def finished(self, unit: Unit, claim: Claim, seconds: float) -> None:
+        """A unit is stored; the first of a group says how large the others shall be."""
+        self.done.add(unit.key)
+        self.begun.claims.finish(unit.key, claim)
+        if unit.start == 0 and self.begun.store.size(unit.group) is None:
+            self.begun.store.write_size(unit.group, self._size(unit, seconds))
+
+    def _size(self, first: Unit, seconds: float) -> int:
+        """How many images make a unit of about half a minute. What runs first is slow: it is timed once more."""
+        left = len(self.begun.whole.images) - len(first.images)
+        if seconds / len(first.images) * left <= SECONDS:
+            return size_of(first.group, left)
+        if seconds < SECONDS:
+            begin = time.perf_counter()
+            run_unit(first, self.begun.resources)
+            seconds = min(seconds, time.perf_counter() - begin)
+        return size_of(first.group, SECONDS / seconds * len(first.images))
+
+    def _open(self) -> list[Unit]:
+        """The units of this part that are not known to be done; of a group without a size, its first."""
+        total = len(self.begun.whole.images)
+        return [
+            unit
+            for group in self.begun.whole.groups
+            for unit in self._of(group)
+            if unit.key not in self.done and (len(self._units[group.key]) == 1 or self.part.has(unit, total))
+        ]
+
+    def _of(self, group: Group) -> Sequence[Unit]:
+        if len(self._units.get(group.key, ())) < 2:
+            size = self.begun.store.size(group)
+            self._units[group.key] = list(self.begun.whole.units(group, size))
+        return self._units[group.key]
+
+    def left(self) -> int:
+        """How many values of this part are not done; where a group's units are not known yet, of all its images."""
+        images, part = self.begun.whole.images, self.part
+        share = (part.number * len(images) // part.count) - ((part.number - 1) * len(images) // part.count)
+        left = 0
+        for group in self.begun.whole.groups:
+            known = self._of(group)
+            if len(known) == 1 and known[0].stop < len(images):
+                left += share * len(group.made)
+            else:
+                left += sum(u.values for u in known if u.key not in self.done and part.has(u, len(images)))
+        return left
+
+    def values_done(self) -> int:
+        """How many values of the whole plan are done, by anyone."""
+        return sum(
+            unit.values for group in self.begun.whole.groups for unit in self._of(group) if unit.key in self.done
+        )
+
+
+def size_of(group: Group, images: float) -> int:
+    """About so many images, in whole batches."""
+    return max(1, -(-int(min(images, MOST)) // group.batch_size)) * group.batch_size
+
+
+def _failed(store: Store) -> set[str]:
+    """The keys of the units in which something failed."""
+    tables = {key: files.table(["error"]) for key, files in store.files().items()}
+    return {key for key, table in tables.items() if table is not None and any(table["error"].to_pylist())}
 
 
 def _check_same_run(store: Store, earlier: Manifest | None, recipe: Recipe, device: str) -> None:
@@ -93,10 +325,36 @@ def _check_same_run(store: Store, earlier: Manifest | None, recipe: Recipe, devi
         )
 
 
-def _resources(earlier: Manifest | None, device: str, whole: Plan) -> tuple[Resources, list[str]]:
+def _check_same_code(store: Store, claims: Claims) -> None:
+    """Refuse to join others that have another Patchlight: each would make the other's rows anew."""
+    for other in claims.others():
+        if other.version and other.version != __version__:
+            what = f"Patchlight {other.version}, and this is {__version__}"
+        elif other.code and other.code != source_digest():
+            what = f"other code of Patchlight {__version__} (hash {other.code}, here {source_digest()})"
+        else:
+            continue
+        raise PatchlightError(f"process {other.pid} on {other.host} is at work in '{store.folder}' with {what}")
+
+
+def _check_same_plan(store: Store, claims: Claims, whole: Plan) -> None:
+    """Refuse to change the plan under others' hands."""
+    for other in claims.others():
+        if other.plan and other.plan != whole.key:
+            raise PatchlightError(
+                f"process {other.pid} on {other.host} is at work in '{store.folder}' on another plan (other settings, "
+                "images or weights); wait for it, or give another --out"
+            )
+
+
+def _resources(
+    earlier: Manifest | None, device: str, whole: Plan, data: Data | None, threads: int | None
+) -> tuple[Resources, list[str]]:
     """Chunk and threads of the run as it was begun, else of this machine, and notes where they changed."""
     if earlier is None:
-        return Resources(device, free_chunk(loaded(whole.shards[0], device))), []
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return Resources(device, free_chunk(loaded(whole.groups[0], device)), data), []
     notes = []
     if earlier.threads != torch.get_num_threads():
         torch.set_num_threads(earlier.threads)
@@ -104,7 +362,7 @@ def _resources(earlier: Manifest | None, device: str, whole: Plan) -> tuple[Reso
     changed = sorted(name for name, version in versions().items() if earlier.versions.get(name) != version)
     if changed:
         notes.append(f"{OTHER_VERSION} {', '.join(changed)}")
-    return Resources(device, earlier.chunk), notes
+    return Resources(device, earlier.chunk, data), notes
 
 
 def _manifest(
@@ -112,6 +370,7 @@ def _manifest(
 ) -> Manifest:
     """What the run is; versions are those it was begun with, and notes of a change of them stay."""
     changed = [*(earlier.notes if earlier else ()), *notes]
+    images = whole.images
     return Manifest(
         resolved=whole.recipe,
         recipe=text,
@@ -121,8 +380,11 @@ def _manifest(
         chunk=resources.chunk,
         threads=torch.get_num_threads(),
         versions=earlier.versions if earlier else versions(),
-        shards=tuple(
-            PlannedShard(place=s.place, key=s.key, model=s.label, images=s.names, indices=s.indices)
-            for s in whole.shards
+        code=source_digest(),
+        plan=whole.key,
+        groups=tuple(
+            PlannedGroup(key=g.key, model=g.label, methods=tuple(g.methods), batch_size=g.batch_size)
+            for g in whole.groups
         ),
+        images=PlannedImages(indices=images.indices, names=images.names, contents=images.contents),
     )

@@ -7,29 +7,39 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from patchlight.bench.plan import digest_of
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import FORMAT
 from patchlight.errors import PatchlightError
-from patchlight.files import write_whole
+from patchlight.files import write_new, write_whole
+from patchlight.fingerprints import digest_of
 
 
-class PlannedShard(BaseModel):
-    """A shard as the manifest lists it."""
+class PlannedGroup(BaseModel):
+    """A group as the manifest lists it."""
 
     model_config = ConfigDict(frozen=True)
 
-    place: str
     key: str
     model: str
-    images: tuple[str, ...]
+    methods: tuple[str, ...]
+    batch_size: int
+
+
+class PlannedImages(BaseModel):
+    """The images as the manifest lists them."""
+
+    model_config = ConfigDict(frozen=True)
+
     indices: tuple[int, ...]
+    names: tuple[str, ...]
+    contents: tuple[str, ...]
 
 
 class Manifest(BaseModel):
     """A run: the recipe as it was run, overrides and all; its text; and what a resumed run must have in common with it.
 
-    `versions` are those it was begun with.
+    `versions` are those it was begun with, `code` the hash of the code it was last planned with, `plan` that of the
+    plan.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -42,7 +52,15 @@ class Manifest(BaseModel):
     chunk: int
     threads: int
     versions: dict[str, str]
-    shards: tuple[PlannedShard, ...]
+    code: str
+    plan: str
+    groups: tuple[PlannedGroup, ...]
+    images: PlannedImages
+
+    @property
+    def values(self) -> int:
+        """How many values the run has when it is complete."""
+        return len(self.images.names) * len(self.resolved.metrics) * sum(len(g.methods) for g in self.groups)
 
 
 def read_manifest(path: Path) -> Manifest | None:
@@ -71,7 +89,9 @@ def read_manifest(path: Path) -> Manifest | None:
         raise PatchlightError(damaged) from error
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
+def write_manifest(path: Path, manifest: Manifest, new: bool = False) -> bool:
+    """Write a manifest; False where it should be `new`, and another process was first."""
     whole = {"format": FORMAT, **manifest.model_dump(mode="json")}
     whole = json.loads(json.dumps(whole))
-    write_whole(path, json.dumps({**whole, "sum": digest_of(whole)}, indent=1).encode(), durable=True)
+    data = json.dumps({**whole, "sum": digest_of(whole)}, indent=1).encode()
+    return write_new(path, data) if new else bool(write_whole(path, data, durable=True))

@@ -1,13 +1,10 @@
-"""The plan: a recipe cut into shards of images. A shard says all that its rows depend on, and its key is their hash."""
+"""The plan: a recipe cut into units of work. A unit says all that its rows depend on, and its key is their hash."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -15,82 +12,141 @@ from typing import TYPE_CHECKING, Any
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.bench.code import described
-from patchlight.bench.events import Listener, Planning
+from patchlight.bench.contents import contents, planned_sample
+from patchlight.bench.events import Listener
 from patchlight.bench.recipe import Recipe
 from patchlight.errors import PatchlightError
-from patchlight.fingerprints import identity
+from patchlight.fingerprints import digest_of, identity
 from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec
 
 if TYPE_CHECKING:
     from patchlight.data import Data, Sample
 
-PATIENCE = 2.0
-"""Seconds of planning that need no word."""
-NOT_MEASURING = ("cli", "viz", *(f"bench/{room}.py" for room in ("events", "html", "results", "statistics", "tables")))
+NOT_MEASURING = (
+    *("cli", "viz", "figures", "verdict"),
+    *(f"bench/{room}.py" for room in ("claims", "events", "html", "local", "results", "statistics", "store", "tables")),
+)
 """Parts of the package that may change without any map or value changing."""
+TOGETHER = 4
+"""Methods that share a pass in one unit, where metrics ask the model: measuring then takes longer than the pass."""
 Pair = tuple[str, str]
 """The labels of a method and of a metric."""
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Some images of the data, one model, all methods and metrics: whoever runs it gets the same rows.
+class Images:
+    """Images of the data: their places in it, their names, and the hashes of what is in them."""
 
-    `names` are the images at `indices` of the data, `contents` the hashes of what is in them (pixels, boxes and mask,
-    then the class), `classes` the hash of the names of all classes; `digest` is that of the model as it was loaded, and
-    `made` that of each method under each metric: names, settings and code. Paths of data and weights say where things
-    are and are not part of the key.
+    indices: tuple[int, ...]
+    names: tuple[str, ...]
+    contents: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def part(self, start: int, stop: int) -> Images:
+        cut = slice(start, stop)
+        return Images(self.indices[cut], self.names[cut], self.contents[cut])
+
+    def at(self, places: Sequence[int]) -> Images:
+        return Images(
+            tuple(self.indices[i] for i in places),
+            tuple(self.names[i] for i in places),
+            tuple(self.contents[i] for i in places),
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Methods that are explained together on one model, `batch_size` images at once, and measured by all metrics.
+
+    `classes` is the hash of the names of all classes, `digest` that of the model as it was loaded, and `made` that of
+    each method under each metric: names, settings and code. Paths of data and weights say where things are and are not
+    part of any hash.
     """
 
     label: str
     model: ModelSpec
     digest: str
     data: DataSpec
-    indices: tuple[int, ...]
-    names: tuple[str, ...]
-    contents: tuple[str, ...]
     classes: str
     methods: Mapping[str, MethodSpec]
     metrics: Mapping[str, MetricSpec]
     made: Mapping[Pair, str]
     target: str
     seed: int
+    batch_size: int
 
     @cached_property
     def place(self) -> str:
-        """The hash of code, model, images, class policy and seed: all but methods and metrics."""
+        """The hash of code, model, class policy and seed: all but images, methods and metrics."""
         from patchlight import __version__
 
         model = self.model.model_dump(mode="json", exclude={"weights", "labels", "stands_for"})
-        images = [self.data.kind, self.data.options, self.names, self.contents, self.classes]
-        return digest_of([__version__, source_digest(), model, self.digest, images, self.target, self.seed])
-
-    @cached_property
-    def cells(self) -> dict[Pair, str]:
-        """By method and metric, the hash of what the one's values under the other depend on."""
-        return {pair: digest_of([self.place, made]) for pair, made in self.made.items()}
+        data = [self.data.kind, self.data.options, self.classes]
+        return digest_of([__version__, source_digest(), model, self.digest, data, self.target, self.seed])
 
     @cached_property
     def key(self) -> str:
-        return digest_of([self.label, *([*pair, cell] for pair, cell in self.cells.items())])
+        made = [[*pair, made] for pair, made in self.made.items()]
+        return digest_of([self.label, self.place, made, self.batch_size])
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A group and a stretch of its images, from image `start` of the run on: whoever runs it gets the same rows."""
+
+    group: Group
+    start: int
+    images: Images
+
+    @cached_property
+    def key(self) -> str:
+        return digest_of([self.group.key, self.images.names, self.images.contents])
+
+    def cells(self, pair: Pair) -> list[str]:
+        """For each image, the hash of what the method's value under the metric depends on."""
+        common = f"{self.group.place} {self.group.made[pair]} "
+        about = zip(self.images.names, self.images.contents, strict=True)
+        return [_short(f"{common}{content} {name}".encode()) for name, content in about]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.images)
+
+    @property
+    def values(self) -> int:
+        return len(self.images) * len(self.group.made)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All shards, in order, and what a reader should know about the choice of images."""
+    """All groups, in order, the images they are asked about, and what a reader should know about their choice."""
 
     recipe: Recipe
-    shards: tuple[Shard, ...]
+    groups: tuple[Group, ...]
+    images: Images
     notes: tuple[str, ...] = ()
 
+    def units(self, group: Group, size: int | None) -> Iterator[Unit]:
+        """The units of a group: a first batch, and where `size` is known, stretches of so many images behind it."""
+        first = min(group.batch_size, len(self.images))
+        yield Unit(group, 0, self.images.part(0, first))
+        for start in range(first, len(self.images), size) if size else ():
+            yield Unit(group, start, self.images.part(start, start + (size or 0)))
+
     @property
-    def images(self) -> int:
-        return sum(len(s.names) for s in self.shards if s.label == self.shards[0].label)
+    def values(self) -> int:
+        return len(self.images) * sum(len(group.made) for group in self.groups)
+
+    @cached_property
+    def key(self) -> str:
+        every = [[group.key for group in self.groups], self.images.names, self.images.contents]
+        return digest_of(every)
 
 
-def digest_of(value: Any) -> str:
-    """Sixteen hexadecimal digits of the SHA-256 of a value's JSON, keys sorted."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 @cache
@@ -136,59 +192,90 @@ def _made(recipe: Recipe) -> dict[Pair, str]:
     return found
 
 
-def plan(recipe: Recipe, data: Data | None = None, listen: Listener = lambda event: None, device: str = "cpu") -> Plan:
-    """Cut the recipe's images into shards of `recipe.shard`, for each of its models.
+def plan(
+    recipe: Recipe,
+    data: Data | None = None,
+    listen: Listener = lambda event: None,
+    device: str = "cpu",
+    known: Images | None = None,
+) -> Plan:
+    """Cut the recipe into groups of methods, for each of its models.
 
-    Every image is read once and every model loaded, for their hashes; where that takes long, `listen` is told how far
-    it is.
+    Every image is hashed and every model loaded, for their hashes; where that takes long, `listen` is told how far it
+    is. Images that are `known` are taken as they are: each is looked at once more when it is read.
     """
     made = _made(recipe)
     data = recipe.data.open() if data is None else data
     chosen, notes = _chosen(recipe, data)
-    read = _contents(data, chosen, recipe.data.path, listen)
-    contents = {index: digest for index, (digest, _) in zip(chosen, read, strict=True)}
-    notes += _missing(recipe, [known for _, known in read if known is not None])
-    chunks = [chosen[i : i + recipe.shard] for i in range(0, len(chosen), recipe.shard)]
-    shards = []
+    names = tuple(data.names[i] for i in chosen)
+    if known is None or known.names != names or known.indices != tuple(chosen):
+        read = contents(data, chosen, recipe.data.path, listen)
+        known = Images(tuple(chosen), names, tuple(content for content, _ in read))
+        notes += _missing(recipe, [drawn for _, drawn in read if drawn is not None])
     classes = digest_of(data.labels and list(data.labels))
     load_model.cache_clear()  # weights may have changed since this process last looked
+    groups = []
     for label, model in recipe.models.items():
-        digest = model_digest(load_model(model, device))
-        for chunk in chunks:
-            names = tuple(data.names[i] for i in chunk)
-            shards.append(
-                Shard(
+        vit = load_model(model, device)
+        digest = model_digest(vit)
+        for methods in _together(recipe):
+            own = {pair: hashed for pair, hashed in made.items() if pair[0] in methods}
+            asked = {m: recipe.methods[m] for m in methods}
+            size = _batch_size(recipe, methods, vit.device.type)
+            groups.append(
+                Group(
                     label,
                     model,
                     digest,
                     recipe.data,
-                    tuple(chunk),
-                    names,
-                    tuple(contents[i] for i in chunk),
                     classes,
-                    recipe.methods,
+                    asked,
                     recipe.metrics,
-                    made,
+                    own,
                     recipe.target,
                     recipe.seed,
+                    size,
                 )
             )
-    return Plan(recipe, tuple(shards), tuple(notes))
+    return Plan(recipe, tuple(groups), known, tuple(notes))
 
 
-def as_planned(data: Data, shard: Shard) -> Data:
-    """The shard's samples; one that has changed since the plan was made is refused when it is read."""
-    planned = dict(zip(shard.names, zip(shard.indices, shard.contents, strict=True), strict=True))
+def _asks(recipe: Recipe) -> bool:
+    """Whether a metric asks the model about variants of the images, which takes longer than a pass."""
+    metrics = [own.request.metric for own in recipe.metrics.values()]
+    return any(metric.ablates or metric.explains for metric in metrics)
+
+
+def _together(recipe: Recipe) -> list[list[str]]:
+    """The methods of each group: those that share a pass, at most `TOGETHER` where metrics take longer; others alone.
+
+    Groups stand in the order of their first methods.
+    """
+    shared = [label for label, own in recipe.methods.items() if own.request.in_pass]
+    most = TOGETHER if _asks(recipe) else max(1, len(shared))
+    groups = [shared[i : i + most] for i in range(0, len(shared), most)]
+    groups += [[label] for label in recipe.methods if label not in shared]
+    order = {label: i for i, label in enumerate(recipe.methods)}
+    return sorted(groups, key=lambda group: order[group[0]])
+
+
+def _batch_size(recipe: Recipe, methods: Sequence[str], device: str) -> int:
+    """Images explained at once. A processor gains little from more than one, and what it does with one takes long."""
+    shared = recipe.methods[methods[0]].request.in_pass and not _asks(recipe)
+    return recipe.batch_size if shared or device != "cpu" else 1
+
+
+def as_planned(data: Data, images: Images) -> Data:
+    """These images of the data; one that has changed since the plan was made is refused when it is read."""
+    planned = dict(zip(images.names, zip(images.indices, images.contents, strict=True), strict=True))
 
     def read(name: str) -> Sample:
         index, content = planned[name]
-        there = index < len(data) and data.names[index] == name
-        sample = data[index] if there else None
-        if sample is None or drawn_digest(sample) != content.partition("-")[0]:
+        if not (index < len(data) and data.names[index] == name):
             raise PatchlightError(f"'{name}' has changed since the run was planned; run the same command again")
-        return sample
+        return planned_sample(data, index, content)
 
-    return replace(data, names=shard.names, read=read)
+    return replace(data, names=images.names, read=read)
 
 
 def _chosen(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]]:
@@ -214,46 +301,3 @@ def _missing(recipe: Recipe, known: Sequence[set[str]]) -> list[str]:
     if len(told) == len(lacking):
         raise PatchlightError(f"{told[0]}, and {where}; give data that has (--data KIND:DIR)")
     return [f"{each}, and {where}: it will have no value" for each in told]
-
-
-Read = tuple[str, set[str] | None]
-"""The hash of a sample, and which annotations it has; None of one that cannot be read."""
-
-
-def _contents(data: Data, chosen: Sequence[int], path: str, listen: Listener) -> list[Read]:
-    """Every image once; of one that cannot be read, the hash is that of the sentence that says why, less the path."""
-
-    def read(index: int) -> Read:
-        try:
-            sample = data[index]
-        except PatchlightError as error:
-            return digest_of(str(error).replace(path, "") if path else str(error)), None
-        label = None if sample.label is None else [sample.label, data.labels[sample.label] if data.labels else ""]
-        drawn = {"labels": sample.label, "boxes": sample.boxes, "masks": sample.mask}
-        known = {kind for kind, value in drawn.items() if value is not None}
-        known |= {"labels", "masks"} if sample.regions is not None else set()
-        return f"{drawn_digest(sample)}-{digest_of(label)}", known
-
-    found, told = [], time.monotonic()
-    pool = ThreadPoolExecutor(4)
-    try:
-        for digest in pool.map(read, chosen):
-            found.append(digest)
-            if time.monotonic() - told > PATIENCE:
-                told = time.monotonic()
-                listen(Planning(len(found), len(chosen)))
-    finally:
-        pool.shutdown(cancel_futures=True)  # an interrupted plan need not read the rest
-    return found
-
-
-def drawn_digest(sample: Sample) -> str:
-    """The hash of a sample's pixels, boxes and mask; its class, which may be numbered otherwise, is not in it."""
-    drawn = [sample.boxes, sample.mask, sample.regions]
-    shapes = [None if t is None else [str(t.dtype), *t.shape] for t in drawn]
-    hashed = hashlib.sha256(json.dumps([sample.image.mode, sample.image.size, shapes]).encode())
-    hashed.update(sample.image.tobytes())
-    for tensor in drawn:
-        if tensor is not None:
-            hashed.update(tensor.contiguous().numpy().tobytes())
-    return hashed.hexdigest()[:16]

@@ -43,7 +43,7 @@ class Recipe(Spec):
     notes: str = ""
     target: Literal["label", "prediction"] = "prediction"
     seed: Whole = 0
-    shard: Annotated[int, Field(strict=True, ge=1, le=4096)] = 16
+    batch_size: Annotated[int, Field(strict=True, ge=1, le=4096)] = 16
     models: Annotated[dict[str, ModelSpec], Field(min_length=1)]
     data: DataSpec
     methods: Annotated[dict[str, MethodSpec], Field(min_length=1)]
@@ -61,10 +61,10 @@ class Recipe(Spec):
         return None if value != value else value
 
 
-def read_recipe(path: str | Path) -> tuple[Recipe, str]:
-    """The recipe in a file, checked against the registries, and its text."""
-    text = read_text(path)
-    return parse(text, str(path)), text
+def read_recipe(given: str | Path) -> tuple[Recipe, str]:
+    """The recipe in a file, or the bundled one of that name, checked against the registries; and its text."""
+    text = read_text(given)
+    return parse(text, str(given)), text
 
 
 def parse(text: str, where: str = "recipe") -> Recipe:

@@ -1,9 +1,9 @@
-"""What the shards of a run hold together: a column of values for each model, method and metric."""
+"""What the units of a run hold together: a column of values for each model, method and metric."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from patchlight.bench.recipe import Recipe
-from patchlight.bench.rows import Facts, facts_of, known_columns
+from patchlight.bench.manifest import Manifest
+from patchlight.bench.rows import SCHEMA, Facts, facts_of, known_columns
 from patchlight.metrics.base import Evaluation, MetricRequest
 
 
@@ -22,10 +22,13 @@ from patchlight.metrics.base import Evaluation, MetricRequest
 class Column(Evaluation):
     """One method under one metric on one model: an evaluation with seconds [B], and why an image failed.
 
-    `reasons` say why a value does not exist, or is worth little; `curve` [B,P] is float32.
+    `reasons` say why a value does not exist, or is worth little; `curve` [B,P] is float32. `undone` of the images are
+    still to be measured. `explain_seconds` are those of the pass that `shared_by` so many methods have in common.
     """
 
     errors: tuple[str, ...] = ()
+    undone: int = 0
+    shared_by: int = 1
     explain_seconds: Tensor = field(default_factory=lambda: torch.empty(0))
     measure_seconds: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -36,7 +39,7 @@ class Column(Evaluation):
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """All that a store holds of its plan: the images of each model that are done, and a column for each cell."""
+    """All that a store holds of its plan: the images of each model of which something is done, and every column."""
 
     images: Mapping[str, Sequence[str]]
     columns: Mapping[tuple[str, str, str], Column]
@@ -53,21 +56,47 @@ def counted(errors: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(filter(None, errors)).items(), key=lambda item: (-item[1], item[0])))
 
 
-def columns_of(tables: Sequence[Any], recipe: Recipe) -> Iterator[tuple[tuple[str, str], Column]]:
-    """By method and metric, the columns of one model's tables, one below the other."""
+def results_of(tables: Iterable[Any], manifest: Manifest, notes: Sequence[str] = ()) -> Results:
+    """The columns of tables of rows, in the manifest's order."""
+    recipe, told = manifest.resolved, list(notes)
     facts: dict[str, Facts] = {}
+    parts = []
     for table in tables:
         facts |= facts_of(table)
-    whole = pa.concat_tables([known_columns(table).replace_schema_metadata() for table in tables])
-    method = pc.index_in(whole["method"], pa.array(list(recipe.methods))).to_numpy()
-    metric = pc.index_in(whole["metric"], pa.array(list(recipe.metrics))).to_numpy()
-    for i, (m, own) in enumerate(recipe.methods.items()):
-        for j, (n, spec) in enumerate(recipe.metrics.items()):
-            rows = whole.take(np.flatnonzero((method == i) & (metric == j)))
-            yield (m, n), _column(rows, own.measured_by(spec), facts.get(n))
+        unknown = sorted(set(table.column_names) - set(SCHEMA.names))
+        if unknown:
+            told.append(f"column '{unknown[0]}' was written by a newer Patchlight and is left out")
+        parts.append(known_columns(table).replace_schema_metadata())
+    notes = tuple(dict.fromkeys(told))
+    if not parts:
+        return Results({}, {}, notes)
+    whole = pa.concat_tables(parts)
+    model, method, metric, image = (
+        pc.fill_null(pc.index_in(whole[name], pa.array(list(names))), -1).to_numpy()
+        for name, names in (
+            ("model", recipe.models),
+            ("method", recipe.methods),
+            ("metric", recipe.metrics),
+            ("image", manifest.images.names),
+        )
+    )
+    images: dict[str, Sequence[str]] = {}
+    columns: dict[tuple[str, str, str], Column] = {}
+    for k, label in enumerate(recipe.models):
+        if not (model == k).any():
+            continue
+        images[label] = manifest.images.names
+        for i, (m, own) in enumerate(recipe.methods.items()):
+            for j, (n, spec) in enumerate(recipe.metrics.items()):
+                there = np.flatnonzero((model == k) & (method == i) & (metric == j) & (image >= 0))
+                rows = np.full(len(manifest.images.names), -1)
+                rows[image[there]] = there
+                table = whole.take(pa.array(rows, mask=rows < 0))
+                columns[label, m, n] = _column(table, own.measured_by(spec), facts.get(n), int((rows < 0).sum()))
+    return Results(images, columns, notes)
 
 
-def _column(table: Any, asked: MetricRequest, facts: Facts | None) -> Column:
+def _column(table: Any, asked: MetricRequest, facts: Facts | None, undone: int) -> Column:
     def numbers(name: str) -> Tensor:
         return torch.from_numpy(table[name].to_numpy().astype(np.float64))
 
@@ -91,6 +120,8 @@ def _column(table: Any, asked: MetricRequest, facts: Facts | None) -> Column:
         parts=_parts(table, facts),
         combine=asked.metric.combine,
         errors=tuple(errors),
+        undone=undone,
+        shared_by=int(pc.max(table["shared_by"]).as_py() or 1),
         explain_seconds=numbers("explain_seconds"),
         measure_seconds=numbers("measure_seconds"),
     )

@@ -1,13 +1,14 @@
-"""What a shard leaves: a row for each image, method and metric, and maps; and how they are written and read."""
+"""What a unit leaves: a row for each image, method and metric, and maps; and how they are written and read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from patchlight.errors import PatchlightError
@@ -20,7 +21,7 @@ try:
 except ImportError as error:
     raise PatchlightError("the benchmark needs pyarrow, jinja2 and plotly: pip install 'patchlight[bench]'") from error
 
-FORMAT = 2
+FORMAT = 3
 TIMING = ("explain_seconds", "measure_seconds")
 SCHEMA = pa.schema(
     [
@@ -35,6 +36,7 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
         ("curve", pa.list_(pa.float32())),
         ("parts", pa.map_(pa.string(), pa.list_(pa.float64()))),
+        ("shared_by", pa.int32()),
         *((name, pa.float64()) for name in TIMING),
     ]
 )
@@ -45,20 +47,22 @@ class Row:
     """One image under one method and metric; `cell` is the hash of what the value depends on.
 
     `note` says why a value does not exist, or is worth little; `error` why it failed. `curve` is over the metric's `x`,
-    `parts` are what its micro average is made of, each flat.
+    `parts` are what its micro average is made of, each flat. `explain_seconds` are those of the pass that
+    `shared_by` so many methods have in common.
     """
 
     model: str
     image: str
     method: str
     metric: str
-    cell: str
+    cell: str = ""
     target: int | None = None
     value: float | None = None
     note: str = ""
     error: str = ""
     curve: Sequence[float] | None = None
     parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    shared_by: int | None = None
     explain_seconds: float | None = None
     measure_seconds: float | None = None
 
@@ -84,17 +88,21 @@ class Facts:
 
 @dataclass(frozen=True)
 class Maps:
-    """Maps [n,h,w] by method, the images they are of, the classes they explain, and how the model saw the images."""
+    """Maps [n,h,w] by method, the images they are of, the classes they explain, and how the model saw the images.
+
+    A map that does not exist is NaN. `model` is the label of the model in the recipe.
+    """
 
     scores: Mapping[str, Tensor] = field(default_factory=dict)
     images: Sequence[str] = ()
     classes: Sequence[str] = ()
     preprocess: Preprocess | None = None
+    model: str = ""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What running a shard gave: rows, maps, and facts by metric."""
+    """What running a unit gave: rows, maps, and facts by metric."""
 
     rows: Sequence[Row]
     maps: Maps
@@ -102,12 +110,36 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Before:
-    """What is known already, by cell: rows, facts about the metric, and maps."""
+class Known:
+    """What was found of one value: its row, the facts of its metric, and the map it was measured on, if it is kept.
 
-    rows: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-    facts: Mapping[str, Facts] = field(default_factory=dict)
-    maps: Mapping[str, Tensor] = field(default_factory=dict)
+    `explained` is the class that the map explains.
+    """
+
+    row: Row
+    facts: Facts | None = None
+    map: Tensor | None = None
+    explained: str = ""
+    preprocess: Preprocess | None = None
+
+
+Before = Mapping[str, Known]
+"""What is known already, by cell."""
+
+
+def maps_from(model: str, names: Iterable[str], drawn: Mapping[str, Mapping[str, Known]]) -> Maps:
+    """The maps of every method that has some, by method and image, on the images of which there are any."""
+    some = {name: known for maps in drawn.values() for name, known in maps.items()}
+    if not some:
+        return Maps(model=model)
+    shown = [name for name in names if name in some]
+    blank = torch.full_like(torch.as_tensor(some[shown[0]].map), torch.nan)
+    scores = {
+        method: torch.stack([blank if name not in maps else torch.as_tensor(maps[name].map) for name in shown])
+        for method, maps in drawn.items()
+        if maps
+    }
+    return Maps(scores, shown, [some[name].explained for name in shown], some[shown[0]].preprocess, model)
 
 
 def failed(rows: Iterable[Row]) -> int:
@@ -160,8 +192,8 @@ def map_bytes(maps: Maps) -> bytes:
     """Maps as safetensors."""
     from safetensors.torch import save
 
-    assert maps.preprocess is not None
-    about = {"images": maps.images, "classes": maps.classes, "preprocess": asdict(maps.preprocess)}
+    cut = None if maps.preprocess is None else asdict(maps.preprocess)
+    about = {"images": maps.images, "classes": maps.classes, "preprocess": cut, "model": maps.model}
     tensors = {name: scores.contiguous() for name, scores in maps.scores.items()}
     data: bytes = save(tensors, {key: json.dumps(value) for key, value in about.items()})
     return data
@@ -175,8 +207,20 @@ def maps_of(path: Path) -> Maps:
         with safe_open(path, "pt") as file:
             scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             told = file.metadata() or {}
-        about = {name: json.loads(told[name]) for name in ("images", "classes", "preprocess") if name in told}
+        about = {name: json.loads(told[name]) for name in ("images", "classes", "preprocess", "model") if name in told}
     except (OSError, ValueError, SafetensorError):
         return Maps()
-    cut = {key: tuple(v) if isinstance(v, list) else v for key, v in about.pop("preprocess", {}).items()}
+    cut = {key: tuple(v) if isinstance(v, list) else v for key, v in (about.pop("preprocess", None) or {}).items()}
     return Maps(scores, **about, preprocess=Preprocess(**_known(Preprocess, cut)) if cut else None)
+
+
+def shows(path: Path, model: str, images: Collection[str]) -> bool:
+    """Whether a file has maps of a model on any of these images, by its header."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            told = file.metadata() or {}
+        return bool(json.loads(told["model"]) == model and not set(images).isdisjoint(json.loads(told["images"])))
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return False

@@ -33,6 +33,7 @@ class Cell:
     failed: int
     mark: Mark
     published: float | None
+    shared_by: int
     explain_seconds: float
     measure_seconds: float
 
@@ -82,10 +83,11 @@ def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[Cell
                     low=low,
                     high=high,
                     images=column.count,
-                    undefined=len(column) - column.count - column.failed,
+                    undefined=len(column) - column.count - column.failed - column.undone,
                     failed=column.failed,
                     mark=marks[metric][method],
                     published=recipe.number(model, method, metric),
+                    shared_by=column.shared_by,
                     explain_seconds=float(column.explain_seconds.nanmean()),
                     measure_seconds=float(column.measure_seconds.nanmean()),
                 )

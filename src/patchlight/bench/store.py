@@ -1,52 +1,57 @@
-"""The store of a run: a folder of Parquet shards and safetensors maps, each written whole and renamed.
+"""The store of a run: a folder of Parquet units and safetensors maps, each written whole and renamed.
 
-manifest.json says what is planned; shards/PLACE-KEY-SUM.parquet has a row for each image, method and metric; maps/ the
-maps at patch resolution. SUM is the checksum of the file, without which nothing in it is believed. What a changed plan
-leaves behind lies under earlier/. A run that is killed loses the shard in flight, nothing else.
+manifest.json says what is planned; units/KEY-SUM.parquet has a row for each image, method and metric of a unit; maps/
+its maps at patch resolution; sizes/ how many images the units of a group have. SUM is the checksum of the file, without
+which nothing in it is believed. What a changed plan leaves behind lies under earlier/. Who is at work on what is in
+owners/ and claims/. A process that is killed loses the unit in flight, nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from patchlight.bench.manifest import Manifest, PlannedShard, read_manifest, write_manifest
-from patchlight.bench.plan import Shard
-from patchlight.bench.results import Column, Results, columns_of, counted
+from patchlight.bench.manifest import Manifest, read_manifest
+from patchlight.bench.plan import Group, Plan, Unit
+from patchlight.bench.results import Results, counted, results_of
 from patchlight.bench.rows import (
-    SCHEMA,
     Before,
     Done,
-    Facts,
+    Known,
     Maps,
-    Row,
     facts_of,
-    failed,
     map_bytes,
+    maps_from,
     maps_of,
     rows_of,
+    shows,
     table_bytes,
     table_of,
 )
 from patchlight.errors import PatchlightError
-from patchlight.files import check_writable, write_whole
+from patchlight.files import check_writable, write_new, write_whole
 
 PART = re.compile(r"\..+-[a-z0-9_]{8}")
 """Names under which files are written before they are renamed."""
+FOLDERS = ("units", "maps", "sizes", "owners", "claims", "earlier", "logs")
 
 
 class Files(NamedTuple):
-    """The files of a shard, where they exist: its rows and its maps."""
+    """The files of a unit, where they exist: its rows and its maps."""
 
     rows: Path | None = None
     maps: Path | None = None
+
+    @property
+    def there(self) -> bool:
+        return self.rows is not None and self.maps is not None
 
     @property
     def damaged(self) -> list[Path]:
@@ -60,10 +65,6 @@ class Files(NamedTuple):
         """The maps; none where they are missing or damaged."""
         return Maps() if self.maps is None or _sound(self.maps) is None else maps_of(self.maps)
 
-    def whole(self) -> Any:
-        """The rows as a table, where rows and maps are both there and sound; else None."""
-        return None if _sound(self.maps) is None else self.table()
-
 
 class Store:
     """A run's folder."""
@@ -75,35 +76,24 @@ class Store:
     def manifest_path(self) -> Path:
         return self.folder / "manifest.json"
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Make the folder and hold it alone; the lock is the system's, so it ends with the process in any case."""
-        from filelock import FileLock, Timeout
-
+    def make(self) -> None:
+        """Make the folder; refused where it is something else's."""
         check_writable(self.folder)
-        if self.folder.is_dir() and any(self.folder.iterdir()) and not self.manifest_path.exists():
-            own = (".lock", "shards", "maps", "earlier")
-            strange = [p.name for p in self.folder.iterdir() if p.name not in own and not PART.fullmatch(p.name)]
+        if self.folder.is_dir() and not self.manifest_path.exists():
+            strange = [p.name for p in self.folder.iterdir() if p.name not in FOLDERS and not PART.fullmatch(p.name)]
             if strange:
                 raise PatchlightError(f"'{self.folder}' is not a run: it holds '{strange[0]}'; give an empty folder")
         try:
-            for folder in ("shards", "maps"):
+            for folder in ("units", "maps", "sizes"):
                 (self.folder / folder).mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.folder / ".lock")
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise PatchlightError(
-                f"another process is at work in '{self.folder}'; wait for it, or give another --out"
-            ) from error
         except OSError as error:
             raise PatchlightError(f"'{self.folder}' cannot be written: {error.strerror or error}") from error
-        try:
-            for pattern in (f".{self.manifest_path.name}-*", "shards/.*", "maps/.*"):
-                for leftover in self.folder.glob(pattern):
-                    leftover.unlink(missing_ok=True)
-            yield
-        finally:
-            lock.release()
+
+    def sweep(self) -> None:
+        """Take away what processes that were killed left half written; only while nobody else is at work."""
+        for pattern in (f".{self.manifest_path.name}-*", "units/.*", "maps/.*", "sizes/.*"):
+            for leftover in self.folder.glob(pattern):
+                leftover.unlink(missing_ok=True)
 
     def read_manifest(self) -> Manifest | None:
         """What the run is; None where none was begun."""
@@ -118,34 +108,52 @@ class Store:
             )
         return found
 
-    def write_manifest(self, manifest: Manifest) -> None:
-        write_manifest(self.manifest_path, manifest)
+    def size(self, group: Group) -> int | None:
+        """How many images the units of a group have behind its first batch; None where that is not known yet."""
+        try:
+            size = int(json.loads((self.folder / "sizes" / f"{group.key}.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        return size if size > 0 else None
 
-    def files(self, earlier: bool = False) -> dict[tuple[str, str], Files]:
-        """The files of every shard, by place and key: those of the plan, or those that earlier plans left."""
+    def write_size(self, group: Group, size: int) -> None:
+        """Say how many images the units of a group have; who says so first is believed."""
+        path = self.folder / "sizes" / f"{group.key}.json"
+        if not write_new(path, json.dumps(size).encode()) and self.size(group) is None:  # a damaged one
+            write_whole(path, json.dumps(size).encode())
+
+    def units(self, whole: Plan) -> Iterator[Unit]:
+        """The units of a plan, as far as they are known."""
+        for group in whole.groups:
+            yield from whole.units(group, self.size(group))
+
+    def files(self, earlier: bool = False) -> dict[str, Files]:
+        """The files of every unit, by key: those of the plan, or those that earlier plans left."""
         root = self.folder / "earlier" if earlier else self.folder
-        found: dict[tuple[str, str], Files] = {}
-        for which, folder, suffix in (("rows", "shards", "parquet"), ("maps", "maps", "safetensors")):
-            for path in sorted((root / folder).glob(f"*.{suffix}")):
-                place, _, key = path.stem.rpartition("-")[0].partition("-")
-                found[place, key] = found.get((place, key), Files())._replace(**{which: path})
+        found: dict[str, Files] = {}
+        for which, folder, suffix in (("rows", "units", ".parquet"), ("maps", "maps", ".safetensors")):
+            with contextlib.suppress(FileNotFoundError), os.scandir(root / folder) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name):
+                    if entry.name.endswith(suffix) and not entry.name.startswith("."):
+                        key = entry.name.partition("-")[0]
+                        own = found.setdefault(key, Files())
+                        if getattr(own, which) is None:
+                            found[key] = own._replace(**{which: Path(entry.path)})
         return found
 
-    def files_of(self, shards: Sequence[Shard | PlannedShard]) -> list[Files]:
-        """The files of these shards."""
-        there = self.files()
-        return [there.get((shard.place, shard.key), Files()) for shard in shards]
+    def done(self) -> set[str]:
+        """The keys of the units that are done, by their files' names."""
+        return {key for key, files in self.files().items() if files.there}
 
-    def arrange(self, shards: Sequence[Shard]) -> None:
-        """Have shards/ and maps/ hold nothing but what belongs to the plan; the rest goes to earlier/, and comes back.
+    def arrange(self, keys: Collection[str]) -> None:
+        """Have units/ and maps/ hold nothing but these units; the rest goes to earlier/, and comes back.
 
-        So that whoever reads shards/*.parquet reads each row once.
+        So that whoever reads units/*.parquet reads each row once.
         """
-        wanted = {(s.place, s.key) for s in shards}
         for earlier in (False, True):
-            for name, files in self.files(earlier).items():
-                if (name in wanted) == earlier:
-                    for path in filter(None, reversed(files)):  # rows say that a shard is done: they come last
+            for key, files in self.files(earlier).items():
+                if (key in keys) == earlier:
+                    for path in filter(None, reversed(files)):  # rows say that a unit is done: they come last
                         self._move(path, earlier)
 
     def _move(self, path: Path, back: bool) -> None:
@@ -153,105 +161,112 @@ class Store:
         try:
             (root / path.parent.name).mkdir(parents=True, exist_ok=True)
             os.replace(path, root / path.parent.name / path.name)
+        except FileNotFoundError:  # another process was first
+            return
         except OSError as error:
             raise PatchlightError(f"'{path}' cannot be moved: {error.strerror or error}") from error
 
-    def missing(self, shards: Sequence[Shard], failed_too: bool = True) -> list[Shard]:
-        """The shards that are not done: without sound files, or with failures unless those count as done."""
+    def discard(self, unit: Unit) -> None:
+        """Put what a unit has left aside, so that it is run again; what was right in it is still known."""
+        for path in filter(None, reversed(self.files().get(unit.key, Files()))):
+            self._move(path, back=False)
 
-        def done(files: Files) -> bool:
-            table = files.whole()
-            return table is not None and (failed_too or not any(table["error"].to_pylist()))
+    def drop_damaged(self) -> list[str]:
+        """Take damaged files away; a sentence for each."""
+        told = []
+        for files in self.files().values():
+            for path in files.damaged:
+                told.append(_told(path))
+                path.unlink(missing_ok=True)
+        return told
 
-        return [shard for shard, files in zip(shards, self.files_of(shards), strict=True) if not done(files)]
-
-    def finished(self) -> tuple[list[PlannedShard], list[PlannedShard]]:
-        """The manifest's shards that are done, and those whose files are there but damaged."""
-        done: list[PlannedShard] = []
-        damaged: list[PlannedShard] = []
-        shards = self.manifest().shards
-        for shard, files in zip(shards, self.files_of(shards), strict=True):
-            if files.rows is not None:
-                (damaged if files.whole() is None else done).append(shard)
-        return done, damaged
-
-    def damaged(self, shards: Sequence[Shard]) -> list[str]:
-        """A sentence for each damaged file of these shards."""
-        return [_told(path) for files in self.files_of(shards) for path in files.damaged]
-
-    def before(self, shard: Shard, failed_too: bool = True) -> Before:
-        """What earlier shards of the same place know; without cells that have failures, unless those count.
-
-        Where several know a cell, the one with the fewest failures is believed.
-        """
-        rows: dict[str, list[Row]] = {}
-        facts: dict[str, Facts] = {}
-        maps: dict[str, Tensor] = {}
-        there = [*self.files().items(), *self.files(earlier=True).items()]
-        for files in (files for (place, _), files in there if place == shard.place):
-            table = files.whole()
+    @cached_property
+    def earlier(self) -> dict[str, Files]:
+        """By cell, the files earlier plans left that know it; one in which it did not fail, where several do."""
+        found: dict[str, Files] = {}
+        good: set[str] = set()
+        for files in self.files(earlier=True).values():
+            table = files.table(["cell", "error"])
             if table is None:
                 continue
-            own, drawn = facts_of(table), files.read_maps().scores
-            here: dict[str, list[Row]] = {}
-            for row in rows_of(table):
-                here.setdefault(row.cell, []).append(row)
-            for cell, found in here.items():
-                count = failed(found)
-                if (count and not failed_too) or (cell in rows and failed(rows[cell]) <= count):
-                    continue
-                method, metric = found[0].method, found[0].metric
-                rows[cell] = found
-                facts |= {cell: own[metric]} if metric in own else {}
-                maps.pop(cell, None)
-                maps |= {cell: drawn[method]} if method in drawn else {}
-        return Before(rows, facts, maps)
+            for cell, error in zip(table["cell"].to_pylist(), table["error"].to_pylist(), strict=True):
+                if cell not in found or (cell not in good and not error):
+                    found[cell] = files
+                if not error:
+                    good.add(cell)
+        return found
 
-    def write(self, shard: Shard, done: Done) -> None:
-        """Keep a shard: first its maps, then its rows, whose file says that it is done."""
-        data, maps = table_bytes(done), map_bytes(done.maps)
-        for path in filter(None, self.files_of([shard])[0]):
-            path.unlink(missing_ok=True)
-        self._write("maps", shard, maps, "safetensors")
-        self._write("shards", shard, data, "parquet")
+    def before(self, unit: Unit, failed_too: bool = True) -> dict[str, Known]:
+        """What earlier plans left of a unit's values; without those that failed, unless these count."""
+        wanted = {cell for pair in unit.group.made for cell in unit.cells(pair)} if self.earlier else set()
+        known: dict[str, Known] = {}
+        for files in {self.earlier[cell] for cell in wanted if cell in self.earlier}:
+            own = known_in(files)
+            known |= {
+                cell: one
+                for cell, one in own.items()
+                if cell in wanted and self.earlier[cell] is files and (failed_too or not one.row.error)
+            }
+        return known
 
-    def _write(self, folder: str, shard: Shard, data: bytes, suffix: str) -> None:
-        name = f"{shard.place}-{shard.key}-{_sum(data)}.{suffix}"
-        write_whole(self.folder / folder / name, data, durable=True)
+    def write(self, unit: Unit, done: Done) -> None:
+        """Keep a unit: first its maps, then its rows, whose file says that it is done."""
+        for folder, data, suffix in (
+            ("maps", map_bytes(done.maps), "safetensors"),
+            ("units", table_bytes(done), "parquet"),
+        ):
+            write_whole(self.folder / folder / f"{unit.key}-{checksum(data)}.{suffix}", data, durable=True)
+            for other in sorted((self.folder / folder).glob(f"{unit.key}-*.{suffix}"))[1:]:
+                other.unlink(missing_ok=True)  # one thought dead has written it as well: whoever looks keeps the same
 
-    def read_maps(self, shard: Shard | PlannedShard) -> Maps:
-        """The maps of a shard; none where they are missing or damaged."""
-        return self.files_of([shard])[0].read_maps()
+    def maps(self, model: str, images: Collection[str]) -> Maps:
+        """What every method made of these images for a model."""
+        drawn: dict[str, dict[str, Known]] = {}
+        for files in self.files().values():
+            if files.maps is None or not shows(files.maps, model, images):
+                continue
+            for known in known_in(files).values():
+                if known.map is not None and known.row.image in images:
+                    drawn.setdefault(known.row.method, {})[known.row.image] = known
+        return maps_from(model, images, drawn)
+
+    def tables(self, columns: list[str] | None = None) -> Iterator[Any]:
+        """The rows of every unit that is done, as tables."""
+        tables = (files.table(columns) for files in self.files().values())
+        return (table for table in tables if table is not None)
 
     def failures(self) -> dict[str, int]:
-        """How many values of the plan failed, by reason, the commonest first."""
-        tables = [files.table(["error"]) for files in self.files_of(self.manifest().shards)]
-        return counted(error for table in tables if table is not None for error in table["error"].to_pylist())
+        """How many values failed, by reason, the commonest first."""
+        return counted(error for table in self.tables(["error"]) for error in table["error"].to_pylist())
 
     def results(self) -> Results:
-        """Every shard of the plan that is done, put together in the plan's order."""
-        manifest = self.manifest()
-        images: dict[str, list[str]] = {}
-        tables: dict[str, list[Any]] = {}
-        notes: set[str] = set()
-        for shard, files in zip(manifest.shards, self.files_of(manifest.shards), strict=True):
-            table = files.table()
-            if files.rows is not None:
-                notes |= {f"{_told(p)} and left out; run the benchmark again to mend it" for p in files.damaged}
-            if table is None:
-                continue
-            unknown = sorted(set(table.column_names) - set(SCHEMA.names))
-            if unknown:
-                notes.add(f"column '{unknown[0]}' was written by a newer Patchlight and is left out")
-            images.setdefault(shard.model, []).extend(shard.images)
-            tables.setdefault(shard.model, []).append(table)
-        columns: dict[tuple[str, str, str], Column] = {}
-        for model, found in tables.items():
-            columns |= {(model, *pair): column for pair, column in columns_of(found, manifest.resolved)}
-        return Results(images, columns, tuple(sorted(notes)))
+        """All that is done of the plan."""
+        notes = {
+            f"{_told(path)} and left out; run the benchmark again to mend it"
+            for files in self.files().values()
+            for path in files.damaged
+        }
+        return results_of(self.tables(), self.manifest(), sorted(notes))
 
 
-def _sum(data: bytes) -> str:
+def known_in(files: Files) -> Before:
+    """What the files of a unit know, by cell."""
+    table, maps = files.table(), files.read_maps()
+    if table is None:
+        return {}
+    facts, place = facts_of(table), {name: i for i, name in enumerate(maps.images)}
+    found: dict[str, Known] = {}
+    for row in rows_of(table):
+        i = place.get(row.image)
+        drawn = maps.scores[row.method][i] if i is not None and row.method in maps.scores else None
+        drawn = None if drawn is None or bool(drawn.isnan().all()) else drawn
+        explained = "" if i is None else maps.classes[i]
+        found[row.cell] = Known(row, facts.get(row.metric), drawn, explained, maps.preprocess)
+    return found
+
+
+def checksum(data: bytes) -> str:
+    """What a file's name ends with, without which nothing in it is believed."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -261,7 +276,7 @@ def _sound(path: Path | None) -> bytes | None:
         data = path.read_bytes() if path is not None else None
     except OSError:
         return None
-    return data if data is not None and path is not None and _sum(data) == path.stem.rpartition("-")[2] else None
+    return data if data is not None and path is not None and checksum(data) == path.stem.rpartition("-")[2] else None
 
 
 def _told(path: Path) -> str:

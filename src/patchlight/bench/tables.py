@@ -23,7 +23,7 @@ from patchlight.statistics import FEWEST, Mark
 
 LEGEND = (
     "Best in bold, where Friedman's test tells the methods apart at 5 %; † statistically tied with it (paired "
-    "bootstrap over images); [95 % interval]"
+    "bootstrap over images); [95 % interval]; s/image: seconds of an explanation (/ n: of a pass that n methods share)"
 )
 
 
@@ -94,8 +94,13 @@ class Gathered:
         )
 
     def seconds(self, model: str, method: str) -> float:
-        """Seconds an explanation takes, per image."""
+        """Seconds an explanation takes, per image; of a shared pass, its own."""
         return self.by_key[model, method, next(iter(self.recipe.metrics))].explain_seconds
+
+    def seconds_shown(self, model: str, method: str) -> str:
+        """The same in words, with how many methods share the pass."""
+        shared = self.by_key[model, method, next(iter(self.recipe.metrics))].shared_by
+        return seconds_shown(self.seconds(model, method)) + (f" / {shared}" if shared > 1 else "")
 
     def counted(self, model: str) -> str:
         """How many images count in the means, and of how many."""
@@ -117,11 +122,11 @@ def gather(folder: str | Path) -> Gathered:
     recipe = manifest.resolved
     if not results.images:
         why = f": {results.notes[0]}" if results.notes else ""
-        raise PatchlightError(f"no shard of the run in '{folder}' is done yet{why}")
+        raise PatchlightError(f"no unit of the run in '{folder}' is done yet{why}")
     notes = [*manifest.notes, *results.notes, *_stand_ins(recipe)]
-    missing = sum(len(s.images) for s in manifest.shards) - sum(map(len, results.images.values()))
-    if missing:
-        notes.append(f"the run is not complete: {_images(missing)} still to be done")
+    done = sum(len(column) - column.undone for column in results.columns.values())
+    if done < manifest.values:
+        notes.append(f"the run is not complete: {manifest.values - done} of {manifest.values} values still to be done")
     if manifest.quick:
         notes.append("made with the recipe's quick settings: good for a look, not for a claim")
     found = tuple(cells(results, recipe))
@@ -183,7 +188,7 @@ def as_markdown(run: Gathered) -> str:
         lines += [f"## {_markdown(model)}", "", f"{run.counted(model)}. {legend}.", ""]
         head = ["method", *(f"{n} {run.arrow(n)}" for n in metrics), "s/image"]
         cells = {m: [_markdown_cell(run.shown(model, m, n)) for n in metrics] for m in methods}
-        lines += _markdown_table(head, [[m, *cells[m], seconds_shown(run.seconds(model, m))] for m in methods])
+        lines += _markdown_table(head, [[m, *cells[m], run.seconds_shown(model, m)] for m in methods])
         undefined = [f"- {_markdown(line)}." for line in run.undefined(model)]
         lines += ["", *undefined, *([""] if undefined else []), *_rank_lines(run, model)]
     lines += [f"- {count} values failed: {_markdown(reason)}." for reason, count in run.results.failures.items()]
@@ -252,7 +257,7 @@ def as_latex(run: Gathered) -> str:
         out += [" & ".join([_latex(model), *head, "s/image"]) + r" \\", r"\midrule"]
         for method in run.recipe.methods:
             numbers = [_latex_cell(run.shown(model, method, n)) for n in metrics]
-            seconds = _latex(seconds_shown(run.seconds(model, method)))
+            seconds = _latex(run.seconds_shown(model, method))
             out.append(" & ".join([_latex(method), *numbers, seconds]) + r" \\")
         out += [r"\bottomrule", r"\end{tabular}", ""]
     return "\n".join(out)

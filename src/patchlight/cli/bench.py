@@ -8,25 +8,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from patchlight.cli.chosen import Chosen, choosing
 from patchlight.cli.common import (
     SOME_FAILED,
     AsJson,
     Debug,
-    Device,
-    NoPretrained,
     Plugin,
-    Sigmoid,
     answering,
     print_json,
     progress,
-    read_settings,
     say,
 )
-from patchlight.cli.complete import complete_model, one_of
+from patchlight.cli.recipes import list_recipes
 from patchlight.errors import PatchlightError
 from patchlight.progress import alone, clock
 
@@ -40,68 +37,51 @@ if TYPE_CHECKING:
     from patchlight.bench.rows import Row
 
 bench = typer.Typer(name="bench", help="Measure methods on a model and data, as a recipe says.", no_args_is_help=True)
+Out = Annotated[Path, typer.Option(help="Folder of the run; one that was broken off goes on.")]
 Folder = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="DIR")]
 SHOWN = 8
+bench.command("list")(list_recipes)
 
 
 @bench.command()
+@choosing
 def run(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, a TOML file.", metavar="RECIPE")],
-    out: Annotated[Path, typer.Option(help="Folder of the run; one that was broken off goes on.")],
-    quick: Annotated[bool, typer.Option("--quick", help="With the recipe's quick settings.")] = False,
-    images: Annotated[int | None, typer.Option(min=1, help="How many images, spread over the data.")] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="LABEL=NAME: your model for the recipe's of that label (NAME, if it has one); repeatable.",
-            autocompletion=complete_model,
-        ),
-    ] = None,
-    weights: Annotated[list[str] | None, typer.Option(help="Weights of each --model, in order.")] = None,
-    labels: Annotated[list[str] | None, typer.Option(help="Class names of each --model, in order.")] = None,
-    preprocess: Annotated[
-        list[str] | None,
-        typer.Option(help="How images of each --model are prepared, in order: a processor's folder, or a file."),
-    ] = None,
-    sigmoid: Sigmoid = False,
-    no_pretrained: NoPretrained = False,
-    data: Annotated[str | None, typer.Option(help="Folder of the data, or KIND:FOLDER.")] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(help="Class to explain: label or prediction.", autocompletion=one_of("label", "prediction")),
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of a method or metric of the recipe: label.key=value.")
-    ] = None,
-    plugin: Plugin = None,
-    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's seed.")] = None,
-    device: Device = "cpu",
+    chosen: Chosen,
+    out: Out,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; with --device cuda:all one per GPU.")] = None,
+    shard: Annotated[str | None, typer.Option(help="I/N: this part of the images alone, as in 3/16.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print events, a line of JSON each.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Run a recipe. What is done already is left alone; failures are counted and do not stop it."""
-    with answering(as_json, debug):
-        with progress("reading the recipe"):
-            from patchlight.anatomy.preprocessing import as_spec
-            from patchlight.bench.local import run as run_local
-            from patchlight.bench.recipe import override, read_recipe
+    """Run a recipe. What is done already is left alone; failures are counted and do not stop it.
 
-            read, text = read_recipe(recipe)
-            own = read_settings([*read.methods, *read.metrics], settings or [])
-            about = {"labels": labels or (), "preprocess": [as_spec(each) for each in preprocess or ()]}
-            flags = {"sigmoid": sigmoid or None, "pretrained": False if no_pretrained else None}
-            chosen = override(
-                read, model or (), weights or (), data, images, quick, seed, target, own, about=about, flags=flags
-            )
+    Any number of these may be at work in one folder, on any machines that see it. SIGTERM stops one after what it is
+    doing, with exit code 75; the same command goes on.
+    """
+    with answering(as_json, debug):
+        from patchlight.bench.local import WHOLE, Part
+        from patchlight.bench.local import run as run_local
+        from patchlight.bench.workers import PREEMPTED, devices_of, preemptible, run_workers
+
+        devices = devices_of(chosen.device)
+        part = Part.parse(shard) if shard is not None else WHOLE
+        count = workers or len(devices)
+        options: dict[str, Any] = {"text": chosen.text, "quick": chosen.quick, "retry": retry, "part": part}
         try:
-            with _watching(chosen, as_json) as listen:
-                summary = run_local(chosen, out, text=text, device=device, quick=quick, retry=retry, listen=listen)
+            with preemptible() as stop, _watching(chosen.recipe, as_json) as listen:
+                options |= {"stop": stop, "listen": listen}
+                if count == 1:
+                    summary = run_local(chosen.recipe, out, device=devices[0], **options)
+                else:
+                    summary = run_workers(chosen.recipe, out, count, devices=devices, **options)
         except KeyboardInterrupt:
             say(f"stopped; what is done is kept in '{out}', and the same command goes on")
             raise
         if not as_json:
             _conclude(summary, out)
+        if stop.asked.is_set() and summary.left:
+            raise typer.Exit(PREEMPTED)
         if summary.failures:
             raise typer.Exit(SOME_FAILED)
 
@@ -110,33 +90,37 @@ def run(
 def status(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> None:
     """How far a run is, and what failed."""
     with answering(as_json, debug):
+        from patchlight.bench.claims import Claims
         from patchlight.bench.store import Store
 
         store = Store(folder)
-        manifest, failures = store.manifest(), store.failures()
-        finished, damaged = store.finished()
-        models = dict.fromkeys(shard.model for shard in manifest.shards)
-        images = {m: sum(len(shard.images) for shard in finished if shard.model == m) for m in models}
+        manifest, results = store.manifest(), store.results()
+        done = sum(len(column) - column.undone for column in results.columns.values())
+        models = {
+            model: sum(len(c) - c.undone for (label, *_), c in results.columns.items() if label == model)
+            for model in manifest.resolved.models
+        }
+        workers = [f"process {one.pid} on {one.host}" for one in Claims(store.folder).others()]
         state = {
             "recipe": manifest.resolved.name,
             "quick": manifest.quick,
-            "shards": len(manifest.shards),
-            "done": len(finished),
-            "images": images,
-            "failures": failures,
-            "damaged": len(damaged),
-            "notes": manifest.notes,
+            "values": manifest.values,
+            "done": done,
+            "models": models,
+            "workers": workers,
+            "failures": results.failures,
+            "notes": [*manifest.notes, *results.notes],
         }
         if as_json:
             print_json(state)
             return
         quick = ", quick" if manifest.quick else ""
-        print(f"{manifest.resolved.name}{quick}: {len(finished)} of {len(manifest.shards)} shards done")
-        for model, count in images.items():
-            print(f"  {model}: {count} images")
-        if damaged:
-            print(f"{len(damaged)} shards are damaged; run the benchmark again to mend them")
-        _tell(failures, manifest.notes, print)
+        print(f"{manifest.resolved.name}{quick}: {done} of {manifest.values} values done")
+        for model, count in models.items():
+            print(f"  {model}: {count} of {manifest.values // len(models)}")
+        for worker in workers:
+            print(f"at work: {worker}")
+        _tell(results.failures, [*manifest.notes, *results.notes], print)
 
 
 @bench.command()
@@ -168,10 +152,10 @@ def report(
 
 
 def _conclude(summary: Summary, out: Path) -> None:
-    total = f"{summary.shards} shard{'s' if summary.shards != 1 else ''}"
-    done = f"{summary.before} of {total} done already" if summary.before else total
-    partly = f", {summary.partly} partly" if summary.partly else ""
-    say(f"{done}{partly}; {summary.shards - summary.before} run now")
+    done = f"{summary.before} of {summary.values} values done already" if summary.before else f"{summary.values} values"
+    reused = f", {summary.reused} of them from earlier" if summary.reused else ""
+    left = f"; {summary.left} left, and the same command goes on" if summary.left else ""
+    say(f"{done}; {summary.now} run now{reused}{left}")
     _tell(summary.failures, summary.notes, say)
     say(f"`patchlight bench report {out}` shows the table")
 
@@ -216,38 +200,38 @@ def _print_event(event: Event) -> None:
 
 @dataclass
 class Board:
-    """The live display: shards done, rate, time left, failures, and the means so far."""
+    """The live display: values done, rate, time left, failures, and the means so far."""
 
     recipe: Recipe
-    shards: int = 0
+    values: int = 0
     done: int = 0
     before: int = 0
-    images: int = 0
     failed: int = 0
     now: str = "loading the model"
     begun: float = field(default_factory=time.monotonic)
     sums: dict[tuple[str, str, str], tuple[float, int]] = field(default_factory=dict)
 
     def listen(self, event: Event) -> None:
-        from patchlight.bench.events import Planning, ShardEnd, ShardStart, Start, Step
+        from patchlight.bench.events import Planning, Start, Step, UnitEnd, UnitStart, Waiting
 
         match event:
             case Start():
-                self.shards, self.done, self.before = event.shards, event.done, event.done
+                self.values, self.done, self.before = event.values, event.done, event.done
                 self.begun = time.monotonic()
             case Planning():
                 self.now = f"reading the images, {event.read} of {event.images}"
-            case ShardStart():
-                self.now = f"{event.model}, {event.images} images"
+            case UnitStart():
+                self.now = f"{event.model}, {', '.join(event.methods)}, {event.images} images"
             case Step():
                 self.now = f"{event.stage} {event.method}"
-            case ShardEnd():
+            case Waiting():
+                self.now = f"waiting for {event.others} other processes, which do the rest"
+            case UnitEnd():
                 self.count(event.rows)
 
     def count(self, rows: Sequence[Row]) -> None:
-        """A shard is done, with these rows."""
-        self.done += 1
-        self.images += len({row.image for row in rows})
+        """A unit is done, with these rows."""
+        self.done += len(rows)
         for row in rows:
             self.failed += bool(row.error)
             if row.value is not None:
@@ -262,12 +246,12 @@ class Board:
 
         spent = time.monotonic() - self.begun
         since = self.done - self.before
-        left = spent / since * (self.shards - self.done) if since else None
-        line = f"{self.done} of {self.shards} shards"
+        left = spent / since * (self.values - self.done) if since else None
+        line = f"{self.done} of {self.values} values"
         line += f" ({self.before} done already)" if self.before else ""
-        line += f"  {self.images / spent:.2f} images/s, {clock(left)} left" if left is not None else ""
+        line += f"  {since / spent:.3g} values/s, {clock(left)} left" if left is not None else ""
         line += f"  {self.failed} values failed" if self.failed else ""
-        bar = ProgressBar(total=max(self.shards, 1), completed=self.done, width=60)
+        bar = ProgressBar(total=max(self.values, 1), completed=self.done, width=60)
         return Group(Text(line), bar, Text(self.now, style="dim"), *self._tables())
 
     def _tables(self) -> Iterator[Table]:

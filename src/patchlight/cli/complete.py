@@ -59,6 +59,21 @@ def complete_kind(incomplete: str) -> list[Offer]:
     return _beginning(incomplete, ((name, "") for name in table()["data"]))
 
 
+def complete_recipe(incomplete: str) -> list[Offer]:
+    """The bundled recipes of the benchmark."""
+    from patchlight.recipes import bundled
+
+    return _beginning(incomplete, ((name, "") for name in bundled("bench")))
+
+
+def complete_training_recipe(ctx: typer.Context, incomplete: str) -> list[Offer]:
+    """The bundled recipes of the explainer that is to be trained."""
+    from patchlight.recipes import bundled
+
+    command = ctx.parent.info_name if ctx.parent is not None else None
+    return _beginning(incomplete, ((name, "") for name in bundled(command or "")))
+
+
 def complete_setting(ctx: typer.Context, incomplete: str) -> list[Offer]:
     """NAME.SETTING= of the methods and metrics named so far."""
     return _beginning(

@@ -31,7 +31,7 @@ from patchlight.cli.complete import one_of
 from patchlight.cli.training import (
     ExplainerFolder,
     Preset,
-    RecipeFile,
+    RecipeGiven,
     Resume,
     TrainedModel,
     TrainingData,
@@ -51,7 +51,7 @@ diffmask = typer.Typer(name="diffmask", help="Train the explainer VISION DIFFMAS
 @diffmask.command()
 def train(
     out: ExplainerFolder,
-    recipe: RecipeFile = None,
+    recipe: RecipeGiven = None,
     data: TrainingData = None,
     held_out: Annotated[
         str | None, typer.Option(help="Images the model was not trained on, to set beta by at the end.")

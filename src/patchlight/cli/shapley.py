@@ -27,7 +27,7 @@ from patchlight.cli.common import (
 from patchlight.cli.training import (
     ExplainerFolder,
     Preset,
-    RecipeFile,
+    RecipeGiven,
     Resume,
     TrainedModel,
     TrainingData,
@@ -50,7 +50,7 @@ def _shapley() -> None:
 @shapley.command()
 def train(
     out: ExplainerFolder,
-    recipe: RecipeFile = None,
+    recipe: RecipeGiven = None,
     data: TrainingData = None,
     held_out: Annotated[
         str | None, typer.Option(help="Images the model was not trained on, to measure the loss on at the end.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from patchlight.cli.complete import complete_model, one_of
+from patchlight.cli.complete import complete_model, complete_training_recipe, one_of
 from patchlight.errors import PatchlightError
 
 if TYPE_CHECKING:
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="TrainingRecipe")
 ExplainerFolder = Annotated[Path, typer.Option(help="Folder for the explainer; an interrupted run there goes on.")]
-RecipeFile = Annotated[Path | None, typer.Option(help="A TOML recipe; options given beside it win.")]
+RecipeGiven = Annotated[
+    str | None,
+    typer.Option(
+        help="A recipe, a TOML file or a bundled one's name; options given beside it win.",
+        autocompletion=complete_training_recipe,
+    ),
+]
 TrainingData = Annotated[str | None, typer.Option(help="Folder of images, or of CIFAR-10; or KIND:FOLDER.")]
 TrainedModel = Annotated[
     str | None,
@@ -34,7 +40,7 @@ Resume = Annotated[bool, typer.Option(help="Whether a run that lies in the folde
 
 def recipe_of(
     kind: type[R],
-    path: Path | None,
+    given: str | None,
     data: str | None,
     held_out: str | None,
     model: str | None,
@@ -43,12 +49,12 @@ def recipe_of(
     said: dict[str, Any],
     beside: dict[str, Any],
 ) -> R:
-    """The recipe's file, if any, with what was given beside it; `said` is about the model, `beside` all else."""
+    """The recipe, if one was given, with what was given beside it; `said` is about the model, `beside` all else."""
     from patchlight.anatomy.preprocessing import as_spec
     from patchlight.recipes import parse_as, read_text
     from patchlight.trained.recipe import data_at
 
-    recipe = kind() if path is None else parse_as(kind, read_text(path), str(path))
+    recipe = kind() if given is None else parse_as(kind, read_text(given, kind.command), given)
     images = recipe.data if data is None else data_at(data, recipe.data)
     if images is None:
         raise PatchlightError("no data was given; name a folder of images or of CIFAR-10 with --data, or a --recipe")
@@ -57,8 +63,8 @@ def recipe_of(
         held = held.model_copy(update={"path": images.path})
     prepared = None if said["preprocess"] is None else as_spec(said["preprocess"])
     asked = recipe.model.other(model, _text(weights), _text(labels), **{**said, "preprocess": prepared})
-    given = {key: value for key, value in beside.items() if value is not None}
-    return recipe.model_copy(update={"model": asked, "data": images, "held_out": held, **given})
+    others = {key: value for key, value in beside.items() if value is not None}
+    return recipe.model_copy(update={"model": asked, "data": images, "held_out": held, **others})
 
 
 def loaders(recipe: TrainingRecipe, vit: Anatomy, settings: Training, workers: int) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from patchlight.data.base import KINDS as KINDS
 from patchlight.data.base import Batch as Batch
 from patchlight.data.base import Data as Data
 from patchlight.data.base import Sample as Sample
+from patchlight.data.base import Sources as Sources
 from patchlight.data.base import batches as batches
 from patchlight.data.base import labelled as labelled
 from patchlight.data.base import load_batch as load_batch

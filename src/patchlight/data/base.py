@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,13 +43,38 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Sources:
+    """What a sample is made of, told without opening its files: equal sources give equal samples.
+
+    `files` are its own (image, mask, boxes); `values` all else that reading it depends on, as plain values (boxes from
+    a table); `label` its class, where that is known before the mask is read; `known` its annotations besides: boxes,
+    masks, and labels that a mask tells.
+    """
+
+    files: Sequence[Path]
+    label: int | None = None
+    values: Any = None
+    known: AbstractSet[str] = frozenset()
+
+    @property
+    def annotations(self) -> set[str]:
+        """Which it has, of labels, boxes and masks."""
+        return {*self.known, *(() if self.label is None else ("labels",))}
+
+
+@dataclass(frozen=True)
 class Data:
-    """A sequence of samples: `data[i]` is `read(names[i])`; names are unique and stable, `labels` name the classes."""
+    """A sequence of samples: `data[i]` is `read(names[i])`; names are unique and stable, `labels` name the classes.
+
+    `sources` says by name what `read` reads, for kinds of data that lie in files; the benchmark then knows a sample by
+    its files, and does not decode it to see whether it has changed.
+    """
 
     name: str
     names: Sequence[str]
     read: Callable[[str], Sample]
     labels: Sequence[str] | None = None
+    sources: Callable[[str], Sources] | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):

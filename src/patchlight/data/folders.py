@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from patchlight.data.base import Data, Sample, existing_folder, look_up, read_pairs, read_text, register_data
+from patchlight.data.base import Data, Sample, Sources, existing_folder, look_up, read_pairs, read_text, register_data
 from patchlight.errors import PatchlightError, nearest, spelled
 from patchlight.images import list_images, open_image
 
@@ -30,11 +30,11 @@ def open_folder(path: str | Path, labels: str | Path | None = None, classes: Seq
     elif all("/" in name for name in names):
         words = [name.split("/")[0] for name in names]
     else:
-        return Data(title, names, partial(_read, paths, {}), classes)
+        return Data(title, names, partial(_read, paths, {}), classes, partial(_sources, paths, {}))
     if classes is None and not all(word.isdecimal() for word in words):
         classes = sorted(set(words))
     numbers = {name: _class_index(word, name, classes) for name, word in zip(names, words, strict=True)}
-    return Data(title, names, partial(_read, paths, numbers), classes)
+    return Data(title, names, partial(_read, paths, numbers), classes, partial(_sources, paths, numbers))
 
 
 @register_data("mura")
@@ -61,11 +61,16 @@ def open_mura(path: str | Path, split: str = "valid", part: str | None = None) -
             raise PatchlightError(f"no body part '{part}' in '{root}'; {nearest(part, parts)}")
         names = [name for name in names if name.split("/")[1] == part]
     labels = ("negative", "positive")
-    return Data(f"mura-{split}", names, partial(_read, paths, {n: _study_class(n, labels) for n in names}), labels)
+    numbers = {name: _study_class(name, labels) for name in names}
+    return Data(f"mura-{split}", names, partial(_read, paths, numbers), labels, partial(_sources, paths, numbers))
 
 
 def _read(paths: Mapping[str, Path], labels: Mapping[str, int], name: str) -> Sample:
     return Sample(name, open_image(paths[name]), labels.get(name))
+
+
+def _sources(paths: Mapping[str, Path], labels: Mapping[str, int], name: str) -> Sources:
+    return Sources([paths[name]], labels.get(name))
 
 
 def _class_index(word: str, name: str, classes: Sequence[str] | None) -> int:

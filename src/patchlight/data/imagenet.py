@@ -20,6 +20,7 @@ import torch
 from patchlight.data.base import (
     Data,
     Sample,
+    Sources,
     existing_folder,
     first_existing,
     look_up,
@@ -85,7 +86,8 @@ def open_imagenet(path: str | Path, labels: str | Path | None = None, boxes: str
         )
     numbers = {name: _class_index(word, name, synsets) for name, word in words.items()}
     ordered = sorted(images, key=lambda name: (numbers.get(name, -1), name))
-    return Data("imagenet", ordered, partial(_read, images, numbers, drawn if notes is None else notes), class_names())
+    told = (images, numbers, drawn if notes is None else notes)
+    return Data("imagenet", ordered, partial(_read, *told), class_names(), partial(_sources, *told))
 
 
 @cache
@@ -121,6 +123,17 @@ def _read(
     if not note.boxes:
         raise PatchlightError(f"'{name}' has no box; leave the image out")
     return Sample(name, image, labels[name], _scaled(note, image.size, name))
+
+
+def _sources(
+    images: Mapping[str, Path], labels: Mapping[str, int], source: Mapping[str, Note] | Path | None, name: str
+) -> Sources:
+    if source is None:
+        return Sources([images[name]], labels[name])
+    if isinstance(source, Path):
+        return Sources([images[name], _xml(source, name)], labels[name], known={"boxes"})
+    note = source[name]
+    return Sources([images[name]], labels[name], [note.boxes, note.size], {"boxes"} if note.boxes else set())
 
 
 def _scaled(note: Note, size: tuple[int, int], name: str) -> torch.Tensor:
@@ -180,9 +193,13 @@ def _solution(text: str, path: Path) -> Note:
     return Note(words[0], [tuple(read_number(w, path) for w in group[1:]) for group in groups])
 
 
+def _xml(folder: Path, name: str) -> Path:
+    return folder / f"{name}.xml"
+
+
 def _read_xml(folder: Path, name: str) -> Note:
     """One image of the official annotations, in PASCAL VOC's form."""
-    path = folder / f"{name}.xml"
+    path = _xml(folder, name)
     if not path.is_file():
         raise PatchlightError(f"no boxes for image '{name}': '{path}' does not exist")
     text = read_text(path)

@@ -11,9 +11,19 @@ import numpy as np
 import torch
 from PIL import Image
 
-from patchlight.data.base import Data, Sample, existing_folder, first_existing, largest_region, read_text, register_data
+from patchlight.data.base import (
+    Data,
+    Sample,
+    Sources,
+    existing_folder,
+    first_existing,
+    largest_region,
+    read_text,
+    register_data,
+)
 from patchlight.data.imagenet import class_names, synset_indices
 from patchlight.errors import PatchlightError, spelled
+from patchlight.fingerprints import digest_of
 from patchlight.images import list_images, open_image, open_mask
 
 IGNORED = 1000
@@ -36,7 +46,9 @@ def open_imagenet_s(path: str | Path, split: str = "validation", categories: str
     paths = {spelled(p.stem): p for p in list_images(folder)}
     table = _class_table(_categories(root, masks, categories))
     drawn = {name: (masks / p.relative_to(folder)).with_suffix(".png") for name, p in paths.items()}
-    return Data(f"imagenet-s-{split}", list(paths), partial(_read_regions, paths, drawn, table), class_names())
+    read = partial(_read_regions, paths, drawn, table)
+    sources = partial(_region_sources, paths, drawn, digest_of(table.tolist()))
+    return Data(f"imagenet-s-{split}", list(paths), read, class_names(), sources)
 
 
 @register_data("imagenet-segmentation")
@@ -81,7 +93,8 @@ def open_pets(path: str | Path, split: str = "all") -> Data:
         raise PatchlightError(f"no split '{split}': '{listed}' does not exist")
     breeds = sorted({_breed(name) for name in paths}, key=str.lower)
     labels = {name: breeds.index(_breed(name)) for name in paths}
-    return Data(f"pets-{split}", names, partial(_read_trimap, images, trimaps, paths, labels), breeds)
+    told = (images, trimaps, paths, labels)
+    return Data(f"pets-{split}", names, partial(_read_trimap, *told), breeds, partial(_trimap_sources, *told))
 
 
 def _read_regions(paths: Mapping[str, Path], drawn: Mapping[str, Path], table: torch.Tensor, name: str) -> Sample:
@@ -94,6 +107,11 @@ def _read_regions(paths: Mapping[str, Path], drawn: Mapping[str, Path], table: t
         raise PatchlightError(f"the mask of '{name}' has class id {wrong}; ids are 0, 1 to {known}, and {IGNORED}")
     mask, label = largest_region(regions, name)
     return Sample(name, open_image(paths[name]), label, mask=mask, regions=regions)
+
+
+def _region_sources(paths: Mapping[str, Path], drawn: Mapping[str, Path], table: str, name: str) -> Sources:
+    """The class is the mask's to tell, by the table of classes, whose hash is given."""
+    return Sources([paths[name], drawn[name]], values=table, known={"labels", "masks"})
 
 
 def _class_table(synsets: Sequence[str]) -> torch.Tensor:
@@ -165,12 +183,20 @@ def _read_mat(file: Path, name: str) -> Sample:
 def _read_trimap(
     images: Path, trimaps: Path, paths: Mapping[str, Path], labels: Mapping[str, int], name: str
 ) -> Sample:
-    image = open_image(paths.get(name, images / f"{name}.jpg"))
-    trimap = np.asarray(open_mask(trimaps / f"{name}.png"))
+    photo, drawn = _trimap_sources(images, trimaps, paths, labels, name).files
+    image = open_image(photo)
+    trimap = np.asarray(open_mask(drawn))
     if trimap.ndim != 2 or not np.isin(trimap, (1, 2, 3)).all():
         raise PatchlightError(f"the trimap of '{name}' has other values than 1 (animal), 2 (background), 3 (border)")
     mask = np.array([0, 1, 0, -1], dtype=np.int8)[trimap]
     return Sample(name, image, labels[name], mask=torch.from_numpy(mask))
+
+
+def _trimap_sources(
+    images: Path, trimaps: Path, paths: Mapping[str, Path], labels: Mapping[str, int], name: str
+) -> Sources:
+    files = [paths.get(name, images / f"{name}.jpg"), trimaps / f"{name}.png"]
+    return Sources(files, labels.get(name), known={"masks"})
 
 
 def _breed(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -19,6 +19,8 @@ from patchlight.specs import DataSpec, ModelSpec, Spec, kind_and_path
 class TrainingRecipe(Spec):
     """What every `train` command needs; each kind of explainer adds its own."""
 
+    command: ClassVar[str] = ""
+    """`patchlight COMMAND train` takes it."""
     model: ModelSpec = ModelSpec(name="pocket")
     data: DataSpec | None = None
     held_out: DataSpec | None = None

@@ -15,7 +15,6 @@ from patchlight.cli import app
 from patchlight.errors import PatchlightError
 from patchlight.trained.diffmask.recipe import read_recipe
 
-ROOT = Path(__file__).resolve().parents[3]
 FEW = ["--set", "steps=2", "--set", "batch_size=2", "--set", "log_every=1"]
 
 
@@ -85,10 +84,10 @@ def test_one_class_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_recipes_are_valid(tmp_path: Path) -> None:
-    cifar = read_recipe(ROOT / "recipes" / "diffmask-cifar10.toml")
+    cifar = read_recipe("diffmask-cifar10")
     assert cifar.training(seed=3).seed == 3
     assert cifar.model.name == "pocket"
-    imagenet = read_recipe(ROOT / "recipes" / "diffmask-imagenet.toml").training()
+    imagenet = read_recipe("diffmask-imagenet").training()
     assert (imagenet.alpha, imagenet.gate_rate, imagenet.baseline_rate, imagenet.lambda_rate) == (20, 1e-5, 5e-3, 0.15)
     (tmp_path / "bad.toml").write_text("[modle]\nname = 'x'\n")
     with pytest.raises(PatchlightError, match="line 1: there is no key 'modle'; did you mean 'model'"):

@@ -11,7 +11,6 @@ from patchlight.recipes import parse_as, read_text
 from patchlight.trained.shapley.recipe import ShapleyRecipe
 from tests.trained.diffmask.test_cli import call, folder  # noqa: F401
 
-ROOT = Path(__file__).resolve().parents[3]
 FEW = [
     *("--set", "steps=2", "--set", "surrogate_steps=2", "--set", "batch_size=2", "--set", "log_every=1"),
     *("--set", "masks=2", "--set", "rank=1", "--set", "check=1"),
@@ -53,6 +52,6 @@ def test_wrong_requests_are_one_sentence(words: list[str], told: str, folder: Pa
 
 
 def test_the_recipe_is_valid() -> None:
-    recipe = parse_as(ShapleyRecipe, read_text(ROOT / "recipes" / "shapley-cifar10.toml"), "recipe")
+    recipe = parse_as(ShapleyRecipe, read_text("shapley-cifar10", "shapley"), "recipe")
     assert recipe.training(seed=3).seed == 3
     assert recipe.model.name == "pocket"

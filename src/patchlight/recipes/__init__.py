@@ -1,10 +1,16 @@
-"""Recipes as files: TOML, checked against the model that says what a recipe holds. An error names the line."""
+"""Recipes as files: TOML, checked against the model that says what a recipe holds. An error names the line.
+
+Beside this file lie the bundled ones, by the command that takes them: `bench/`, `diffmask/` and `shapley/`.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -14,22 +20,45 @@ from patchlight.errors import PatchlightError, nearest
 
 R = TypeVar("R", bound=BaseModel)
 Keys = tuple[str, ...]
+KINDS = ("bench", "diffmask", "shapley")
+"""The commands that take recipes; each has its bundled ones in the folder of its name."""
 DEEPEST = 16
 """Tables and lists inside each other, at most; a recipe has five."""
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a recipe."""
-    path = Path(path)
+def bundled(kind: str = "bench") -> dict[str, Traversable]:
+    """The recipes that come with the package, by name, of those that `patchlight KIND` takes."""
+    files = {file.name.removesuffix(".toml"): file for file in (resources.files(__name__) / kind).iterdir()}
+    return dict(sorted(files.items()))
+
+
+def find_recipe(given: str | Path, kind: str = "bench") -> Traversable:
+    """The file of a recipe: a bundled one by its name, or a path, which ends with .toml or has a slash in it."""
+    known = bundled(kind)
+    if not _is_path(given) and str(given) in known:
+        return known[str(given)]
+    if _is_path(given) and Path(given).exists():
+        return Path(given)
+    name = Path(given).name.removesuffix(".toml")
+    told = f"no recipe at '{given}'" if _is_path(given) else f"no bundled recipe is called '{given}'"
+    other = next((k for k in KINDS if k != kind and name in bundled(k)), None)
+    if other is not None:
+        raise PatchlightError(f"{told} for `patchlight {kind}`; that is a recipe of `patchlight {other}`")
+    raise PatchlightError(f"{told}; {nearest(name, [*known, *(file.name for file in Path().glob('*.toml'))])}")
+
+
+def _is_path(given: str | Path) -> bool:
+    return isinstance(given, Path) or given.endswith(".toml") or "/" in given or os.sep in given
+
+
+def read_text(given: str | Path, kind: str = "bench") -> str:
+    """The text of a recipe: see `find_recipe`."""
+    file = find_recipe(given, kind)
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        near = [p.stem for p in Path("recipes").glob("*.toml")]
-        hint = f"; {nearest(path.stem, near)}" if near else ""
-        raise PatchlightError(f"no recipe at '{path}'{hint}") from error
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PatchlightError(
-            f"'{path}' cannot be read as a recipe: {getattr(error, 'strerror', None) or error}"
+            f"'{given}' cannot be read as a recipe: {getattr(error, 'strerror', None) or error}"
         ) from error
 
 

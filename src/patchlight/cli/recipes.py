@@ -1,0 +1,63 @@
+"""`patchlight bench list`: the recipes that come with the package, told without importing torch."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Annotated, Any
+
+import typer
+
+from patchlight.cli.common import AsJson, Debug, answering, console, print_json, say
+from patchlight.cli.complete import complete_recipe
+
+RecipeGiven = Annotated[
+    str,
+    typer.Argument(
+        help="A recipe: the name of a bundled one (`patchlight bench list`), or a TOML file.",
+        metavar="RECIPE",
+        autocompletion=complete_recipe,
+    ),
+]
+
+
+def list_recipes(as_json: AsJson = False, debug: Debug = False) -> None:
+    """List the bundled recipes: whose tables they repeat, what is measured, on which models and data."""
+    with answering(as_json, debug):
+        rows = recipe_rows()
+        if as_json:
+            print_json(rows)
+            return
+        from rich.table import Table
+
+        table = Table("recipe", "paper", "measures", "models", "data", "methods", "metrics", box=None, pad_edge=False)
+        for row in rows:
+            words = [row["name"], row["paper"], *(", ".join(row[key]) for key in ("measures", "models")), row["data"]]
+            table.add_row(*words, str(row["methods"]), str(row["metrics"]))
+        console().print(table)
+        say("`patchlight bench run NAME --out DIR` runs one; --model and --data put yours in the place of the recipe's")
+
+
+def recipe_rows() -> list[dict[str, Any]]:
+    """Every bundled recipe of the benchmark: whose it is, its metrics, models by label, data, and counts."""
+    from patchlight.recipes import bundled
+
+    rows = []
+    for name, file in bundled("bench").items():
+        recipe = tomllib.loads(file.read_text(encoding="utf-8"))
+        rows.append(
+            {
+                "name": name,
+                "paper": recipe["paper"],
+                "measures": list(dict.fromkeys(_named(recipe["metrics"], "metric").values())),
+                "models": _named(recipe["models"], "name"),
+                "data": recipe["data"]["kind"],
+                "methods": len(recipe["methods"]),
+                "metrics": len(recipe["metrics"]),
+            }
+        )
+    return rows
+
+
+def _named(table: dict[str, Any], key: str) -> dict[str, str]:
+    """By label, what the entries of a recipe's table name; a lone string is a name."""
+    return {label: own if isinstance(own, str) else own[key] for label, own in table.items()}
