@@ -200,7 +200,8 @@ def work(begun: Begun, part: Part, stop: Stop, listen: Listener) -> Summary:
             done = lost(unit, f"{claim.deaths} processes died while they ran it")
         store.write(unit, done)
         seconds = time.perf_counter() - started
-        queue.finished(unit, claim, seconds)
+        sizes = queue.sizes(unit)
+        queue.finished(unit, claim, steady(unit, seconds, len(whole.images), begun.resources) if sizes else seconds)
         listen(UnitEnd(unit.key, unit.values, seconds, done.rows))
         now, reused = now + unit.values, reused + len(known)
     failures, done_now = store.failures(), queue.values_done()
@@ -214,17 +215,18 @@ class Queue:
     def __init__(self, begun: Begun, part: Part, stop: Stop, listen: Listener) -> None:
         self.begun, self.part, self.stop, self.listen = begun, part, stop, listen
         self.done: set[str] = begun.store.done()
+        self.held: set[str] = set()
         self._units: dict[str, list[Unit]] = {}
 
     def __iter__(self) -> Iterator[tuple[Unit, Claim]]:
         waits = False
         while not self.stop.asked.is_set():
-            found = self._next()
+            found = self.take()
             if found is not None:
                 waits = False
                 yield found
                 continue
-            if not self._open():
+            if not self.open():
                 return
             if not waits:
                 self.listen(Waiting(len(self.begun.claims.others())))
@@ -232,38 +234,35 @@ class Queue:
             self.stop.asked.wait(PAUSE)
             self.done |= self.begun.store.done()
 
-    def _next(self) -> tuple[Unit, Claim] | None:
-        """The first unit that is free, and not done meanwhile."""
-        for unit in self._open():
+    def take(self) -> tuple[Unit, Claim] | None:
+        """The first unit that is free, and not done meanwhile; it is held until it is `finished`."""
+        for unit in self.open():
+            if unit.key in self.held:
+                continue
             claim = self.begun.claims.take(unit.key)
             if claim.state == "mine" and unit.key in self.begun.store.done():
                 self.begun.claims.finish(unit.key, claim)
                 self.done.add(unit.key)
             elif claim.state == "mine":
+                self.held.add(unit.key)
                 return unit, claim
             elif claim.state == "done":
                 self.done.add(unit.key)
         return None
 
     def finished(self, unit: Unit, claim: Claim, seconds: float) -> None:
-        """A unit is stored; the first of a group says how large the others shall be."""
+        """A unit is stored; the first of a group says how large the others shall be, by the seconds it took."""
         self.done.add(unit.key)
+        self.held.discard(unit.key)
         self.begun.claims.finish(unit.key, claim)
-        if unit.start == 0 and self.begun.store.size(unit.group) is None:
-            self.begun.store.write_size(unit.group, self._size(unit, seconds))
+        if self.sizes(unit):
+            self.begun.store.write_size(unit.group, unit_size(unit, seconds, len(self.begun.whole.images)))
 
-    def _size(self, first: Unit, seconds: float) -> int:
-        """How many images make a unit of about half a minute. What runs first is slow: it is timed once more."""
-        left = len(self.begun.whole.images) - len(first.images)
-        if seconds / len(first.images) * left <= SECONDS:
-            return size_of(first.group, left)
-        if seconds < SECONDS:
-            begin = time.perf_counter()
-            run_unit(first, self.begun.resources)
-            seconds = min(seconds, time.perf_counter() - begin)
-        return size_of(first.group, SECONDS / seconds * len(first.images))
+    def sizes(self, unit: Unit) -> bool:
+        """Whether a unit is the first of its group, which says how large the others shall be."""
+        return unit.start == 0 and self.begun.store.size(unit.group) is None
 
-    def _open(self) -> list[Unit]:
+    def open(self) -> list[Unit]:
         """The units of this part that are not known to be done; of a group without a size, its first."""
         total = len(self.begun.whole.images)
         return [
@@ -297,6 +296,26 @@ class Queue:
         return sum(
             unit.values for group in self.begun.whole.groups for unit in self._of(group) if unit.key in self.done
         )
+
+
+def unit_size(first: Unit, seconds: float, images: int) -> int:
+    """How many images make a unit of about half a minute, where the first of a group took so many seconds."""
+    left = images - len(first.images)
+    return size_of(first.group, left if fits(first, seconds, images) else SECONDS / seconds * len(first.images))
+
+
+def fits(first: Unit, seconds: float, images: int) -> bool:
+    """Whether all images behind the first unit make one unit."""
+    return seconds / len(first.images) * (images - len(first.images)) <= SECONDS
+
+
+def steady(first: Unit, seconds: float, images: int, resources: Resources) -> float:
+    """The seconds of a group's first unit. What runs first is slow: where that matters, it is timed once more."""
+    if seconds >= SECONDS or fits(first, seconds, images):
+        return seconds
+    begin = time.perf_counter()
+    run_unit(first, resources)
+    return min(seconds, time.perf_counter() - begin)
 
 
 def size_of(group: Group, images: float) -> int:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 NOT_MEASURING = (
     *("cli", "viz", "figures", "verdict"),
-    *(f"bench/{room}.py" for room in ("claims", "events", "html", "local", "results", "statistics", "store", "tables")),
+    *(f"bench/{room}.py" for room in ("claims", "events", "html", "local", "ray", "results", "slurm")),
+    *(f"bench/{room}.py" for room in ("statistics", "store", "tables", "workers")),
 )
 """Parts of the package that may change without any map or value changing."""
 TOGETHER = 4
