@@ -278,18 +278,20 @@ def _check_nodes(task: Callable[..., Any]) -> list[str]:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             check = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(task)
             asked[check.remote()] = node
-    notes = []
-    for ref in ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER)[0] if asked else ():
-        try:
-            answer = ray.get(ref)
-        except RayError:  # it has died since, or will say so again
-            continue
-        if answer["state"] != "ready":
-            raise PatchlightError(_sentence({**answer, "host": _named(asked[ref])}))
-        other = {name: v for name, v in answer["versions"].items() if versions().get(name) not in (None, v)}
-        if other:
-            told = ", ".join(f"{name} {version} (here {versions()[name]})" for name, version in other.items())
-            notes.append(f"node {_named(asked[ref])} has {told}")
+    notes, until = [], time.monotonic() + ANSWER
+    while asked and time.monotonic() < until:
+        for ref in ray.wait(list(asked), timeout=PAUSE)[0]:
+            node = _named(asked.pop(ref))
+            try:
+                answer = ray.get(ref)
+            except RayError:  # it has died since, or will say so again
+                continue
+            if answer["state"] != "ready":
+                raise PatchlightError(_sentence({**answer, "host": node}))
+            other = {name: v for name, v in answer["versions"].items() if versions().get(name) not in (None, v)}
+            if other:
+                told = ", ".join(f"{name} {version} (here {versions()[name]})" for name, version in other.items())
+                notes.append(f"node {node} has {told}")
     return notes
 
 
