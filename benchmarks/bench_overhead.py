@@ -18,12 +18,12 @@ from patchlight.bench.local import loaded, run
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import Recipe, override, parse
 
-IMAGES, SHARD, STEPS = 64, 16, 7
+IMAGES, BATCH, STEPS = 64, 16, 7
 NAME = "vit_tiny_patch16_224"
 METHODS = ("genatt", "rollout")
 RECIPE = """
 name = "overhead"
-shard = {shard}
+batch_size = {batch_size}
 [models.ViT]
 name = "{name}"
 weights = "{folder}/weights.safetensors"
@@ -47,7 +47,7 @@ def prepared(folder: Path) -> Recipe:
         small = (torch.rand(12, 16, 3) * 255).byte().numpy()
         Image.fromarray(small).resize((500, 375), Image.Resampling.BICUBIC).save(folder / "images" / f"{i:03d}.jpg")
     methods = "\n".join(f'{name} = "{name}"' for name in METHODS)
-    return parse(RECIPE.format(shard=SHARD, name=NAME, folder=folder, methods=methods, steps=STEPS))
+    return parse(RECIPE.format(batch_size=BATCH, name=NAME, folder=folder, methods=methods, steps=STEPS))
 
 
 class Clock:
@@ -72,10 +72,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = prepared(folder)
-        vit = loaded(plan(recipe).shards[0], "cpu")
+        vit = loaded(plan(recipe).groups[0], "cpu")
         for part in ("embed", "block", "readout"):
             setattr(vit, part, clock.wrap(getattr(vit, part)))
-        run(override(recipe, images=SHARD), folder / "warm")
+        run(override(recipe, images=BATCH), folder / "warm")
         grad, clock.seconds = torch.autograd.grad, 0.0
         torch.autograd.grad = clock.wrap(grad)
         begin = time.perf_counter()

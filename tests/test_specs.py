@@ -15,14 +15,14 @@ from patchlight import engine
 from patchlight.bench.local import run
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import override, parse
-from patchlight.bench.shard import Resources, run_shard
+from patchlight.bench.unit import Resources, run_unit
 from patchlight.errors import PatchlightError
 from patchlight.methods import requests
 from patchlight.metrics import base, evaluation
 from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec, PreprocessSpec
 from patchlight.trained.diffmask.recipe import read_recipe
 from patchlight.trained.recipe import data_at
-from tests.bench.small import pictures, recipe, text
+from tests.bench.small import pictures, recipe, text, units
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_explain_and_evaluate_take_what_is_resolved() -> None:
         pl.explain(vit, images, [metric.request])  # type: ignore[list-item]
 
 
-def test_a_shard_can_be_sent_to_another_process(tmp_path: Path) -> None:
-    shard = plan(recipe(pictures(tmp_path / "images", 2))).shards[0]
-    run_shard(shard, Resources())
-    sent = pickle.loads(pickle.dumps(shard))
-    assert (sent.key, sent.cells, sent.methods) == (shard.key, shard.cells, shard.methods)
-    values = [[row.value for row in run_shard(one, Resources()).rows] for one in (shard, sent)]
+def test_a_unit_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    unit = units(plan(recipe(pictures(tmp_path / "images", 2))))[0]
+    run_unit(unit, Resources())
+    sent = pickle.loads(pickle.dumps(unit))
+    assert (sent.key, sent.group.methods) == (unit.key, unit.group.methods)
+    values = [[row.value for row in run_unit(one, Resources()).rows] for one in (unit, sent)]
     assert values[0] == values[1]
 
 

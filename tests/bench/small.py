@@ -1,13 +1,17 @@
-"""A recipe that runs in a second or two: the bundled model on six small pictures."""
+"""A recipe that runs in a second or two: the bundled model on six small pictures; and what a run of it leaves."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 from PIL import Image
 
+from patchlight.bench.plan import Plan, Unit
 from patchlight.bench.recipe import Recipe, parse
+from patchlight.bench.rows import TIMING
 from patchlight.zoo import pocket
 
 TEXT = """\
@@ -65,3 +69,28 @@ def text(folder: Path) -> str:
 
 def recipe(folder: Path) -> Recipe:
     return parse(text(folder))
+
+
+def units(whole: Plan, size: int = 4096) -> list[Unit]:
+    """The units of a plan, had they this size."""
+    return [unit for group in whole.groups for unit in whole.units(group, size)]
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    """All rows of a run, sorted, without their timing."""
+    found = [
+        row
+        for path in (out / "units").glob("*.parquet")
+        for row in pq.read_table(path).drop_columns([*TIMING]).to_pylist()
+    ]
+    return sorted(found, key=lambda row: tuple(row[name] for name in ("model", "method", "metric", "image")))
+
+
+def cells(whole: Plan) -> dict[tuple[str, str, str, str], str]:
+    """By model, image, method and metric, what a value depends on."""
+    return {
+        (unit.group.label, name, *pair): cell
+        for unit in units(whole)
+        for pair in unit.group.made
+        for name, cell in zip(unit.images.names, unit.cells(pair), strict=True)
+    }

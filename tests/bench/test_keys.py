@@ -99,7 +99,7 @@ class World:
         text = RECIPE.format(images=self.images.as_posix(), **self.parts).replace("seed = 0", f"seed = {self.seed}")
         summary = run(parse(text), self.folder / "run")
         assert not summary.failures, summary.failures
-        return summary.before, summary.shards
+        return summary.before, summary.values
 
     def model(self, **about: str) -> None:
         self.parts["model"] = "{" + ", ".join(f'{key} = "{value}"' for key, value in about.items()) + "}"
@@ -265,7 +265,7 @@ CHANGES: dict[str, Callable[[World], Callable[[], None]]] = {
     "a class of a users method": users("x - 2", "x - 3"),
     "a field of a class of a users method": users("offset = 0.5", "offset = 0.75"),
     "a users metric": users("given.maps.mean((1, 2))", "given.maps.amax((1, 2))"),
-    "the choice of targets": source("bench/shard.py", r"index\[:, 0\]", "index[:, -1]"),
+    "the choice of targets": source("bench/unit.py", r"index\[:, 0\]", "index[:, -1]"),
     "the code of a method": source("methods/attention.py", "relu", "abs"),
     "the pictures": picture,
     "a setting of the method": part("method", '{method = "genatt", start = 2}'),
@@ -280,11 +280,11 @@ def changed(name: str, folder: Path) -> None:
     """Assert that rows are kept while nothing changes, and made again once this has."""
     with world(folder) as w:
         change = CHANGES[name](w)
-        assert w.run() == (0, 1)
-        assert w.run() == (1, 1), "nothing has changed"
+        assert w.run() == (0, 2)
+        assert w.run() == (2, 2), "nothing has changed"
         change()
-        assert w.run() == (0, 1), f"{name} has changed, and the row was kept"
-        assert w.run() == (1, 1), "nothing has changed since"
+        assert w.run() == (0, 2), f"{name} has changed, and the row was kept"
+        assert w.run() == (2, 2), "nothing has changed since"
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -296,9 +296,9 @@ def test_a_changed_dependency_makes_a_new_row(name: str, tmp_path: Path) -> None
 def test_the_reports_own_code_is_no_dependency(tmp_path: Path, name: str, word: str) -> None:
     with world(tmp_path) as w:
         change = source(f"bench/{name}.py", word, f"{word}s")(w)
-        assert w.run() == (0, 1)
+        assert w.run() == (0, 2)
         change()
-        assert w.run() == (1, 1)
+        assert w.run() == (2, 2)
 
 
 def test_a_key_is_the_same_in_another_process(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_key_is_the_same_in_another_process(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom tests.bench.test_keys import OWN, own_code\nown_code(OWN.format())\n"
         "from patchlight.bench.plan import plan\nfrom patchlight.bench.recipe import parse\n"
-        "print(plan(parse(sys.argv[1])).shards[0].key)"
+        "print(plan(parse(sys.argv[1])).groups[0].key)"
     )
     keys = [
         subprocess.run(

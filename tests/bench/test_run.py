@@ -1,4 +1,4 @@
-"""Runs: resumed to the bit, failures as rows, one process at a time, and a store that survives what may happen."""
+"""Runs: resumed to the bit, failures as rows, and a store that survives what may happen."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from PIL import Image
 from torch import Tensor
 from typer.testing import CliRunner
 
-from patchlight.bench import shard as shard_room
+from patchlight.bench import unit as unit_room
 from patchlight.bench.events import Event, Planning, Start
 from patchlight.bench.local import run
-from patchlight.bench.plan import plan
+from patchlight.bench.plan import Unit, plan
 from patchlight.bench.recipe import override, parse
 from patchlight.bench.rows import TIMING
-from patchlight.bench.shard import Resources, run_shard
 from patchlight.bench.store import Store
+from patchlight.bench.unit import Resources, run_unit
 from patchlight.cli import app
 from patchlight.data import Data, Sample
 from patchlight.errors import PatchlightError
 from patchlight.methods.base import METHODS, Ask, register_method
-from tests.bench.small import pictures, recipe, replaced, text
+from tests.bench.small import cells, pictures, recipe, replaced, rows, text, units
 
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["patchlight.bench", "patchlight.methods", "patchlight.metrics.deletion", "timm"])
@@ -53,22 +53,13 @@ def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def shards(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """All rows of all shards by file, without their timing."""
-    found = {}
-    for path in sorted((out / "shards").glob("*.parquet")):
-        table = pq.read_table(path)
-        found[path.stem.rpartition("-")[0]] = table.drop_columns([*TIMING]).to_pylist()
-    return found
-
-
 def test_a_run_has_a_row_for_each_image_method_and_metric(images: Path, whole: Path) -> None:
-    rows = [row for found in shards(whole).values() for row in found]
-    assert len(rows) == 6 * 4 * 2
-    assert all(0 <= row["value"] <= 1 and not row["error"] for row in rows)
-    assert {len(row["curve"]) for row in rows} == {4}
+    found = rows(whole)
+    assert len(found) == 6 * 4 * 2
+    assert all(0 <= row["value"] <= 1 and not row["error"] for row in found)
+    assert {len(row["curve"]) for row in found} == {4}
     results = Store(whole).results()
-    assert results.images == {"Pocket": [f"{i}.png" for i in range(6)]}
+    assert results.images == {"Pocket": tuple(f"{i}.png" for i in range(6))}
     column = results.columns["Pocket", "GenAtt", "Del"]
     assert not column.higher_is_better
     assert column.x is not None
@@ -79,21 +70,22 @@ def test_rows_are_what_explain_and_evaluate_give(images: Path, whole: Path) -> N
     import patchlight as pl
 
     vit = pl.load("pocket")
-    batch = vit.batch([images / "0.png", images / "1.png"])
-    maps = pl.explain(vit, batch, "rollout", fusion="max")
-    expected = pl.evaluate(vit, batch, maps, "deletion", steps=3)
     column = Store(whole).results().columns["Pocket", "Rollout (max)", "Del"]
-    assert torch.equal(column.values[:2], expected.values)
-    assert expected.curve is not None
-    assert column.curve is not None
-    assert torch.equal(column.curve[:2].float(), expected.curve.float())
+    for i in range(2):
+        batch = vit.batch([images / f"{i}.png"])
+        maps = pl.explain(vit, batch, "rollout", fusion="max")
+        expected = pl.evaluate(vit, batch, maps, "deletion", steps=3)
+        assert torch.equal(column.values[i : i + 1], expected.values)
+        assert expected.curve is not None
+        assert column.curve is not None
+        assert torch.equal(column.curve[i : i + 1].float(), expected.curve.float())
 
 
 def test_a_second_run_does_nothing_and_says_so(images: Path, whole: Path) -> None:
-    before = {p: p.stat().st_mtime_ns for p in (whole / "shards").iterdir()}
+    before = {p: p.stat().st_mtime_ns for p in (whole / "units").iterdir()}
     summary = run(recipe(images), whole)
-    assert (summary.shards, summary.before) == (3, 3)
-    assert {p: p.stat().st_mtime_ns for p in (whole / "shards").iterdir()} == before
+    assert (summary.values, summary.before, summary.now) == (48, 48, 0)
+    assert {p: p.stat().st_mtime_ns for p in (whole / "units").iterdir()} == before
 
 
 def test_a_new_method_leaves_the_others_alone(
@@ -101,53 +93,59 @@ def test_a_new_method_leaves_the_others_alone(
 ) -> None:
     run(recipe(images), tmp_path / "run")
     asked: list[list[str]] = []
-    original = shard_room.explain
+    original = unit_room.explain
 
     def counted(vit: Any, batch: Any, methods: Any, *args: Any, **options: Any) -> Any:
         asked.append([request.label for request in methods])
         return original(vit, batch, methods, *args, **options)
 
-    monkeypatch.setattr(shard_room, "explain", counted)
+    monkeypatch.setattr(unit_room, "explain", counted)
     more = parse(text(images).replace('Random = "random"', 'Random = "random"\nRaw = "rawatt"'))
     summary = run(more, tmp_path / "run")
-    assert (summary.before, summary.partly) == (0, 3)
-    assert asked == [["Raw"]] * 3
+    assert (summary.before, summary.now, summary.reused) == (12, 48, 36)
+    assert asked[:6] == [["Raw"]] * 6
+    assert {label for labels in asked for label in labels} == {"Raw"}
     results = Store(tmp_path / "run").results()
     assert {m for _, m, _ in results.columns} == {"GenAtt", "Rollout (max)", "Rollout", "Random", "Raw"}
     old = Store(whole).results()
     for key, column in old.columns.items():
         assert torch.equal(column.values, results.columns[key].values)
-    store = Store(tmp_path / "run")
-    assert set(store.read_maps(store.manifest().shards[0]).scores) == set(more.methods)
+    maps = Store(tmp_path / "run").maps("Pocket", ["0.png", "4.png"])
+    assert set(maps.scores) == set(more.methods)
+    assert all(bool(scores.isfinite().all()) and len(scores) == 2 for scores in maps.scores.values())
 
 
-def test_the_key_follows_what_matters_and_not_the_paths(images: Path, tmp_path: Path) -> None:
-    one = plan(recipe(images)).shards[0]
+def test_a_value_depends_on_what_matters_and_not_on_paths(images: Path, tmp_path: Path) -> None:
+    one = cells(plan(recipe(images)))
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     for picture in images.iterdir():
         (moved / picture.name).write_bytes(picture.read_bytes())
-    assert plan(recipe(moved)).shards[0].key == one.key
-    for changed in (override(recipe(images), seed=1), override(recipe(images), quick=True)):
-        assert plan(changed).shards[0].key != one.key
+    assert cells(plan(recipe(moved))) == one
+    assert not set(cells(plan(override(recipe(images), seed=1))).values()) & set(one.values())
+    quick = cells(plan(override(recipe(images), quick=True)))
+    assert {key[3] for key in one if quick[key] != one[key]} == {"Ins"}
+    fewer = cells(plan(override(recipe(images), images=3)))
+    assert all(one[key] == cell for key, cell in fewer.items())
 
 
-def test_the_key_follows_what_is_in_the_images(images: Path, tmp_path: Path) -> None:
+def test_a_value_depends_on_what_is_in_its_image(images: Path, tmp_path: Path) -> None:
     folder = pictures(tmp_path / "images")
-    before = [shard.key for shard in plan(recipe(folder)).shards]
+    before = cells(plan(recipe(folder)))
     with Image.open(folder / "2.png") as picture:
         picture.putpixel((0, 0), (1, 2, 3))
         picture.save(folder / "2.png")
-    after = [shard.key for shard in plan(recipe(folder)).shards]
-    assert [a == b for a, b in zip(after, before, strict=True)] == [True, False, True]
+    after = cells(plan(recipe(folder)))
+    assert {key[1] for key in before if before[key] != after[key]} == {"2.png"}
+    assert not {cell for key, cell in after.items() if key[1] == "2.png"} & set(before.values())
     (folder / "2.png").write_bytes(b"not a picture")
-    broken = plan(recipe(folder)).shards[1].key
-    assert broken not in (after[1], before[1])
+    broken = cells(plan(recipe(folder)))
+    assert {key[1] for key in after if broken[key] != after[key]} == {"2.png"}
     folder.rename(tmp_path / "moved")
-    assert plan(recipe(tmp_path / "moved")).shards[1].key == broken
+    assert cells(plan(recipe(tmp_path / "moved"))) == broken
 
 
-def test_the_key_follows_classes_boxes_and_masks(images: Path) -> None:
+def test_a_value_depends_on_classes_boxes_and_masks(images: Path) -> None:
     with Image.open(images / "0.png") as opened:
         picture = opened.convert("RGB")
     mask = torch.zeros(64, 72, dtype=torch.int8)
@@ -163,26 +161,27 @@ def test_the_key_follows_classes_boxes_and_masks(images: Path) -> None:
         Sample("a", picture, mask=mask),
         Sample("a", picture, mask=shifted),
     ]
-    keys = [plan(recipe(images), Data("one", ["a"], lambda name, s=s: s)).shards[0].key for s in samples]  # type: ignore[misc]
+    keys = [plan(recipe(images), Data("one", ["a"], lambda name, s=s: s)).key for s in samples]  # type: ignore[misc]
     assert len(set(keys)) == len(samples)
 
 
-def test_the_key_follows_the_code(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = plan(recipe(images)).shards[0].key
+def test_a_value_depends_on_the_code(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = cells(plan(recipe(images)))
     monkeypatch.setattr(sys.modules[plan.__module__], "source_digest", lambda: "other code")
-    assert plan(recipe(images)).shards[0].key != one
+    assert not set(cells(plan(recipe(images))).values()) & set(one.values())
 
 
 def test_long_planning_is_told(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[plan.__module__], "PATIENCE", -1.0)
+    from patchlight.bench import contents
+
+    monkeypatch.setattr(contents, "PATIENCE", -1.0)
     heard: list[Event] = []
     plan(recipe(images), listen=heard.append)
-    assert heard == [Planning(i + 1, 6) for i in range(6)]
+    assert heard == [Planning(6, 6)]
 
 
 def test_images_are_spread_over_the_data(images: Path) -> None:
-    names = [name for shard in plan(override(recipe(images), images=3)).shards for name in shard.names]
-    assert names == ["0.png", "2.png", "4.png"]
+    assert plan(override(recipe(images), images=3)).images.names == ("0.png", "2.png", "4.png")
     assert plan(override(recipe(images), images=9)).notes == (
         "9 images were asked for; the data has 6, and all are used",
     )
@@ -190,15 +189,45 @@ def test_images_are_spread_over_the_data(images: Path) -> None:
 
 def test_white_box_methods_share_one_call(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    original = shard_room.explain
+    original = unit_room.explain
 
     def counted(vit: Any, batch: Any, methods: Any, *args: Any, **options: Any) -> Any:
         asked.append([request.label for request in methods])
         return original(vit, batch, methods, *args, **options)
 
-    monkeypatch.setattr(shard_room, "explain", counted)
-    run_shard(plan(recipe(images)).shards[0], Resources())
+    monkeypatch.setattr(unit_room, "explain", counted)
+    for unit in units(plan(override(recipe(images), images=1))):
+        run_unit(unit, Resources())
     assert asked == [["GenAtt", "Rollout (max)", "Rollout"], ["Random"]]
+
+
+def test_units_are_a_few_methods_where_metrics_take_long_and_a_whole_pass_where_they_do_not(images: Path) -> None:
+    many = "".join(f'\n[methods.G{i}]\nmethod = "genatt"\nstart = {i}\n' for i in range(4))
+    asking = plan(parse(text(images) + many))
+    assert [list(group.methods) for group in asking.groups] == [
+        ["GenAtt", "Rollout (max)", "Rollout", "G0"],
+        ["Random"],
+        ["G1", "G2", "G3"],
+    ]
+    assert {group.batch_size for group in asking.groups} == {1}
+    free = parse(
+        text(images).replace('{metric = "insertion", steps = 3}', '"sparseness"').replace("insertion = {steps = 2}", "")
+        + many
+    )
+    free = free.model_copy(update={"metrics": {"Ins": free.metrics["Ins"]}})
+    assert [(len(group.methods), group.batch_size) for group in plan(free).groups] == [(7, 2), (1, 1)]
+
+
+def test_values_do_not_depend_on_the_size_of_units(images: Path, tmp_path: Path, whole: Path) -> None:
+    from patchlight.bench import local
+
+    sizes = [unit.images.names for unit in units(plan(recipe(images)), 2)]
+    assert [len(names) for names in sizes] == [1, 2, 2, 1] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "SECONDS", 1e-6)
+        run(recipe(images), tmp_path / "run")
+    assert len(list((tmp_path / "run" / "units").iterdir())) == 12
+    assert rows(tmp_path / "run") == rows(whole)
 
 
 @pytest.fixture
@@ -245,7 +274,7 @@ def test_what_fails_is_a_row_with_its_reason_and_the_run_goes_on(tmp_path: Path,
     assert torch.allclose(columns["Pocket", "GenAtt", "Ins"].values[kept], good[kept], atol=1e-6)
     status = CliRunner().invoke(app, ["bench", "status", str(tmp_path / "run"), "--json"])
     told = json.loads(status.stdout)
-    assert (told["done"], told["shards"]) == (3, 3)
+    assert (told["done"], told["values"]) == (84, 84)
     assert told["failures"]["RuntimeError: it broke"] == 5 * 2
     report = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run")])
     assert "values failed: RuntimeError: it broke" in report.stdout
@@ -258,10 +287,10 @@ def test_an_image_that_is_mended_is_run_again(tmp_path: Path) -> None:
     failed = run(recipe(folder), tmp_path / "run")
     assert sum(failed.failures.values()) == 4 * 2
     kept = run(recipe(folder), tmp_path / "run")
-    assert (kept.before, kept.failures) == (2, failed.failures)
+    assert (kept.before, kept.failures) == (32, failed.failures)
     (folder / "1.png").write_bytes(good)
     mended = run(recipe(folder), tmp_path / "run")
-    assert (mended.before, mended.failures) == (1, {})
+    assert (mended.now - mended.reused, mended.failures) == (8, {})
 
 
 @pytest.fixture
@@ -290,15 +319,15 @@ def test_failures_are_kept_until_a_retry_and_do_not_come_back(tmp_path: Path, fl
     flaky.touch()
     assert sum(run(parse(one), tmp_path / "run").failures.values()) == 4 * 2
     mended = run(parse(one), tmp_path / "run", retry=True)
-    assert (mended.before, mended.failures) == (0, {})
+    assert (mended.before, mended.now, mended.failures) == (24, 8, {})
     assert run(more[3], tmp_path / "run").failures == {}
 
 
 def test_of_several_files_the_one_without_failures_is_believed(images: Path, tmp_path: Path) -> None:
-    small = override(recipe(images), images=2)
+    small = override(recipe(images), images=1)
     run(small, tmp_path / "run")
-    store, shard = Store(tmp_path / "run"), plan(small).shards[0]
-    files = store.files()[shard.place, shard.key]
+    store, unit = Store(tmp_path / "run"), units(plan(small))[0]
+    files = store.files()[unit.key]
     assert files.rows is not None
     assert files.maps is not None
     good = pq.read_table(files.rows)
@@ -307,13 +336,13 @@ def test_of_several_files_the_one_without_failures_is_believed(images: Path, tmp
     pq.write_table(failed, sink)
     for key in ("0" * 16, "f" * 16):
         for path, data in ((files.rows, sink.getvalue().to_pybytes()), (files.maps, files.maps.read_bytes())):
-            other = path.with_name(f"{shard.place}-{key}-x{path.suffix}")
+            other = path.with_name(f"{key}-x{path.suffix}")
             other.touch()
             replaced(other, data)
-    known = store.before(shard)
-    assert set(known.rows) == set(shard.cells.values())
-    assert not any(row.error for rows in known.rows.values() for row in rows)
-    assert set(known.maps) == set(known.rows)
+    store.arrange(())
+    known = store.before(unit)
+    assert set(known) == {cell for pair in unit.group.made for cell in unit.cells(pair)}
+    assert not any(one.row.error or one.map is None for one in known.values())
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
@@ -327,7 +356,7 @@ def test_a_full_or_read_only_disk_is_told_and_loses_nothing(
     def full(handle: int) -> None:
         nonlocal written
         written += 1
-        if written > 4:
+        if written > 5:
             raise OSError(number, os.strerror(number))
         original(handle)
 
@@ -335,10 +364,10 @@ def test_a_full_or_read_only_disk_is_told_and_loses_nothing(
     with pytest.raises(PatchlightError, match=os.strerror(number)):
         run(recipe(images), tmp_path / "run")
     monkeypatch.undo()
-    assert not [p for p in (tmp_path / "run").rglob(".*") if p.name != ".lock"], "no half files are left"
+    assert not list((tmp_path / "run").rglob(".*")), "no half files are left"
     summary = run(recipe(images), tmp_path / "run")
-    assert (summary.shards, summary.before) == (3, 1)
-    assert shards(tmp_path / "run") == shards(whole)
+    assert 0 < summary.before < summary.values
+    assert rows(tmp_path / "run") == rows(whole)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -357,7 +386,7 @@ def test_a_folder_of_other_things_is_refused(images: Path, tmp_path: Path) -> No
 def test_what_a_killed_first_write_left_is_cleared_away(images: Path, tmp_path: Path) -> None:
     for name in (".manifest.json-ab12_x9z", ".report.html-abcdefgh"):
         (tmp_path / name).write_text("{")
-    assert run(override(recipe(images), images=2), tmp_path).shards == 1
+    assert run(override(recipe(images), images=2), tmp_path).now == 16
     assert not (tmp_path / ".manifest.json-ab12_x9z").exists()
 
 
@@ -381,15 +410,16 @@ def test_class_names_of_a_folder_are_looked_up_among_the_models(tmp_path: Path) 
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / "a.jpg").write_bytes(photo.read_bytes())
     asked = override(recipe(tmp_path / "images"), target="label")
-    rows = run_shard(plan(asked).shards[0], Resources()).rows
-    assert {(row.image, row.target) for row in rows} == {
+    found = run_unit(units(plan(asked))[1], Resources()).rows
+    found = [*run_unit(units(plan(asked))[0], Resources()).rows, *found]
+    assert {(row.image, row.target) for row in found} == {
         (f"{name}/a.jpg", labels.index(name)) for name in ("truck", "dog")
     }
     (tmp_path / "images" / "truck").rename(tmp_path / "images" / "trukc")
-    shard_room.opened.cache_clear()
+    unit_room.opened.cache_clear()
     with pytest.raises(PatchlightError, match=r"has class 'trukc', which is not one; did you mean 'truck'\?"):
-        run_shard(plan(asked).shards[0], Resources())
-    predicted = run_shard(plan(override(asked, target="prediction")).shards[0], Resources()).rows
+        run_unit(units(plan(asked))[0], Resources())
+    predicted = run_unit(units(plan(override(asked, target="prediction")))[0], Resources()).rows
     assert all(row.value is not None for row in predicted)
 
 
@@ -408,7 +438,7 @@ def test_print_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "run"
     run(recipe(images), out)
-    first, second, _ = sorted((out / "shards").glob("*.parquet"))
+    first, second, *_ = sorted((out / "units").glob("*.parquet"))
     table = pq.read_table(first)
     sink = pa.BufferOutputStream()
     pq.write_table(table.append_column("mood", pa.array(["good"] * len(table))), sink)
@@ -420,12 +450,14 @@ def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> N
     second.write_bytes(second.read_bytes()[:100])
     results = Store(out).results()
     assert "is damaged and left out" in " ".join(results.notes)
-    assert len(results.images["Pocket"]) == 4
+    undone = sum(column.undone for column in results.columns.values())
+    assert 0 < undone < 48
     told = json.loads(CliRunner().invoke(app, ["bench", "status", str(out), "--json"]).stdout)
-    assert (told["done"], told["shards"], told["damaged"], told["images"]) == (2, 3, 1, {"Pocket": 4})
+    assert (told["done"], told["values"], told["models"]) == (48 - undone, 48, {"Pocket": 48 - undone})
+    assert "is damaged" in " ".join(told["notes"])
     summary = run(recipe(images), out)
-    assert summary.before == 2
-    assert len(Store(out).results().images["Pocket"]) == 6
+    assert (summary.before, summary.now) == (48 - undone, undone)
+    assert not any(column.undone for column in Store(out).results().columns.values())
     manifest = json.loads((out / "manifest.json").read_text())
     (out / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
     for doing in (lambda: run(recipe(images), out), Store(out).results):
@@ -437,26 +469,6 @@ def test_another_device_is_refused(images: Path, tmp_path: Path) -> None:
     run(override(recipe(images), images=2), tmp_path / "run")
     with pytest.raises(PatchlightError, match="begun on cpu"):
         run(override(recipe(images), images=2), tmp_path / "run", device="cuda")
-
-
-def _hold(out: Path, held: Any) -> None:
-    with Store(out).locked():
-        held.set()
-        time.sleep(600)
-
-
-def test_a_second_process_is_refused_until_the_first_is_gone(images: Path, tmp_path: Path) -> None:
-    held = FORKING.Event()
-    process = FORKING.Process(target=_hold, args=(tmp_path / "run", held))
-    process.start()
-    try:
-        assert held.wait(120)
-        with pytest.raises(PatchlightError, match="another process is at work"):
-            run(recipe(images), tmp_path / "run")
-    finally:
-        os.kill(process.pid or 0, signal.SIGKILL)
-        process.join()
-    assert run(override(recipe(images), images=2), tmp_path / "run").shards == 1
 
 
 def _run(folder: Path, out: Path, began: Any) -> None:
@@ -498,7 +510,7 @@ def test_killed_at_random_moments_and_resumed_it_ends_the_same(
     hit = [_killed(images, out, chance.random() * chance.choice([0.1, 0.4]) * length) for _ in range(kills)]
     assert any(hit)
     run(recipe(images), out)
-    assert shards(out) == shards(whole)
+    assert rows(out) == rows(whole)
     tables = [
         [line.rsplit(",", len(TIMING))[0] for line in as_csv(gather(folder)).splitlines()] for folder in (out, whole)
     ]
@@ -508,18 +520,18 @@ def test_killed_at_random_moments_and_resumed_it_ends_the_same(
 
 def test_an_image_that_changes_after_planning_is_noticed(tmp_path: Path) -> None:
     folder = pictures(tmp_path / "images", 2)
-    shard = plan(recipe(folder)).shards[0]
+    unit = Unit(plan(recipe(folder)).groups[0], 0, plan(recipe(folder)).images)
     with Image.open(folder / "1.png") as picture:
         picture.putpixel((0, 0), (1, 2, 3))
         picture.save(folder / "1.png")
-    shard_room.opened.cache_clear()
-    rows = run_shard(shard, Resources()).rows
-    assert {row.error for row in rows if row.image == "0.png"} == {""}
+    unit_room.opened.cache_clear()
+    found = run_unit(unit, Resources()).rows
+    assert {row.error for row in found if row.image == "0.png"} == {""}
     told = "'1.png' has changed since the run was planned; run the same command again"
-    assert {row.error for row in rows if row.image == "1.png"} == {told}
+    assert {row.error for row in found if row.image == "1.png"} == {told}
     (folder / "1.png").unlink()
-    shard_room.opened.cache_clear()
-    assert {row.error for row in run_shard(shard, Resources()).rows if row.image == "1.png"} == {told}
+    unit_room.opened.cache_clear()
+    assert {row.error for row in run_unit(unit, Resources()).rows if row.image == "1.png"} == {told}
 
 
 def test_a_metric_without_its_annotations_is_told_at_planning(images: Path) -> None:
@@ -544,5 +556,5 @@ def test_maps_are_enlarged_as_their_method_says(images: Path, tmp_path: Path) ->
     expected = pl.evaluate(vit, batch, pl.explain(vit, batch, "genatt"), "deletion", steps=3, upsampling="nearest")
     columns = Store(tmp_path / "run").results().columns
     torch.testing.assert_close(columns["Pocket", "GenAtt", "Del"].values, expected.values, atol=1e-6, rtol=0)
-    one, other = plan(parse(own)).shards[0].cells, plan(recipe(images)).shards[0].cells
-    assert {pair for pair in one if one[pair] != other[pair]} == {("GenAtt", "Ins"), ("GenAtt", "Del")}
+    one, other = cells(plan(parse(own))), cells(plan(recipe(images)))
+    assert {key[2:] for key in one if one[key] != other[key]} == {("GenAtt", "Ins"), ("GenAtt", "Del")}

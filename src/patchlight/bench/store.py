@@ -150,9 +150,10 @@ class Store:
 
         So that whoever reads units/*.parquet reads each row once.
         """
+        missing = set(keys) - self.done()
         for earlier in (False, True):
             for key, files in self.files(earlier).items():
-                if (key in keys) == earlier:
+                if (key in missing) if earlier else (key not in keys):
                     for path in filter(None, reversed(files)):  # rows say that a unit is done: they come last
                         self._move(path, earlier)
 
