@@ -24,6 +24,7 @@ PAGES = (
     "data",
     "metrics",
     "benchmark",
+    "cluster",
     "heads",
     "heads-texts",
     "own-models",

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from patchlight.bench.local import run
+from patchlight.bench.recipe import parse
 from patchlight.bench.slurm import Job, script, slurm_time
+from patchlight.cli import app
 from patchlight.errors import PatchlightError
+from tests.bench.small import pictures, rows, text
+from tests.registries import restored
 
 STRANGE = "my runs/50% $HOME `id` 'q' \"p\" \\ #1 é"
 JOB = Job("64", "2h")
@@ -26,8 +37,24 @@ if {name!r} == "srun":
     words = sys.argv[1:]
     while words[0].startswith("--"):
         words.pop(0)
-    sys.exit(subprocess.run(words).returncode)
+    step = subprocess.Popen(words)
+    with open({told!r} + ".pid", "w") as file:
+        file.write(str(step.pid))
+    sys.exit(step.wait())
 sys.exit(int(os.environ.get("STUB_CODE", "0")) if {name!r} == "program" else 0)
+"""
+SLOW = """\
+import time
+
+import torch
+
+import patchlight as pl
+
+
+@pl.register_method("test-slow", paper="none", agnostic=True)
+def slow(ask: pl.Ask):
+    time.sleep(2.0)
+    return torch.rand(len(ask.images), *ask.vit.grid)
 """
 
 
@@ -139,8 +166,8 @@ def test_bash_reads_it_without_complaint() -> None:
     full = Job(
         "64%8", "2h", 8, 2, "32G", "gpu", "me", "me@home.org", ["module load cuda", "source 'my venv'/bin/activate"]
     )
-    for text in (written(), written(STRANGE, full, ("program", STRANGE))):
-        done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    for job in (written(), written(STRANGE, full, ("program", STRANGE))):
+        done = subprocess.run(["bash", "-n"], input=job, text=True, capture_output=True)
         assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -154,8 +181,8 @@ def test_a_task_runs_its_part_as_a_step(commands: Path) -> None:
 
 def test_the_first_task_asks_once_for_the_report_after_the_array(commands: Path, tmp_path: Path) -> None:
     job = replace(JOB, account="me", partition="gpu", mail="me@home.org", setup=["export GREETING='good day'"])
-    text = written(STRANGE, job)
-    _, calls = ran(text, commands)
+    whole = written(STRANGE, job)
+    _, calls = ran(whole, commands)
     name, options, body = calls[0]
     assert name == "sbatch"
     assert options[-1] == "--dependency=afterany:77"
@@ -164,7 +191,7 @@ def test_the_first_task_asks_once_for_the_report_after_the_array(commands: Path,
     assert [call[0] for call in calls] == ["sbatch", "srun", "program"]
     _, calls = ran(body, commands)
     assert calls == [["program", ["report", STRANGE], ""]]
-    _, calls = ran(text, commands, SLURM_RESTART_COUNT="1")
+    _, calls = ran(whole, commands, SLURM_RESTART_COUNT="1")
     assert [call[0] for call in calls] == ["srun", "program"]
 
 
@@ -178,3 +205,99 @@ def test_a_task_that_was_told_to_stop_is_queued_again(commands: Path, code: int,
     ended, calls = ran(written(), commands, task=5, code=code)
     assert ended == code
     assert (["scontrol", ["requeue", "77_5"], ""] in calls) == queued
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "it's small.toml"
+    path.write_text(text(pictures(tmp_path / "my images", 4)))
+    return path
+
+
+def printed(recipe: Path, *words: str) -> str:
+    asked = [
+        "bench",
+        "slurm",
+        str(recipe),
+        "--out",
+        str(recipe.parent / "a run"),
+        "--array",
+        "2",
+        "--time",
+        "2h",
+        *words,
+    ]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_command_line_passes_on_what_is_run(recipe: Path, commands: Path) -> None:
+    chosen = ["--model", "Pocket=pocket", "--images", "3", "--set", "Ins.steps=2", "--quick", "--seed", "7"]
+    job = printed(recipe, *chosen, "--gpus", "1", "--setup", "patchlight() { program; }")
+    assert (recipe.parent / "a run" / "logs").is_dir()
+    assert "#SBATCH --gres=gpu:1\n" in job
+    words = ran(job.replace(" patchlight bench", " program bench"), commands, task=2)[1][1][1]
+    assert words[:3] == ["bench", "run", str(recipe)]
+    assert words[-4:] == ["--out", str(recipe.parent / "a run"), "--shard", "2/2"]
+    given = dict(pairwise(words))
+    assert {"--model": "Pocket=pocket", "--images": "3", "--set": "Ins.steps=2", "--seed": "7"}.items() <= given.items()
+    assert "--quick" in words
+    assert given["--device"] == "cuda"
+
+
+def test_bad_words_are_refused_and_nothing_is_made(recipe: Path) -> None:
+    asked = ["bench", "slurm", str(recipe), "--out", str(recipe.parent / "run"), "--array", "2", "--time", "later"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: 'later' is no time; give hours and minutes")
+    assert not (recipe.parent / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_tasks_of_an_array_do_the_whole_run(recipe: Path, commands: Path) -> None:
+    job = printed(recipe)
+    code, calls = ran(job, commands)
+    assert code == 0
+    assert ran(job, commands, task=2)[0] == 0
+    out = recipe.parent / "a run"
+    run(parse(recipe.read_text()), recipe.parent / "local")
+    assert rows(out) == rows(recipe.parent / "local")
+    report = next(body for name, _, body in calls if name == "sbatch")
+    assert subprocess.run(["bash"], input=report, text=True).returncode == 0
+    assert (out / "report.html").stat().st_size > 100_000
+
+
+@pytest.mark.slow
+def test_a_task_told_to_stop_is_queued_again_and_goes_on(recipe: Path, commands: Path) -> None:
+    slow = recipe.parent / "slow.py"
+    slow.write_text(SLOW)
+    recipe.write_text(recipe.read_text().replace("[methods]", '[methods]\nSlow = "test-slow"'))
+    with restored():
+        job = printed(recipe, "--plugin", str(slow))
+    out = recipe.parent / "a run"
+
+    def stop() -> None:
+        while not (out / "units").is_dir() or not any((out / "units").glob("*.parquet")):
+            time.sleep(0.05)
+        os.kill(int((commands.parent / "told.pid").read_text()), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    code, calls = ran(job, commands)
+    assert code == 75
+    assert ["scontrol", ["requeue", "77_1"], ""] in calls
+    before = {path.name for path in (out / "units").iterdir()}
+    code, calls = ran(job, commands, SLURM_RESTART_COUNT="1")
+    assert code == 0
+    assert [call[0] for call in calls] == ["srun"]
+    assert before < {path.name for path in (out / "units").iterdir()}
+
+
+def test_the_page_shows_the_file_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
+    shown = page.partition("```bash\n")[2].partition("```")[0]
+    asked = page.partition("patchlight bench slurm tis-table-1 ")[2].partition(" > job.sh")[0].replace("\\\n", "")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "slurm", "tis-table-1", *shlex.split(asked)])
+    assert result.stdout == shown

@@ -7,9 +7,9 @@ on every node, and the same Patchlight is installed there.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -39,7 +39,7 @@ from patchlight.plugins import load_plugin, loaded_files
 
 try:
     import ray
-    from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+    from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise PatchlightError("--ray needs Ray: pip install 'patchlight[ray]'") from error
@@ -122,7 +122,6 @@ class Fleet:
         self.task = ray.remote(num_cpus=self.threads, num_gpus=self.gpus, max_retries=0, max_calls=0)(task)
         self.order = ray.put(_order(begun, self.threads))
         self.flying: dict[Any, Flight] = {}
-        self.dead = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
         self.notes: list[str] = []
         self.now = self.reused = 0
 
@@ -192,7 +191,7 @@ class Fleet:
             return
         except RayError as error:
             flight.deaths += 1
-            self._note_death(type(error).__name__)
+            self._note_death(error)
             if not self.stop.asked.is_set():
                 self._send(flight)
             return
@@ -207,11 +206,10 @@ class Fleet:
         self.listen(UnitEnd(unit.key, unit.values, seconds, done.rows))
         self.now, self.reused = self.now + unit.values, self.reused + len(flight.known)
 
-    def _note_death(self, kind: str) -> None:
-        gone = [node for node in ray.nodes() if not node["Alive"] and node["NodeID"] not in self.dead]
-        self.dead |= {node["NodeID"] for node in gone}
-        what = ", ".join(f"node {_named(node)}" for node in gone) or "a worker process"
-        self.notes.append(f"{what} died ({kind}); what it did was done elsewhere")
+    def _note_death(self, error: RayError) -> None:
+        named = re.search(r"Node IP: ([^\s,]+)", str(error)) if isinstance(error, NodeDiedError) else None
+        what = f"node {named[1]}" if named else "a worker process"
+        self.notes.append(f"{what} died ({type(error).__name__}); what it did was done elsewhere")
 
 
 @contextlib.contextmanager
@@ -223,7 +221,7 @@ def connected(address: str) -> Iterator[None]:
     if address != "auto":
         _check_reachable(address)
     main, kept = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGTERM)
-    with contextlib.redirect_stdout(Ours(sys.stdout)):
+    with contextlib.redirect_stdout(cast(TextIO, Ours(sys.stdout))):
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except ConnectionError as error:
@@ -240,7 +238,7 @@ def connected(address: str) -> Iterator[None]:
             ray.shutdown()
 
 
-class Ours(io.TextIOBase):
+class Ours:
     """A stream without what Ray's threads print: what happens to nodes is told by this process, in its own words."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -249,9 +247,6 @@ class Ours(io.TextIOBase):
     def write(self, text: str) -> int:
         foreign = threading.current_thread().name.startswith("ray_")
         return len(text) if foreign else self.stream.write(text)
-
-    def flush(self) -> None:
-        self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -284,8 +279,10 @@ def _check_nodes(task: Callable[..., Any]) -> list[str]:
             node = _named(asked.pop(ref))
             try:
                 answer = ray.get(ref)
-            except RayError:  # it has died since, or will say so again
+            except NodeDiedError:
                 continue
+            except RayError as error:
+                answer = {"state": "refused", "why": f"cannot run a benchmark ({type(error).__name__})"}
             if answer["state"] != "ready":
                 raise PatchlightError(_sentence({**answer, "host": node}))
             other = {name: v for name, v in answer["versions"].items() if versions().get(name) not in (None, v)}
