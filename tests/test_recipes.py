@@ -86,7 +86,10 @@ def test_bench_list() -> None:
     assert all(name in done.stdout for name in bundled())
     rows = {row["name"]: row for row in json.loads(CliRunner().invoke(app, ["bench", "list", "--json"]).stdout)}
     assert list(rows) == list(bundled())
-    recipe, _ = read_recipe("tis-table-3")
+    recipe, written = read_recipe("tis-table-3")
+    assert CliRunner().invoke(app, ["bench", "list", "tis-table-3"]).stdout == written
+    assert json.loads(CliRunner().invoke(app, ["bench", "list", "tis-table-3", "--json"]).stdout)["name"] == recipe.name
+    assert CliRunner().invoke(app, ["bench", "list", "tis-tabel"]).exit_code == 2
     assert rows["tis-table-3"] == {
         "name": "tis-table-3",
         "paper": recipe.paper,

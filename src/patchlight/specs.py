@@ -145,8 +145,10 @@ class DataSpec(Spec):
 
     def at(self, given: str) -> DataSpec:
         """The data at `DIR` or `KIND:DIR`."""
+        from patchlight.data import KINDS
+
         kind, path = kind_and_path(given)
-        if kind in ("", self.kind):
+        if kind == "" or KINDS.find(kind) is KINDS.named(self.kind):
             return self.model_copy(update={"path": path})
         return self.model_copy(update={"kind": kind, "path": path, "options": {}, "stands_for": self.kind})
 
@@ -182,7 +184,7 @@ def kind_and_path(given: str) -> tuple[str, str]:
     from patchlight.data import KINDS
 
     kind, _, path = given.partition(":")
-    return (kind, path) if kind in KINDS and ":" in given else ("", given)
+    return (kind, path) if KINDS.named(kind) is not None and ":" in given else ("", given)
 
 
 class MethodSpec(OpenSpec):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -34,10 +33,8 @@ from patchlight.cli import app
 from patchlight.data import Data, Sample
 from patchlight.errors import PatchlightError
 from patchlight.methods.base import METHODS, Ask, register_method
+from tests.bench.processes import FORKING
 from tests.bench.small import cells, pictures, recipe, replaced, rows, text, units
-
-FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(["patchlight.bench", "patchlight.methods", "patchlight.metrics.deletion", "timm"])
 
 
 @pytest.fixture(scope="module")

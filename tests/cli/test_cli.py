@@ -132,6 +132,8 @@ def completed(words: str) -> list[str]:
 def test_names_are_completed() -> None:
     assert {"explain", "evaluate", "methods", "bench"} <= set(completed("patchlight "))
     assert completed("patchlight explain a.jpg --meth") == ["--method"]
+    assert completed("patchlight bench run tis-table-") == [f"tis-table-{i}" for i in (1, 2, 3, 4)]
+    assert completed("patchlight shapley train --recipe ") == ["shapley-cifar10"]
     assert completed("patchlight explain a.jpg --method roll") == ["rollout"]
     assert completed("patchlight explain a.jpg --method insi") == ["inside"]
     assert completed("patchlight explain a.jpg --method genatt,ixg.pl") == ["genatt,ixg.plus"]

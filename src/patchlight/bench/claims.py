@@ -31,9 +31,10 @@ State = Literal["mine", "done", "taken"]
 
 @dataclass(frozen=True)
 class Owner:
-    """A process at work: where it runs, and what it works on; `plan` is empty until it has planned.
+    """A process at work: where it runs, and what it works on.
 
     `machine` tells process numbers of one machine from another's; `began` is when the process did, by its machine.
+    `alone` was the first to come; `ready` is who has planned, and brought the folder in line with the plan.
     """
 
     id: str
@@ -42,6 +43,8 @@ class Owner:
     pid: int
     began: str
     beat: int = 0
+    alone: bool = False
+    ready: bool = False
     plan: str = ""
     version: str = ""
     code: str = ""
@@ -65,18 +68,17 @@ class Claims:
     def __init__(self, folder: Path) -> None:
         self.owners, self.claims = folder / "owners", folder / "claims"
         self.own = Owner(uuid.uuid4().hex[:12], platform.node(), _machine(), os.getpid(), _began(os.getpid()))
-        self.alone = True
         self._seen: dict[str, tuple[Any, float]] = {}
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def present(self, failing: Callable[[Exception], None] = lambda error: None) -> Iterator[None]:
-        """Be there, heart beating, until the end; `alone` says whether nobody else was."""
+        """Be there, heart beating, until the end; `alone` says whether nobody else was when this one came."""
         for folder in (self.owners, self.claims):
             folder.mkdir(parents=True, exist_ok=True)
         self._write()
-        self.alone = not self.others()
-        if self.alone:
+        if not self.others():
+            self.tell(alone=True)
             self._clean()
         over = threading.Event()
 
@@ -98,6 +100,16 @@ class Claims:
             thread.join()
             with contextlib.suppress(PatchlightError):
                 self.tell(gone=True)
+
+    @property
+    def alone(self) -> bool:
+        return self.own.alone
+
+    def my_turn(self) -> bool:
+        """Whether to plan now: somebody else has, or nobody is before this one who will."""
+        others = self.others()
+        first = self.alone or not any(one.alone or one.id < self.own.id for one in others)
+        return first or any(one.ready for one in others)
 
     def tell(self, **about: Any) -> None:
         """Have others know more of this process."""

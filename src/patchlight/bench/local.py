@@ -133,7 +133,7 @@ def run(
     claims = Claims(store.folder)
     with claims.present():
         stop.leave = lambda: claims.tell(gone=True)
-        begun = begin(store, claims, recipe, text, device, quick, retry, data, threads, listen)
+        begun = begin(store, claims, recipe, text, device, quick, retry, data, threads, stop, listen)
         return work(begun, part, stop, listen)
 
 
@@ -147,9 +147,18 @@ def begin(
     retry: bool = False,
     data: Data | None = None,
     threads: int | None = None,
+    stop: Stop | None = None,
     listen: Listener = lambda event: None,
 ) -> Begun:
-    """Plan, and bring the folder in line with the plan; refused where others are at work there on another one."""
+    """Plan, and bring the folder in line with the plan; refused where others are at work there on another one.
+
+    Of those that begin at once, one plans first: the others need not look at every image.
+    """
+    stop = stop or Stop()
+    if not claims.my_turn():
+        listen(Waiting(1))
+        while not (claims.my_turn() or stop.asked.wait(PAUSE / 5)):
+            pass
     earlier = store.read_manifest()
     _check_same_run(store, earlier, recipe, device)
     _check_same_code(store, claims)
@@ -180,6 +189,7 @@ def begin(
             failed = _failed(store)
             for unit in (unit for unit in units if unit.key in failed):
                 store.discard(unit)
+    claims.tell(ready=True)
     return Begun(store, claims, whole, resources, retry, tuple(notes))
 
 

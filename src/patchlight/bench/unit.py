@@ -17,7 +17,7 @@ from patchlight.attribution import Attribution
 from patchlight.bench.events import Listener, Step
 from patchlight.bench.plan import Group, Images, Pair, Unit, as_planned, load_model, model_digest
 from patchlight.bench.rows import Before, Done, Facts, Known, Maps, Row, maps_from
-from patchlight.data import Batch, Data, labelled, load_batch
+from patchlight.data import Batch, Data, labelled, load_batch, takes_classes
 from patchlight.engine import explain
 from patchlight.errors import PatchlightError, spelled
 from patchlight.methods.requests import Request, refusal
@@ -183,7 +183,7 @@ def opened(key: str, classes: int, labels: tuple[str, ...]) -> tuple[Data, str]:
     A folder's class names are looked up among the model's, where it has names; else the number of classes must agree.
     """
     spec = DataSpec.model_validate_json(key)
-    if spec.kind == "folder" and labels and "classes" not in spec.options:
+    if takes_classes(spec.kind) and labels and "classes" not in spec.options:
         try:
             return spec.open(classes=labels), ""
         except PatchlightError as error:

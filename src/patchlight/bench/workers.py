@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,7 +71,7 @@ def run_workers(
     with claims.present():
         stop.leave = lambda: claims.tell(gone=True)
         threads = max(1, (os.cpu_count() or 1) // workers)
-        begun = begin(store, claims, recipe, text, devices[0], quick, retry, threads=threads, listen=listen)
+        begun = begin(store, claims, recipe, text, devices[0], quick, retry, threads=threads, stop=stop, listen=listen)
         load_model.cache_clear()  # the workers have their own
         left = Queue(begun, part, stop, listen)
         before = left.values_done()
@@ -148,7 +148,7 @@ class Crew:
                 worker.process.wait()
         return now
 
-    def _begin(self, number: int) -> Worker:
+    def _begin(self, number: int, deaths: int = 0) -> Worker:
         logs = self.out / "logs"
         logs.mkdir(exist_ok=True)
         paths = [str(Path(p).resolve()) for p in sys.path if p]
@@ -162,7 +162,7 @@ class Crew:
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
-        worker = Worker(number, process)
+        worker = Worker(number, process, deaths)
         assert process.stdin is not None
         device = self.devices[(number - 1) % len(self.devices)]
         with contextlib.suppress(BrokenPipeError):
@@ -188,7 +188,7 @@ class Crew:
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
         self.notes.append(f"worker {worker.number} {how}; see logs/worker-{worker.number}.txt")
         if worker.deaths < DEATHS:
-            crew.append(replace(self._begin(worker.number), deaths=worker.deaths + 1))
+            crew.append(self._begin(worker.number, worker.deaths + 1))
 
     def why(self) -> str:
         """Why not all is done."""

@@ -160,13 +160,13 @@ def load_model(
 
 def open_images(kind: str | None, paths: Sequence[Path], vit: Anatomy) -> Data:
     """The images with what is known of them; plain files and folders tell nothing but their images."""
-    from patchlight.data import Data, Sample, open_data
+    from patchlight.data import Data, Sample, open_data, takes_classes
     from patchlight.images import list_images, open_image
 
     if kind is not None:
         if len(paths) > 1:
             raise PatchlightError(f"a data set of kind '{kind}' lies at one place; {len(paths)} were given")
-        named = {"classes": vit.labels} if kind == "folder" and vit.labels else {}
+        named = {"classes": vit.labels} if takes_classes(kind) and vit.labels else {}
         return open_data(kind, paths[0], **named)
     found: dict[str, Path] = {}
     for path in paths:

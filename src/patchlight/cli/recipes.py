@@ -20,9 +20,21 @@ RecipeGiven = Annotated[
 ]
 
 
-def list_recipes(as_json: AsJson = False, debug: Debug = False) -> None:
-    """List the bundled recipes: whose tables they repeat, what is measured, on which models and data."""
+def list_recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="One recipe, to print its TOML.", autocompletion=complete_recipe)
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List the bundled recipes: whose tables they repeat, what is measured, on which models and data; or print one."""
     with answering(as_json, debug):
+        if name is not None:
+            from patchlight.recipes import read_text
+
+            text = read_text(name)
+            print_json(tomllib.loads(text)) if as_json else print(text, end="")
+            return
         rows = recipe_rows()
         if as_json:
             print_json(rows)
@@ -34,7 +46,7 @@ def list_recipes(as_json: AsJson = False, debug: Debug = False) -> None:
             words = [row["name"], row["paper"], *(", ".join(row[key]) for key in ("measures", "models")), row["data"]]
             table.add_row(*words, str(row["methods"]), str(row["metrics"]))
         console().print(table)
-        say("`patchlight bench run NAME --out DIR` runs one; --model and --data put yours in the place of the recipe's")
+        say("`patchlight bench run NAME --out DIR` runs one, `patchlight bench list NAME` prints it")
 
 
 def recipe_rows() -> list[dict[str, Any]]:

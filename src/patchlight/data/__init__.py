@@ -14,8 +14,14 @@ from patchlight.data.base import batches as batches
 from patchlight.data.base import labelled as labelled
 from patchlight.data.base import load_batch as load_batch
 from patchlight.data.base import register_data as register_data
+from patchlight.data.datasets import from_dataset as from_dataset
 from patchlight.errors import PatchlightError, nearest
 from patchlight.registry import settings_of
+
+
+def takes_classes(kind: str) -> bool:
+    """Whether data of this kind can be numbered as a model's classes are, by `classes=vit.labels`."""
+    return "classes" in settings_of(KINDS.find(kind).function)
 
 
 def open_data(kind: str, path: str | Path | None = None, **options: Any) -> Data:

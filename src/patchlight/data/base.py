@@ -306,19 +306,20 @@ def read_pairs(path: Path) -> dict[str, str]:
             continue
         if not label:
             raise PatchlightError(f"line {number + 1} of '{path}' is '{line.strip()}'; write name,label")
-        pairs[_bare(name)] = label
+        pairs[bare(name)] = label
     return pairs
 
 
-def look_up(name: str, table: Mapping[str, T], path: Path) -> T:
+def look_up(name: str, table: Mapping[str, T], path: Path, what: str = "line") -> T:
     """What a file says of an image, which it may call by path or by file name, with or without suffix."""
-    for key in (_bare(name), _bare(Path(name).name)):
+    for key in (bare(name), bare(Path(name).name)):
         if key in table:
             return table[key]
-    raise PatchlightError(f"'{path}' has no line for image '{name}'; add one or take the image away")
+    raise PatchlightError(f"'{path}' has no {what} for image '{name}'; add one or take the image away")
 
 
-def _bare(name: str) -> str:
+def bare(name: str) -> str:
+    """An image's name without its suffix."""
     stem, dot, suffix = name.rpartition(".")
     return stem if f"{dot}{suffix}".lower() in SUFFIXES else name
 
@@ -331,16 +332,16 @@ class Kind(Entry):
 
 
 KINDS: Registry[Kind] = Registry(
-    "data set", [f"patchlight.data.{room}" for room in ("cifar", "folders", "imagenet", "segmentation")]
+    "data set", [f"patchlight.data.{room}" for room in ("cifar", "files", "imagenet", "mura", "segmentation")]
 )
 Opener = TypeVar("Opener", bound=Callable[..., Any])
 
 
-def register_data(name: str, *, made_up: bool = False) -> Callable[[Opener], Opener]:
+def register_data(name: str, *, aliases: tuple[str, ...] = (), made_up: bool = False) -> Callable[[Opener], Opener]:
     """Register a kind of data set: a function of a path, whose keyword arguments, typed, are its options."""
 
     def register(function: Opener) -> Opener:
-        KINDS.add(Kind(name, function, made_up=made_up))
+        KINDS.add(Kind(name, function, aliases=aliases, made_up=made_up))
         return function
 
     return register

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
-import torch
 
 from patchlight.data.base import (
     Data,
@@ -30,6 +28,7 @@ from patchlight.data.base import (
     read_text,
     register_data,
 )
+from patchlight.data.notes import Note, read_boxes, scaled
 from patchlight.errors import PatchlightError, spelled
 from patchlight.images import list_images, open_image
 
@@ -37,15 +36,6 @@ GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 IMAGE_FOLDERS = ("images", "val", "validation", "ILSVRC2012_img_val", "Data/CLS-LOC/val")
 XML_FOLDERS = ("Annotations/CLS-LOC/val", "ILSVRC2012_bbox_val_v3/val", "Annotations")
 DEVKITS = ("", "data/", "ILSVRC2012_devkit_t12/data/")
-
-
-@dataclass(frozen=True)
-class Note:
-    """What a file says of one image: its synset or class index, boxes, and the size of the image they were drawn on."""
-
-    label: str
-    boxes: list[tuple[float, ...]] = field(default_factory=list)
-    size: tuple[float, float] | None = None
 
 
 @register_data("imagenet")
@@ -122,7 +112,7 @@ def _read(
     note = _read_xml(source, name) if isinstance(source, Path) else source[name]
     if not note.boxes:
         raise PatchlightError(f"'{name}' has no box; leave the image out")
-    return Sample(name, image, labels[name], _scaled(note, image.size, name))
+    return Sample(name, image, labels[name], scaled(note, image.size, name))
 
 
 def _sources(
@@ -134,21 +124,6 @@ def _sources(
         return Sources([images[name], _xml(source, name)], labels[name], known={"boxes"})
     note = source[name]
     return Sources([images[name]], labels[name], [note.boxes, note.size], {"boxes"} if note.boxes else set())
-
-
-def _scaled(note: Note, size: tuple[int, int], name: str) -> torch.Tensor:
-    """The boxes in the pixels of the image; they may have been drawn on a copy of another size, but not shape."""
-    boxes = torch.tensor(note.boxes)
-    width, height = size
-    if note.size is None or min(note.size) <= 0 or note.size == (width, height):
-        return boxes
-    x, y = width / note.size[0], height / note.size[1]
-    if abs(x / y - 1) > 0.02:
-        raise PatchlightError(
-            f"the boxes of '{name}' were drawn on {note.size[0]:g} x {note.size[1]:g} pixels, which is not the shape "
-            f"of its image of {width} x {height}"
-        )
-    return boxes * boxes.new_tensor([x, y, x, y])
 
 
 def _labels(notes: Mapping[str, Note]) -> dict[str, str]:
@@ -165,23 +140,10 @@ def _read_notes(path: Path, images: Mapping[str, Path]) -> dict[str, Note]:
     if "PredictionString" in first:
         table = {row["ImageId"]: _solution(row["PredictionString"], path) for row in read_table(path, ["ImageId"])}
     elif "xmin" in first:
-        table = _read_boxes(path)
+        table = read_boxes(path, lambda image: Path(image).stem)
     else:
         table = {name: Note(label) for name, label in read_pairs(path).items()}
     return {name: look_up(name, table, path) for name in images}
-
-
-def _read_boxes(path: Path) -> dict[str, Note]:
-    rows = read_table(path, ("image", "xmin", "ymin", "xmax", "ymax"))
-    notes: dict[str, Note] = {}
-    for row in rows:
-        label = row.get("class_index") or row.get("synset") or ""
-        size = None
-        if row.get("width") and row.get("height"):
-            size = (read_number(row["width"], path), read_number(row["height"], path))
-        note = notes.setdefault(Path(row["image"]).stem, Note(label, size=size))
-        note.boxes.append(tuple(read_number(row[side], path) for side in ("xmin", "ymin", "xmax", "ymax")))
-    return notes
 
 
 def _solution(text: str, path: Path) -> Note:

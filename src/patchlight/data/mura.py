@@ -1,4 +1,4 @@
-"""Folders of images: one's own, with classes from sub-folders or a label file, and MURA's radiographs."""
+"""MURA's radiographs, whose class is in their path."""
 
 from __future__ import annotations
 
@@ -6,35 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from patchlight.data.base import Data, Sample, Sources, existing_folder, look_up, read_pairs, read_text, register_data
+from patchlight.data.base import Data, Sample, Sources, existing_folder, read_text, register_data
 from patchlight.errors import PatchlightError, nearest, spelled
 from patchlight.images import list_images, open_image
-
-
-@register_data("folder")
-def open_folder(path: str | Path, labels: str | Path | None = None, classes: Sequence[str] | None = None) -> Data:
-    """Every image below a folder, sorted; the name of a sample is its path inside the folder.
-
-    If all images lie in sub-folders, the first sub-folder is the class, unless `labels` is a CSV file of lines
-    `name,label`: the path, file name or stem of an image and a class name or index. `classes` are the names of a
-    model's classes (`vit.labels`), so that indices are the model's; by default classes are numbered in the order of
-    their sorted names.
-    """
-    folder = existing_folder(path, "images")
-    title = folder.resolve().name
-    paths = {spelled(p.relative_to(folder).as_posix()): p for p in list_images(folder)}
-    names = list(paths)
-    if labels is not None:
-        pairs = read_pairs(Path(labels))
-        words = [look_up(name, pairs, Path(labels)) for name in names]
-    elif all("/" in name for name in names):
-        words = [name.split("/")[0] for name in names]
-    else:
-        return Data(title, names, partial(_read, paths, {}), classes, partial(_sources, paths, {}))
-    if classes is None and not all(word.isdecimal() for word in words):
-        classes = sorted(set(words))
-    numbers = {name: _class_index(word, name, classes) for name, word in zip(names, words, strict=True)}
-    return Data(title, names, partial(_read, paths, numbers), classes, partial(_sources, paths, numbers))
 
 
 @register_data("mura")
@@ -71,17 +45,6 @@ def _read(paths: Mapping[str, Path], labels: Mapping[str, int], name: str) -> Sa
 
 def _sources(paths: Mapping[str, Path], labels: Mapping[str, int], name: str) -> Sources:
     return Sources([paths[name]], labels.get(name))
-
-
-def _class_index(word: str, name: str, classes: Sequence[str] | None) -> int:
-    """A class given by name or by index."""
-    if classes is not None and word in classes:
-        return classes.index(word)
-    if not word.isdecimal():
-        raise PatchlightError(f"'{name}' has class '{word}', which is not one; {nearest(word, classes or ())}")
-    if classes is not None and int(word) >= len(classes):
-        raise PatchlightError(f"'{name}' has class {word}; classes are 0 to {len(classes) - 1}")
-    return int(word)
 
 
 def _study_class(name: str, labels: Sequence[str]) -> int:

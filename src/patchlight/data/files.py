@@ -1,0 +1,172 @@
+"""Images of one's own, with what is known of them: classes, boxes and masks in sub-folders, CSV, PNG or COCO's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from patchlight.data.base import Data, Sample, Sources, bare, existing_folder, look_up, read_pairs, register_data
+from patchlight.data.coco import Coco, Scene, read_coco
+from patchlight.data.notes import Note, read_boxes, scaled
+from patchlight.errors import PatchlightError, nearest, spelled
+from patchlight.images import list_images, open_image, open_mask
+
+LAID_OUT = {"labels": "labels.csv", "boxes": "boxes.csv", "masks": "masks", "coco": "coco.json"}
+"""By option, the file or folder it is where nothing else is given, in a folder that has its images in `images`."""
+Place = str | Path | None
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Known:
+    """Where one image lies, and what is known of it before it is opened."""
+
+    path: Path
+    label: int | None = None
+    boxes: Note | None = None
+    mask: Path | None = None
+    scene: Scene | None = None
+
+
+@register_data("files", aliases=("folder",))
+def open_files(
+    path: str | Path,
+    labels: Place = None,
+    classes: Sequence[str] | None = None,
+    boxes: Place = None,
+    masks: Place = None,
+    coco: Place = None,
+    ignore: int | None = None,
+) -> Data:
+    """Every image below a folder, sorted, with what is known of it; the name of a sample is its path in the folder.
+
+    `labels`: a CSV file of lines `name,label`, the path, file name or stem of an image and a class name or index.
+    `boxes`: a CSV file with the columns image, xmin, ymin, xmax, ymax, a line a box. `masks`: a folder of PNG files,
+    called as the images are, 0 on the background, `ignore` where nobody labelled, anything else on the object.
+    `coco`: a JSON file in COCO's form, for what the others do not give: the class of the largest object, and the boxes
+    and outlines of all objects of that class. Each is looked for in the folder first. Where none of them tells classes
+    and all images lie in sub-folders, the first sub-folder is the class. In a folder with a sub-folder `images`, the
+    images are there, and labels.csv, boxes.csv, masks/ and coco.json beside it need not be named. `classes` are the
+    names of a model's classes (`vit.labels`), so that indices are the model's; by default they are COCO's categories,
+    or the sorted names.
+    """
+    root = existing_folder(path, "images")
+    given = _places(root, {"labels": labels, "boxes": boxes, "masks": masks, "coco": coco})
+    folder = root / "images" if given and (root / "images").is_dir() else root
+    paths = {spelled(p.relative_to(folder).as_posix()): p for p in list_images(folder)}
+    if "masks" in given:
+        within = existing_folder(given["masks"], "masks").resolve()
+        paths = {name: p for name, p in paths.items() if within not in p.resolve().parents}
+    names, title = list(paths), root.resolve().name
+    drawn = read_coco(given["coco"]) if "coco" in given else None
+    words = _words(names, given.get("labels"), drawn)
+    if classes is None and drawn is not None and "labels" not in given:
+        classes = drawn.categories
+    elif classes is None and not all(word.isdecimal() for word in words.values()):
+        classes = sorted(set(words.values()))
+    numbers = {name: _class_index(word, name, classes) for name, word in words.items()}
+    scenes = {} if drawn is None else {name: _scene(drawn, name, words.get(name)) for name in names}
+    notes = _by_name(names, read_boxes(given["boxes"], bare), given["boxes"]) if "boxes" in given else {}
+    files = _by_name(names, _pngs(given["masks"]), given["masks"], "PNG") if "masks" in given else {}
+    known = {
+        name: Known(p, numbers.get(name), notes.get(name), files.get(name), scenes.get(name))
+        for name, p in paths.items()
+    }
+    return Data(title, names, partial(_read, known, ignore), classes, partial(_sources, known, ignore))
+
+
+def _by_name(names: Sequence[str], table: Mapping[str, T], path: Path, what: str = "line") -> dict[str, T]:
+    return {name: look_up(name, table, path, what) for name in names}
+
+
+def _pngs(folder: Path) -> dict[str, Path]:
+    return {bare(spelled(p.relative_to(folder).as_posix())): p for p in sorted(folder.rglob("*.png"))}
+
+
+def _places(root: Path, options: Mapping[str, Place]) -> dict[str, Path]:
+    """Where the file or folder of each option is: as given, in the folder or elsewhere, or else as it is laid out."""
+    named = {option: Path(place) for option, place in options.items() if place is not None}
+    found = {option: root / place if (root / place).exists() else place for option, place in named.items()}
+    for option in ("labels", "boxes", "coco"):
+        if option in found and (found[option].suffix.lower() == ".json") != (option == "coco"):
+            raise PatchlightError(
+                f"'{found[option]}' was given as {option}, which is a {'JSON' if option == 'coco' else 'CSV'} file; "
+                "labels and boxes are CSV, and COCO's JSON is given as coco"
+            )
+    if not (root / "images").is_dir():
+        return found
+    usual = {option: root / name for option, name in LAID_OUT.items() if (root / name).exists()}
+    return {**usual, **found}
+
+
+def _words(names: Sequence[str], labels: Path | None, drawn: Coco | None) -> dict[str, str]:
+    """The class of each image by name or number, as far as it is known."""
+    if labels is not None:
+        return _by_name(names, read_pairs(labels), labels)
+    if drawn is not None:
+        found = {name: drawn.scene(name).category() for name in names}
+        return {name: word for name, word in found.items() if word is not None}
+    return {name: name.split("/")[0] for name in names} if all("/" in name for name in names) else {}
+
+
+def _scene(drawn: Coco, name: str, word: str | None) -> Scene:
+    """The things of an image's class, where that is a category; else all of them."""
+    return drawn.scene(name).of(word if word in drawn.categories else None)
+
+
+def _class_index(word: str, name: str, classes: Sequence[str] | None) -> int:
+    """A class given by name or by index."""
+    if classes is not None and word in classes:
+        return classes.index(word)
+    if not word.isdecimal():
+        raise PatchlightError(f"'{name}' has class '{word}', which is not one; {nearest(word, classes or ())}")
+    if classes is not None and int(word) >= len(classes):
+        raise PatchlightError(f"'{name}' has class {word}; classes are 0 to {len(classes) - 1}")
+    return int(word)
+
+
+def _read(known: Mapping[str, Known], ignore: int | None, name: str) -> Sample:
+    one = known[name]
+    image = open_image(one.path)
+    if one.scene is not None and one.scene.size not in (None, image.size):
+        drawn_on, own = (f"{width} x {height}" for width, height in (one.scene.size, image.size))
+        raise PatchlightError(f"'{name}' was {drawn_on} when it was annotated, but is {own}; give the same image")
+    boxes, mask = None, None
+    if one.boxes is not None:
+        boxes = scaled(one.boxes, image.size, name)
+    elif one.scene is not None:
+        boxes = one.scene.boxes()
+    if one.mask is not None:
+        mask = _read_mask(one.mask, ignore)
+    elif one.scene is not None:
+        mask = one.scene.mask(image.size, name)
+    return Sample(name, image, one.label, boxes, mask)
+
+
+def _sources(known: Mapping[str, Known], ignore: int | None, name: str) -> Sources:
+    """What `_read` reads: files, and what was read from tables before."""
+    one = known[name]
+    told = set() if one.scene is None else one.scene.known()
+    told |= {what for what, own in (("boxes", one.boxes), ("masks", one.mask)) if own is not None}
+    boxes = None if one.boxes is None else [one.boxes.boxes, one.boxes.size]
+    values = [ignore, boxes, None if one.scene is None else one.scene.values()]
+    return Sources([one.path] if one.mask is None else [one.path, one.mask], one.label, values, told)
+
+
+def _read_mask(path: Path, ignore: int | None) -> Tensor:
+    """1 on the object, 0 on the background, -1 where the pixel is `ignore`."""
+    stored = open_mask(path)
+    pixels = np.asarray(stored)
+    pixels = pixels.reshape(*pixels.shape[:2], -1)
+    colours = pixels[..., :-1] if stored.mode in ("LA", "RGBA") else pixels
+    mask = (colours != 0).any(-1).astype(np.int8)
+    if ignore is not None:
+        mask[(colours == ignore).all(-1)] = -1
+    return torch.from_numpy(mask)
