@@ -28,7 +28,7 @@ from patchlight import __version__
 from patchlight.attribution import versions
 from patchlight.bench.claims import Claim, Claims
 from patchlight.bench.events import End, Listener, Start, UnitEnd, UnitStart, Waiting
-from patchlight.bench.local import DEATHS, PAUSE, WHOLE, Begun, Part, Queue, Stop, Summary, begin, steady
+from patchlight.bench.local import DEATHS, PAUSE, SECONDS, WHOLE, Begun, Part, Queue, Stop, Summary, begin, steady
 from patchlight.bench.plan import Group, Images, Unit, load_model, source_digest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import Before, Done
@@ -80,7 +80,7 @@ def run_ray(
         with claims.present():
             stop.leave = lambda: claims.tell(gone=True)
             threads = _threads(device, workers)
-            begun = begin(store, claims, recipe, text, device, quick, retry, threads=threads, listen=listen)
+            begun = begin(store, claims, recipe, text, device, quick, retry, threads=threads, stop=stop, listen=listen)
             load_model.cache_clear()  # the nodes have their own
             queue = Queue(begun, part, stop, listen)
             before = queue.values_done()
@@ -176,7 +176,7 @@ class Fleet:
     def _send(self, flight: Flight) -> None:
         """Have a unit run somewhere; one of which processes died before counts as failed in the end."""
         if flight.deaths >= DEATHS:
-            self._keep(flight, lost(flight.unit, f"{flight.deaths} processes died while they ran it"), 0.0)
+            self._keep(flight, lost(flight.unit, f"{flight.deaths} processes died while they ran it"), SECONDS)
             return
         sizes = len(self.begun.whole.images) if self.queue.sizes(flight.unit) else 0
         self.flying[self.task.remote(self.order, _spelled(flight.unit), flight.known, sizes)] = flight
