@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import patchlight
 from patchlight.bench import local
@@ -55,16 +56,16 @@ def deadly(ask: pl.Ask):
 
 
 @contextlib.contextmanager
-def cluster_of(nodes: int) -> Iterator[Any]:
-    """A Ray cluster of so many nodes with one CPU each, which ends with the test, whatever happens in it."""
+def cluster_of(*cpus: int) -> Iterator[Any]:
+    """A Ray cluster of nodes with so many CPUs each, which ends with the test, whatever happens in it."""
     from ray.cluster_utils import Cluster
 
     kept, folder = signal.getsignal(signal.SIGTERM), tempfile.mkdtemp(prefix="pl-")  # sockets need short paths
-    head = {"num_cpus": 1, "object_store_memory": MEMORY, "include_dashboard": False, "temp_dir": folder}
+    head = {"num_cpus": cpus[0], "object_store_memory": MEMORY, "include_dashboard": False, "temp_dir": folder}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        for _ in range(nodes - 1):
-            cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
+        for count in cpus[1:]:
+            cluster.add_node(num_cpus=count, object_store_memory=MEMORY)
         yield cluster
     finally:
         ray.shutdown()
@@ -197,7 +198,7 @@ def test_of_three_nodes_one_is_killed_and_nothing_is_lost(tmp_path: Path, plugin
 
     chosen = parse(with_method("Sleepy", "test-sleepy", pictures(tmp_path / "images", 6)))
     run(chosen, tmp_path / "local")
-    with cluster_of(3) as cluster:
+    with cluster_of(1, 1, 1) as cluster:
         ends = 0
 
         def listen(event: Event) -> None:
@@ -238,7 +239,7 @@ def test_sigterm_ends_it_with_75_and_the_same_command_goes_on(tmp_path: Path, pl
     chosen.write_text(with_method("Sleepy", "test-sleepy", pictures(tmp_path / "images", 12)))
     words = [sys.executable, "-m", "patchlight", "bench", "run", str(chosen), "--plugin", str(plugin)]
     run(parse(chosen.read_text()), tmp_path / "local")
-    with cluster_of(2) as cluster:
+    with cluster_of(1, 1) as cluster:
         here = [*words, "--out", str(tmp_path / "ray"), "--ray", cluster.address, "--json"]
         first = subprocess.Popen(here, stdout=subprocess.PIPE, text=True)
         assert first.stdout is not None
@@ -302,3 +303,19 @@ def test_a_stop_before_anything_is_begun_leaves_all(tmp_path: Path, cluster: Any
     chosen = parse(text(pictures(tmp_path / "images", 2)))
     done = run_ray(chosen, tmp_path / "run", cluster.address, stop=stop, part=Part(1, 2))
     assert (done.now, done.values) == (0, 16)
+
+
+@pytest.mark.slow
+def test_tasks_have_as_many_threads_as_every_node_has_room_for(tmp_path: Path) -> None:
+    from patchlight.bench.ray import run_ray
+
+    stop, threads = Stop(), torch.get_num_threads()
+    stop.asked.set()
+    chosen = parse(text(pictures(tmp_path / "images", 1)))
+    try:
+        with cluster_of(8, 3) as cluster:
+            for workers, expected in ((None, 3), (11, 1)):
+                run_ray(chosen, tmp_path / str(workers), cluster.address, workers=workers, stop=stop)
+                assert Store(tmp_path / str(workers)).manifest().threads == expected
+    finally:
+        torch.set_num_threads(threads)

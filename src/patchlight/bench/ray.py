@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -117,7 +118,7 @@ class Fleet:
         listen: Listener,
     ) -> None:
         self.begun, self.queue, self.workers, self.stop, self.listen = begun, queue, workers, stop, listen
-        self.threads, self.gpus = torch.get_num_threads(), int(begun.resources.device != "cpu")
+        self.threads, self.gpus = torch.get_num_threads(), int(begun.resources.device == "cuda")
         # Ray would end a process that had a GPU after each task, and its model with it, but for max_calls
         self.task = ray.remote(num_cpus=self.threads, num_gpus=self.gpus, max_retries=0, max_calls=0)(task)
         self.order = ray.put(_order(begun, self.threads))
@@ -209,7 +210,8 @@ class Fleet:
     def _note_death(self, error: RayError) -> None:
         named = re.search(r"Node IP: ([^\s,]+)", str(error)) if isinstance(error, NodeDiedError) else None
         what = f"node {named[1]}" if named else "a worker process"
-        self.notes.append(f"{what} died ({type(error).__name__}); what it did was done elsewhere")
+        told = f"{what} died ({type(error).__name__}); what it did was done elsewhere"
+        self.notes += [told] if told not in self.notes else []
 
 
 @contextlib.contextmanager
@@ -223,7 +225,7 @@ def connected(address: str) -> Iterator[None]:
     main, kept = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGTERM)
     with contextlib.redirect_stdout(cast(TextIO, Ours(sys.stdout))):
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise PatchlightError(
                 f"no Ray cluster was found (--ray {address}); begin one with `ray start --head`, or give its address"
@@ -267,12 +269,11 @@ def _check_reachable(address: str) -> None:
 
 def _check_nodes(task: Callable[..., Any]) -> list[str]:
     """Refuse nodes that have another Patchlight, or none; notes where other versions of what it builds on differ."""
-    asked = {}
+    asked, check = {}, ray.remote(num_cpus=0, max_retries=0)(task)
     for node in ray.nodes():
         if node["Alive"] and node["Resources"].get("CPU"):
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            check = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(task)
-            asked[check.remote()] = node
+            asked[check.options(scheduling_strategy=there).remote()] = node
     notes, until = [], time.monotonic() + ANSWER
     while asked and time.monotonic() < until:
         for ref in ray.wait(list(asked), timeout=PAUSE)[0]:
@@ -306,8 +307,8 @@ def _sentence(answer: Mapping[str, Any]) -> str:
 def _threads(device: str, workers: int | None) -> int:
     """Threads for each task, so that every node has room for one, and a node with GPUs for one on each."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-    able = [node for node in nodes if device == "cpu" or node.get("GPU")]
-    each = [int(node["CPU"] / (1 if device == "cpu" else node["GPU"])) for node in able]
+    able = [node for node in nodes if device != "cuda" or node.get("GPU")]
+    each = [int(node["CPU"] / (node["GPU"] if device == "cuda" else 1)) for node in able]
     wanted = int(sum(node["CPU"] for node in able)) // workers if workers else THREADS
     return max(1, min([wanted, *each]))
 
