@@ -134,3 +134,14 @@ def test_it_shows_itself() -> None:
     page = att._repr_html_()
     assert "data:image/jpeg;base64," in page, "over the photographs"
     assert "genatt" in page
+
+
+def test_repr_names_only_the_first_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are."""
+    asked: list[int] = []
+    named = Attribution.named.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Attribution, "named", property(lambda self: asked.append(len(self)) or named(self)))
+    many = Attribution(torch.zeros(1000, 2, 2), torch.arange(1000), "genatt", "a model", (32, 32))
+    told = repr(many)
+    assert told == "<Attribution by genatt of a model for class 0, class 1, class 2…: 1000 image(s), 2x2 tokens>"
+    assert max(asked) <= 4

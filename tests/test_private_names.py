@@ -14,6 +14,7 @@ SOURCE = Path(patchlight.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 OF_LIBRARIES = {
     "sys": {"_getframe"},
+    "os": {"_exit"},
     "functools": {"_lru_cache_wrapper"},
     "named tuples": {"_fields", "_replace"},
     "torch": {"_softmax_backward_data", "_weight_norm", "_version", "_C", "_set_grad_enabled"}

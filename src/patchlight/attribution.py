@@ -296,7 +296,8 @@ class Attribution:
 
     def __repr__(self) -> str:
         grid = "x".join(map(str, self.grid))
-        named = ", ".join(dict.fromkeys(self.named[:3])) + ("…" if len(self.named) > 3 else "")
+        first = self[:4].named  # not of all: there may be many
+        named = ", ".join(dict.fromkeys(first[:3])) + ("…" if len(first) > 3 else "")
         return f"<Attribution by {self.method} of {self.model} for {named}: {len(self)} image(s), {grid} {self.level}s>"
 
     def _repr_html_(self) -> str:

@@ -19,13 +19,13 @@ from patchlight.fingerprints import identity, of_images
 from patchlight.frames import frame
 from patchlight.methods.base import Estimate
 from patchlight.methods.requests import Request, resolve
-from patchlight.metrics.base import Evaluation, MetricRequest, resolve_metric
+from patchlight.metrics.base import Evaluation, MetricRequest, all_intervals, resolve_metric, summaries
 from patchlight.metrics.evaluation import Annotations, measure
-from patchlight.metrics.ranking import compared, placed
+from patchlight.metrics.ranking import SAMPLES, compared, placed
 from patchlight.photos import MOST, Photos
 from patchlight.progress import Progress
 from patchlight.registry import Asked, resolve_all
-from patchlight.statistics import FEWEST, SIGNS, Mark
+from patchlight.statistics import FEWEST, SIGNS, Mark, Resamples
 from patchlight.targets import Score, Target, Targets
 
 if TYPE_CHECKING:
@@ -140,6 +140,11 @@ class Comparison:
     def metrics(self) -> list[str]:
         return list(next(iter(self.evaluations.values())))
 
+    @property
+    def cells(self) -> dict[tuple[str, str], Evaluation]:
+        """By method and metric."""
+        return {(method, name): self.evaluations[method][name] for method in self.methods for name in self.metrics}
+
     def column(self, metric: str) -> dict[str, Evaluation]:
         """What one metric says of every method."""
         return {method: own[metric] for method, own in self.evaluations.items()}
@@ -150,7 +155,9 @@ class Comparison:
 
         Nothing is marked where Friedman's test does not tell the methods apart, or fewer than six images have values.
         """
-        return {(method, name): mark for name in self.metrics for method, mark in compared(self.column(name)).items()}
+        resamples = Resamples(max(map(len, self.cells.values()), default=0), SAMPLES)
+        found = {name: compared(self.column(name), resamples) for name in self.metrics}
+        return {(method, name): mark for name, marks in found.items() for method, mark in marks.items()}
 
     @cached_property
     def ranks(self) -> dict[tuple[str, str], float]:
@@ -164,9 +171,9 @@ class Comparison:
 
     def to_frame(self) -> DataFrame:
         """A pandas table, a row per method and metric: mean, interval, images, direction, mark and mean rank."""
-        pairs = [(method, name) for method in self.methods for name in self.metrics]
-        cells = [self.evaluations[method][name] for method, name in pairs]
-        intervals = [cell.interval() for cell in cells]
+        pairs, cells = list(self.cells), list(self.cells.values())
+        found = all_intervals(self.cells)
+        intervals = [found[pair] for pair in pairs]
         return frame(
             {
                 "method": [method for method, _ in pairs],
@@ -187,9 +194,10 @@ class Comparison:
 
     def __str__(self) -> str:
         rows = [["method", *(f"{name} {self._arrow(name)}" for name in self.metrics)]]
-        for method, own in self.evaluations.items():
-            signs = [SIGNS[self.marks[method, name]] for name in own]
-            rows.append([method, *(f"{o.summary} {s}".rstrip() for o, s in zip(own.values(), signs, strict=True))])
+        told = summaries(self.cells)
+        for method in self.methods:
+            signs = {name: SIGNS[self.marks[method, name]] for name in self.metrics}
+            rows.append([method, *(f"{told[method, name]} {sign}".rstrip() for name, sign in signs.items())])
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join(

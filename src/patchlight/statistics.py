@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-K = TypeVar("K")
 Mark = Literal["best", "tied", ""]
 """How a method stands to the best."""
 SIGNS: dict[Mark, str] = {"best": "*", "tied": "†", "": ""}
@@ -18,35 +17,105 @@ FEWEST = 6
 
 Of fewer, even all on one side are no evidence: 2 / 2^5 = 6 %.
 """
-AT_ONCE = 2**18
+AT_ONCE = 2**22
 """Numbers of weights that are held at a time."""
+KEPT = 2**28
+"""Bytes of counts that are kept; more are drawn whenever they are asked for."""
+
+
+class Summed(Protocol):
+    """Something whose number for a data set is made of sums over its images."""
+
+    @property
+    def exist(self) -> Tensor:
+        """Which images have a value [B]."""
+
+    def summed(self, images: Tensor | None = None) -> Tensor:
+        """What is summed [n,k], of all images or of those at these places; 0 where there is no value."""
+
+    def number(self, sums: Tensor) -> Tensor:
+        """The number [S] of sums [S,k]."""
+
+
+class Resamples:
+    """Bootstrap resamples of some images: how often each is drawn, B draws with replacement, S times.
+
+    They are drawn when they are first asked for, and kept as bytes where these are not too many: no image of a resample
+    is ever drawn 256 times. Sums that were made are known from then on.
+    """
+
+    def __init__(self, images: int, samples: int = 1000, seed: int = 0) -> None:
+        self.images, self.samples, self.seed = images, samples, seed
+        self._kept: list[Tensor] = []
+        self._sums: dict[int, tuple[Summed, Tensor]] = {}
+
+    def numbers(self, asked: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
+        """For each of these, its number [S] of every resample, of the images [B] that count and have a value."""
+        missing = {id(own): own for own, _ in asked if id(own) not in self._sums}
+        made = self.sums(own.summed() for own in missing.values())
+        self._sums |= {key: (own, sums) for (key, own), sums in zip(missing.items(), made, strict=True)}
+        left_out = [(own.exist & ~counts).nonzero().flatten() for own, counts in asked]
+        fewer = [(own, places) for (own, _), places in zip(asked, left_out, strict=True) if len(places)]
+        less = iter(self._of_some(fewer))
+        return [
+            own.number(self._sums[id(own)][1] - next(less) if len(places) else self._sums[id(own)][1])
+            for (own, _), places in zip(asked, left_out, strict=True)
+        ]
+
+    def sums(self, columns: Iterable[Tensor]) -> Iterator[Tensor]:
+        """For each of these columns [B,k], their sums [S,k] in float64 over the images of every resample."""
+        for some in _within(columns, AT_ONCE):
+            joined = some[0] if len(some) == 1 else torch.cat(some, 1)
+            made = torch.cat([(counts.to(joined.dtype) @ joined).double() for counts in self.counts()])
+            yield from made.split([own.shape[1] for own in some], 1)
+
+    def _of_some(self, asked: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
+        """For each of these, its sums [S,k] over the images at these places: few of all."""
+        columns = [own.summed(places).double() for own, places in asked]
+        made: list[list[Tensor]] = [[] for _ in asked]
+        for counts in self.counts() if asked else ():
+            for (_, places), own, sums in zip(asked, columns, made, strict=True):
+                sums.append(counts[:, places].double() @ own)
+        return [torch.cat(sums) for sums in made]
+
+    def counts(self) -> Iterator[Tensor]:
+        """How often each image is drawn [s,B] uint8, some resamples at a time."""
+        if self._kept:
+            yield from self._kept
+            return
+        drawn = []
+        for counts in self._drawn():
+            yield counts
+            if self.images * self.samples <= KEPT:
+                drawn.append(counts)
+        self._kept = drawn
+
+    def _drawn(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        size = max(1, AT_ONCE // max(self.images, 1))
+        for begin in range(0, self.samples, size):
+            counts = torch.zeros(min(size, self.samples - begin), self.images, dtype=torch.uint8)
+            if self.images:
+                drawn = torch.randint(self.images, tuple(counts.shape), generator=generator)
+                counts.scatter_add_(1, drawn, torch.ones((), dtype=torch.uint8).expand_as(counts))
+            yield counts
+
+
+def _within(columns: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """These tensors in lists, as many at once as have no more numbers than the limit."""
+    some: list[Tensor] = []
+    for own in columns:
+        if some and sum(map(Tensor.numel, some)) + own.numel() > limit:
+            yield some
+            some = []
+        some.append(own)
+    if some:
+        yield some
 
 
 def bootstrap_weights(images: int, samples: int = 1000, seed: int = 0) -> Tensor:
     """How often each image is drawn in each resample [S,B] float64: B draws with replacement."""
-    return torch.cat(list(_weights(images, samples, seed)))
-
-
-def bootstrapped(
-    statistics: Mapping[K, Callable[[Tensor], Tensor]], images: int, samples: int = 1000, seed: int = 0
-) -> dict[K, Tensor]:
-    """By name, each statistic [S] of the same resamples; a function gets their weights [s,B], some at a time."""
-    found: dict[K, list[Tensor]] = {name: [] for name in statistics}
-    for weights in _weights(images, samples, seed):
-        for name, statistic in statistics.items():
-            found[name].append(statistic(weights))
-    return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-def _weights(images: int, samples: int, seed: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    size = max(1, AT_ONCE // max(images, 1))
-    for begin in range(0, samples, size):
-        weights = torch.zeros(min(size, samples - begin), images, dtype=torch.float64)
-        if images:
-            drawn = torch.randint(images, tuple(weights.shape), generator=generator)
-            weights.scatter_add_(1, drawn, torch.ones((), dtype=torch.float64).expand_as(weights))
-        yield weights
+    return torch.cat([counts.double() for counts in Resamples(images, samples, seed).counts()])
 
 
 def constant(maps: Tensor) -> Tensor:
@@ -57,9 +126,7 @@ def constant(maps: Tensor) -> Tensor:
 def average_ranks(values: Tensor) -> Tensor:
     """The rank of each value in its row [B,n], 1 the lowest, equal ones sharing their mean rank, in float64."""
     order = values.argsort(1)
-    ordered = values.gather(1, order)
-    last = tie_ends(ordered)
-    first = values.shape[1] - 1 - tie_ends(ordered.flip(1)).flip(1)
+    first, last = tied(values.gather(1, order))
     ranks = (first + last).double() / 2 + 1
     return torch.empty_like(ranks).scatter_(1, order, ranks)
 
@@ -69,6 +136,11 @@ def spearman(a: Tensor, b: Tensor) -> Tensor:
     a, b = (r - r.mean(1, keepdim=True) for r in (average_ranks(a), average_ranks(b)))
     norm = (a.square().sum(1) * b.square().sum(1)).sqrt()
     return (a * b).sum(1) / torch.where(norm > 0, norm, 1)
+
+
+def tied(ordered: Tensor) -> tuple[Tensor, Tensor]:
+    """For each element of sorted rows [B,n], the places of the first and the last one equal to it."""
+    return ordered.shape[1] - 1 - tie_ends(ordered.flip(1)).flip(1), tie_ends(ordered)
 
 
 def tie_ends(ordered: Tensor) -> Tensor:

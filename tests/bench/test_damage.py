@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from patchlight.bench.html import as_html
 from patchlight.bench.local import run
@@ -32,17 +33,22 @@ def flip(path: Path, chance: random.Random) -> bytes:
     return before
 
 
-def same(found: Results, whole: Results) -> None:
+def curves_of(store: Store) -> dict[tuple[str, str, str], Tensor]:
+    found = {key: store.curves(*key) for key in store.results().columns}
+    return {key: own for key, own in found.items() if own is not None}
+
+
+def same(store: Store, found: Results, whole: Results, drawn: dict[tuple[str, str, str], Tensor]) -> None:
     """Assert that what is there is what was measured."""
     for key, column in found.columns.items():
         expected = whole.columns[key]
         there = ~column.values.isnan()
         assert int((~there).sum()) == column.undone, key
         assert torch.equal(column.values[there], expected.values[there]), key
-        assert expected.curve is not None
         if bool(there.any()):
-            assert column.curve is not None
-            assert torch.equal(column.curve[there], expected.curve[there]), key
+            curves = store.curves(*key)
+            assert curves is not None
+            assert torch.equal(curves[there], drawn[key][there]), key
             assert column.x is not None
             assert expected.x is not None
             assert torch.equal(column.x, expected.x)
@@ -52,7 +58,7 @@ def same(found: Results, whole: Results) -> None:
 
 def flipped(out: Path, flips: int, pages: int = 2) -> None:
     """Flip bits all over a store, one at a time, and assert that each is told and none is used."""
-    whole = Store(out).results()
+    whole, drawn = Store(out).results(), curves_of(Store(out))
     kept = ("manifest.json", "*/*.parquet", "*/*.safetensors")
     files = sorted(path for pattern in kept for path in out.glob(pattern))
     chance = random.Random(flips)
@@ -62,7 +68,7 @@ def flipped(out: Path, flips: int, pages: int = 2) -> None:
         told = ""
         try:
             gathered = gather(out)
-            same(gathered.results, whole)
+            same(gathered.store, gathered.results, whole, drawn)
             told = " ".join(gathered.notes)
             as_csv(gathered), as_markdown(gathered)
             if i < pages:
@@ -75,7 +81,7 @@ def flipped(out: Path, flips: int, pages: int = 2) -> None:
 
 def mended(out: Path, images: Path, times: int) -> None:
     """Flip a bit, run again, and assert that all is as it was."""
-    whole = Store(out).results()
+    whole, drawn = Store(out).results(), curves_of(Store(out))
     chance = random.Random(times)
     for _ in range(times):
         path = chance.choice(sorted(p for p in out.glob("*/*") if p.suffix in (".parquet", ".safetensors")))
@@ -85,7 +91,7 @@ def mended(out: Path, images: Path, times: int) -> None:
         assert any(path.name in note and "is damaged" in note for note in summary.notes)
         found = Store(out).results()
         assert found.images == whole.images
-        same(found, whole)
+        same(Store(out), found, whole, drawn)
         assert not any(column.undone for column in found.columns.values())
 
 

@@ -95,7 +95,7 @@ class World:
         self.seed, self.patch = 0, pytest.MonkeyPatch()
 
     def run(self) -> tuple[int, int]:
-        """Shards that were kept, and all there are."""
+        """Values that were kept, and all there are."""
         text = RECIPE.format(images=self.images.as_posix(), **self.parts).replace("seed = 0", f"seed = {self.seed}")
         summary = run(parse(text), self.folder / "run")
         assert not summary.failures, summary.failures
@@ -241,6 +241,15 @@ def picture(w: World) -> Callable[[], None]:
     return change
 
 
+def one_picture(w: World) -> Callable[[], None]:
+    def change() -> None:
+        with Image.open(w.images / "1.png") as image:
+            image.putpixel((0, 0), (1, 2, 3))
+            image.save(w.images / "1.png")
+
+    return change
+
+
 def part(key: str, value: str) -> Callable[[World], Callable[[], None]]:
     return lambda w: lambda: w.parts.update({key: value})
 
@@ -299,6 +308,77 @@ def test_the_reports_own_code_is_no_dependency(tmp_path: Path, name: str, word: 
         assert w.run() == (0, 2)
         change()
         assert w.run() == (2, 2)
+
+
+WIDE = """\
+name = "keys"
+target = "prediction"
+seed = 0
+models.M = {model}
+models.N = {{name = "pocket", preprocess = {{crop_pct = 0.5}}}}
+data = {{kind = "files", path = "{images}"}}
+methods.A = {method}
+methods.B = "rawatt"
+metrics.S = {metric}
+metrics.T = {{metric = "sparseness", preset = "quantus"}}
+"""
+TOUCHES: dict[str, tuple[Callable[[World], Callable[[], None]], Callable[[Any], bool]]] = {
+    "the weights file of one model": (weights_file, lambda row: row["model"] == "M"),
+    "the bundled model": (bundled_model, lambda row: True),
+    "a users method": (users("SCALE = 1.0", "SCALE = 2.0"), lambda row: row["method"] == "A"),
+    "what a users method and metric share": (
+        users("x + 1", "x + 2"),
+        lambda row: row["method"] == "A" or row["metric"] == "S",
+    ),
+    "a users metric": (
+        users("given.maps.mean((1, 2))", "given.maps.amax((1, 2))"),
+        lambda row: row["metric"] == "S",
+    ),
+    "the bundled explainer": (bundled_explainer, lambda row: row["method"] == "A"),
+    "a setting of a method": (part("method", '{method = "genatt", start = 2}'), lambda row: row["method"] == "A"),
+    "a setting of a metric": (
+        part("metric", '{metric = "sparseness", preset = "quantus"}'),
+        lambda row: row["metric"] == "S",
+    ),
+    "the choice of targets": (source("bench/unit.py", r"index\[:, 0\]", "index[:, -1]"), lambda row: True),
+    "the code of a method": (source("methods/attention.py", "relu", "abs"), lambda row: True),
+    "one picture": (one_picture, lambda row: row["image"] == "1.png"),
+    "the seed": (seed, lambda row: True),
+    "nothing": (lambda w: lambda: None, lambda row: False),
+}
+
+
+@pytest.mark.parametrize("name", TOUCHES)
+def test_exactly_what_depends_on_it_is_measured_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from patchlight.bench import unit as unit_room
+
+    measured: set[tuple[str, str, str, str]] = set()
+    original = unit_room._measured  # what is measured is found out where it is, not from what a summary says
+
+    def listened(work: Any, *args: Any) -> Any:
+        for row in original(work, *args):
+            measured.add((row.model, row.image, row.method, row.metric))
+            yield row
+
+    monkeypatch.setattr(unit_room, "_measured", listened)
+    change, depends = TOUCHES[name]
+    with world(tmp_path) as w:
+        begin = change(w)
+
+        def run_wide() -> None:
+            measured.clear()
+            made = parse(WIDE.format(images=w.images.as_posix(), **w.parts).replace("seed = 0", f"seed = {w.seed}"))
+            assert not run(made, tmp_path / "run").failures
+
+        run_wide()
+        every = set(measured)
+        assert len(every) == 2 * 2 * 2 * 2
+        begin()
+        run_wide()
+        named = ("model", "image", "method", "metric")
+        assert measured == {row for row in every if depends(dict(zip(named, row, strict=True)))}
 
 
 def test_a_key_is_the_same_in_another_process(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patchlight import statistics
 from patchlight.bench.statistics import Ranks, critical_difference, extremes
-from patchlight.statistics import bootstrap_weights
+from patchlight.statistics import Resamples, bootstrap_weights
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -52,10 +52,20 @@ def test_the_bootstrap_in_parts_is_the_bootstrap() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "AT_ONCE", 20)
         assert torch.equal(bootstrap_weights(7, 50), whole)
-        assert torch.equal(statistics.bootstrapped({"x": lambda w: w @ values}, 7, 50)["x"], whole @ values)
+        resamples = Resamples(7, 50)
+        for _ in range(2):  # the second time they are kept
+            sums = list(resamples.sums([values[:, None], torch.stack([values, values**2], 1)]))
+            torch.testing.assert_close(sums[0][:, 0], whole @ values, rtol=1e-13, atol=0)
+            torch.testing.assert_close(sums[1][:, 1], whole @ values**2, rtol=1e-13, atol=0)
+            assert [tuple(own.shape) for own in sums] == [(50, 1), (50, 2)]
+        patch.setattr(statistics, "KEPT", 7)
+        drawn_again = Resamples(7, 50)
+        for _ in range(2):
+            assert torch.equal(torch.cat(list(drawn_again.counts())), whole)
 
 
 def test_extremes_leave_out_what_has_no_value() -> None:
     values = torch.tensor([0.3, math.nan, 0.9, 0.1, 0.5])
     assert extremes(values, True, 2) == ([2, 4], [3, 0])
     assert extremes(values, False, 2) == ([3, 0], [2, 4])
+    assert extremes(torch.tensor([0.5, 0.1, 0.5, 0.1]), True, 2) == ([0, 2], [3, 1]), "of equal ones, the first"

@@ -11,8 +11,8 @@ from scipy import stats
 from torch import Tensor
 
 from patchlight.metrics.base import Evaluation, Sums
-from patchlight.metrics.ranking import compared, friedman, paired_difference
-from patchlight.statistics import average_ranks, bootstrap_weights
+from patchlight.metrics.ranking import compared, friedman, paired_differences
+from patchlight.statistics import Resamples, average_ranks, bootstrap_weights
 
 
 def column(
@@ -65,15 +65,33 @@ def test_best_and_tied_come_from_paired_differences() -> None:
         "tied": column(base + 0.009 + 0.05 * noise),
         "none": column(torch.full((200,), math.nan)),
     }
-    weights = bootstrap_weights(200)
     marks = compared(columns)
     assert marks["none"] == ""
     assert marks["paired worse"] == "", "0.01 lower on every image is a sure difference, though intervals overlap"
     assert sorted(marks.values()) == ["", "", "best", "tied"]
     lower = {name: column(c.values, higher=False) for name, c in columns.items() if name != "none"}
     assert compared(lower)["paired worse"] == "best"
-    difference = paired_difference(columns["best"], columns["paired worse"], weights)
+    (difference,) = paired_differences(columns["best"], {"": columns["paired worse"]}, Resamples(200)).values()
     assert torch.allclose(difference, torch.full_like(difference, 0.01))
+
+
+def test_differences_are_of_the_images_that_both_have() -> None:
+    """Against loops: each resample image by image, means and micro averages."""
+    values = drawn(2, 40)
+    values[0, :5], values[1, 3:9] = math.nan, math.nan
+    parts = {"hits": drawn(40, seed=1), "cells": drawn(40, 2, seed=2)}
+    means = [column(own) for own in values]
+    micro = [column(own, combine=lambda s: s["hits"] / s["cells"].sum(1), **parts) for own in values]
+    shared = [i for i in range(40) if not values[:, i].isnan().any()]
+    found = paired_differences(means[0], {"": means[1]}, Resamples(40, 30))[""]
+    combined = paired_differences(micro[0], {"": means[1]}, Resamples(40, 30))[""]
+    for counts, difference, other in zip(bootstrap_weights(40, 30).tolist(), found, combined, strict=True):
+        total = sum(counts[i] for i in shared)
+        first, second = (sum(counts[i] * float(own[i]) for i in shared) / total for own in values)
+        hits = sum(counts[i] * float(parts["hits"][i]) for i in shared)
+        cells = sum(counts[i] * float(parts["cells"][i].sum()) for i in shared)
+        assert float(difference) == pytest.approx(first - second, abs=1e-13)
+        assert float(other) == pytest.approx(hits / cells - second, abs=1e-13)
 
 
 def test_equal_columns_are_both_best_and_a_lone_one_is_not_marked() -> None:

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from patchlight.bench.rows import Maps
 from patchlight.bench.statistics import Ranks, extremes
 from patchlight.bench.tables import LEGEND, Gathered
@@ -172,12 +170,11 @@ def _curves(run: Gathered, model: str, metric: str, name: str) -> Chart | None:
     traces = []
     for i, method in enumerate(run.recipe.methods):
         column = run.results.columns[model, method, metric]
-        if column.curve is None or column.x is None or not column.count:
+        if column.mean_curve is None or column.x is None or not column.count:
             continue
-        mean = torch.nanmean(column.curve[column.values.isfinite()].double(), 0)
         line = {"color": PALETTE[i % len(PALETTE)], "dash": DASHES[i // len(PALETTE) % len(DASHES)], "width": 2}
         x = [round(v, 5) for v in column.x.tolist()]
-        y = [round(v, 5) if v == v else None for v in mean.tolist()]
+        y = [round(v, 5) if v == v else None for v in column.mean_curve.tolist()]
         traces.append({"x": x, "y": y, "name": _drawn(method), "mode": "lines", "line": line})
     return Chart(name, f"{metric} {run.arrow(metric)}", traces, {"height": 330}) if traces else None
 

@@ -1,43 +1,97 @@
-"""What the units of a run hold together: a column of values for each model, method and metric."""
+"""What the units of a run hold together: a column of values for each model, method and metric.
+
+Tables are taken in one by one and dropped: what stays of a row are its numbers, and which of the words that occur in
+the run is its reason. Curves are only summed.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from patchlight.bench.manifest import Manifest
-from patchlight.bench.rows import SCHEMA, Facts, facts_of, known_columns
+from patchlight.bench.recipe import Recipe
+from patchlight.bench.rows import SCHEMA, TIMING, Facts, facts_of
 from patchlight.metrics.base import Evaluation, MetricRequest
 
+Array = npt.NDArray[Any]
+EXACT = (np.uint8, np.float32, np.float64)
+"""Types that parts are held in: the first that holds all of them exactly. Most are counts."""
 
-@dataclass(frozen=True, eq=False)
+
+class Words(Sequence[str]):
+    """A word for each image [B], held as its place in a list of words that many columns share; the first is ""."""
+
+    def __init__(self, places: Array, known: Sequence[str]) -> None:
+        self.places, self.known = places, known
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Words: ...
+    def __getitem__(self, index: int | slice) -> str | Words:
+        if isinstance(index, slice):
+            return Words(self.places[index], self.known)
+        return self.known[int(self.places[index])]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.known.__getitem__, self.places.tolist())
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often each word occurs, without ""."""
+        found, times = np.unique(self.places[self.places > 0], return_counts=True)
+        return Counter(dict(zip(map(self.known.__getitem__, found.tolist()), times.tolist(), strict=True)))
+
+    def __repr__(self) -> str:
+        return f"<Words: {int((self.places > 0).sum())} of {len(self)} not empty>"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Column(Evaluation):
     """One method under one metric on one model: an evaluation with seconds [B], and why an image failed.
 
-    `reasons` say why a value does not exist, or is worth little; `curve` [B,P] is float32. `undone` of the images are
-    still to be measured. `explain_seconds` are those of the pass that `shared_by` so many methods have in common.
+    `reasons` say why a value does not exist, or is worth little; `mean_curve` [P] is the mean over images with a value
+    (`Store.curves` reads those of all images). `undone` of the images are still to be measured. `explain_seconds` are
+    those of the pass that `shared_by` so many methods have in common.
     """
 
-    errors: tuple[str, ...] = ()
+    errors: Words = field(default_factory=lambda: Words(np.zeros(0, dtype=np.int32), [""]))
     undone: int = 0
     shared_by: int = 1
     explain_seconds: Tensor = field(default_factory=lambda: torch.empty(0))
     measure_seconds: Tensor = field(default_factory=lambda: torch.empty(0))
+    mean_curve: Tensor | None = None
 
     @property
     def failed(self) -> int:
-        return sum(map(bool, self.errors))
+        return int((self.errors.places > 0).sum())
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many images do not count, by why."""
+        undefined = len(self) - self.count - self.failed - self.undone
+        return {"undefined": undefined, "failed": self.failed, "not done": self.undone}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Results:
     """All that a store holds of its plan: the images of each model of which something is done, and every column."""
 
@@ -48,100 +102,247 @@ class Results:
     @property
     def failures(self) -> dict[str, int]:
         """How many values failed, by reason, the commonest first."""
-        return counted(error for column in self.columns.values() for error in column.errors)
+        return counted(column.errors.counts for column in self.columns.values())
+
+    def __repr__(self) -> str:
+        done = sum(len(column) - column.undone for column in self.columns.values())
+        total = sum(map(len, self.columns.values()))
+        told = ", ".join(f"{model} on {len(images)} image(s)" for model, images in self.images.items())
+        return f"<Results of {told or 'nothing'}: {len(self.columns)} columns, {done} of {total} values done>"
 
 
-def counted(errors: Iterable[str]) -> dict[str, int]:
+def counted(errors: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """How often each error occurs, the commonest first."""
-    return dict(sorted(Counter(filter(None, errors)).items(), key=lambda item: (-item[1], item[0])))
+    total: Counter[str] = Counter()
+    for own in errors:
+        total.update(own)
+    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
 
 
-def results_of(tables: Iterable[Any], manifest: Manifest, notes: Sequence[str] = ()) -> Results:
-    """The columns of tables of rows, in the manifest's order."""
-    recipe, told = manifest.resolved, list(notes)
-    facts: dict[str, Facts] = {}
-    parts = []
+def word_counts(column: Any) -> dict[str, int]:
+    """How often each word of a column of a table occurs, without ""."""
+    found = pc.value_counts(column)
+    return {pair["values"]: pair["counts"] for pair in found.to_pylist() if pair["values"]}
+
+
+def results_of(tables: Iterable[Any], manifest: Manifest, notes: Collection[str] = ()) -> Results:
+    """The columns of tables of rows, in the manifest's order; reading them may add to `notes`."""
+    recipe = manifest.resolved
+    gathered: dict[str, _Model] = {}
+    about = _About(recipe, manifest.images.names)
+    newer: list[str] = []
     for table in tables:
-        facts |= facts_of(table)
         unknown = sorted(set(table.column_names) - set(SCHEMA.names))
-        if unknown:
-            told.append(f"column '{unknown[0]}' was written by a newer Patchlight and is left out")
-        parts.append(known_columns(table).replace_schema_metadata())
-    notes = tuple(dict.fromkeys(told))
-    if not parts:
-        return Results({}, {}, notes)
-    whole = pa.concat_tables(parts)
-    model, method, metric, image = (
-        pc.fill_null(pc.index_in(whole[name], pa.array(list(names))), -1).to_numpy()
-        for name, names in (
-            ("model", recipe.models),
-            ("method", recipe.methods),
-            ("metric", recipe.metrics),
-            ("image", manifest.images.names),
-        )
-    )
-    images: dict[str, Sequence[str]] = {}
+        newer += [f"column '{name}' was written by a newer Patchlight and is left out" for name in unknown[:1]]
+        about.learn(table)
+        for label, rows in _by_model(table):
+            if label in recipe.models:
+                if label not in gathered:
+                    gathered[label] = _Model(about)
+                gathered[label].take(rows)
     columns: dict[tuple[str, str, str], Column] = {}
-    for k, label in enumerate(recipe.models):
-        if not (model == k).any():
+    models = [label for label in recipe.models if label in gathered]
+    for label in models:
+        columns |= {(label, *pair): column for pair, column in gathered.pop(label).columns()}
+    images = dict.fromkeys(models, manifest.images.names)
+    return Results(images, columns, tuple(dict.fromkeys([*sorted(notes), *newer])))
+
+
+def curves_of(tables: Iterable[Any], manifest: Manifest, model: str, method: str, metric: str) -> Tensor | None:
+    """The curves [B,P] of one method under one metric, NaN of an image without one; None where there are none."""
+    about = _About(manifest.resolved, manifest.images.names)
+    found: npt.NDArray[np.float32] | None = None
+    for table in tables:
+        about.learn(table)
+        facts = about.facts.get(metric)
+        if facts is None or facts.x is None:
             continue
-        images[label] = manifest.images.names
+        for name, label in (("model", model), ("method", method), ("metric", metric)):
+            table = table.filter(pc.equal(table[name], label))
+        if found is None:
+            found = np.full((about.shape[2], len(facts.x)), np.nan, dtype=np.float32)
+        image = about.place(table, "image")
+        rows = np.flatnonzero(image >= 0)
+        drawn, curves = _listed(table["curve"].combine_chunks(), rows, len(facts.x))
+        found[image[rows[drawn]]] = curves
+    return None if found is None else torch.from_numpy(found)
+
+
+def _by_model(table: Any) -> Iterator[tuple[str, Any]]:
+    """The rows of each model; a unit is of one."""
+    labels = pc.unique(table["model"]).to_pylist()
+    for label in labels:
+        yield label, table if len(labels) == 1 else table.filter(pc.equal(table["model"], label))
+
+
+class _About:
+    """What all models have in common: places of images, methods and metrics, facts about these, words met so far."""
+
+    def __init__(self, recipe: Recipe, images: Sequence[str]) -> None:
+        self.recipe = recipe
+        self.places = {
+            "image": {name: i for i, name in enumerate(images)},
+            "method": {name: i for i, name in enumerate(recipe.methods)},
+            "metric": {name: i for i, name in enumerate(recipe.metrics)},
+        }
+        self.shape = (len(recipe.methods), len(recipe.metrics), len(images))
+        self.facts: dict[str, Facts] = {}
+        self.words = [""]
+        self._known = {"": 0}
+        self._read: set[bytes] = set()
+
+    def learn(self, table: Any) -> None:
+        """Facts about metrics; those of most tables are the same."""
+        told = (table.schema.metadata or {}).get(b"facts", b"")
+        if told not in self._read:
+            self._read.add(told)
+            self.facts |= facts_of(table)
+
+    def place(self, table: Any, name: str) -> Array:
+        """The place of each row's image, method or metric; -1 of one that is not in the plan."""
+        return _mapped(table[name], lambda word: self.places[name].get(word or "", -1))
+
+    def word(self, table: Any, name: str) -> Array:
+        """The place of each row's word among all words."""
+
+        def of(word: str | None) -> int:
+            place = self._known.setdefault(word or "", len(self.words))
+            if place == len(self.words):
+                self.words.append(word or "")
+            return place
+
+        return _mapped(table[name], of)
+
+
+def _mapped(column: Any, place: Callable[[str | None], int]) -> Array:
+    """A number for each row of a column of words; each word is looked up once."""
+    coded = pc.dictionary_encode(column.combine_chunks(), null_encoding="encode")
+    numbers = np.array([place(word) for word in coded.dictionary.to_pylist()], dtype=np.int32)
+    return numbers[coded.indices.to_numpy(zero_copy_only=False)]
+
+
+class _Model:
+    """What the rows of one model say: arrays [method, metric, image]."""
+
+    def __init__(self, about: _About) -> None:
+        self.about = about
+        self.values, self.explain_seconds, self.measure_seconds = (np.full(about.shape, np.nan) for _ in range(3))
+        self.done = np.zeros(about.shape, dtype=bool)
+        self.errors, self.reasons = (np.zeros(about.shape, dtype=np.int32) for _ in range(2))
+        self.shared_by = np.ones(about.shape[:2], dtype=np.int64)
+        self.curves: dict[str, tuple[Array, Array]] = {}
+        self.parts: dict[tuple[str, str], Array] = {}
+
+    def take(self, table: Any) -> None:
+        """Take in the rows of a table."""
+        places = [self.about.place(table, name) for name in ("method", "metric", "image")]
+        planned = np.logical_and.reduce([place >= 0 for place in places])
+        if not planned.all():
+            table = table.filter(pa.array(planned))
+            places = [place[planned] for place in places]
+        method, metric, image = places
+        there = (method, metric, image)
+        self.done[there] = True
+        self.values[there] = values = _numbers(table["value"])
+        for name in TIMING:
+            getattr(self, name)[there] = _numbers(table[name])
+        self.errors[there] = errors = self.about.word(table, "error")
+        self.reasons[there] = np.where(errors > 0, errors, self.about.word(table, "note"))
+        np.maximum.at(self.shared_by, (method, metric), _numbers(table["shared_by"], 1).astype(np.int64))
+        for name, own in self.about.facts.items():
+            rows = np.flatnonzero(metric == self.about.places["metric"].get(name, -1))
+            if own.x is not None:
+                counts = rows[np.isfinite(values[rows])]
+                self._add_curves(name, table["curve"].combine_chunks(), counts, method[counts], len(own.x))
+            for part, shape in own.parts.items():
+                self._put_parts((name, part), table["parts"].combine_chunks(), rows, method, image, int(np.prod(shape)))
+
+    def _add_curves(self, metric: str, lists: Any, rows: Array, method: Array, points: int) -> None:
+        """Sum the curves of these rows for each method, and count them, point by point."""
+        drawn, curves = _listed(lists, rows, points)
+        if metric not in self.curves:
+            self.curves[metric] = tuple(np.zeros((self.about.shape[0], points)) for _ in range(2))  # type: ignore[assignment]
+        of = (method[drawn] == np.arange(self.about.shape[0])[:, None]).astype(np.float64)
+        total, count = self.curves[metric]
+        total += of @ np.nan_to_num(curves)
+        count += of @ np.isfinite(curves)
+
+    def _put_parts(self, key: tuple[str, str], maps: Any, rows: Array, method: Array, image: Array, size: int) -> None:
+        """Put one part of these rows in its place."""
+        if key not in self.parts:
+            self.parts[key] = np.zeros((self.about.shape[0], self.about.shape[2], size), dtype=EXACT[0])
+        offsets = maps.offsets.to_numpy()
+        owner = np.repeat(np.arange(len(maps)), np.diff(offsets))
+        named = pc.equal(maps.keys, key[1]).to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
+        entries = np.flatnonzero(named & np.isin(owner, rows))
+        drawn, found = _listed(maps.items, entries + offsets[0], size)
+        kept = self.parts[key]
+        exact = next(kind for kind in EXACT if kind is EXACT[-1] or _holds(kind, found))
+        if np.promote_types(kept.dtype, exact) != kept.dtype:
+            self.parts[key] = kept = kept.astype(np.promote_types(kept.dtype, exact))
+        whose = owner[entries[drawn]]
+        kept[method[whose], image[whose]] = found
+
+    def columns(self) -> Iterator[tuple[tuple[str, str], Column]]:
+        """By method and metric."""
+        recipe = self.about.recipe
         for i, (m, own) in enumerate(recipe.methods.items()):
             for j, (n, spec) in enumerate(recipe.metrics.items()):
-                there = np.flatnonzero((model == k) & (method == i) & (metric == j) & (image >= 0))
-                rows = np.full(len(manifest.images.names), -1)
-                rows[image[there]] = there
-                table = whole.take(pa.array(rows, mask=rows < 0))
-                columns[label, m, n] = _column(table, own.measured_by(spec), facts.get(n), int((rows < 0).sum()))
-    return Results(images, columns, notes)
+                yield (m, n), self._column(i, j, n, own.measured_by(spec))
 
-
-def _column(table: Any, asked: MetricRequest, facts: Facts | None, undone: int) -> Column:
-    def numbers(name: str) -> Tensor:
-        return torch.from_numpy(table[name].to_numpy().astype(np.float64))
-
-    def words(name: str) -> list[str]:
-        return [word or "" for word in table[name].to_pylist()]
-
-    if facts is None:  # nothing of it was measured
-        facts = Facts(None, asked.metric.rises(asked.settings), asked.metric.limits(asked.settings))
-    low, high = facts.bounds
-    x = None if facts.x is None else torch.tensor(facts.x, dtype=torch.float64)
-    errors = words("error")
-    return Column(
-        metric=asked.metric.name,
-        values=numbers("value"),
-        higher_is_better=facts.higher_is_better,
-        bounds=(low, high),
-        curve=None if x is None else _curve(table, len(x)),
-        x=x,
-        reasons=tuple(error or note for error, note in zip(errors, words("note"), strict=True)),
-        settings=asked.settings,
-        parts=_parts(table, facts),
-        combine=asked.metric.combine,
-        errors=tuple(errors),
-        undone=undone,
-        shared_by=int(pc.max(table["shared_by"]).as_py() or 1),
-        explain_seconds=numbers("explain_seconds"),
-        measure_seconds=numbers("measure_seconds"),
-    )
-
-
-def _curve(table: Any, points: int) -> Tensor:
-    """The curves [B,P]; NaN where an image has none."""
-    lists = table["curve"].combine_chunks()
-    drawn = (pc.list_value_length(lists).fill_null(0).to_numpy() == points).nonzero()[0]
-    curve = torch.full((len(table), points), torch.nan)
-    curve[torch.from_numpy(drawn)] = torch.from_numpy(lists.take(drawn).flatten().to_numpy().reshape(-1, points).copy())
-    return curve
-
-
-def _parts(table: Any, facts: Facts) -> dict[str, Tensor]:
-    """The parts [B,...]; zero where an image has none."""
-    rows = [dict(parts or ()) for parts in table["parts"].to_pylist()]
-    return {
-        name: torch.tensor([r.get(name) or [0.0] * int(np.prod(shape)) for r in rows], dtype=torch.float64).view(
-            -1, *shape
+    def _column(self, i: int, j: int, name: str, asked: MetricRequest) -> Column:
+        facts = self.about.facts.get(name)
+        if facts is None:  # nothing of it was measured
+            facts = Facts(None, asked.metric.rises(asked.settings), asked.metric.limits(asked.settings))
+        low, high = facts.bounds
+        total, count = self.curves.get(name, (None, None))
+        done = int(self.done[i, j].sum())
+        return Column(
+            metric=asked.metric.name,
+            values=torch.from_numpy(self.values[i, j]),
+            higher_is_better=facts.higher_is_better,
+            bounds=(low, high),
+            x=None if facts.x is None else torch.tensor(facts.x, dtype=torch.float64),
+            reasons=Words(self.reasons[i, j], self.about.words),
+            settings=asked.settings,
+            parts={
+                part: torch.from_numpy(self.parts[name, part][i]).view(-1, *shape)
+                for part, shape in facts.parts.items()
+                if (name, part) in self.parts
+            },
+            combine=asked.metric.combine,
+            errors=Words(self.errors[i, j], self.about.words),
+            undone=self.about.shape[2] - done,
+            shared_by=int(self.shared_by[i, j]),
+            explain_seconds=torch.from_numpy(self.explain_seconds[i, j]),
+            measure_seconds=torch.from_numpy(self.measure_seconds[i, j]),
+            mean_curve=None if total is None or count is None else _mean(total[i], count[i]),
         )
-        for name, shape in facts.parts.items()
-    }
+
+
+def _numbers(column: Any, nothing: float = np.nan) -> npt.NDArray[np.float64]:
+    """The numbers of a column in float64; `nothing` where there is none."""
+    filled = pc.fill_null(column.cast(pa.float64()), nothing)
+    found: npt.NDArray[np.float64] = filled.to_numpy()
+    return found
+
+
+def _listed(lists: Any, rows: Array, size: int) -> tuple[Array, Array]:
+    """Which of these rows have a list of this size, and those lists [r,size] in float64."""
+    offsets = lists.offsets.to_numpy()
+    whole = np.flatnonzero(np.diff(offsets)[rows] == size) if size else np.arange(0)
+    if not len(whole):
+        return whole, np.zeros((0, size))
+    flat = lists.values.to_numpy(zero_copy_only=False)
+    return whole, flat[offsets[rows[whole]][:, None] + np.arange(size)].astype(np.float64)
+
+
+def _holds(kind: Any, numbers: Array) -> bool:
+    """Whether a type holds these numbers exactly."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return bool(np.array_equal(numbers.astype(kind).astype(np.float64), numbers, equal_nan=kind is not np.uint8))
+
+
+def _mean(total: Array, count: Array) -> Tensor:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return torch.from_numpy(total / count)

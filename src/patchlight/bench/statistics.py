@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
 from patchlight.metrics.base import intervals
 from patchlight.metrics.ranking import ALPHA, SAMPLES, compared, friedman, placed
-from patchlight.statistics import Mark
+from patchlight.statistics import Mark, Resamples
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[Cell
     found: list[Cell] = []
     for model in results.images:
         columns = {(m, n): results.columns[model, m, n] for m in recipe.methods for n in recipe.metrics}
-        bounds = intervals(columns, samples=samples)
-        marks = {n: compared({m: columns[m, n] for m in recipe.methods}, samples) for n in recipe.metrics}
+        resamples = Resamples(len(results.images[model]), samples)
+        bounds = intervals(columns, resamples)
+        marks = {n: compared({m: columns[m, n] for m in recipe.methods}, resamples) for n in recipe.metrics}
         for (method, metric), column in columns.items():
             low, high = bounds[method, metric]
             found.append(
@@ -83,7 +85,7 @@ def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[Cell
                     low=low,
                     high=high,
                     images=column.count,
-                    undefined=len(column) - column.count - column.failed - column.undone,
+                    undefined=column.left_out["undefined"],
                     failed=column.failed,
                     mark=marks[metric][method],
                     published=recipe.number(model, method, metric),
@@ -110,17 +112,22 @@ def ranks(results: Results, recipe: Recipe, model: str, metric: str) -> Ranks | 
 
 def critical_difference(methods: int, images: int, alpha: float = ALPHA) -> float:
     """Nemenyi's critical difference of mean ranks: q sqrt(k (k+1) / (6 N)), q the studentized range over sqrt 2."""
-    from scipy.stats import studentized_range
-
     if methods < 2 or images < 1:
         return math.inf
-    q = float(studentized_range.ppf(1 - alpha, methods, math.inf)) / math.sqrt(2)
-    return q * math.sqrt(methods * (methods + 1) / (6 * images))
+    return _studentized(methods, alpha) / math.sqrt(2) * math.sqrt(methods * (methods + 1) / (6 * images))
+
+
+@cache
+def _studentized(methods: int, alpha: float) -> float:
+    """The range of so many standard normal numbers that is passed with probability alpha; an integral, and slow."""
+    from scipy.stats import studentized_range
+
+    return float(studentized_range.ppf(1 - alpha, methods, math.inf))
 
 
 def extremes(values: Tensor, higher_is_better: bool, count: int) -> tuple[Sequence[int], Sequence[int]]:
     """The images with the best and the worst values, at most `count` of each, best and worst first."""
-    known = [i for i in range(len(values)) if bool(values[i].isfinite())]
-    order = sorted(known, key=lambda i: (-float(values[i]) if higher_is_better else float(values[i]), i))
+    known = values.isfinite().nonzero().flatten()
+    order = known[(-values[known] if higher_is_better else values[known]).argsort(stable=True)].tolist()
     count = min(count, len(order) // 2)
     return order[:count], order[::-1][:count]

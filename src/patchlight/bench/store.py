@@ -18,9 +18,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from patchlight.bench.manifest import Manifest, read_manifest
 from patchlight.bench.plan import Group, Plan, Unit
-from patchlight.bench.results import Results, counted, results_of
+from patchlight.bench.results import Results, counted, curves_of, results_of, word_counts
 from patchlight.bench.rows import (
     Before,
     Done,
@@ -37,6 +39,7 @@ from patchlight.bench.rows import (
 )
 from patchlight.errors import PatchlightError
 from patchlight.files import check_writable, write_new, write_whole
+from patchlight.progress import Progress, telling
 
 PART = re.compile(r"\..+-[a-z0-9_]{8}")
 """Names under which files are written before they are renamed."""
@@ -238,16 +241,30 @@ class Store:
 
     def failures(self) -> dict[str, int]:
         """How many values failed, by reason, the commonest first."""
-        return counted(error for table in self.tables(["error"]) for error in table["error"].to_pylist())
+        return counted(word_counts(table["error"]) for table in self.tables(["error"]))
 
-    def results(self) -> Results:
+    def results(self, progress: Progress | bool = False) -> Results:
         """All that is done of the plan."""
-        notes = {
-            f"{_told(path)} and left out; run the benchmark again to mend it"
-            for files in self.files().values()
-            for path in files.damaged
-        }
-        return results_of(self.tables(), self.manifest(), sorted(notes))
+        notes: set[str] = set()
+        files = self.files()
+
+        def tables() -> Iterator[Any]:
+            with telling(progress, "reading units") as tell:
+                for i, own in enumerate(files.values()):
+                    table = own.table()
+                    damaged = [own.rows] if table is None else []
+                    damaged += [own.maps] if _sound(own.maps) is None else []
+                    notes.update(f"{_told(p)} and left out; run the benchmark again to mend it" for p in damaged if p)
+                    if table is not None:
+                        yield table
+                    tell(i + 1, len(files))
+
+        return results_of(tables(), self.manifest(), notes)
+
+    def curves(self, model: str, method: str, metric: str) -> Tensor | None:
+        """The curves [B,P] of every image, NaN of one without; None where the metric has none."""
+        tables = self.tables(["model", "image", "method", "metric", "curve"])
+        return curves_of(tables, self.manifest(), model, method, metric)
 
 
 def known_in(files: Files) -> Before:

@@ -118,7 +118,7 @@ class Gathered:
 def gather(folder: str | Path) -> Gathered:
     """Read a run and compute its statistics; refused where nothing is done yet."""
     store = Store(folder)
-    manifest, results = store.manifest(), store.results()
+    manifest, results = store.manifest(), store.results(progress=True)
     recipe = manifest.resolved
     if not results.images:
         why = f": {results.notes[0]}" if results.notes else ""

@@ -23,6 +23,7 @@ from patchlight.cli.common import (
     progress,
     say,
 )
+from patchlight.cli.planning import plan_run
 from patchlight.cli.recipes import list_recipes
 from patchlight.cli.slurm import print_job
 from patchlight.errors import PatchlightError
@@ -42,6 +43,7 @@ Out = Annotated[Path, typer.Option(help="Folder of the run; one that was broken 
 Folder = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="DIR")]
 SHOWN = 8
 bench.command("list")(list_recipes)
+bench.command("plan")(plan_run)
 bench.command("slurm")(print_job)
 
 

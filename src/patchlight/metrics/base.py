@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, TypeVar, Unpack
 
 import torch
@@ -21,7 +22,7 @@ from patchlight.evidence.ablation import ABLATION, Ablation, Unit
 from patchlight.frames import frame, stacked
 from patchlight.registry import Entry, Listed, Registry, Setting, Settings, in_words, settings_of, settled
 from patchlight.resize import Upsampling, to_cells, to_pixels
-from patchlight.statistics import FEWEST, bootstrapped, percentiles
+from patchlight.statistics import FEWEST, Resamples, percentiles
 from patchlight.targets import Targets, predicted
 
 if TYPE_CHECKING:
@@ -360,7 +361,7 @@ class Evaluation:
     bounds: tuple[float, float]
     curve: Tensor | None = None
     x: Tensor | None = None
-    reasons: tuple[str, ...] = ()
+    reasons: Sequence[str] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     combine: Callable[[Sums], Tensor] | None = None
@@ -371,25 +372,54 @@ class Evaluation:
     @property
     def count(self) -> int:
         """Images whose value exists."""
-        return int(self.values.isfinite().sum())
+        return int(self.exist.sum())
 
     @property
+    def left_out(self) -> dict[str, int]:
+        """How many images do not count, by why."""
+        return {"undefined": len(self) - self.count}
+
+    @cached_property
     def mean(self) -> float:
         if not self.count:
             return float("nan")
-        return float(self.resampled(torch.ones(1, len(self), dtype=torch.float64))[0])
+        return float(self.number(self.summed().sum(0, keepdim=True).double())[0])
+
+    @property
+    def exist(self) -> Tensor:
+        """Which images have a value [B]."""
+        return self.values.isfinite()
+
+    def summed(self, images: Tensor | None = None) -> Tensor:
+        """What is summed to make the data set's number [n,k], of all images or of those at these places.
+
+        It is 0 where there is no value; in float64, or in float32 where that holds all sums exactly, as of bytes.
+        """
+        chosen = slice(None) if images is None else images
+        values = self.values[chosen]
+        if self.combine is None:
+            columns = torch.stack([torch.ones_like(values), values], 1)
+        else:
+            bytes_only = all(part.dtype == torch.uint8 for part in self.parts.values())
+            exact = torch.float32 if bytes_only and 255 * len(self) < 2**24 else torch.float64
+            columns = torch.cat([part[chosen].reshape(len(values), -1).to(exact) for part in self.parts.values()], 1)
+        return columns.nan_to_num_().mul_(values.isfinite()[:, None])
+
+    def number(self, sums: Tensor) -> Tensor:
+        """The data set's number [S] of sums [S,k] over images of what is `summed`."""
+        if self.combine is None:
+            return sums[:, 1] / sums[:, 0]
+        shapes = [part.shape[1:] for part in self.parts.values()]
+        found = zip(self.parts, sums.split([shape.numel() for shape in shapes], 1), shapes, strict=True)
+        return self.combine({key: own.reshape(-1, *shape) for key, own, shape in found})
 
     def resampled(self, weights: Tensor) -> Tensor:
         """The data set's number [S] when image i counts weights[s,i] times; images without a value do not count."""
-        weights = weights * self.values.isfinite()
-        if self.combine is None:
-            return (weights @ self.values.nan_to_num()) / weights.sum(1)
-        sums = {key: torch.tensordot(weights, part.double().nan_to_num(), 1) for key, part in self.parts.items()}
-        return self.combine(sums)
+        return self.number(weights @ self.summed().double())
 
     def interval(self, confidence: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
         """A bootstrap interval of `mean` over images; NaN where fewer than six have a value, too few for one."""
-        return intervals({"": self}, confidence, samples, seed)[""]
+        return intervals({"": self}, Resamples(len(self), samples, seed), confidence)[""]
 
     @staticmethod
     def joined(parts: Sequence[Evaluation]) -> Evaluation:
@@ -411,12 +441,7 @@ class Evaluation:
     @property
     def summary(self) -> str:
         """The mean, its interval, and how many images have no value: "0.412 [0.38, 0.45], 2 undefined"."""
-        if self.count == 0:
-            return "no value"
-        low, high = self.interval()
-        left_out = len(self) - self.count
-        interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
-        return f"{self.mean:.4g}{interval}{f', {left_out} undefined' if left_out else ''}"
+        return summaries({"": self})[""]
 
     def to_frame(self) -> DataFrame:
         """A pandas table with a row per image: image, metric, value, and the reason where there is no value."""
@@ -428,9 +453,9 @@ class Evaluation:
         return Evaluations({self.metric: self})._repr_html_()
 
     def __repr__(self) -> str:
-        left_out = f", {len(self) - self.count} undefined" if self.count < len(self) else ""
+        told = "".join(f", {count} {why}" for why, count in self.left_out.items() if count)
         better = "higher" if self.higher_is_better else "lower"
-        return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){left_out}; {better} is better>"
+        return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){told}; {better} is better>"
 
 
 class Evaluations(dict[str, Any]):
@@ -465,14 +490,37 @@ class Evaluations(dict[str, Any]):
 
 
 def intervals(
-    evaluations: Mapping[K, Evaluation], confidence: float = 0.95, samples: int = 1000, seed: int = 0
+    evaluations: Mapping[K, Evaluation], resamples: Resamples, confidence: float = 0.95
 ) -> dict[K, tuple[float, float]]:
     """The interval of each of these evaluations of the same images, from the same resamples."""
-    enough = {key: one.resampled for key, one in evaluations.items() if one.count >= FEWEST}
-    images = max(map(len, evaluations.values()), default=0)
-    spread = bootstrapped(enough, images, samples, seed) if enough else {}
+    enough = {key: one for key, one in evaluations.items() if one.count >= FEWEST}
+    spread = dict(zip(enough, resamples.numbers([(one, one.exist) for one in enough.values()]), strict=True))
     nothing = (float("nan"), float("nan"))
     return {key: percentiles(spread[key], confidence) if key in spread else nothing for key in evaluations}
+
+
+def all_intervals(
+    evaluations: Mapping[K, Evaluation], samples: int = 1000, seed: int = 0
+) -> dict[K, tuple[float, float]]:
+    """The interval of each of these evaluations; those of equally many images share their resamples."""
+    found: dict[K, tuple[float, float]] = {}
+    for images in {len(one) for one in evaluations.values()}:
+        own = {key: one for key, one in evaluations.items() if len(one) == images}
+        found |= intervals(own, Resamples(images, samples, seed))
+    return found
+
+
+def summaries(evaluations: Mapping[K, Evaluation]) -> dict[K, str]:
+    """Each in a few words: the mean, its interval, and how many images have no value."""
+    sides = all_intervals(evaluations)
+
+    def told(one: Evaluation, low: float, high: float) -> str:
+        if one.count == 0:
+            return "no value"
+        interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
+        return f"{one.mean:.4g}{interval}" + "".join(f", {n} {why}" for why, n in one.left_out.items() if n)
+
+    return {key: told(one, *sides[key]) for key, one in evaluations.items()}
 
 
 def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from patchlight.metrics.base import Evaluation
-from patchlight.statistics import FEWEST, Mark, average_ranks, bootstrapped, percentiles
+from patchlight.statistics import FEWEST, Mark, Resamples, average_ranks, percentiles, tied
 
 SAMPLES, ALPHA = 2000, 0.05
 
 
-def compared(columns: Mapping[str, Evaluation], samples: int = SAMPLES) -> dict[str, Mark]:
+def compared(columns: Mapping[str, Evaluation], resamples: Resamples | None = None) -> dict[str, Mark]:
     """Which method is best, and which are statistically tied with it.
 
     None is marked where Friedman's test does not tell the methods apart at 5 %, or has fewer than six images to do so.
@@ -29,9 +28,8 @@ def compared(columns: Mapping[str, Evaluation], samples: int = SAMPLES) -> dict[
     sign = 1.0 if columns[next(iter(exist))].higher_is_better else -1.0
     best = max(exist, key=lambda m: sign * exist[m])
     marks: dict[str, Mark] = dict.fromkeys(columns, "")
-    differences = bootstrapped(
-        {m: partial(paired_difference, columns[best], columns[m]) for m in exist}, len(columns[best]), samples
-    )
+    resamples = resamples or Resamples(len(columns[best]), SAMPLES)
+    differences = paired_differences(columns[best], {m: columns[m] for m in exist}, resamples)
     for method in exist:
         low, high = percentiles(differences[method])
         if method == best or exist[method] == exist[best]:
@@ -41,10 +39,12 @@ def compared(columns: Mapping[str, Evaluation], samples: int = SAMPLES) -> dict[
     return marks
 
 
-def paired_difference(first: Evaluation, second: Evaluation, weights: Tensor) -> Tensor:
-    """The data set's number of `first` less that of `second` [S] under the same weights [S,B] of the same images."""
-    shared = weights * (first.values.isfinite() & second.values.isfinite())
-    return first.resampled(shared) - second.resampled(shared)
+def paired_differences(best: Evaluation, others: Mapping[str, Evaluation], resamples: Resamples) -> dict[str, Tensor]:
+    """The data set's number of the best less that of each other [S], on the same images: those where both have one."""
+    both = {m: best.exist & other.exist for m, other in others.items()}
+    first = resamples.numbers([(best, both[m]) for m in others])
+    second = resamples.numbers([(other, both[m]) for m, other in others.items()])
+    return {m: a - b for m, a, b in zip(others, first, second, strict=True)}
 
 
 def placed(columns: Mapping[str, Evaluation]) -> tuple[list[str], Tensor | None]:
@@ -61,15 +61,17 @@ def placed(columns: Mapping[str, Evaluation]) -> tuple[list[str], Tensor | None]
 def friedman(ranks: Tensor) -> tuple[float, float]:
     """Friedman's statistic, corrected for ties, and its p-value: do the methods of ranks [N,k] differ at all?
 
+    (12 / (N k (k+1)) sum_j R_j^2 - 3 N (k+1)) / (1 - sum (t^3 - t) / (N k (k^2-1))), R_j the sums of ranks, t the sizes
+    of ties.
     Of two methods it is the chi-squared test of how often each is first, (a - b)^2 / (a + b).
     """
-    from scipy.stats import chisquare, friedmanchisquare
+    from scipy.stats import chi2
 
     n, k = ranks.shape
     if n < 1 or k < 2 or bool((ranks == ranks[:, :1]).all()):
         return 0.0, 1.0
-    if k == 2:
-        found = chisquare([int((ranks[:, 0] < ranks[:, 1]).sum()), int((ranks[:, 0] > ranks[:, 1]).sum())])
-    else:
-        found = friedmanchisquare(*ranks.T.numpy())
-    return float(found.statistic), float(found.pvalue)
+    first, last = tied(ranks.sort(1).values)
+    ties = float(((last - first + 1).double().square() - 1).sum())  # of each group of t equal ones, t^3 - t
+    plain = 12 / (n * k * (k + 1)) * float(ranks.sum(0).square().sum()) - 3 * n * (k + 1)
+    statistic = plain / (1 - ties / (n * k * (k * k - 1)))
+    return statistic, float(chi2.sf(statistic, k - 1))

@@ -115,14 +115,19 @@ def evaluations_html(
 
     `marks` say by method and metric what is best, in bold, and what is tied with it.
     """
+    from patchlight.metrics.base import summaries
+
     if list(table) == [""]:
-        rows = [[name, _better(one), one.summary, f"{one.count} of {len(one)}"] for name, one in table[""].items()]
+        told = summaries(table[""])
+        rows = [[name, _better(one), told[name], f"{one.count} of {len(one)}"] for name, one in table[""].items()]
         return table_html(["metric", "better", "mean [95 % interval]", "images"], rows, caption, below)
     metrics = list(dict.fromkeys(name for own in table.values() for name in own))
     arrows = {name: own[name].arrow for own in table.values() for name in own}
 
+    said = summaries({(method, name): one for method, own in table.items() for name, one in own.items()})
+
     def cell(method: str, name: str) -> str | Html:
-        words = table[method][name].summary if name in table[method] else ""
+        words = said.get((method, name), "")
         mark = marks[method, name] if marks is not None else ""
         return Html(f"<b>{escape(words)}</b> {SIGNS[mark]}") if mark == "best" else f"{words} {SIGNS[mark]}".strip()
 

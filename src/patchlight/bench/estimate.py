@@ -1,0 +1,130 @@
+"""What a run will take, from a timed sample of every group; nothing is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.bench.events import Listener, Planning
+from patchlight.bench.local import SECONDS, size_of
+from patchlight.bench.plan import Group, Plan
+from patchlight.bench.unit import Resources, loaded, run_unit
+from patchlight.evidence.ablation import free_chunk
+
+SAMPLE = 60.0
+"""Seconds after which timing a group is given up."""
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """A group, and what one image of it takes; where `cut`, timing was given up, and it takes more than that.
+
+    `forwards` are images and variants that go through the model, `memory` the most bytes it took, those of the model
+    included. `failures` are reasons why values of the sample failed.
+    """
+
+    model: str
+    methods: tuple[str, ...]
+    images: int
+    values: int
+    batch_size: int
+    seconds: float
+    forwards: float
+    memory: int
+    units: int
+    cut: bool
+    failures: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """Seconds for all images, by one process."""
+        return self.seconds * self.images
+
+
+class _Enough(BaseException):
+    """Timing took long enough; no failure of a method, hence no Exception."""
+
+
+def estimated(
+    whole: Plan, device: str = "cpu", limit: float = SAMPLE, listen: Listener = lambda event: None
+) -> list[Estimated]:
+    """Run a first batch of every group, twice where that is quick, and tell what all of its images will take."""
+    found = []
+    for i, group in enumerate(whole.groups):
+        listen(Planning(i, len(whole.groups)))
+        found.append(_estimated(whole, group, device, limit))
+    return found
+
+
+def _estimated(whole: Plan, group: Group, device: str, limit: float) -> Estimated:
+    vit = loaded(group, device)
+    resources = Resources(device, free_chunk(vit))
+    unit = next(whole.units(group, None))
+    images, cut, failures = len(unit.images), False, tuple[str, ...]()
+    on_cuda = vit.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(vit.device)
+    best, forwards = math.inf, 0
+    for _ in range(2):  # what runs first is slow
+        with _counting(vit, limit) as count:
+            begin = time.perf_counter()
+            try:
+                done = run_unit(unit, resources)
+                failures = tuple(dict.fromkeys(row.error for row in done.rows if row.error))
+            except _Enough:
+                cut = True
+            best = min(best, time.perf_counter() - begin)
+        forwards = max(forwards, count[0])
+        if cut or best > limit / 2:
+            break
+    memory = torch.cuda.max_memory_allocated(vit.device) if on_cuda else _peak()
+    rest = len(whole.images) - images
+    size = size_of(group, SECONDS / best * images)
+    return Estimated(
+        model=group.label,
+        methods=tuple(group.methods),
+        images=len(whole.images),
+        values=len(whole.images) * len(group.made),
+        batch_size=group.batch_size,
+        seconds=best / images,
+        forwards=forwards / images,
+        memory=memory,
+        units=1 + -(-rest // size),
+        cut=cut,
+        failures=failures,
+    )
+
+
+def _peak() -> int:
+    """The most bytes this process has had in memory."""
+    import resource  # not everywhere
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+@contextlib.contextmanager
+def _counting(vit: Anatomy, limit: float) -> Iterator[list[int]]:
+    """Count what goes through the model's first block, and stop when it takes too long; the model is not touched."""
+    count, until = [0], time.perf_counter() + limit
+    first = vit.blocks[0] if len(vit.blocks) else vit.model
+
+    def seen(module: object, given: tuple[object, ...]) -> None:
+        if module is first:
+            count[0] += len(given[0]) if given and isinstance(given[0], torch.Tensor) else 1
+        if time.perf_counter() > until:
+            raise _Enough
+
+    handle = register_module_forward_pre_hook(seen)
+    try:
+        yield count
+    finally:
+        handle.remove()

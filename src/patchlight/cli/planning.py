@@ -1,0 +1,104 @@
+"""`patchlight bench plan`: what a run will be, and what it will take."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from patchlight.cli.chosen import Chosen, choosing
+from patchlight.cli.common import AsJson, Debug, answering, console, print_json, progress
+
+if TYPE_CHECKING:
+    from patchlight.bench.estimate import Estimated
+    from patchlight.bench.plan import Plan
+
+
+@choosing
+def plan_run(
+    chosen: Chosen,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Time a first batch of everything.")] = False,
+    seconds: Annotated[float, typer.Option(min=1, help="How long timing may take, for each group of methods.")] = 60.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """What a run will be: images, groups of methods, values; with --estimate, what it will take. Nothing is kept."""
+    with answering(as_json, debug):
+        from patchlight.bench.estimate import estimated
+        from patchlight.bench.plan import plan
+        from patchlight.bench.workers import devices_of
+
+        device = devices_of(chosen.device)[0]
+        with progress("reading images and models"):
+            whole = plan(chosen.recipe, device=device)
+        found: list[Estimated] = []
+        if estimate:
+            with progress("timing a first batch of every group of methods"):
+                found = estimated(whole, device, seconds)
+        if as_json:
+            print_json(_told(whole, found))
+            return
+        _print(whole, found, device)
+
+
+def _told(whole: Plan, found: list[Estimated]) -> dict[str, object]:
+    groups = [{"model": g.label, "methods": list(g.methods), "batch_size": g.batch_size} for g in whole.groups]
+    about: dict[str, object] = {
+        "recipe": whole.recipe.name,
+        "images": len(whole.images),
+        "values": whole.values,
+        "groups": [asdict(each) | {"total": each.total} for each in found] or groups,
+        "notes": whole.notes,
+    }
+    if found:
+        about |= {
+            "units": sum(each.units for each in found),
+            "forwards": sum(each.forwards * each.images for each in found),
+            "hours": sum(each.total for each in found) / 3600,
+            "memory": max(each.memory for each in found),
+            "at_least": any(each.cut for each in found),
+        }
+    return about
+
+
+def _print(whole: Plan, found: list[Estimated], device: str) -> None:
+    from rich.table import Table
+
+    recipe = whole.recipe
+    print(
+        f"{recipe.name}: {len(whole.images)} images x {len(recipe.models)} model(s) x {len(recipe.methods)} methods x "
+        f"{len(recipe.metrics)} metrics = {whole.values} values, in {len(whole.groups)} groups of methods"
+    )
+    if not found:
+        table = Table("model", "methods, explained together", "images at once", box=None, pad_edge=False)
+        for group in whole.groups:
+            table.add_row(group.label, ", ".join(group.methods), str(group.batch_size))
+    else:
+        table = Table(
+            "model", "methods", "s/image", "forwards/image", "memory", "units", "hours", box=None, pad_edge=False
+        )
+        for each in found:
+            more = "> " if each.cut else ""
+            table.add_row(
+                each.model,
+                ", ".join(each.methods),
+                f"{more}{each.seconds:.3g}",
+                f"{more}{each.forwards:.0f}",
+                f"{each.memory / 2**30:.1f} GB",
+                str(each.units),
+                f"{more}{each.total / 3600:.3g}",
+            )
+    console().print(table)
+    if found:
+        units, hours = sum(each.units for each in found), sum(each.total for each in found) / 3600
+        forwards, memory = sum(each.forwards * each.images for each in found), max(each.memory for each in found)
+        least = "at least " if any(each.cut for each in found) else ""
+        print(
+            f"{units} units; {least}{forwards:.3g} forwards; {least}{hours:.3g} hours of one process on {device}, "
+            f"which takes up to {memory / 2**30:.1f} GB"
+        )
+        for reason in dict.fromkeys(reason for each in found for reason in each.failures):
+            print(f"will fail: {reason}")
+    for note in whole.notes:
+        print(f"note: {note}")
