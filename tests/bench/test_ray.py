@@ -191,6 +191,14 @@ def test_an_address_without_a_cluster_is_told_at_once(tmp_path: Path, address: s
     assert time.monotonic() - begin < 30
 
 
+def test_the_address_of_a_dead_cluster_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from patchlight.bench.ray import run_ray
+
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(PatchlightError, match=r"no Ray cluster answers at 127\.0\.0\.1:1 "):
+        run_ray(parse(text(pictures(tmp_path / "images", 1))), tmp_path / "run", "auto")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_units")
 def test_of_three_nodes_one_is_killed_and_nothing_is_lost(tmp_path: Path, plugin: Path) -> None:
@@ -319,3 +327,25 @@ def test_tasks_have_as_many_threads_as_every_node_has_room_for(tmp_path: Path) -
                 assert Store(tmp_path / str(workers)).manifest().threads == expected
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_units")
+def test_a_node_that_joins_later_is_refused_by_name_too(tmp_path: Path, plugin: Path) -> None:
+    from patchlight.bench.ray import run_ray
+
+    (tmp_path / "other" / "patchlight").mkdir(parents=True)
+    (tmp_path / "other" / "patchlight" / "__init__.py").write_text('__version__ = "0.0.7"\n')
+    chosen = parse(with_method("Sleepy", "test-sleepy", pictures(tmp_path / "images", 12)))
+    with cluster_of(1) as cluster:
+
+        def listen(event: Event) -> None:
+            if isinstance(event, UnitEnd) and len(cluster.list_all_nodes()) == 1:
+                other = {"PYTHONPATH": str(tmp_path / "other")}
+                cluster.add_node(num_cpus=1, object_store_memory=MEMORY, env_vars=other)
+
+        with pytest.raises(PatchlightError, match=r"^node \S+ of the Ray cluster has Patchlight 0.0.7, and this is"):
+            run_ray(chosen, tmp_path / "run", cluster.address, listen=listen)
+    done = Store(tmp_path / "run").done()
+    assert done
+    assert run(chosen, tmp_path / "run").before >= len(done)

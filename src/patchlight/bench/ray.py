@@ -220,8 +220,8 @@ def connected(address: str) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    if address != "auto":
-        _check_reachable(address)
+    if address != "auto" or _last_cluster():
+        _check_reachable(_last_cluster() if address == "auto" else address)
     main, kept = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGTERM)
     with contextlib.redirect_stdout(cast(TextIO, Ours(sys.stdout))):
         try:
@@ -252,6 +252,13 @@ class Ours:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def _last_cluster() -> str:
+    """The address that Ray means by "auto", which may be that of a cluster that is dead; empty where it has none."""
+    noted = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "ray_current_cluster")
+    found = os.environ.get("RAY_ADDRESS") or (noted.read_text(encoding="utf-8") if noted.is_file() else "")
+    return found if re.fullmatch(r"[^/\s]+:\d+", found) else ""
 
 
 def _check_reachable(address: str) -> None:
