@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -341,3 +342,20 @@ def test_imputation_is_that_of_the_cpu_also_where_products_are_rounded(dtype: to
     with torch.autocast("cuda", torch.bfloat16):
         found = imputed(x.cuda(), missing.cuda()).cpu()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-2 if dtype == torch.float32 else 1e-7)
+
+
+def test_two_processes_on_one_card_do_what_one_does(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    from patchlight.bench.local import run
+    from patchlight.bench.store import Store
+    from patchlight.bench.workers import run_workers
+    from tests.bench.small import pictures, recipe
+
+    asked = recipe(pictures(tmp_path / "images", 12))
+    alone = run(asked, tmp_path / "one", device="cuda:0")
+    summary = run_workers(asked, tmp_path / "two", 2, devices=["cuda:0", "cuda:0"])
+    assert (alone.failures, summary.failures, summary.left) == ({}, {}, 0)
+    one, two = (Store(tmp_path / name).results().columns for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for key, column in one.items():
+        assert torch.allclose(column.values, two[key].values, rtol=1e-6, atol=1e-6), key

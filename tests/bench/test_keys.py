@@ -19,6 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from patchlight.bench.local import run
+from patchlight.bench.plan import source_digest
 from patchlight.bench.recipe import parse
 from patchlight.methods.base import METHODS
 from patchlight.zoo import pocket
@@ -113,6 +114,7 @@ def world(folder: Path) -> Iterator[World]:
             yield made
         finally:
             made.patch.undo()
+            source_digest.cache_clear()
 
 
 def nudged(path: Path, name: str = "", by: float = 1e-3) -> None:
@@ -320,7 +322,7 @@ data = {{kind = "files", path = "{images}"}}
 methods.A = {method}
 methods.B = "rawatt"
 metrics.S = {metric}
-metrics.T = {{metric = "sparseness", preset = "quantus"}}
+metrics.T = {{metric = "sparseness", shift = "none"}}
 """
 TOUCHES: dict[str, tuple[Callable[[World], Callable[[], None]], Callable[[Any], bool]]] = {
     "the weights file of one model": (weights_file, lambda row: row["model"] == "M"),
