@@ -25,6 +25,7 @@ PAGES = (
     "metrics",
     "benchmark",
     "sharing",
+    "cluster",
     "heads",
     "heads-texts",
     "own-models",

@@ -16,12 +16,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from patchlight.bench import workers
+from patchlight.bench import local, workers
 from patchlight.bench.claims import Claims
 from patchlight.bench.local import Part, Stop, run
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import override
 from patchlight.bench.store import Store
+from patchlight.bench.unit import Resources, run_unit
 from patchlight.bench.workers import event_of, run_workers
 from patchlight.cli import app
 from patchlight.errors import PatchlightError
@@ -105,6 +106,49 @@ def test_a_process_that_is_killed_leaves_its_unit_to_another(
     assert rows(tmp_path / "run") == whole
 
 
+def test_a_group_whose_first_unit_is_done_and_not_timed_is_gone_on_with(
+    images: Path, tmp_path: Path, whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(*args: Any) -> int:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "unit_size", killed)
+        with pytest.raises(Killed):
+            run(recipe(images), tmp_path / "run")
+    assert Store(tmp_path / "run").done()
+    assert not list((tmp_path / "run" / "sizes").iterdir())
+    summary = run(recipe(images), tmp_path / "run")
+    assert (summary.before + summary.now, summary.left) == (48, 0)
+    assert rows(tmp_path / "run") == whole
+    assert len(list((tmp_path / "run" / "sizes").iterdir())) == 2
+
+
+def test_who_comes_while_a_group_is_timed_waits_for_its_size(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(recipe(images), out, stop=asked())
+    unit = units(plan(recipe(images)))[0]
+    other = Claims(out)
+    stop = Stop()
+    with other.present():
+        other.tell(ready=True)
+        assert other.take(unit.key).state == "mine"
+        Store(out).write(unit, run_unit(unit, Resources()))
+        waited: list[Any] = []
+
+        def listen(event: Any) -> None:
+            if event.event == "wait":
+                waited.append(event)
+                stop.asked.set()
+
+        summary = run(recipe(images), out, stop=stop, listen=listen)
+    assert len(waited) == 1
+    assert summary.left == 36, "nothing of the group was begun, and it is not taken for done"
+
+
 def test_a_full_disk_under_one_of_several_stops_it_alone(
     images: Path, tmp_path: Path, whole: list[dict[str, Any]]
 ) -> None:
@@ -157,7 +201,7 @@ def slow(ask: Ask) -> torch.Tensor:
 """
 ENDS = """\
 import sys
-from patchlight.bench import workers
+from patchlight.bench import local, workers
 workers.GRACE = 1.0
 from patchlight.cli import main
 sys.argv = ["patchlight", *sys.argv[1:]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from patchlight.bench.events import End, Listener, Start, UnitEnd, UnitStart, Wa
 from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, PlannedImages, write_manifest
 from patchlight.bench.plan import Group, Images, Plan, Unit, plan, source_digest
 from patchlight.bench.recipe import Recipe
+from patchlight.bench.rows import Row, rows_of
 from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources, loaded, lost, opened, run_unit
 from patchlight.errors import PatchlightError
@@ -208,11 +209,12 @@ def work(begun: Begun, part: Part, stop: Stop, listen: Listener) -> Summary:
         listen(UnitStart(unit.group.label, list(unit.group.methods), len(unit.images), unit.key))
         if claim.deaths < DEATHS:
             done = run_unit(unit, begun.resources, known, listen)
+            seconds = max(time.perf_counter() - started, recorded(done.rows) if known else 0.0)
         else:
-            done = lost(unit, f"{claim.deaths} processes died while they ran it")
+            done, seconds = lost(unit, f"{claim.deaths} processes died while they ran it"), SECONDS
         store.write(unit, done)
-        seconds = time.perf_counter() - started
-        queue.finished(unit, claim, seconds)
+        sizes = queue.sizes(unit)
+        queue.finished(unit, claim, steady(unit, seconds, len(whole.images), begun.resources) if sizes else seconds)
         listen(UnitEnd(unit.key, unit.values, seconds, done.rows))
         now, reused = now + unit.values, reused + len(known)
     failures, done_now = store.failures(), queue.values_done()
@@ -226,17 +228,18 @@ class Queue:
     def __init__(self, begun: Begun, part: Part, stop: Stop, listen: Listener) -> None:
         self.begun, self.part, self.stop, self.listen = begun, part, stop, listen
         self.done: set[str] = begun.store.done()
+        self.held: set[str] = set()
         self._units: dict[str, list[Unit]] = {}
 
     def __iter__(self) -> Iterator[tuple[Unit, Claim]]:
         waits = False
         while not self.stop.asked.is_set():
-            found = self._next()
+            found = self.take()
             if found is not None:
                 waits = False
                 yield found
                 continue
-            if not self._open():
+            if not self.open():
                 return
             if not waits:
                 self.listen(Waiting(len(self.begun.claims.others())))
@@ -244,52 +247,63 @@ class Queue:
             self.stop.asked.wait(PAUSE)
             self.done |= self.begun.store.done()
 
-    def _next(self) -> tuple[Unit, Claim] | None:
-        """The first unit that is free, and not done meanwhile."""
-        for unit in self._open():
+    def take(self) -> tuple[Unit, Claim] | None:
+        """The first unit that is free, and not done meanwhile; it is held until it is `finished`."""
+        for unit in self.open():
+            if unit.key in self.held:
+                continue
             claim = self.begun.claims.take(unit.key)
-            if claim.state == "mine" and unit.key in self.begun.store.done():
+            if claim.state == "done":
+                self._known(unit)
+            elif claim.state == "mine" and unit.key in self.begun.store.done():
+                self._known(unit)
                 self.begun.claims.finish(unit.key, claim)
-                self.done.add(unit.key)
             elif claim.state == "mine":
+                self.held.add(unit.key)
                 return unit, claim
-            elif claim.state == "done":
-                self.done.add(unit.key)
         return None
 
-    def finished(self, unit: Unit, claim: Claim, seconds: float) -> None:
-        """A unit is stored; the first of a group says how large the others shall be."""
+    def _known(self, unit: Unit) -> None:
+        """A unit is done; where whoever did it had no time to say how large the others shall be, its rows tell."""
         self.done.add(unit.key)
+        if self.sizes(unit):
+            files = self.begun.store.files().get(unit.key)
+            table = files.table() if files is not None else None
+            seconds = recorded(rows_of(table)) if table is not None else 0.0
+            self.begun.store.write_size(unit.group, unit_size(unit, seconds or SECONDS, len(self.begun.whole.images)))
+
+    def finished(self, unit: Unit, claim: Claim, seconds: float) -> None:
+        """A unit is stored; the first of a group says how large the others shall be, by the seconds it took."""
+        if self.sizes(unit):
+            self.begun.store.write_size(unit.group, unit_size(unit, seconds, len(self.begun.whole.images)))
+        self.done.add(unit.key)
+        self.held.discard(unit.key)
         self.begun.claims.finish(unit.key, claim)
-        if unit.start == 0 and self.begun.store.size(unit.group) is None:
-            self.begun.store.write_size(unit.group, self._size(unit, seconds))
 
-    def _size(self, first: Unit, seconds: float) -> int:
-        """How many images make a unit of about half a minute. What runs first is slow: it is timed once more."""
-        left = len(self.begun.whole.images) - len(first.images)
-        if seconds / len(first.images) * left <= SECONDS:
-            return size_of(first.group, left)
-        if seconds < SECONDS:
-            begin = time.perf_counter()
-            run_unit(first, self.begun.resources)
-            seconds = min(seconds, time.perf_counter() - begin)
-        return size_of(first.group, SECONDS / seconds * len(first.images))
+    def sizes(self, unit: Unit) -> bool:
+        """Whether a unit is the first of its group, which says how large the others shall be, and has not."""
+        more = unit.stop < len(self.begun.whole.images)
+        return unit.start == 0 and more and self.begun.store.size(unit.group) is None
 
-    def _open(self) -> list[Unit]:
+    def open(self) -> list[Unit]:
         """The units of this part that are not known to be done; of a group without a size, its first.
 
-        One model after the other, as loading takes long, and of each all methods on the first images first: methods can be
-        compared on what is done of a run.
+        One model after the other, as loading takes long, and of each all methods on the first images first, so that
+        methods can be compared on what is done of a run.
         """
         total = len(self.begun.whole.images)
         found = [
             unit
             for group in self.begun.whole.groups
             for unit in self._of(group)
-            if unit.key not in self.done and (len(self._units[group.key]) == 1 or self.part.has(unit, total))
+            if (self._first(unit) or (unit.key not in self.done and self.part.has(unit, total)))
         ]
         models = list(self.begun.whole.recipe.models)
         return sorted(found, key=lambda unit: (models.index(unit.group.label), unit.start))
+
+    def _first(self, unit: Unit) -> bool:
+        """Whether the units behind this one are not known yet: whoever comes first does it, or waits for who does."""
+        return len(self._units[unit.group.key]) == 1 and unit.stop < len(self.begun.whole.images)
 
     def _of(self, group: Group) -> Sequence[Unit]:
         if len(self._units.get(group.key, ())) < 2:
@@ -315,6 +329,34 @@ class Queue:
         return sum(
             unit.values for group in self.begun.whole.groups for unit in self._of(group) if unit.key in self.done
         )
+
+
+def recorded(rows: Iterable[Row]) -> float:
+    """The seconds that rows say they took: a pass is shared by methods, and an explanation by metrics."""
+    found = list(rows)
+    metrics = max(1, len({row.metric for row in found}))
+    explained = sum((row.explain_seconds or 0.0) / (row.shared_by or 1) for row in found) / metrics
+    return explained + sum(row.measure_seconds or 0.0 for row in found)
+
+
+def unit_size(first: Unit, seconds: float, images: int) -> int:
+    """How many images make a unit of about half a minute, where the first of a group took so many seconds."""
+    left = images - len(first.images)
+    return size_of(first.group, left if fits(first, seconds, images) else SECONDS / seconds * len(first.images))
+
+
+def fits(first: Unit, seconds: float, images: int) -> bool:
+    """Whether all images behind the first unit make one unit."""
+    return seconds / len(first.images) * (images - len(first.images)) <= SECONDS
+
+
+def steady(first: Unit, seconds: float, images: int, resources: Resources) -> float:
+    """The seconds of a group's first unit. What runs first is slow: where that matters, it is timed once more."""
+    if seconds >= SECONDS or fits(first, seconds, images):
+        return seconds
+    begin = time.perf_counter()
+    run_unit(first, resources)
+    return min(seconds, time.perf_counter() - begin)
 
 
 def size_of(group: Group, images: float) -> int:

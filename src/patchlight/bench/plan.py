@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 NOT_MEASURING = (
     *("cli", "viz", "figures", "verdict"),
-    *(f"bench/{room}.py" for room in ("claims", "events", "html", "local", "results", "statistics", "store", "tables")),
-    *(f"bench/{room}.py" for room in ("card", "cleaner", "compare", "differences", "export", "merge", "opened")),
+    *(f"bench/{room}.py" for room in ("card", "claims", "cleaner", "compare", "differences", "estimate", "events")),
+    *(f"bench/{room}.py" for room in ("export", "html", "local", "manifest", "merge", "opened", "ray", "results")),
+    *(f"bench/{room}.py" for room in ("slurm", "statistics", "store", "tables", "workers")),
 )
 """Parts of the package that may change without any map or value changing."""
 TOGETHER = 4

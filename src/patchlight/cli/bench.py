@@ -26,6 +26,7 @@ from patchlight.cli.common import (
 from patchlight.cli.planning import plan_run
 from patchlight.cli.recipes import list_recipes
 from patchlight.cli.sharing import compare, export, merge, print_per_image, tell_unused
+from patchlight.cli.slurm import print_job
 from patchlight.errors import PatchlightError
 from patchlight.progress import alone, clock
 
@@ -47,6 +48,7 @@ bench.command("plan")(plan_run)
 bench.command("merge")(merge)
 bench.command("compare")(compare)
 bench.command("export")(export)
+bench.command("slurm")(print_job)
 
 
 @bench.command()
@@ -56,6 +58,7 @@ def run(
     out: Out,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; with --device cuda:all one per GPU.")] = None,
     shard: Annotated[str | None, typer.Option(help="I/N: this part of the images alone, as in 3/16.")] = None,
+    ray: Annotated[str | None, typer.Option(help="On a Ray cluster: auto, or HOST:PORT.", metavar="ADDRESS")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
     source: Annotated[
         Path | None,
@@ -75,7 +78,7 @@ def run(
         from patchlight.bench.merge import bring
         from patchlight.bench.workers import PREEMPTED, devices_of, preemptible, run_workers
 
-        devices = devices_of(chosen.device)
+        devices = devices_of(chosen.device) if ray is None else [chosen.device]
         part = Part.parse(shard) if shard is not None else WHOLE
         count = workers or len(devices)
         options: dict[str, Any] = {"text": chosen.text, "quick": chosen.quick, "retry": retry, "part": part}
@@ -84,7 +87,11 @@ def run(
         try:
             with preemptible() as stop, _watching(chosen.recipe, as_json) as listen:
                 options |= {"stop": stop, "listen": listen}
-                if count == 1:
+                if ray is not None:
+                    from patchlight.bench.ray import run_ray
+
+                    summary = run_ray(chosen.recipe, out, ray, device=devices[0], workers=workers, **options)
+                elif count == 1:
                     summary = run_local(chosen.recipe, out, device=devices[0], **options)
                 else:
                     summary = run_workers(chosen.recipe, out, count, devices=devices, **options)

@@ -1,0 +1,142 @@
+"""A run as a SLURM job: an array whose tasks each run a part of the recipe into one folder, and a report after them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from patchlight.errors import PatchlightError
+
+NOT_FINISHED = 75
+"""What `patchlight bench run` ends with where it was told to stop before its part was done."""
+END = "END_OF_REPORT"
+WIDE = 90
+TIMES = "give hours and minutes as 2h, 90m or 1d12h, or as SLURM writes them: 02:00:00, 1-12:00:00"
+SPELLED = re.compile(r"(?=.)(?:(?P<d>\d+)d)?(?:(?P<h>\d+)h)?(?:(?P<m>\d+)m)?(?:(?P<s>\d+)s)?")
+WITH_DAYS = re.compile(r"(?P<d>\d+)-(?P<h>\d+)(?::(?P<m>\d+))?(?::(?P<s>\d+))?")
+WITHOUT = re.compile(r"(?:(?P<h>\d+):(?=\d+:))?(?P<m>\d+)(?::(?P<s>\d+))?")
+SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of SLURM for each task of the array; `setup` are lines of the shell that come first."""
+
+    array: str
+    time: str
+    cpus: int | None = None
+    gpus: int = 0
+    mem: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    mail: str | None = None
+    setup: Sequence[str] = ()
+
+
+def script(name: str, out: str, run: Sequence[str], report: Sequence[str], job: Job) -> str:
+    """The sbatch file: `run` with `--shard TASK/TASKS` in each task, and the first one asks for `report` after all.
+
+    The program is a step of its own (srun), because SLURM's signals before preemption and before the end of the time go
+    to steps: the shell around it lives on, and puts the task back into the queue. `scancel` ends the shell as well.
+    """
+    tasks, at_once = _tasks(job.array)
+    where = [f"--partition={job.partition}"] * bool(job.partition) + [f"--account={job.account}"] * bool(job.account)
+    log = f"{out.rstrip('/') or '/'}/logs".replace("%", "%%")
+    threads = [f"--cpus-per-task={job.cpus}"] if job.cpus else []
+    asked = [
+        f"--job-name={name}",
+        f"--array=1-{tasks}{at_once}",
+        f"--time={slurm_time(job.time)}",
+        *where,
+        *threads,
+        *([f"--gres=gpu:{job.gpus}"] if job.gpus else []),
+        *([f"--mem={_memory(job.mem)}"] if job.mem else []),
+        "--requeue",
+        "--signal=TERM@60",
+        "--open-mode=append",
+        f"--output={log}/%A_%a.log",
+    ]
+    after = [
+        "sbatch",
+        f"--job-name={name}-report",
+        "--time=01:00:00",
+        *where,
+        *([f"--mem={_memory(job.mem)}"] if job.mem else []),
+        *([f"--mail-user={job.mail}", "--mail-type=END,FAIL"] if job.mail else []),
+        "--open-mode=append",
+        f"--output={log}/report.log",
+    ]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {_escaped(option)}" for option in asked),
+        *job.setup,
+        "",
+        'if [ "$SLURM_ARRAY_TASK_ID" = 1 ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then',
+        "  # asked for once: the report, after the whole array",
+        "  " + _lines(after, f'--dependency=afterany:"$SLURM_ARRAY_JOB_ID" <<{END!r}'),
+        "#!/bin/bash",
+        *job.setup,
+        shlex.join(report),
+        END,
+        "fi",
+        "",
+        _lines(["srun", *threads, *run], f'--shard "$SLURM_ARRAY_TASK_ID/{tasks}"'),
+        "code=$?",
+        f'if [ "$code" = {NOT_FINISHED} ]; then',
+        "  # preempted, or out of time, with work left: what is done is kept, and the task goes on when its turn comes",
+        '  scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
+        "fi",
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def slurm_time(text: str) -> str:
+    """A time as [days-]hours:minutes:seconds, from 2h, 90m, 1d12h, or from one of SLURM's own forms."""
+    for form in (SPELLED, WITH_DAYS, WITHOUT):
+        found = form.fullmatch(text.strip().lower())
+        if found:
+            seconds = sum(int(count) * SECONDS[unit] for unit, count in found.groupdict().items() if count)
+            break
+    else:
+        raise PatchlightError(f"'{text}' is no time; {TIMES}")
+    if not seconds:
+        raise PatchlightError(f"'{text}' is no time at all; {TIMES}")
+    days, rest = divmod(seconds, SECONDS["d"])
+    clock = f"{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
+    return f"{days}-{clock}" if days else clock
+
+
+def _tasks(text: str) -> tuple[int, str]:
+    """How many tasks an array has, and how many of them at once, as SLURM writes it: 64, or 64%8."""
+    found = re.fullmatch(r"([1-9]\d{0,5})(%[1-9]\d{0,5})?", text.strip())
+    if found is None:
+        raise PatchlightError(
+            f"'{text}' is no array; give a number of tasks (64), and if you like how many at once (64%8)"
+        )
+    return int(found[1]), found[2] or ""
+
+
+def _lines(words: Sequence[str], last: str) -> str:
+    """A command of the shell over several lines, broken before options; `last` is for the shell as it is."""
+    lines = [""]
+    for word in [*map(shlex.quote, words), last]:
+        if word.lstrip("'").startswith("--") and len(lines[-1]) + len(word) > WIDE:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
+
+
+def _memory(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*[KMGTkmgt]?", text):
+        raise PatchlightError(f"'{text}' is no amount of memory; give 32G, or a number of megabytes")
+    return text
+
+
+def _escaped(option: str) -> str:
+    """An option as sbatch reads it from a script: not the shell's rules, but a backslash before whatever is special."""
+    if not option.isprintable():
+        raise PatchlightError(f"{option!r} cannot stand in an sbatch file: it has a character that cannot be printed")
+    return re.sub(r"([^\w./=@%:,+-])", r"\\\1", option)
