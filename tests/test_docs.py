@@ -24,6 +24,7 @@ PAGES = (
     "data",
     "metrics",
     "benchmark",
+    "sharing",
     "heads",
     "heads-texts",
     "own-models",

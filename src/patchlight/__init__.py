@@ -62,6 +62,7 @@ _HOMES = {
     "wrap": "patchlight.anatomy.load",
 }
 _ROOMS = {
+    "bench": "patchlight.bench",
     "diffmask": "patchlight.trained.diffmask",
     "heads": "patchlight.heads",
     "shapley": "patchlight.trained.shapley",
@@ -70,6 +71,7 @@ _ROOMS = {
 __all__ = sorted([*_HOMES, *_ROOMS])
 
 if TYPE_CHECKING:
+    from patchlight import bench as bench
     from patchlight import heads as heads
     from patchlight.anatomy.base import Anatomy as Anatomy
     from patchlight.anatomy.families import register_family as register_family

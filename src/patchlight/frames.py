@@ -21,6 +21,12 @@ def stacked(frames: Iterable[DataFrame]) -> DataFrame:
     return _pandas().concat(list(frames), ignore_index=True)
 
 
+def from_arrow(table: Any) -> DataFrame:
+    """A table of pyarrow as one of pandas."""
+    _pandas()
+    return table.to_pandas()
+
+
 def _pandas() -> Any:
     try:
         import pandas

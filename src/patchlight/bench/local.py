@@ -15,7 +15,7 @@ from patchlight import __version__
 from patchlight.attribution import versions
 from patchlight.bench.claims import Claim, Claims
 from patchlight.bench.events import End, Listener, Start, UnitEnd, UnitStart, Waiting
-from patchlight.bench.manifest import Manifest, PlannedGroup, PlannedImages, write_manifest
+from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, PlannedImages, write_manifest
 from patchlight.bench.plan import Group, Images, Plan, Unit, plan, source_digest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.store import Store
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from patchlight.data import Data
 
 OTHER_VERSION = "the run was begun with another version of"
+LASTING = (OTHER_VERSION, MERGED)
+"""How notes begin that a run keeps."""
 SECONDS = 30.0
 """How long a unit should take."""
 DEATHS = 3
@@ -274,14 +276,20 @@ class Queue:
         return size_of(first.group, SECONDS / seconds * len(first.images))
 
     def _open(self) -> list[Unit]:
-        """The units of this part that are not known to be done; of a group without a size, its first."""
+        """The units of this part that are not known to be done; of a group without a size, its first.
+
+        One model after the other, as loading takes long, and of each all methods on the first images first: methods can be
+        compared on what is done of a run.
+        """
         total = len(self.begun.whole.images)
-        return [
+        found = [
             unit
             for group in self.begun.whole.groups
             for unit in self._of(group)
             if unit.key not in self.done and (len(self._units[group.key]) == 1 or self.part.has(unit, total))
         ]
+        models = list(self.begun.whole.recipe.models)
+        return sorted(found, key=lambda unit: (models.index(unit.group.label), unit.start))
 
     def _of(self, group: Group) -> Sequence[Unit]:
         if len(self._units.get(group.key, ())) < 2:
@@ -378,14 +386,14 @@ def _resources(
 def _manifest(
     whole: Plan, text: str, quick: bool, resources: Resources, earlier: Manifest | None, notes: Sequence[str]
 ) -> Manifest:
-    """What the run is; versions are those it was begun with, and notes of a change of them stay."""
+    """What the run is; versions are those it was begun with, and notes of a change of them, or of a merge, stay."""
     changed = [*(earlier.notes if earlier else ()), *notes]
     images = whole.images
     return Manifest(
         resolved=whole.recipe,
         recipe=text,
         quick=quick,
-        notes=(*whole.notes, *dict.fromkeys(note for note in changed if note.startswith(OTHER_VERSION))),
+        notes=(*whole.notes, *dict.fromkeys(note for note in changed if note.startswith(LASTING))),
         device=resources.device,
         chunk=resources.chunk,
         threads=torch.get_num_threads(),
@@ -397,4 +405,11 @@ def _manifest(
             for g in whole.groups
         ),
         images=PlannedImages(indices=images.indices, names=images.names, contents=images.contents),
+        models={group.label: group.digest for group in whole.groups},
+        classes=whole.groups[0].classes,
+        made={
+            method: {metric: group.made[method, metric] for metric in group.metrics}
+            for group in whole.groups
+            for method in group.methods
+        },
     )

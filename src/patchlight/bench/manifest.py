@@ -13,6 +13,9 @@ from patchlight.errors import PatchlightError
 from patchlight.files import write_new, write_whole
 from patchlight.fingerprints import digest_of
 
+MERGED = "merged from"
+"""How notes begin that say where a run's values come from."""
+
 
 class PlannedGroup(BaseModel):
     """A group as the manifest lists it."""
@@ -39,7 +42,9 @@ class Manifest(BaseModel):
     """A run: the recipe as it was run, overrides and all; its text; and what a resumed run must have in common with it.
 
     `versions` are those it was begun with, `code` the hash of the code it was last planned with, `plan` that of the
-    plan.
+    plan (empty where one is yet to be made). `models` are the hashes of the models as they were loaded, `classes` that
+    of the data's class names, `made` those of every method under every metric: by these, runs know whether they belong
+    together.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -56,6 +61,9 @@ class Manifest(BaseModel):
     plan: str
     groups: tuple[PlannedGroup, ...]
     images: PlannedImages
+    models: dict[str, str] = {}
+    classes: str = ""
+    made: dict[str, dict[str, str]] = {}
 
     @property
     def values(self) -> int:

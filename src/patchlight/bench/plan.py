@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 NOT_MEASURING = (
     *("cli", "viz", "figures", "verdict"),
     *(f"bench/{room}.py" for room in ("claims", "events", "html", "local", "results", "statistics", "store", "tables")),
+    *(f"bench/{room}.py" for room in ("card", "cleaner", "compare", "differences", "export", "merge", "opened")),
 )
 """Parts of the package that may change without any map or value changing."""
 TOGETHER = 4

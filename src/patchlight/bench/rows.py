@@ -151,8 +151,13 @@ def table_bytes(done: Done) -> bytes:
     """Rows and facts as Parquet."""
     facts = {metric: asdict(own) for metric, own in done.facts.items()}
     schema = SCHEMA.with_metadata({"facts": json.dumps(facts), "format": str(FORMAT)})
+    return parquet(pa.Table.from_pylist([vars(row) for row in done.rows], schema))
+
+
+def parquet(table: Any) -> bytes:
+    """A table as Parquet, with what its metadata says."""
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist([vars(row) for row in done.rows], schema), sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd")
     data: bytes = sink.getvalue().to_pybytes()
     return data
 

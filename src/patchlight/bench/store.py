@@ -9,6 +9,7 @@ owners/ and claims/. A process that is killed loses the unit in flight, nothing 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -205,22 +206,23 @@ class Store:
         wanted = {cell for pair in unit.group.made for cell in unit.cells(pair)} if self.earlier else set()
         known: dict[str, Known] = {}
         for files in {self.earlier[cell] for cell in wanted if cell in self.earlier}:
-            own = known_in(files)
+            own = known_in(files, wanted)
             known |= {
                 cell: one
                 for cell, one in own.items()
-                if cell in wanted and self.earlier[cell] is files and (failed_too or not one.row.error)
+                if self.earlier[cell] is files and (failed_too or not one.row.error)
             }
         return known
 
     def write(self, unit: Unit, done: Done) -> None:
-        """Keep a unit: first its maps, then its rows, whose file says that it is done."""
-        for folder, data, suffix in (
-            ("maps", map_bytes(done.maps), "safetensors"),
-            ("units", table_bytes(done), "parquet"),
-        ):
-            write_whole(self.folder / folder / f"{unit.key}-{checksum(data)}.{suffix}", data, durable=True)
-            for other in sorted((self.folder / folder).glob(f"{unit.key}-*.{suffix}"))[1:]:
+        """Keep a unit."""
+        self.keep(unit.key, table_bytes(done), map_bytes(done.maps))
+
+    def keep(self, key: str, rows: bytes, maps: bytes) -> None:
+        """Keep what belongs to a key: first its maps, then its rows, whose file says that it is done."""
+        for folder, data, suffix in (("maps", maps, "safetensors"), ("units", rows, "parquet")):
+            write_whole(self.folder / folder / f"{key}-{checksum(data)}.{suffix}", data, durable=True)
+            for other in sorted((self.folder / folder).glob(f"{glob.escape(key)}-*.{suffix}"))[1:]:
                 other.unlink(missing_ok=True)  # one thought dead has written it as well: whoever looks keeps the same
 
     def maps(self, model: str, images: Collection[str]) -> Maps:
@@ -267,11 +269,13 @@ class Store:
         return curves_of(tables, self.manifest(), model, method, metric)
 
 
-def known_in(files: Files) -> Before:
-    """What the files of a unit know, by cell."""
+def known_in(files: Files, wanted: Collection[str] | None = None) -> Before:
+    """What the files of a unit know, by cell; of the `wanted` cells alone, where some are."""
     table, maps = files.table(), files.read_maps()
     if table is None:
         return {}
+    if wanted is not None:
+        table = table.filter([cell in wanted for cell in table["cell"].to_pylist()])
     facts, place = facts_of(table), {name: i for i, name in enumerate(maps.images)}
     found: dict[str, Known] = {}
     for row in rows_of(table):

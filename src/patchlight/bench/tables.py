@@ -188,7 +188,7 @@ def as_markdown(run: Gathered) -> str:
         lines += [f"## {_markdown(model)}", "", f"{run.counted(model)}. {legend}.", ""]
         head = ["method", *(f"{n} {run.arrow(n)}" for n in metrics), "s/image"]
         cells = {m: [_markdown_cell(run.shown(model, m, n)) for n in metrics] for m in methods}
-        lines += _markdown_table(head, [[m, *cells[m], run.seconds_shown(model, m)] for m in methods])
+        lines += markdown_table(head, [[m, *cells[m], run.seconds_shown(model, m)] for m in methods])
         undefined = [f"- {_markdown(line)}." for line in run.undefined(model)]
         lines += ["", *undefined, *([""] if undefined else []), *_rank_lines(run, model)]
     lines += [f"- {count} values failed: {_markdown(reason)}." for reason, count in run.results.failures.items()]
@@ -215,7 +215,7 @@ def _in_brackets(cell: Shown) -> str:
     return f" ({cell.published})" if cell.published and cell.mean not in ("failed", "–") else ""
 
 
-def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     def line(row: Sequence[str]) -> str:
         return "| " + " | ".join(map(_markdown, row)) + " |"
 
@@ -237,7 +237,7 @@ def _rank_lines(run: Gathered, model: str) -> list[str]:
     ]
     rows.append(["critical difference", *(f"{r.critical:.2f}" for r in found.values())])
     rows.append(["Friedman p", *(f"{r.p:.2g}" for r in found.values())])
-    return [*_markdown_table(["mean rank", *found], rows), ""]
+    return [*markdown_table(["mean rank", *found], rows), ""]
 
 
 _LATEX = str.maketrans(

@@ -25,6 +25,7 @@ from patchlight.cli.common import (
 )
 from patchlight.cli.planning import plan_run
 from patchlight.cli.recipes import list_recipes
+from patchlight.cli.sharing import compare, export, merge, print_per_image, tell_unused
 from patchlight.errors import PatchlightError
 from patchlight.progress import alone, clock
 
@@ -43,6 +44,9 @@ Folder = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="DI
 SHOWN = 8
 bench.command("list")(list_recipes)
 bench.command("plan")(plan_run)
+bench.command("merge")(merge)
+bench.command("compare")(compare)
+bench.command("export")(export)
 
 
 @bench.command()
@@ -53,6 +57,10 @@ def run(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; with --device cuda:all one per GPU.")] = None,
     shard: Annotated[str | None, typer.Option(help="I/N: this part of the images alone, as in 3/16.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="An exported run, or another: what it knows is not measured again.", metavar="DIR"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print events, a line of JSON each.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -64,12 +72,15 @@ def run(
     with answering(as_json, debug):
         from patchlight.bench.local import WHOLE, Part
         from patchlight.bench.local import run as run_local
+        from patchlight.bench.merge import bring
         from patchlight.bench.workers import PREEMPTED, devices_of, preemptible, run_workers
 
         devices = devices_of(chosen.device)
         part = Part.parse(shard) if shard is not None else WHOLE
         count = workers or len(devices)
         options: dict[str, Any] = {"text": chosen.text, "quick": chosen.quick, "retry": retry, "part": part}
+        if source is not None:
+            bring(source, out, devices[0], progress=not as_json)
         try:
             with preemptible() as stop, _watching(chosen.recipe, as_json) as listen:
                 options |= {"stop": stop, "listen": listen}
@@ -82,6 +93,8 @@ def run(
             raise
         if not as_json:
             _conclude(summary, out)
+            if source is not None:
+                tell_unused(source, out, summary)
         if stop.asked.is_set() and summary.left:
             raise typer.Exit(PREEMPTED)
         if summary.failures:
@@ -131,13 +144,20 @@ def report(
     html: Annotated[Path | None, typer.Option(help="Write the whole report to this file.")] = None,
     latex: Annotated[bool, typer.Option("--latex", help="Print the tables as LaTeX.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the numbers as CSV, timing columns last.")] = False,
+    per_image: Annotated[bool, typer.Option("--per-image", help="Print a line of CSV for each value.")] = False,
     plugin: Plugin = None,
     debug: Debug = False,
 ) -> None:
     """The tables of a run: Markdown by default."""
     with answering(False, debug):
-        if latex and csv:
-            raise PatchlightError("--latex and --csv both print; give one of them")
+        printing = [f"--{name}" for name, given in (("latex", latex), ("csv", csv), ("per-image", per_image)) if given]
+        if len(printing) > 1:
+            raise PatchlightError(f"{printing[0]} and {printing[1]} both print; give one of them")
+        if per_image and html is not None:
+            raise PatchlightError("--per-image prints CSV and writes no report; leave out --html")
+        if per_image:
+            print_per_image(folder)
+            return
         with progress("reading the run"):
             from patchlight.bench.html import write_html
             from patchlight.bench.tables import as_csv, as_latex, as_markdown, gather

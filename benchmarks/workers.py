@@ -1,0 +1,105 @@
+"""Several processes over one, and what a unit costs besides its work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.bench_overhead import IMAGES, NAME, prepared
+from patchlight.bench import local
+from patchlight.bench.local import run
+from patchlight.bench.recipe import parse
+from tests.bench.small import pictures
+
+SMALL = """
+name = "units"
+models.Pocket = "pocket"
+data = {{kind = "files", path = "{path}"}}
+methods.Random = "random"
+metrics.Sparseness = "sparseness"
+"""
+UNITS = 400
+
+
+def workers() -> list[list[str]]:
+    """The same run by one process of one thread and by two, from the first unit to the last; and by one of all."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = prepared(folder)
+        (folder / "recipe.json").write_text(recipe.model_dump_json())
+        one, started = timed(folder, "one", 1, 1)
+        two, _ = timed(folder, "two", 2, 1)
+        both, _ = timed(folder, "both", 1, os.cpu_count() or 1)
+    what = f"{IMAGES} images, {NAME}, 2 methods, 2 metrics"
+    return [
+        [f"1 process of 1 thread ({what})", f"{one:.1f}", ""],
+        ["2 processes of 1 thread each", f"{two:.1f}", f"{one / two:.2f} times, {100 * one / two / 2:.0f} % efficient"],
+        [f"1 process of {os.cpu_count()} threads", f"{both:.1f}", f"{one / both:.2f} times"],
+        ["start of a run: imports, plan, model", f"{started:.1f}", ""],
+    ]
+
+
+BEGIN = """
+import sys, json, time, torch
+from patchlight.bench.recipe import Recipe
+from patchlight.bench.local import run
+from patchlight.bench.workers import run_workers
+recipe = Recipe.model_validate_json(open(sys.argv[1]).read())
+times = {}
+def listen(event):
+    times.setdefault(event.event, time.time())
+    times["last"] = time.time()
+out, count, threads = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+if count == 1:
+    run(recipe, out, threads=threads, listen=listen)
+else:
+    run_workers(recipe, out, count, listen=listen)
+print(json.dumps(times))
+"""
+
+
+def timed(folder: Path, out: str, count: int, threads: int) -> tuple[float, float]:
+    """Seconds from the first unit's beginning to the end, and from the process's beginning to the first unit's."""
+    command = [sys.executable, "-c", BEGIN, str(folder / "recipe.json"), str(folder / out), str(count), str(threads)]
+    begin = time.time()
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    times = json.loads(done.stdout.splitlines()[-1])
+    return times["last"] - times["unit"], times["unit"] - begin
+
+
+def overhead() -> list[list[str]]:
+    """What a unit costs besides its work: so many units of one image each, less the same images in one."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = parse(SMALL.format(path=pictures(folder / "images", UNITS).as_posix()))
+        seconds = []
+        for size in (UNITS, 1):
+            seconds.append(_sized(recipe, folder / f"run{size}", size))
+    whole, single = seconds
+    each = 1000 * (single - whole) / (UNITS - 2)
+    return [[f"a unit besides its work ({UNITS} units of one image less 2 units of all)", f"{each:.1f} ms", ""]]
+
+
+def _sized(recipe: local.Recipe, out: Path, size: int) -> float:
+    kept, local.size_of = local.size_of, lambda group, images: size
+    try:
+        begin = time.perf_counter()
+        run(recipe, out)
+        return time.perf_counter() - begin
+    finally:
+        local.size_of = kept
+
+
+def rows() -> Sequence[list[str]]:
+    return [*workers(), *overhead()]
+
+
+if __name__ == "__main__":
+    for row in rows():
+        print(" | ".join(row))

@@ -1,0 +1,167 @@
+"""A run, or an export of one, opened to be read: its values as a table of pyarrow or pandas, and its maps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from patchlight.bench.manifest import Manifest
+from patchlight.bench.recipe import Recipe
+from patchlight.bench.rows import SCHEMA, TIMING, known_columns
+from patchlight.bench.store import Files, Store
+from patchlight.errors import PatchlightError, nearest
+from patchlight.frames import from_arrow
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+ORDER = ["model", "method", "image"]
+PER_IMAGE = ("model", "image", "target", "method", "metric", "value", *TIMING, "shared_by", "note", "error")
+"""The columns of a table that a spreadsheet can take."""
+FORMULA = r"^[=+\-@\t\r]"
+"""How text begins that a spreadsheet would take for a formula."""
+
+
+@dataclass(frozen=True, eq=False)
+class MethodMaps:
+    """The maps [n,h,w] of one method for one model, at patch resolution; NaN where an image has none.
+
+    `classes` are the names of what was explained.
+    """
+
+    scores: Tensor
+    images: tuple[str, ...]
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __repr__(self) -> str:
+        return f"<maps {list(self.scores.shape)} of {len(self)} images>"
+
+
+class Opened:
+    """A run that is read: `recipe` as it was run, `images` by name, `versions` it was made with.
+
+    Nothing is read before it is asked for.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.store = Store(folder)
+        self.manifest: Manifest = self.store.manifest()
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.manifest.resolved
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        return self.manifest.images.names
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return dict(self.manifest.versions)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know: what changed during the run, what is damaged, what is still to be done."""
+        damaged = [path for files in self.store.files().values() for path in files.damaged]
+        told = [f"'{path.parent.name}/{path.name}' is damaged and left out" for path in damaged]
+        done = sum(len(table) for table in self.store.tables(["cell"]))
+        if done < self.manifest.values:
+            left = self.manifest.values - done
+            told.append(f"the run is not complete: {left} of {self.manifest.values} values still to be done")
+        return (*self.manifest.notes, *told)
+
+    def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
+        """The rows a unit at a time, by model, method and image, with these columns."""
+        _check_columns(columns)
+        for files in self._in_order():
+            table = files.table(None if columns is None else list(columns))
+            if table is not None:
+                yield known_columns(table).select(list(columns or SCHEMA.names)).replace_schema_metadata()
+
+    def _in_order(self) -> list[Files]:
+        known: list[Iterable[str]] = [self.recipe.models, self.recipe.methods, self.images]
+        places = {column: {name: i for i, name in enumerate(names)} for column, names in zip(ORDER, known, strict=True)}
+        found = []
+        for files in self.store.files().values():
+            table = files.table(ORDER)
+            if table is not None and len(table):
+                first = table.slice(0, 1).to_pylist()[0]
+                found.append(([places[column].get(first[column], -1) for column in ORDER], files))
+        return [files for _, files in sorted(found, key=lambda pair: pair[0])]
+
+    def table(self, columns: Sequence[str] | None = None) -> Any:
+        """All rows, one for each image, method and metric, as a table of pyarrow; with these columns, if given."""
+        found = list(self.tables(columns))
+        names = list(columns or SCHEMA.names)
+        return pa.concat_tables(found) if found else pa.schema([SCHEMA.field(n) for n in names]).empty_table()
+
+    def frame(self, columns: Sequence[str] | None = None) -> DataFrame:
+        """The same as a data frame of pandas."""
+        return from_arrow(self.table(columns))
+
+    def maps(self, model: str, method: str) -> MethodMaps:
+        """The maps of a method for a model, of all images that are done, in the run's order."""
+        for what, label, known in (("model", model, self.recipe.models), ("method", method, self.recipe.methods)):
+            if label not in known:
+                raise PatchlightError(f"the run has no {what} '{label}'; {nearest(label, known)}")
+        found: dict[str, tuple[Tensor, str]] = {}
+        for files in self.store.files().values():
+            own = files.read_maps()
+            if own.model == model and method in own.scores:
+                for name, scores, explained in zip(own.images, own.scores[method], own.classes, strict=True):
+                    if name not in found or bool(found[name][0].isnan().all()):
+                        found[name] = scores, explained
+        names = [name for name in self.images if name in found]
+        scores = torch.stack([found[name][0] for name in names]) if names else torch.empty(0, 0, 0)
+        return MethodMaps(scores, tuple(names), tuple(found[name][1] for name in names))
+
+    def __repr__(self) -> str:
+        recipe = self.recipe
+        counts = f"{len(recipe.models)} model(s), {len(recipe.methods)} method(s), {len(recipe.metrics)} metric(s)"
+        return f"<run of '{recipe.name}': {counts} on {len(self.images)} image(s), in '{self.store.folder}'>"
+
+
+def open(path: str | Path) -> Opened:
+    """Open a run or an export of one to read its values and maps; refused where there is none."""
+    return Opened(path)
+
+
+def write_csv(run: Opened, file: IO[bytes]) -> None:
+    """Write a line of CSV for each image, method and metric, a unit at a time."""
+    from pyarrow.csv import WriteOptions
+    from pyarrow.csv import write_csv as write
+
+    header = pa.schema([SCHEMA.field(name) for name in PER_IMAGE]).empty_table()
+    for i, table in enumerate(itertools.chain([header], run.tables(PER_IMAGE))):
+        sink = pa.BufferOutputStream()
+        write(_spreadsheet(table), sink, WriteOptions(include_header=i == 0))
+        file.write(sink.getvalue().to_pybytes())
+
+
+def _spreadsheet(table: Any) -> Any:
+    """A table whose text no spreadsheet takes for a formula: it gets a ' before it."""
+    for i, own in enumerate(table.schema):
+        if own.type == pa.string():
+            column = table.column(i)
+            risky = pc.fill_null(pc.match_substring_regex(column, FORMULA), False)
+            if pc.any(risky).as_py():
+                told = pc.binary_join_element_wise("'", column, "")
+                table = table.set_column(i, own, pc.if_else(risky, told, column))
+    return table
+
+
+def _check_columns(columns: Sequence[str] | None) -> None:
+    for name in columns or ():
+        if name not in SCHEMA.names:
+            raise PatchlightError(f"rows have no column '{name}'; {nearest(name, SCHEMA.names)}")

@@ -1,0 +1,59 @@
+"""Runs that several modules read: one recipe in two shards and whole, and the same with another method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from patchlight.bench import local
+from patchlight.bench.local import Part, run
+from patchlight.bench.recipe import Recipe, parse
+from tests.bench.small import pictures
+
+SHARED = """\
+name = "shared"
+batch_size = 2
+models.Pocket = "pocket"
+data = {{kind = "folder", path = "{path}"}}
+
+[methods]
+GenAtt = "genatt"
+Random = "random"
+{more}
+[metrics]
+Ins = {{metric = "insertion", steps = 2}}
+Del = {{metric = "deletion", steps = 2, scale = 100, digits = 1}}
+
+[published.Pocket]
+metrics = ["Ins", "Del"]
+GenAtt = [0.5, nan]
+"""
+MORE = 'Rollout = {method = "rollout", fusion = "max"}\n'
+
+
+class Shared:
+    """Folders of runs of the recipe `text`: `first` and `second` half, `whole`, and with another `method`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.images = pictures(folder / "jane doe" / "pictures")
+        self.first, self.second, self.whole, self.method = (folder / name for name in "abcd")
+
+    def text(self, more: str = "", images: Path | None = None) -> str:
+        return SHARED.format(path=(images or self.images).as_posix(), more=more)
+
+    def recipe(self, more: str = "", images: Path | None = None) -> Recipe:
+        return parse(self.text(more, images))
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    made = Shared(tmp_path_factory.mktemp("shared"))
+    with pytest.MonkeyPatch.context() as patch:
+        for out, part, size in ((made.first, Part(1, 2), 1), (made.second, Part(2, 2), 2)):
+            patch.setattr(local, "MOST", size)  # units of the two are cut differently
+            run(made.recipe(), out, text=made.text(), part=part)
+        run(made.recipe(), made.whole, text=made.text())
+        other = made.text(MORE).replace('Random = "random"\n', "")
+        run(parse(other), made.method, text=other)
+    return made
