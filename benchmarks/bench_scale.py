@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.common import record
+from benchmarks.workers import overhead, workers
 from tests.bench.synthetic import synthesise
 
 IMAGES, FILES, SIDE = 50_000, 64, 224
@@ -38,8 +39,8 @@ Deletion = "deletion"
 
 
 def main() -> None:
-    rows = [*planning(), *reporting()]
-    record("scale", "Fifty thousand images", ["what", "seconds", "processor seconds", "most memory"], rows, cpu=True)
+    rows = [*planning(), *reporting(), *workers(), *overhead()]
+    record("scale", "Fifty thousand images, two workers, and what a unit costs", ["what", "seconds", "processor seconds", "most memory"], rows, cpu=True)
 
 
 def planning() -> list[list[str]]:
