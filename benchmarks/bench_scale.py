@@ -40,7 +40,13 @@ Deletion = "deletion"
 
 def main() -> None:
     rows = [*planning(), *reporting(), *workers(), *overhead()]
-    record("scale", "Fifty thousand images, two workers, and what a unit costs", ["what", "seconds", "processor seconds", "most memory"], rows, cpu=True)
+    record(
+        "scale",
+        "Fifty thousand images, two workers, and what a unit costs",
+        ["what", "seconds", "processor seconds", "most memory"],
+        rows,
+        cpu=True,
+    )
 
 
 def planning() -> list[list[str]]:

@@ -38,10 +38,10 @@ def workers() -> list[list[str]]:
         both, _ = timed(folder, "both", 1, os.cpu_count() or 1)
     what = f"{IMAGES} images, {NAME}, 2 methods, 2 metrics"
     return [
-        [f"1 process of 1 thread ({what})", f"{one:.1f}", ""],
-        ["2 processes of 1 thread each", f"{two:.1f}", f"{one / two:.2f} times, {100 * one / two / 2:.0f} % efficient"],
-        [f"1 process of {os.cpu_count()} threads", f"{both:.1f}", f"{one / both:.2f} times"],
-        ["start of a run: imports, plan, model", f"{started:.1f}", ""],
+        [f"1 process of 1 thread ({what})", f"{one:.1f}", "", ""],
+        [f"2 processes of 1 thread each: {100 * one / two / 2:.0f} % efficient", f"{two:.1f}", "", ""],
+        [f"1 process of {os.cpu_count()} threads: {100 * one / both / 2:.0f} % efficient", f"{both:.1f}", "", ""],
+        ["start of a run: imports, plan, model", f"{started:.1f}", "", ""],
     ]
 
 
@@ -83,7 +83,7 @@ def overhead() -> list[list[str]]:
             seconds.append(_sized(recipe, folder / f"run{size}", size))
     whole, single = seconds
     each = 1000 * (single - whole) / (UNITS - 2)
-    return [[f"a unit besides its work ({UNITS} units of one image less 2 units of all)", f"{each:.1f} ms", ""]]
+    return [[f"a unit besides its work ({UNITS} units of one image less 2 of all)", f"{each / 1000:.4f}", "", ""]]
 
 
 def _sized(recipe: local.Recipe, out: Path, size: int) -> float:

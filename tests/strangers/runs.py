@@ -95,7 +95,7 @@ def the_parquet_of_a_store_has_each_row_once(folder: Path) -> None:
 @row
 def manifests_of_nothing_are_refused(folder: Path) -> None:
     (folder / "run").mkdir()
-    for words in ("[]", "{}", "null", "3", '"x"', '{"format": 2}'):
+    for words in ("[]", "{}", "null", "3", '"x"', '{"format": 3}'):
         (folder / "run" / "manifest.json").write_text(words)
         for action in ("status", "report"):
             command("bench", action, str(folder / "run"), code=2, says=("manifest.json' is damaged", "delete it"))
@@ -290,7 +290,7 @@ def names_that_are_not_utf8_do_not_stop_a_benchmark(folder: Path) -> None:
     out = str(folder / "run")
     command("bench", "run", str(folder / "r.toml"), "--out", out, code=3)
     found = Store(out).results()
-    assert found.images == {"Pocket": ["0.png", "b\\xff.png", "c\\xfe.png"]}
+    assert found.images == {"Pocket": ("0.png", "b\\xff.png", "c\\xfe.png")}
     column = found.columns["Pocket", "GenAtt", "Del"]
     assert column.values.isfinite().tolist() == [True, True, False]
     assert "c\\xfe.png' is not an image" in column.errors[2]

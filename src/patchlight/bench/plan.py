@@ -35,13 +35,16 @@ Pair = tuple[str, str]
 """The labels of a method and of a metric."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Images:
     """Images of the data: their places in it, their names, and the hashes of what is in them."""
 
     indices: tuple[int, ...]
     names: tuple[str, ...]
     contents: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} images from '{self.names[0]}' on>" if self.names else "<0 images>"
 
     def __len__(self) -> int:
         return len(self.names)
