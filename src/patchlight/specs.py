@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -142,6 +143,14 @@ class DataSpec(Spec):
     images: Many | None = None
     pick: Literal["spread", "first", "random"] = "spread"
     stands_for: str = ""
+
+    @property
+    def meaning(self) -> dict[str, Any]:
+        """The options that are no paths: not where the data are, but what is read of them."""
+        from patchlight.data import KINDS
+
+        hints = get_type_hints(KINDS.find(self.kind).function)
+        return {name: value for name, value in self.options.items() if Path not in get_args(hints.get(name))}
 
     def at(self, given: str) -> DataSpec:
         """The data at `DIR` or `KIND:DIR`."""

@@ -183,3 +183,34 @@ def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             assert time.monotonic() < until
             time.sleep(0.01)
     assert json.loads(path.read_text())["gone"]
+
+
+def test_an_owner_that_died_elsewhere_holds_a_folder_for_a_minute_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "EXPIRY", 0.3)
+    stranger(tmp_path)
+    own = Claims(tmp_path)
+    with own.present():
+        assert (own.settled(), own.alone) == (False, False), "it may be alive"
+        time.sleep(0.4)
+        assert (own.settled(), own.alone) == (True, True)
+        assert [path.stem for path in (tmp_path / "owners").iterdir()] == [own.own.id]
+
+
+def test_an_owner_elsewhere_whose_heart_beats_is_believed(tmp_path: Path) -> None:
+    stranger(tmp_path)
+    own = Claims(tmp_path)
+    with own.present():
+        assert not own.settled()
+        stranger(tmp_path, beat=1)
+        assert (own.settled(), own.alone) == (True, False)
+
+
+def test_who_has_left_is_gone_though_its_process_lives(tmp_path: Path) -> None:
+    first, second = Claims(tmp_path), Claims(tmp_path)
+    with second.present():
+        with first.present():
+            assert first.take("unit").state == "mine"
+        stranger(tmp_path, first.own.id, **{**vars(first.own), "gone": False, "id": first.own.id})
+        assert second.take("unit") == ("mine", 1, 1), "it could not say goodbye"

@@ -320,6 +320,39 @@ def test_failures_are_kept_until_a_retry_and_do_not_come_back(tmp_path: Path, fl
     mended = run(parse(one), tmp_path / "run", retry=True)
     assert (mended.before, mended.now, mended.failures) == (24, 8, {})
     assert run(more[3], tmp_path / "run").failures == {}
+    for steps in range(4, 10):  # whatever their checksums, the last of two files of a unit is believed
+        own = override(more[3], settings={"Del": {"steps": steps}})
+        assert run(own, tmp_path / "run").failures == {}
+
+
+def test_labels_that_change_while_others_are_at_work_are_seen(tmp_path: Path) -> None:
+    from patchlight.data import open_data
+
+    folder = pictures(tmp_path / "images", 2)
+    labels = tmp_path / "labels.csv"
+    labels.write_text("0.png,0\n1.png,1\n")
+    told = text(folder).replace('[data]\nkind = "folder"', '[data]\nkind = "files"')
+    told = told.replace(
+        f'path = "{folder.as_posix()}"', f'path = "{folder.as_posix()}"\noptions = {{labels = "{labels}"}}'
+    )
+    asked = parse(told)
+    first = plan(asked)
+    assert plan(asked, known=first.images).key == first.key
+    labels.write_text("0.png,0\n1.png,7\n")
+    assert open_data("files", folder, labels=labels)[1].label is not None
+    assert plan(asked, known=first.images).key != first.key
+
+
+def test_where_labels_lie_is_no_part_of_a_value(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "images", 2)
+    found = []
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("0.png,0\n1.png,1\n")
+        told = text(folder).replace(
+            f'path = "{folder.as_posix()}"', f'path = "{folder.as_posix()}"\noptions = {{labels = "{tmp_path / name}"}}'
+        )
+        found.append(cells(plan(parse(told))))
+    assert found[0] == found[1]
 
 
 def test_of_several_files_the_one_without_failures_is_believed(images: Path, tmp_path: Path) -> None:

@@ -306,3 +306,43 @@ def test_the_command_line_refuses_what_is_no_part(images: Path, tmp_path: Path) 
     assert "of 16 shards give 1/16 to 16/16" in result.output
     result = CliRunner().invoke(app, [*asked, "--device", "cuda:all"])
     assert result.exit_code == 2 or torch.cuda.is_available()
+
+
+def test_what_died_elsewhere_does_not_stop_a_changed_plan(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from patchlight.bench import claims
+
+    out, small = tmp_path / "run", override(recipe(images), images=1)
+    run(small, out, stop=asked())
+    ghost = replace(Claims(out).own, host="node7", machine="another", plan="x", code="x", version="0.0.1", ready=True)
+    (out / "owners" / f"{ghost.id}.json").write_text(json.dumps(vars(ghost)))
+    monkeypatch.setattr(claims, "EXPIRY", 0.5)
+    heard: list[Any] = []
+    assert run(small, out, listen=heard.append).now == 8
+    assert heard[0].event == "wait"
+
+
+def test_what_failed_is_not_run_again_while_others_are_at_work(images: Path, tmp_path: Path) -> None:
+    out, small = tmp_path / "run", override(recipe(images), images=1)
+    run(small, out, stop=asked())
+    other = Claims(out)
+    with other.present():
+        other.tell(ready=True)
+        with pytest.raises(PatchlightError, match=r"others are at work in .*; give --retry when they have ended"):
+            run(small, out, retry=True)
+
+
+def test_a_first_unit_that_failed_says_nothing_about_the_others(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "images", 6)
+    (folder / "0.png").write_bytes(b"not a picture")
+    run(recipe(folder), tmp_path / "run")
+    store = Store(tmp_path / "run")
+    assert {store.size(group) for group in plan(recipe(folder)).groups} == {4}, (
+        "not all five, at the speed of a failure"
+    )
+
+
+def test_a_part_that_is_stopped_at_its_first_unit_has_something_left(images: Path, tmp_path: Path) -> None:
+    summary = run(recipe(images), tmp_path / "run", part=Part(1, 64), stop=asked())
+    assert summary.left > 0

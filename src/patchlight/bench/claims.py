@@ -27,6 +27,8 @@ from patchlight.files import write_whole
 BEAT, EXPIRY = 5.0, 60.0
 """Seconds between two beats, and without one after which an owner is dead."""
 State = Literal["mine", "done", "taken"]
+_PRESENT: set[str] = set()
+"""Owners of this process that have not left."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Claims:
         self.owners, self.claims = folder / "owners", folder / "claims"
         self.own = Owner(uuid.uuid4().hex[:12], platform.node(), _machine(), os.getpid(), _began(os.getpid()))
         self._seen: dict[str, tuple[Any, float]] = {}
+        self._beating: set[str] = set()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -76,10 +79,9 @@ class Claims:
         """Be there, heart beating, until the end; `alone` says whether nobody else was when this one came."""
         for folder in (self.owners, self.claims):
             folder.mkdir(parents=True, exist_ok=True)
+        _PRESENT.add(self.own.id)
         self._write()
-        if not self.others():
-            self.tell(alone=True)
-            self._clean()
+        self.settled()
         over = threading.Event()
 
         def beat() -> None:
@@ -98,12 +100,24 @@ class Claims:
         finally:
             over.set()
             thread.join()
+            _PRESENT.discard(self.own.id)
             with contextlib.suppress(PatchlightError):
                 self.tell(gone=True)
 
     @property
     def alone(self) -> bool:
         return self.own.alone
+
+    def settled(self) -> bool:
+        """Whether it is known if others are at work: somebody here is, or a heart was seen to beat elsewhere; or none.
+
+        An owner on another machine that was killed there looks alive until its heart has stood still for a minute.
+        """
+        others = self.others()
+        if not others and not self.alone:
+            self.tell(alone=True)
+            self._clean()
+        return not others or any(one.machine == _machine() or one.id in self._beating for one in others)
 
     def my_turn(self) -> bool:
         """Whether to plan now: somebody else has, or nobody is before this one who will."""
@@ -147,7 +161,7 @@ class Claims:
         if one is not None and one.gone:
             return False
         if one is not None and one.machine == _machine() and one.began:
-            return _began(one.pid) == one.began
+            return _began(one.pid) == one.began and (one.pid != os.getpid() or one.id in _PRESENT)
         return self._fresh(owner, None if one is None else one.beat)
 
     def _fresh(self, what: object, now: Any) -> bool:
@@ -155,6 +169,8 @@ class Claims:
         seen, since = self._seen.get(str(what), (None, None))
         if since is None or seen != now:
             self._seen[str(what)] = now, time.monotonic()
+            if since is not None:
+                self._beating.add(str(what))
             return True
         return time.monotonic() - since < EXPIRY
 
@@ -164,7 +180,7 @@ class Claims:
     def _clean(self) -> None:
         """Nobody else is here: what others left behind says nothing any more."""
         for path in (*self.owners.iterdir(), *self.claims.iterdir()):
-            if path.name != f"{self.own.id}.json":
+            if path.name != f"{self.own.id}.json" and not path.name.startswith("."):  # somebody is just coming
                 with contextlib.suppress(OSError):
                     path.unlink()
 

@@ -71,6 +71,18 @@ def check(data: Data, index: int, content: str) -> None:
     _compare(data, index, content_of(data, index), content)
 
 
+def same_classes(data: Data, indices: Sequence[int], contents: Sequence[str]) -> bool:
+    """Whether samples still have the classes that these hashes end with, as far as that is known without reading."""
+    if data.sources is None:
+        return True
+    try:
+        labels = [data.sources(data.names[index]).label for index in indices]
+    except (OSError, PatchlightError):
+        return False
+    ends = [content.partition("-")[2] for content in contents]
+    return all(not end or end == _class_digest(data, label) for end, label in zip(ends, labels, strict=True))
+
+
 def planned_sample(data: Data, index: int, content: str) -> Sample:
     """The sample, read once and checked; where it cannot be read, the sentence that says why."""
     sample = data[index]

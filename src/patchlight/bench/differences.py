@@ -46,7 +46,7 @@ def _of_whole(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Dif
         ("the target", one.target, other.target),
         ("the kind of device", first.device.partition(":")[0], second.device.partition(":")[0]),
         ("the kind of data", one.data.kind, other.data.kind),
-        ("options of the data", _told(one.data.options), _told(other.data.options)),
+        ("options of the data", _told(one.data.meaning), _told(other.data.meaning)),
     ):
         if x != y:
             yield Difference(f"{what} is {x} in {a} and {y} in {b}")

@@ -27,8 +27,8 @@ SAMPLE = 60.0
 class Estimated:
     """A group, and what one image of it takes; where `cut`, timing was given up, and it takes more than that.
 
-    `forwards` are images and variants that go through the model, `memory` the most bytes it took, those of the model
-    included. `failures` are reasons why values of the sample failed.
+    `forwards` are images and variants that go through the model, `memory` the most bytes taken, those of the model
+    included (on a processor, by this process until then). `failures` are reasons why values of the sample failed.
     """
 
     model: str
@@ -80,7 +80,7 @@ def _estimated(whole: Plan, group: Group, device: str, limit: float) -> Estimate
                 done = run_unit(unit, resources)
                 failures = tuple(dict.fromkeys(row.error for row in done.rows if row.error))
             except _Enough:
-                cut = True
+                cut = math.isinf(best)
             best = min(best, time.perf_counter() - begin)
         forwards = max(forwards, count[0])
         if cut or best > limit / 2:

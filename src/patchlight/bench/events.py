@@ -60,6 +60,7 @@ class UnitEnd:
     values: int
     seconds: float
     rows: Sequence[Row]
+    reused: int = 0
 
 
 @dataclass(frozen=True)

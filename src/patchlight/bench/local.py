@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ from patchlight.bench.events import End, Listener, Start, UnitEnd, UnitStart, Wa
 from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, PlannedImages, write_manifest
 from patchlight.bench.plan import Group, Images, Plan, Unit, plan, source_digest
 from patchlight.bench.recipe import Recipe
+from patchlight.bench.results import counted
 from patchlight.bench.rows import Row, rows_of
 from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources, loaded, lost, opened, run_unit
@@ -34,6 +37,8 @@ SECONDS = 30.0
 """How long a unit should take."""
 DEATHS = 3
 """Processes that may die of a unit before it counts as failed."""
+FEW = 4
+"""Batches of a unit where the first says nothing about the others, because it failed."""
 MOST = 4096
 """Images a unit may have, whose rows and maps are kept in memory until it is done."""
 PAUSE = 0.5
@@ -72,9 +77,14 @@ class Part:
             )
         return part
 
+    def span(self, images: int) -> tuple[int, int]:
+        """Where this part of so many images begins and ends."""
+        begin, end = (-(-place * images // self.count) for place in (self.number - 1, self.number))
+        return begin, end
+
     def has(self, unit: Unit, images: int) -> bool:
         """Whether a unit holds an image of this part; a unit at a border belongs to both."""
-        begin, end = (-(-place * images // self.count) for place in (self.number - 1, self.number))
+        begin, end = self.span(images)
         return max(unit.start, begin) < min(unit.stop, end)
 
 
@@ -158,10 +168,12 @@ def begin(
     Of those that begin at once, one plans first: the others need not look at every image.
     """
     stop = stop or Stop()
-    if not claims.my_turn():
-        listen(Waiting(1))
-        while not (claims.my_turn() or stop.asked.wait(PAUSE / 5)):
+    if not (claims.settled() and claims.my_turn()):
+        listen(Waiting(len(claims.others())))
+        while not (claims.settled() and claims.my_turn()) and not stop.asked.wait(PAUSE / 5):
             pass
+    if retry and not claims.alone and not any(other.pid == os.getppid() for other in claims.others()):
+        raise PatchlightError(f"others are at work in '{store.folder}'; give --retry when they have ended")
     earlier = store.read_manifest()
     _check_same_run(store, earlier, recipe, device)
     _check_same_code(store, claims)
@@ -183,10 +195,11 @@ def begin(
     if claims.alone:
         store.sweep()
         notes += [f"{told}: made again" for told in store.drop_damaged()]
+    units = list(store.units(whole))
     if earlier is not None and (claims.alone or earlier.plan != whole.key):
+        store.set_aside({unit.key for unit in units})  # so that no row is ever read under another plan
         write_manifest(store.manifest_path, _manifest(whole, text, quick, resources, earlier, notes))
     if claims.alone or earlier is None or earlier.plan != whole.key:
-        units = list(store.units(whole))
         store.arrange({unit.key for unit in units})
         if retry and claims.alone:
             failed = _failed(store)
@@ -202,23 +215,26 @@ def work(begun: Begun, part: Part, stop: Stop, listen: Listener) -> Summary:
     queue = Queue(begun, part, stop, listen)
     before = queue.values_done()
     listen(Start(whole.values, before, begun.notes, len(whole.images), list(whole.recipe.models), str(store.folder)))
-    now = reused = 0
+    now, reused, errors = 0, 0, list[str]()
     for unit, claim in queue:
         started = time.perf_counter()
         known = store.before(unit, failed_too=not begun.retry)
         listen(UnitStart(unit.group.label, list(unit.group.methods), len(unit.images), unit.key))
         if claim.deaths < DEATHS:
             done = run_unit(unit, begun.resources, known, listen)
-            seconds = max(time.perf_counter() - started, recorded(done.rows) if known else 0.0)
         else:
-            done, seconds = lost(unit, f"{claim.deaths} processes died while they ran it"), SECONDS
+            done = lost(unit, f"{claim.deaths} processes died while they ran it")
+        seconds = lasted(done.rows, time.perf_counter() - started, bool(known))
         store.write(unit, done)
         sizes = queue.sizes(unit)
-        queue.finished(unit, claim, steady(unit, seconds, len(whole.images), begun.resources) if sizes else seconds)
-        listen(UnitEnd(unit.key, unit.values, seconds, done.rows))
+        queue.finished(
+            unit, claim, steady(unit, done.rows, seconds, len(whole.images), begun.resources) if sizes else seconds
+        )
+        listen(UnitEnd(unit.key, unit.values, seconds, done.rows, len(known)))
         now, reused = now + unit.values, reused + len(known)
-    failures, done_now = store.failures(), queue.values_done()
-    listen(End(failures, whole.values, done_now))
+        errors += [row.error for row in done.rows]
+    failures = store.failures() if part == WHOLE else counted([Counter(filter(None, errors))])
+    listen(End(failures, whole.values, queue.values_done()))
     return Summary(whole.values, before, now, reused, queue.left(), failures, (*whole.notes, *begun.notes))
 
 
@@ -269,8 +285,9 @@ class Queue:
         if self.sizes(unit):
             files = self.begun.store.files().get(unit.key)
             table = files.table() if files is not None else None
-            seconds = recorded(rows_of(table)) if table is not None else 0.0
-            self.begun.store.write_size(unit.group, unit_size(unit, seconds or SECONDS, len(self.begun.whole.images)))
+            rows = rows_of(table) if table is not None else []
+            seconds = lasted(rows, 0.0, known=True)
+            self.begun.store.write_size(unit.group, unit_size(unit, seconds, len(self.begun.whole.images)))
 
     def finished(self, unit: Unit, claim: Claim, seconds: float) -> None:
         """A unit is stored; the first of a group says how large the others shall be, by the seconds it took."""
@@ -314,12 +331,12 @@ class Queue:
     def left(self) -> int:
         """How many values of this part are not done; where a group's units are not known yet, of all its images."""
         images, part = self.begun.whole.images, self.part
-        share = (part.number * len(images) // part.count) - ((part.number - 1) * len(images) // part.count)
+        begin, end = part.span(len(images))
         left = 0
         for group in self.begun.whole.groups:
             known = self._of(group)
             if len(known) == 1 and known[0].stop < len(images):
-                left += share * len(group.made)
+                left += max(end - begin, len(known[0].images)) * len(group.made)
             else:
                 left += sum(u.values for u in known if u.key not in self.done and part.has(u, len(images)))
         return left
@@ -329,6 +346,13 @@ class Queue:
         return sum(
             unit.values for group in self.begun.whole.groups for unit in self._of(group) if unit.key in self.done
         )
+
+
+def lasted(rows: Sequence[Row], seconds: float, known: bool) -> float:
+    """What a unit is taken to last: what was known takes no time now, and what failed says nothing about the others."""
+    if all(row.error for row in rows):
+        return SECONDS / FEW
+    return max(seconds, recorded(rows)) if known else seconds
 
 
 def recorded(rows: Iterable[Row]) -> float:
@@ -350,9 +374,9 @@ def fits(first: Unit, seconds: float, images: int) -> bool:
     return seconds / len(first.images) * (images - len(first.images)) <= SECONDS
 
 
-def steady(first: Unit, seconds: float, images: int, resources: Resources) -> float:
+def steady(first: Unit, rows: Sequence[Row], seconds: float, images: int, resources: Resources) -> float:
     """The seconds of a group's first unit. What runs first is slow: where that matters, it is timed once more."""
-    if seconds >= SECONDS or fits(first, seconds, images):
+    if seconds >= SECONDS or fits(first, seconds, images) or all(row.error for row in rows):
         return seconds
     begin = time.perf_counter()
     run_unit(first, resources)
@@ -428,7 +452,12 @@ def _resources(
 def _manifest(
     whole: Plan, text: str, quick: bool, resources: Resources, earlier: Manifest | None, notes: Sequence[str]
 ) -> Manifest:
-    """What the run is; versions are those it was begun with, and notes of a change of them, or of a merge, stay."""
+    """What the run is; versions are those it was begun with, and notes of a change of them, or of a merge, stay.
+
+    A text that is not given is the earlier one, where the recipe is.
+    """
+    if not text and earlier is not None and earlier.resolved == whole.recipe:
+        text, quick = earlier.recipe, earlier.quick
     changed = [*(earlier.notes if earlier else ()), *notes]
     images = whole.images
     return Manifest(

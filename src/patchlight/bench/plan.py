@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.bench.code import described
-from patchlight.bench.contents import contents, planned_sample
+from patchlight.bench.contents import contents, planned_sample, same_classes
 from patchlight.bench.events import Listener
 from patchlight.bench.recipe import Recipe
 from patchlight.errors import PatchlightError
@@ -87,8 +87,8 @@ class Group:
         """The hash of code, model, class policy and seed: all but images, methods and metrics."""
         from patchlight import __version__
 
-        model = self.model.model_dump(mode="json", exclude={"weights", "labels", "stands_for"})
-        data = [self.data.kind, self.data.options, self.classes]
+        model = self.model.model_dump(mode="json", exclude={"weights", "labels", "similar_to", "stands_for"})
+        data = [self.data.kind, self.data.meaning, self.classes]
         return digest_of([__version__, source_digest(), model, self.digest, data, self.target, self.seed])
 
     @cached_property
@@ -213,7 +213,8 @@ def plan(
     data = recipe.data.open() if data is None else data
     chosen, notes = _chosen(recipe, data)
     names = tuple(data.names[i] for i in chosen)
-    if known is None or known.names != names or known.indices != tuple(chosen):
+    same = known is not None and (known.names, known.indices) == (names, tuple(chosen))
+    if known is None or not same or not same_classes(data, chosen, known.contents):
         read = contents(data, chosen, recipe.data.path, listen)
         known = Images(tuple(chosen), names, tuple(content for content, _ in read))
         notes += _missing(recipe, [drawn for _, drawn in read if drawn is not None])

@@ -123,8 +123,15 @@ class Store:
     def write_size(self, group: Group, size: int) -> None:
         """Say how many images the units of a group have; who says so first is believed."""
         path = self.folder / "sizes" / f"{group.key}.json"
-        if not write_new(path, json.dumps(size).encode()) and self.size(group) is None:  # a damaged one
+        if not write_new(path, json.dumps(size).encode()) and self._damaged_size(path):
             write_whole(path, json.dumps(size).encode())
+
+    @staticmethod
+    def _damaged_size(path: Path) -> bool:
+        try:
+            return not path.read_text(encoding="utf-8").strip().isdecimal()
+        except (OSError, ValueError):  # it may be sound, and cannot be read now
+            return False
 
     def units(self, whole: Plan) -> Iterator[Unit]:
         """The units of a plan, as far as they are known."""
@@ -154,18 +161,28 @@ class Store:
 
         So that whoever reads units/*.parquet reads each row once.
         """
+        self.set_aside(keys)
         missing = set(keys) - self.done()
-        for earlier in (False, True):
-            for key, files in self.files(earlier).items():
-                if (key in missing) if earlier else (key not in keys):
-                    for path in filter(None, reversed(files)):  # rows say that a unit is done: they come last
-                        self._move(path, earlier)
+        for key, files in self.files(earlier=True).items():
+            if key in missing:
+                for path in filter(None, reversed(files)):  # rows say that a unit is done: they come last
+                    self._move(path, back=True)
+
+    def set_aside(self, keys: Collection[str]) -> None:
+        """Put all but these units into earlier/."""
+        for key, files in self.files().items():
+            if key not in keys:
+                for path in filter(None, reversed(files)):
+                    self._move(path, back=False)
 
     def _move(self, path: Path, back: bool) -> None:
         root = self.folder if back else self.folder / "earlier"
         try:
             (root / path.parent.name).mkdir(parents=True, exist_ok=True)
             os.replace(path, root / path.parent.name / path.name)
+            for other in (root / path.parent.name).glob(f"{glob.escape(path.name.partition('-')[0])}-*{path.suffix}"):
+                if other.name != path.name:  # of a unit that was run twice, the last is right
+                    other.unlink(missing_ok=True)
         except FileNotFoundError:  # another process was first
             return
         except OSError as error:

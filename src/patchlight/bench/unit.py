@@ -85,11 +85,12 @@ def run_unit(
         if missing:
             todo.setdefault(missing, []).append(i)
     size = unit.group.batch_size
+    place = {name: i for i, name in enumerate(unit.images.names)}
     for pairs, places in todo.items():
         for start in range(0, len(places), size):
             part = unit.images.at(places[start : start + size])
             known = _run_batch(unit.group, part, pairs, resources, listen)
-            found |= {cells[pair][unit.images.names.index(name)]: one for (pair, name), one in known.items()}
+            found |= {cells[pair][place[name]]: one for (pair, name), one in known.items()}
     return assembled(unit, found)
 
 

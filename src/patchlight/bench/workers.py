@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,8 +31,8 @@ from patchlight.bench.store import Store
 from patchlight.errors import PatchlightError
 from patchlight.plugins import load_plugin, loaded_files
 
-GRACE = 25.0
-"""Seconds after which a process that was asked to stop ends, whatever it does."""
+GRACE, SOONER = 25.0, 3.0
+"""Seconds after which a process that was asked to stop ends, whatever it does, and by which its workers are sooner."""
 PREEMPTED = 75
 """The exit code of a run that was asked to stop: the same command goes on (EX_TEMPFAIL)."""
 
@@ -49,6 +49,11 @@ def devices_of(device: str) -> list[str]:
     if not count:
         raise PatchlightError("--device cuda:all: there is no CUDA device on this machine; give --device cpu")
     return [f"cuda:{i}" for i in range(count)]
+
+
+def cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_workers(
@@ -70,21 +75,23 @@ def run_workers(
     claims = Claims(store.folder)
     with claims.present():
         stop.leave = lambda: claims.tell(gone=True)
-        threads = max(1, (os.cpu_count() or 1) // workers)
+        threads = max(1, cores() // workers)
         begun = begin(store, claims, recipe, text, devices[0], quick, retry, threads=threads, stop=stop, listen=listen)
         load_model.cache_clear()  # the workers have their own
         left = Queue(begun, part, stop, listen)
         before = left.values_done()
         whole = begun.whole
         listen(Start(whole.values, before, begun.notes, len(whole.images), list(recipe.models), str(store.folder)))
-        crew = Crew(recipe, store.folder, retry, part, devices, stop, listen)
+        crew = Crew(recipe, store.folder, text, quick, retry, part, devices, stop, listen)
         now = crew.work(workers)
         left.done |= store.done()
         failures = store.failures()
         listen(End(failures, whole.values, left.values_done()))
         if left.left() and not stop.asked.is_set():
             raise PatchlightError(crew.why())
-        return Summary(whole.values, before, now, 0, left.left(), failures, (*whole.notes, *begun.notes, *crew.notes))
+        return Summary(
+            whole.values, before, now, crew.reused, left.left(), failures, (*whole.notes, *begun.notes, *crew.notes)
+        )
 
 
 @dataclass
@@ -104,6 +111,8 @@ class Crew:
         self,
         recipe: Recipe,
         out: Path,
+        text: str,
+        quick: bool,
         retry: bool,
         part: Part,
         devices: Sequence[str],
@@ -114,12 +123,15 @@ class Crew:
         self.told = {
             "recipe": recipe.model_dump_json(),
             "out": str(out.resolve()),
+            "text": text,
+            "quick": quick,
             "retry": retry,
             "part": asdict(part),
             "plugins": loaded_files(),
         }
         self.events: queue.Queue[tuple[Worker, dict[str, Any] | None]] = queue.Queue()
         self.notes: list[str] = []
+        self.reused = 0
 
     def work(self, count: int) -> int:
         """Have so many workers do what is left; how many values they did."""
@@ -139,7 +151,8 @@ class Crew:
                         self.notes.append(f"worker {worker.number} stopped: {told['error']}")
                     else:
                         event = event_of(told)
-                        now += event.values if isinstance(event, UnitEnd) else 0
+                        if isinstance(event, UnitEnd):
+                            now, self.reused = now + event.values, self.reused + event.reused
                         if not isinstance(event, Start | End | Waiting):
                             self.listen(event)
         finally:
@@ -204,21 +217,14 @@ def event_of(told: dict[str, Any]) -> Event:
 
 
 @contextlib.contextmanager
-def preemptible() -> Iterator[Stop]:
-    """A stop that SIGTERM asks for: after the unit in flight, or `GRACE` seconds if it takes longer."""
+def preemptible(grace: float | None = None) -> Iterator[Stop]:
+    """A stop that SIGTERM asks for: after the unit in flight, or `grace` seconds if it takes longer."""
     stop = Stop()
-
-    def leave() -> None:
-        with contextlib.suppress(Exception):
-            stop.leave()
-        os._exit(PREEMPTED)
 
     def asked(*signals: Any) -> None:
         if not stop.asked.is_set():
+            leave_after(stop, GRACE if grace is None else grace)
             stop.asked.set()
-            timer = threading.Timer(GRACE, leave)
-            timer.daemon = True
-            timer.start()
 
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield stop
@@ -230,6 +236,20 @@ def preemptible() -> Iterator[Stop]:
         signal.signal(signal.SIGTERM, earlier)
 
 
+def leave_after(stop: Stop, seconds: float) -> None:
+    """End this process, whatever it does then, with a goodbye if there is somebody to take it."""
+
+    def leave() -> None:
+        goodbye = threading.Thread(target=stop.leave, daemon=True)
+        goodbye.start()
+        goodbye.join(2.0)
+        os._exit(PREEMPTED)
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
+
+
 def _main() -> int:
     """A worker: what it does is told on the standard input, and its answers go where its output went."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -237,13 +257,14 @@ def _main() -> int:
     told = json.loads(sys.stdin.readline())
 
     def answer(about: dict[str, Any]) -> None:
-        print(json.dumps(about), file=answers, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+            print(json.dumps(about), file=answers, flush=True)
 
     def listen(event: Event) -> None:
-        rows = {"rows": [vars(row) for row in event.rows]} if isinstance(event, UnitEnd) else {}
-        answer({"event": event.event, **vars(event), **rows})
+        light = [vars(replace(row, curve=None, parts={})) for row in event.rows] if isinstance(event, UnitEnd) else None
+        answer({"event": event.event, **vars(event), **({} if light is None else {"rows": light})})
 
-    with preemptible() as stop:
+    with preemptible(GRACE - SOONER) as stop:
         threading.Thread(target=_orphaned, args=(sys.stdin, stop), daemon=True).start()
         try:
             for path in told["plugins"]:
@@ -251,6 +272,8 @@ def _main() -> int:
             run(
                 Recipe.model_validate_json(told["recipe"]),
                 told["out"],
+                text=told["text"],
+                quick=told["quick"],
                 device=told["device"],
                 retry=told["retry"],
                 part=Part(**told["part"]),
@@ -266,6 +289,7 @@ def _main() -> int:
 def _orphaned(given: IO[str], stop: Stop) -> None:
     """Stop when whoever began this process is gone."""
     given.read()
+    leave_after(stop, GRACE)
     stop.asked.set()
 
 
