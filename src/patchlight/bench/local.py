@@ -163,7 +163,7 @@ def begin(
         while not (claims.my_turn() or stop.asked.wait(PAUSE / 5)):
             pass
     earlier = store.read_manifest()
-    _check_same_run(store, earlier, recipe, device)
+    check_same_run(store, earlier, recipe, device)
     _check_same_code(store, claims)
     opened.cache_clear()  # the data may have changed since this process last looked
     joins = earlier is not None and not claims.alone and earlier.resolved == recipe
@@ -177,7 +177,7 @@ def begin(
         store.manifest_path, _manifest(whole, text, quick, resources, None, notes), True
     ):
         earlier = store.manifest()  # another was first: its chunk and threads are used
-        _check_same_run(store, earlier, recipe, device)
+        check_same_run(store, earlier, recipe, device)
         resources, notes = _resources(earlier, device, whole, data, threads)
     _check_same_plan(store, claims, whole)
     if claims.alone:
@@ -370,7 +370,7 @@ def _failed(store: Store) -> set[str]:
     return {key for key, table in tables.items() if table is not None and any(table["error"].to_pylist())}
 
 
-def _check_same_run(store: Store, earlier: Manifest | None, recipe: Recipe, device: str) -> None:
+def check_same_run(store: Store, earlier: Manifest | None, recipe: Recipe, device: str) -> None:
     """Refuse a folder of another recipe's run, or of one on another kind of device."""
     if earlier is None:
         return
