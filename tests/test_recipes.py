@@ -45,6 +45,14 @@ def test_recipes_are_files_of_the_package() -> None:
             assert (inside / "recipes" / kind / f"{name}.toml").is_file()
 
 
+def test_other_files_are_no_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bench").mkdir()
+    for name in (".DS_Store", "one.toml", "one.toml.orig"):
+        (tmp_path / "bench" / name).touch()
+    monkeypatch.setattr(resources, "files", lambda name: tmp_path)
+    assert list(bundled()) == ["one"]
+
+
 def test_recipes_are_in_the_wheel(tmp_path: Path) -> None:
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     inside = {name for name in ZipFile(wheel).namelist() if name.endswith(".toml")}

@@ -254,8 +254,8 @@ def test_files_of_many_images_are_copied_in_pieces(
     names = Store(shared.whole).manifest().images.names
     ours, theirs = (Store(folder).maps("Pocket", names) for folder in (tmp_path / "all", shared.whole))
     assert torch.equal(ours.scores["Random"], theirs.scores["Random"])
-    bring(tmp_path / "public", tmp_path / "mine")
-    bring(tmp_path / "public", tmp_path / "mine")
+    bring(tmp_path / "public", tmp_path / "mine", shared.recipe())
+    bring(tmp_path / "public", tmp_path / "mine", shared.recipe())
     assert len(Store(tmp_path / "mine").files(earlier=True)) == 4
     assert run(shared.recipe(), tmp_path / "mine").reused == 24
 
@@ -267,6 +267,16 @@ def test_a_damaged_file_is_left_out_and_told(shared: Shared, tmp_path: Path) -> 
     merged = merge([tmp_path / "damaged"], tmp_path / "all")
     assert f"'units/{path.name}' of" in merged.notes[0]
     assert 0 < merged.done < merged.values
+
+
+def test_rows_without_their_maps_are_taken_from_another_run(shared: Shared, tmp_path: Path) -> None:
+    shutil.copytree(shared.whole, tmp_path / "partial")
+    gone = sorted((tmp_path / "partial" / "maps").iterdir())[0]
+    gone.unlink()
+    alone = merge([tmp_path / "partial"], tmp_path / "alone")
+    assert alone.done == len(values(tmp_path / "alone")) < 24
+    assert merge([tmp_path / "partial", shared.whole], tmp_path / "all").done == 24
+    assert values(tmp_path / "all") == values(shared.whole)
 
 
 def test_the_command_says_what_was_merged(shared: Shared, tmp_path: Path) -> None:
@@ -282,11 +292,21 @@ def test_the_command_says_what_was_merged(shared: Shared, tmp_path: Path) -> Non
 def test_values_are_not_taken_from_other_code_or_another_device(shared: Shared, tmp_path: Path) -> None:
     other = copied(shared.whole, tmp_path / "code", code="0" * 16)
     with pytest.raises(PatchlightError, match=r"was measured with Patchlight .* other code of that version"):
-        bring(other, tmp_path / "mine")
+        bring(other, tmp_path / "mine", shared.recipe())
     other = copied(shared.whole, tmp_path / "device", device="cuda:0")
     with pytest.raises(PatchlightError, match="was measured on cuda:0, and cpu rounds differently"):
-        bring(other, tmp_path / "mine")
+        bring(other, tmp_path / "mine", shared.recipe())
     assert not (tmp_path / "mine").exists()
+
+
+def test_nothing_is_brought_to_another_recipe_or_device(shared: Shared, tmp_path: Path) -> None:
+    out = copied(shared.first, tmp_path / "mine", **of_recipe(shared.first, name="other"))
+    with pytest.raises(PatchlightError, match="mine' holds a run of 'other', not of 'shared'; give another --out"):
+        bring(shared.whole, out, shared.recipe())
+    out = copied(shared.first, tmp_path / "gpu", device="cuda:0")
+    with pytest.raises(PatchlightError, match="this run was begun on cuda:0, and cpu rounds differently"):
+        bring(shared.whole, out, shared.recipe())
+    assert not list(tmp_path.glob("*/earlier"))
 
 
 def test_two_that_call_their_files_alike_are_both_brought(shared: Shared, tmp_path: Path) -> None:
@@ -296,8 +316,8 @@ def test_two_that_call_their_files_alike_are_both_brought(shared: Shared, tmp_pa
         for i, key in enumerate(Store(other).files()):
             for path in other.glob(f"*/{key}-*"):
                 path.rename(path.parent / f"unit{i}-{path.name.partition('-')[2]}")
-        bring(other, tmp_path / "mine")
-        bring(other, tmp_path / "mine")
+        bring(other, tmp_path / "mine", shared.recipe())
+        bring(other, tmp_path / "mine", shared.recipe())
     summary = run(shared.recipe(), tmp_path / "mine")
     assert summary.reused == 24
 

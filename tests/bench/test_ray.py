@@ -25,11 +25,13 @@ from patchlight.bench import local
 from patchlight.bench.claims import Claims
 from patchlight.bench.events import Event, UnitEnd, UnitStart
 from patchlight.bench.local import Part, Stop, Summary, run
+from patchlight.bench.merge import bring
 from patchlight.bench.recipe import parse
 from patchlight.bench.store import Store
 from patchlight.errors import PatchlightError
 from patchlight.plugins import load_plugin
 from tests.bench.small import pictures, text
+from tests.bench.test_merge import changed_rows
 from tests.registries import restored
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'patchlight[ray]'")
@@ -159,6 +161,58 @@ def test_a_run_gives_the_numbers_of_a_local_one(tmp_path: Path, cluster: Any, ca
     assert Store(tmp_path / "ray").manifest().threads == 1
 
 
+@pytest.mark.parametrize("metrics", [2, 1])
+def test_a_first_unit_that_was_known_has_the_seconds_it_took(tmp_path: Path, cluster: Any, metrics: int) -> None:
+    """As all or half of its values are known; had it taken no time, all images behind it would be one unit."""
+    from patchlight.bench.ray import run_ray
+
+    chosen = parse(text(pictures(tmp_path / "images", 6)))
+    known = chosen.model_copy(update={"metrics": dict(list(chosen.metrics.items())[:metrics])})
+    run(known, tmp_path / "known", threads=1)
+    changed_rows(tmp_path / "known", "measure_seconds", lambda _: 1000.0)
+    bring(tmp_path / "known", tmp_path / "ray", chosen)
+    done = run_ray(chosen, tmp_path / "ray", cluster.address)
+    assert (done.now, done.reused, done.left) == (48, 24 * metrics, 0)
+    assert {path.read_text() for path in (tmp_path / "ray" / "sizes").iterdir()} == {"2"}
+
+
+def test_a_cluster_without_nodes_is_not_waited_for_for_ever(
+    tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from patchlight.bench import ray as room
+
+    stop, looks = Stop(), 0
+
+    def room_of(fleet: Any) -> int:
+        nonlocal looks
+        looks += 1
+        if looks > 40:
+            stop.asked.set()
+        return int(looks == 1)
+
+    monkeypatch.setattr(room.Fleet, "_room", room_of)
+    monkeypatch.setattr(room, "PATIENCE", 1.0)
+    chosen = parse(text(pictures(tmp_path / "images", 1)))
+    told = "no node of the Ray cluster has had 1 CPU for 1 seconds, .* the same command goes on"
+    with pytest.raises(PatchlightError, match=told):
+        room.run_ray(chosen, tmp_path / "run", cluster.address, stop=stop)
+    assert not Claims(tmp_path / "run").others()
+
+
+def test_threads_of_a_run_begun_elsewhere_are_named(tmp_path: Path, cluster: Any) -> None:
+    from patchlight.bench.ray import run_ray
+
+    threads = torch.get_num_threads()
+    chosen = parse(text(pictures(tmp_path / "images", 1)))
+    try:
+        run(chosen, tmp_path / "run", threads=2)
+        told = "the run was begun with 2 threads, and no node of the Ray cluster has 2 CPUs, .*; give another --out"
+        with pytest.raises(PatchlightError, match=told):
+            run_ray(chosen, tmp_path / "run", cluster.address)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_node_with_another_patchlight_is_refused_by_name(tmp_path: Path, cluster: Any) -> None:
     from patchlight.bench.ray import run_ray
 
@@ -224,6 +278,29 @@ def test_of_three_nodes_one_is_killed_and_nothing_is_lost(tmp_path: Path, plugin
     assert (again.before, again.now, again.left) == (60, 0, 0)
     assert any(re.match(r"node [\d.]+ died \(NodeDiedError\);", note) for note in done.notes), done.notes
     assert_equal(tmp_path / "ray", tmp_path / "local")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_units")
+def test_where_all_nodes_are_killed_it_stops_and_can_be_gone_on_with(
+    tmp_path: Path, plugin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from patchlight.bench import ray as room
+
+    monkeypatch.setattr(room, "PATIENCE", 5.0)
+    chosen = parse(with_method("Sleepy", "test-sleepy", pictures(tmp_path / "images", 6)))
+    with cluster_of(0, 1) as cluster:
+        nodes = cluster.list_all_nodes()
+
+        def listen(event: Event) -> None:
+            if isinstance(event, UnitEnd) and len(nodes) == 2:
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+
+        with pytest.raises(PatchlightError, match="no node of the Ray cluster has had 1 CPU for 5 seconds"):
+            room.run_ray(chosen, tmp_path / "run", cluster.address, listen=listen)
+    done = run(chosen, tmp_path / "run")
+    assert done.before > 0
+    assert (done.before + done.now, done.left) == (60, 0)
 
 
 @pytest.mark.slow

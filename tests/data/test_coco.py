@@ -171,7 +171,7 @@ def coco(folder: Path, *annotations: dict[str, Any], **parts: Any) -> Coco:
 def test_what_an_image_shows(tmp_path: Path) -> None:
     found = coco(tmp_path, CAR, DOG, CROWD)
     assert found.categories == ("car", "dog"), "in the order of their numbers"
-    scene = found.scene("val/1.jpg")
+    scene = found.of(["val/1.jpg"])["val/1.jpg"]
     assert scene.category() == "dog", "the largest, crowds aside: `area` counts before the box"
     cars = scene.of("car")
     boxes, mask = cars.boxes(), cars.mask((6, 4), "x")
@@ -183,20 +183,22 @@ def test_what_an_image_shows(tmp_path: Path) -> None:
     both = scene.of(None).boxes()
     assert both is not None
     assert len(both) == 2
-    empty = found.scene("2.jpg")
+    empty = found.of(["2.jpg"])["2.jpg"]
     assert (empty.category(), empty.boxes(), empty.mask((6, 4), "x")) == (None, None, None)
 
 
 def test_images_are_known_by_the_end_of_their_path(tmp_path: Path) -> None:
     found = coco(tmp_path, CAR)
     for name in ("val/1.jpg", "1.jpg", "1.png"):
-        assert found.scene(name).category() == "car"
+        assert found.of([name])[name].category() == "car"
     for name in ("other/1.jpg", "3.jpg"):
         with pytest.raises(PatchlightError, match=f"coco.json' has no entry for image '{name}'; add one or take the"):
-            found.scene(name)
+            found.of([name])
     twins = [{"id": 1, "file_name": "a/1.jpg"}, {"id": 2, "file_name": "b/1.jpg"}]
     with pytest.raises(PatchlightError, match=r"no entry for image '1\.jpg'"):
-        coco(tmp_path, images=twins).scene("1.jpg")
+        coco(tmp_path, images=twins).of(["1.jpg"])
+    with pytest.raises(PatchlightError, match=r"one entry, 'val/1', for two images, '1\.jpg' and 'val/1\.jpg'"):
+        found.of(["1.jpg", "val/1.jpg"])
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,25 @@ def test_coco_of_a_whole_set_beside_some_of_its_images(folder: Path) -> None:
     assert [s.label for s in open_data("files", folder, coco="coco.json")] == [None, 2]
 
 
+def test_what_is_said_of_one_image_is_said_of_no_other(tmp_path: Path) -> None:
+    for name in ("a/1.png", "b/1.png"):
+        picture(tmp_path / "set" / name)
+    options = {
+        "labels": write(tmp_path / "labels.csv", "1,hen\n"),
+        "boxes": write(tmp_path / "boxes.csv", HEADER + "1.png,1,2,3,4\n"),
+        "masks": mask(tmp_path / "masks" / "1.png").parent,
+        "coco": coco(tmp_path / "coco.json", images=[{"id": 1, "file_name": "1.png"}]),
+    }
+    for option, place in options.items():
+        with pytest.raises(PatchlightError, match=r"has one \w+, '1', for two images, 'a/1.png' and 'b/1.png'"):
+            open_data("files", tmp_path / "set", **{option: place})
+    own = write(tmp_path / "own.csv", "a/1.png,hen\n1,cock\n")
+    assert [one.label for one in open_data("files", tmp_path / "set", labels=own)] == [1, 0]
+    picture(tmp_path / "set" / "1.png")
+    with pytest.raises(PatchlightError, match=r"for two images, '1.png' and 'b/1.png'; give each its own, by path"):
+        open_data("files", tmp_path / "set", labels=own)
+
+
 def test_what_is_wrong_is_told_when_it_is_opened(folder: Path) -> None:
     write(folder / "boxes.csv", HEADER + "a,1,2,3,4\n")
     assert "boxes.csv' has no line for image 'b.jpg'; add one or take the image away" in refused(

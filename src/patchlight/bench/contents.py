@@ -66,11 +66,6 @@ def content_of(data: Data, index: int, path: str = "") -> str:
     return _content(data, index, path, file_hash)[0]
 
 
-def check(data: Data, index: int, content: str) -> None:
-    """Refuse a sample that is not what was planned; its class, which may be numbered otherwise, does not count."""
-    _compare(data, index, content_of(data, index), content)
-
-
 def same_classes(data: Data, indices: Sequence[int], contents: Sequence[str]) -> bool:
     """Whether samples still have the classes that these hashes end with, as far as that is known without reading."""
     if data.sources is None:
@@ -84,17 +79,16 @@ def same_classes(data: Data, indices: Sequence[int], contents: Sequence[str]) ->
 
 
 def planned_sample(data: Data, index: int, content: str) -> Sample:
-    """The sample, read once and checked; where it cannot be read, the sentence that says why."""
+    """The sample, read once and checked; where it cannot be read, the sentence that says why.
+
+    Its class, which may be numbered otherwise than when the run was planned, does not count.
+    """
     sample = data[index]
     found = drawn_digest(sample) if data.sources is None else content_of(data, index)
-    _compare(data, index, found, content)
-    return sample
-
-
-def _compare(data: Data, index: int, found: str, planned: str) -> None:
-    if found.partition("-")[0] != planned.partition("-")[0]:
+    if found.partition("-")[0] != content.partition("-")[0]:
         name = data.names[index]
         raise PatchlightError(f"'{name}' has changed since the run was planned; run the same command again")
+    return sample
 
 
 def _content(data: Data, index: int, path: str, hash_of: Callable[[Path], str]) -> Content:

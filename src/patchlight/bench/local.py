@@ -175,7 +175,7 @@ def begin(
     if retry and not claims.alone and not any(other.pid == os.getppid() for other in claims.others()):
         raise PatchlightError(f"others are at work in '{store.folder}'; give --retry when they have ended")
     earlier = store.read_manifest()
-    _check_same_run(store, earlier, recipe, device)
+    check_same_run(store, earlier, recipe, device)
     _check_same_code(store, claims)
     opened.cache_clear()  # the data may have changed since this process last looked
     joins = earlier is not None and not claims.alone and earlier.resolved == recipe
@@ -189,7 +189,7 @@ def begin(
         store.manifest_path, _manifest(whole, text, quick, resources, None, notes), True
     ):
         earlier = store.manifest()  # another was first: its chunk and threads are used
-        _check_same_run(store, earlier, recipe, device)
+        check_same_run(store, earlier, recipe, device)
         resources, notes = _resources(earlier, device, whole, data, threads)
     _check_same_plan(store, claims, whole)
     if claims.alone:
@@ -394,7 +394,7 @@ def _failed(store: Store) -> set[str]:
     return {key for key, table in tables.items() if table is not None and any(table["error"].to_pylist())}
 
 
-def _check_same_run(store: Store, earlier: Manifest | None, recipe: Recipe, device: str) -> None:
+def check_same_run(store: Store, earlier: Manifest | None, recipe: Recipe, device: str) -> None:
     """Refuse a folder of another recipe's run, or of one on another kind of device."""
     if earlier is None:
         return

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from patchlight import __version__
 from patchlight.bench.differences import differences
+from patchlight.bench.local import check_same_run
 from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, write_manifest
 from patchlight.bench.plan import source_digest
 from patchlight.bench.recipe import Recipe
@@ -180,7 +181,7 @@ class Choice:
 
     def look(self, index: int, whole: Manifest, files: Files) -> Iterator[tuple[int, int]]:
         """Take in a file; where it says something else than an earlier one, the place of the value and that file."""
-        table = files.table(["model", "method", "metric", "image", "value", "error"])
+        table = files.table(["model", "method", "metric", "image", "value", "error"]) if files.there else None
         if table is None:
             return
         places = places_of(table, whole)
@@ -255,12 +256,16 @@ def _unequal(whole: Manifest, first: str | Path, second: str | Path, places: Seq
     )
 
 
-def bring(source: str | Path, out: str | Path, device: str = "cpu", progress: Progress | bool = False) -> None:
-    """Lay what another run or an export knows beside a run that is to be made in `out`, where values come back by cell.
+def bring(
+    source: str | Path, out: str | Path, recipe: Recipe, device: str = "cpu", progress: Progress | bool = False
+) -> None:
+    """Lay what another run or an export knows beside a run of `recipe` in `out`, where values come back by cell.
 
-    Refused where no value could be the same: other code of Patchlight, or another kind of device.
+    Refused where no value could be the same: other code of Patchlight, or another kind of device; and where `out` holds
+    another run.
     """
     store, target = Store(source), Store(out)
+    check_same_run(target, target.read_manifest(), recipe, device)
     told = store.manifest()
     version = told.versions.get("patchlight", "?")
     if told.code != source_digest():

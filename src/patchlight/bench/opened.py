@@ -87,7 +87,7 @@ class Opened:
         for files in self._in_order():
             table = files.table(None if columns is None else list(columns))
             if table is not None:
-                yield known_columns(table).select(list(columns or SCHEMA.names)).replace_schema_metadata()
+                yield known_columns(table).select(_names(columns)).replace_schema_metadata()
 
     def _in_order(self) -> list[Files]:
         known: list[Iterable[str]] = [self.recipe.models, self.recipe.methods, self.images]
@@ -103,8 +103,7 @@ class Opened:
     def table(self, columns: Sequence[str] | None = None) -> Any:
         """All rows, one for each image, method and metric, as a table of pyarrow; with these columns, if given."""
         found = list(self.tables(columns))
-        names = list(columns or SCHEMA.names)
-        return pa.concat_tables(found) if found else pa.schema([SCHEMA.field(n) for n in names]).empty_table()
+        return pa.concat_tables(found) if found else pa.schema(map(SCHEMA.field, _names(columns))).empty_table()
 
     def frame(self, columns: Sequence[str] | None = None) -> DataFrame:
         """The same as a data frame of pandas."""
@@ -159,6 +158,10 @@ def _spreadsheet(table: Any) -> Any:
                 told = pc.binary_join_element_wise("'", column, "")
                 table = table.set_column(i, own, pc.if_else(risky, told, column))
     return table
+
+
+def _names(columns: Sequence[str] | None) -> list[str]:
+    return list(SCHEMA.names if columns is None else columns)
 
 
 def _check_columns(columns: Sequence[str] | None) -> None:

@@ -29,7 +29,20 @@ from patchlight import __version__
 from patchlight.attribution import versions
 from patchlight.bench.claims import Claim, Claims
 from patchlight.bench.events import End, Listener, Start, UnitEnd, UnitStart, Waiting
-from patchlight.bench.local import DEATHS, PAUSE, SECONDS, WHOLE, Begun, Part, Queue, Stop, Summary, begin, steady
+from patchlight.bench.local import (
+    DEATHS,
+    PAUSE,
+    SECONDS,
+    WHOLE,
+    Begun,
+    Part,
+    Queue,
+    Stop,
+    Summary,
+    begin,
+    lasted,
+    steady,
+)
 from patchlight.bench.plan import Group, Images, Unit, load_model, source_digest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import Before, Done
@@ -51,6 +64,8 @@ THREADS = 4
 """Threads of a task at most, where nobody says how many tasks there shall be."""
 ANSWER = 120.0
 """Seconds within which a node says which Patchlight it has; one that takes longer says so with its first unit."""
+PATIENCE = 60.0
+"""Seconds for which a cluster may have no node that can run a task, as when all are replaced."""
 
 
 def run_ray(
@@ -129,13 +144,17 @@ class Fleet:
     def work(self) -> None:
         """Until all of the part is done, or a stop is asked for and what runs then is done."""
         if not self._room():
-            what = f"{self.threads} CPUs{' and a GPU' if self.gpus else ''}"
-            raise PatchlightError(
-                f"no node of the Ray cluster has {what}, which a task needs; `ray status` tells what is there"
-            )
+            raise PatchlightError(self._no_room())
         waits = stopping = False
+        seen = time.monotonic()
         try:
             while True:
+                seen = time.monotonic() if self._room() else seen
+                if time.monotonic() - seen > PATIENCE:
+                    raise PatchlightError(
+                        f"no node of the Ray cluster has had {self._needs()} for {PATIENCE:.0f} seconds, which a task "
+                        "needs; what is done is kept, and the same command goes on once `ray status` shows nodes again"
+                    )
                 if self.stop.asked.is_set() and not stopping:
                     stopping = True
                     for ref in list(self.flying)[self._room() :]:  # the others run already
@@ -165,12 +184,24 @@ class Fleet:
         """How many tasks the cluster can run at once."""
         return sum(_tasks(node["Resources"], self.threads, self.gpus) for node in ray.nodes() if node["Alive"])
 
+    def _needs(self) -> str:
+        """What a node must have for a task, in words."""
+        return f"{self.threads} CPU{'s' * (self.threads > 1)}{' and a GPU' if self.gpus else ''}"
+
+    def _no_room(self) -> str:
+        """Why nothing can run; a run that was begun elsewhere keeps its threads, which may be more than any node's."""
+        told = f"no node of the Ray cluster has {self._needs()}, which a task needs"
+        if self.threads > _threads(self.begun.resources.device, self.workers):
+            return f"the run was begun with {self.threads} threads, and {told}; give another --out, or larger nodes"
+        return f"{told}; `ray status` tells what is there"
+
     def _take(self, unit: Unit, claim: Claim) -> None:
         known = self.begun.store.before(unit, failed_too=not self.begun.retry)
         self.listen(UnitStart(unit.group.label, list(unit.group.methods), len(unit.images), unit.key))
         flight = Flight(unit, claim, known, claim.deaths)
         if len(known) == unit.values:
-            self._keep(flight, assembled(unit, known), 0.0)
+            done = assembled(unit, known)
+            self._keep(flight, done, lasted(done.rows, 0.0, known=True))
         else:
             self._send(flight)
 
@@ -399,8 +430,8 @@ def work(order: str, told: Mapping[str, Any], before: Before, sizes: int) -> tup
     unit = _unit(recipe, told)
     begin = time.perf_counter()
     done = run_unit(unit, resources, before)
-    seconds = time.perf_counter() - begin
-    return done, steady(unit, seconds, sizes, resources) if sizes else seconds
+    seconds = lasted(done.rows, time.perf_counter() - begin, bool(before))
+    return done, steady(unit, done.rows, seconds, sizes, resources) if sizes else seconds
 
 
 def _spelled(unit: Unit) -> dict[str, Any]:

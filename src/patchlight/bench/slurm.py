@@ -7,10 +7,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from patchlight.bench.workers import PREEMPTED
 from patchlight.errors import PatchlightError
 
-NOT_FINISHED = 75
-"""What `patchlight bench run` ends with where it was told to stop before its part was done."""
 END = "END_OF_REPORT"
 WIDE = 90
 TIMES = "give hours and minutes as 2h, 90m or 1d12h, or as SLURM writes them: 02:00:00, 1-12:00:00"
@@ -84,7 +83,7 @@ def script(name: str, out: str, run: Sequence[str], report: Sequence[str], job: 
         "",
         _lines(["srun", *threads, *run], f'--shard "$SLURM_ARRAY_TASK_ID/{tasks}"'),
         "code=$?",
-        f'if [ "$code" = {NOT_FINISHED} ]; then',
+        f'if [ "$code" = {PREEMPTED} ]; then',
         "  # preempted, or out of time, with work left: what is done is kept, and the task goes on when its turn comes",
         '  scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
         "fi",

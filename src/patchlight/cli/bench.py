@@ -83,7 +83,7 @@ def run(
         count = workers or len(devices)
         options: dict[str, Any] = {"text": chosen.text, "quick": chosen.quick, "retry": retry, "part": part}
         if source is not None:
-            bring(source, out, devices[0], progress=not as_json)
+            bring(source, out, chosen.recipe, devices[0], progress=not as_json)
         try:
             with preemptible() as stop, _watching(chosen.recipe, as_json) as listen:
                 options |= {"stop": stop, "listen": listen}

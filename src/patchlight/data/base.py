@@ -310,12 +310,31 @@ def read_pairs(path: Path) -> dict[str, str]:
     return pairs
 
 
-def look_up(name: str, table: Mapping[str, T], path: Path, what: str = "line") -> T:
-    """What a file says of an image, which it may call by path or by file name, with or without suffix."""
-    for key in (bare(name), bare(Path(name).name)):
-        if key in table:
-            return table[key]
-    raise PatchlightError(f"'{path}' has no {what} for image '{name}'; add one or take the image away")
+def look_up(
+    names: Iterable[str],
+    table: Mapping[str, T],
+    path: Path,
+    what: str = "line",
+    endings: Mapping[str, str] | None = None,
+) -> dict[str, T]:
+    """What a file says of images, which it may call by path or by file name, with or without suffix.
+
+    `endings` are ends of paths, and what the table has for them. What is said of one image is said of no other.
+    """
+    found: dict[str, T] = {}
+    named: dict[str, str] = {}
+    for name in names:
+        keys = ((endings or {}).get(bare(name)), bare(name), bare(Path(name).name))
+        key = next((key for key in keys if key in table), None)
+        if key is None:
+            raise PatchlightError(f"'{path}' has no {what} for image '{name}'; add one or take the image away")
+        other = named.setdefault(key, name)
+        if bare(other) != bare(name):
+            raise PatchlightError(
+                f"'{path}' has one {what}, '{key}', for two images, '{other}' and '{name}'; give each its own, by path"
+            )
+        found[name] = table[key]
+    return found
 
 
 def bare(name: str) -> str:

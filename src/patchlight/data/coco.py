@@ -93,17 +93,17 @@ class Scene:
 class Coco:
     """A file of annotations: the names of its categories, in the order of their numbers, and a scene for each image.
 
-    `endings` has the scenes by every end of their images' paths that is no other's: 'val/1.jpg' is 'val/1' and '1'.
+    `endings` has the image of every end of a path that is no other's: 'val/1.jpg' is 'val/1' and '1'.
     """
 
     path: Path
     categories: tuple[str, ...]
     scenes: Mapping[str, Scene]
-    endings: Mapping[str, Scene]
+    endings: Mapping[str, str]
 
-    def scene(self, name: str) -> Scene:
-        """That of an image, which the file may call by a longer path, or by its file name."""
-        return self.endings.get(bare(name)) or look_up(name, self.scenes, self.path, "entry")
+    def of(self, names: Iterable[str]) -> dict[str, Scene]:
+        """Those of images, which the file may call by longer paths, or by their file names."""
+        return look_up(names, self.scenes, self.path, "entry", self.endings)
 
 
 class _Image(BaseModel):
@@ -177,13 +177,13 @@ def _twice(values: Iterable[Id]) -> Id | None:
     return next((value for value, count in Counter(values).items() if count > 1), None)
 
 
-def _endings(scenes: Mapping[str, Scene]) -> dict[str, Scene]:
+def _endings(scenes: Mapping[str, Scene]) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for name in scenes:
         parts = name.split("/")
         for begin in range(len(parts)):
             found.setdefault("/".join(parts[begin:]), []).append(name)
-    return {ending: scenes[names[0]] for ending, names in found.items() if len(names) == 1}
+    return {ending: names[0] for ending, names in found.items() if len(names) == 1}
 
 
 def draw(outline: Outline, size: tuple[int, int], name: str) -> Mask:

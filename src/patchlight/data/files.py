@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from patchlight.data.base import Data, Sample, Sources, bare, existing_folder, look_up, read_pairs, register_data
-from patchlight.data.coco import Coco, Scene, read_coco
+from patchlight.data.coco import Scene, read_coco
 from patchlight.data.notes import Note, read_boxes, scaled
 from patchlight.errors import PatchlightError, nearest, spelled
 from patchlight.images import list_images, open_image, open_mask
@@ -21,7 +20,6 @@ from patchlight.images import list_images, open_image, open_mask
 LAID_OUT = {"labels": "labels.csv", "boxes": "boxes.csv", "masks": "masks", "coco": "coco.json"}
 """By option, the file or folder it is where nothing else is given, in a folder that has its images in `images`."""
 Place = str | Path | None
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,24 +64,22 @@ def open_files(
         paths = {name: p for name, p in paths.items() if within not in p.resolve().parents}
     names, title = list(paths), root.resolve().name
     drawn = read_coco(given["coco"]) if "coco" in given else None
-    words = _words(names, given.get("labels"), drawn)
+    scenes = {} if drawn is None else drawn.of(names)
+    words = _words(names, given.get("labels"), None if drawn is None else scenes)
     if classes is None and drawn is not None and "labels" not in given:
         classes = drawn.categories
     elif classes is None and not all(word.isdecimal() for word in words.values()):
         classes = sorted(set(words.values()))
     numbers = {name: _class_index(word, name, classes) for name, word in words.items()}
-    scenes = {} if drawn is None else {name: _scene(drawn, name, words.get(name)) for name in names}
-    notes = _by_name(names, read_boxes(given["boxes"], bare), given["boxes"]) if "boxes" in given else {}
-    files = _by_name(names, _pngs(given["masks"]), given["masks"], "PNG") if "masks" in given else {}
+    if drawn is not None:
+        scenes = {name: _of_class(scene, words.get(name), drawn.categories) for name, scene in scenes.items()}
+    notes = look_up(names, read_boxes(given["boxes"], bare), given["boxes"]) if "boxes" in given else {}
+    files = look_up(names, _pngs(given["masks"]), given["masks"], "PNG") if "masks" in given else {}
     known = {
         name: Known(p, numbers.get(name), notes.get(name), files.get(name), scenes.get(name))
         for name, p in paths.items()
     }
     return Data(title, names, partial(_read, known, ignore), classes, partial(_sources, known, ignore))
-
-
-def _by_name(names: Sequence[str], table: Mapping[str, T], path: Path, what: str = "line") -> dict[str, T]:
-    return {name: look_up(name, table, path, what) for name in names}
 
 
 def _pngs(folder: Path) -> dict[str, Path]:
@@ -106,19 +102,19 @@ def _places(root: Path, options: Mapping[str, Place]) -> dict[str, Path]:
     return {**usual, **found}
 
 
-def _words(names: Sequence[str], labels: Path | None, drawn: Coco | None) -> dict[str, str]:
+def _words(names: Sequence[str], labels: Path | None, scenes: Mapping[str, Scene] | None) -> dict[str, str]:
     """The class of each image by name or number, as far as it is known."""
     if labels is not None:
-        return _by_name(names, read_pairs(labels), labels)
-    if drawn is not None:
-        found = {name: drawn.scene(name).category() for name in names}
+        return look_up(names, read_pairs(labels), labels)
+    if scenes is not None:
+        found = {name: scene.category() for name, scene in scenes.items()}
         return {name: word for name, word in found.items() if word is not None}
     return {name: name.split("/")[0] for name in names} if all("/" in name for name in names) else {}
 
 
-def _scene(drawn: Coco, name: str, word: str | None) -> Scene:
+def _of_class(scene: Scene, word: str | None, categories: Sequence[str]) -> Scene:
     """The things of an image's class, where that is a category; else all of them."""
-    return drawn.scene(name).of(word if word in drawn.categories else None)
+    return scene.of(word if word in categories else None)
 
 
 def _class_index(word: str, name: str, classes: Sequence[str] | None) -> int:

@@ -143,7 +143,7 @@ def _read_notes(path: Path, images: Mapping[str, Path]) -> dict[str, Note]:
         table = read_boxes(path, lambda image: Path(image).stem)
     else:
         table = {name: Note(label) for name, label in read_pairs(path).items()}
-    return {name: look_up(name, table, path) for name in images}
+    return look_up(images, table, path)
 
 
 def _solution(text: str, path: Path) -> Note:

@@ -28,8 +28,8 @@ DEEPEST = 16
 
 def bundled(kind: str = "bench") -> dict[str, Traversable]:
     """The recipes that come with the package, by name, of those that `patchlight KIND` takes."""
-    files = {file.name.removesuffix(".toml"): file for file in (resources.files(__name__) / kind).iterdir()}
-    return dict(sorted(files.items()))
+    files = (file for file in (resources.files(__name__) / kind).iterdir() if file.name.endswith(".toml"))
+    return dict(sorted((file.name.removesuffix(".toml"), file) for file in files))
 
 
 def find_recipe(given: str | Path, kind: str = "bench") -> Traversable:
