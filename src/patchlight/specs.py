@@ -161,14 +161,20 @@ class DataSpec(Spec):
             return self.model_copy(update={"path": path})
         return self.model_copy(update={"kind": kind, "path": path, "options": {}, "stands_for": self.kind})
 
-    def open(self, **options: Any) -> Data:
-        """The whole data set, with these options besides its own."""
-        from patchlight.data import KINDS, open_data
+    def check_given(self) -> None:
+        """Refuse data of which nobody has said where they are."""
+        from patchlight.data import KINDS
 
         if not self.path and not KINDS.find(self.kind).made_up:
             raise PatchlightError(
                 f"the recipe needs '{self.kind}' data; say where with --data DIR (or --data KIND:DIR)"
             )
+
+    def open(self, **options: Any) -> Data:
+        """The whole data set, with these options besides its own."""
+        from patchlight.data import open_data
+
+        self.check_given()
         return open_data(self.kind, self.path, **{**self.options, **options})
 
     def chosen(self, total: int, seed: int = 0) -> Sequence[int]:

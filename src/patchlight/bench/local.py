@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,8 @@ SECONDS = 30.0
 """How long a unit should take."""
 DEATHS = 3
 """Processes that may die of a unit before it counts as failed."""
+EACH = 4
+"""Units that everyone who shares the work should have of a group."""
 FEW = 4
 """Batches of a unit where the first says nothing about the others, because it failed."""
 MOST = 4096
@@ -68,8 +70,8 @@ class Part:
         Part(number=3, count=16)
         """
         number, slash, count = given.partition("/")
-        if not (slash and number.strip().isdecimal() and count.strip().isdecimal()):
-            raise PatchlightError(f"--shard {given} is not possible; give I/N, as in 3/16")
+        if not (slash and number.strip().isdecimal() and count.strip().isdecimal() and int(count)):
+            raise PatchlightError(f"--shard {given or 'of nothing'} is not possible; give I/N, as in 3/16")
         part = Part(int(number), int(count))
         if not 1 <= part.number <= part.count:
             raise PatchlightError(
@@ -117,6 +119,7 @@ class Begun:
     resources: Resources
     retry: bool
     notes: tuple[str, ...]
+    shares: int = 1
 
 
 def run(
@@ -128,6 +131,7 @@ def run(
     quick: bool = False,
     retry: bool = False,
     part: Part = WHOLE,
+    workers: int = 1,
     data: Data | None = None,
     threads: int | None = None,
     stop: Stop | None = None,
@@ -136,9 +140,9 @@ def run(
     """Run what is missing of a recipe into the store `out`; a run that was broken off goes on where it was.
 
     Any number of processes may do so at once: each unit is done by one of them. `part` confines this one to a share of
-    the images. `retry` runs again what failed. The chunk size and number of threads of the first run are kept, so that
-    a resumed run gives the same numbers to the bit on the same machine. `data` are images given in Python, in place of
-    the recipe's. `listen` is told of every step.
+    the images; units are small enough for all parts, and for so many `workers`. `retry` runs again what failed. The
+    chunk size and number of threads of the first run are kept, so that a resumed run gives the same numbers to the bit
+    on the same machine. `data` are images given in Python, in place of the recipe's. `listen` is told of every step.
     """
     stop = stop or Stop()
     store = Store(out)
@@ -147,7 +151,7 @@ def run(
     with claims.present():
         stop.leave = lambda: claims.tell(gone=True)
         begun = begin(store, claims, recipe, text, device, quick, retry, data, threads, stop, listen)
-        return work(begun, part, stop, listen)
+        return work(replace(begun, shares=part.count * workers), part, stop, listen)
 
 
 def begin(
@@ -287,12 +291,20 @@ class Queue:
             table = files.table() if files is not None else None
             rows = rows_of(table) if table is not None else []
             seconds = lasted(rows, 0.0, known=True)
-            self.begun.store.write_size(unit.group, unit_size(unit, seconds, len(self.begun.whole.images)))
+            self._write_size(unit, seconds)
+
+    def _write_size(self, first: Unit, seconds: float) -> None:
+        """Units of about half a minute, and several for each of those that share the work."""
+        images = len(self.begun.whole.images)
+        size = unit_size(first, seconds, images)
+        if self.begun.shares > 1:
+            size = min(size, size_of(first.group, -(-images // (self.begun.shares * EACH))))
+        self.begun.store.write_size(first.group, size)
 
     def finished(self, unit: Unit, claim: Claim, seconds: float) -> None:
         """A unit is stored; the first of a group says how large the others shall be, by the seconds it took."""
         if self.sizes(unit):
-            self.begun.store.write_size(unit.group, unit_size(unit, seconds, len(self.begun.whole.images)))
+            self._write_size(unit, seconds)
         self.done.add(unit.key)
         self.held.discard(unit.key)
         self.begun.claims.finish(unit.key, claim)

@@ -82,7 +82,7 @@ def run_workers(
         before = left.values_done()
         whole = begun.whole
         listen(Start(whole.values, before, begun.notes, len(whole.images), list(recipe.models), str(store.folder)))
-        crew = Crew(recipe, store.folder, text, quick, retry, part, devices, stop, listen)
+        crew = Crew(recipe, store.folder, text, quick, retry, part, workers, devices, stop, listen)
         now = crew.work(workers)
         left.done |= store.done()
         failures = store.failures()
@@ -115,6 +115,7 @@ class Crew:
         quick: bool,
         retry: bool,
         part: Part,
+        workers: int,
         devices: Sequence[str],
         stop: Stop,
         listen: Listener,
@@ -127,6 +128,7 @@ class Crew:
             "quick": quick,
             "retry": retry,
             "part": asdict(part),
+            "workers": workers,
             "plugins": loaded_files(),
         }
         self.events: queue.Queue[tuple[Worker, dict[str, Any] | None]] = queue.Queue()
@@ -277,6 +279,7 @@ def _main() -> int:
                 device=told["device"],
                 retry=told["retry"],
                 part=Part(**told["part"]),
+                workers=told["workers"],
                 stop=stop,
                 listen=listen,
             )

@@ -182,9 +182,9 @@ def report(
 
 def _conclude(summary: Summary, out: Path) -> None:
     done = f"{summary.before} of {summary.values} values done already" if summary.before else f"{summary.values} values"
-    reused = f", {summary.reused} of them from earlier" if summary.reused else ""
+    reused = f", {summary.reused} known from earlier" if summary.reused else ""
     left = f"; {summary.left} left, and the same command goes on" if summary.left else ""
-    say(f"{done}; {summary.now} run now{reused}{left}")
+    say(f"{done}; {summary.now - summary.reused} measured now{reused}{left}")
     _tell(summary.failures, summary.notes, say)
     say(f"`patchlight bench report {out}` shows the table")
 

@@ -62,6 +62,18 @@ def _told(whole: Plan, found: list[Estimated]) -> dict[str, object]:
     return about
 
 
+def _time(seconds: float) -> str:
+    """A time in the unit that suits it.
+
+    >>> _time(5.04), _time(600), _time(90000)
+    ('5 s', '10 min', '25 h')
+    """
+    for size, name in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {name}"
+    return f"{seconds:.2g} s"
+
+
 def _print(whole: Plan, found: list[Estimated], device: str) -> None:
     from rich.table import Table
 
@@ -76,7 +88,7 @@ def _print(whole: Plan, found: list[Estimated], device: str) -> None:
             table.add_row(group.label, ", ".join(group.methods), str(group.batch_size))
     else:
         table = Table(
-            "model", "methods", "s/image", "forwards/image", "memory", "units", "hours", box=None, pad_edge=False
+            "model", "methods", "s/image", "forwards/image", "memory", "units", "in all", box=None, pad_edge=False
         )
         for each in found:
             more = "> " if each.cut else ""
@@ -87,15 +99,15 @@ def _print(whole: Plan, found: list[Estimated], device: str) -> None:
                 f"{more}{each.forwards:.0f}",
                 f"{each.memory / 2**30:.1f} GB",
                 str(each.units),
-                f"{more}{each.total / 3600:.3g}",
+                f"{more}{_time(each.total)}",
             )
     console().print(table)
     if found:
-        units, hours = sum(each.units for each in found), sum(each.total for each in found) / 3600
+        units, seconds = sum(each.units for each in found), sum(each.total for each in found)
         forwards, memory = sum(each.forwards * each.images for each in found), max(each.memory for each in found)
         least = "at least " if any(each.cut for each in found) else ""
         print(
-            f"{units} units; {least}{forwards:.3g} forwards; {least}{hours:.3g} hours of one process on {device}, "
+            f"{units} units; {least}{forwards:,.0f} forwards; {least}{_time(seconds)} of one process on {device}, "
             f"which takes up to {memory / 2**30:.1f} GB"
         )
         for reason in dict.fromkeys(reason for each in found for reason in each.failures):

@@ -46,6 +46,7 @@ def print_job(
         report = [*program, "bench", "report", str(out), "--html", str(out / "report.html")]
         for plugin in chosen.given["plugin"] or ():
             report += ["--plugin", plugin]
+        chosen.recipe.data.check_given()
         text = script(chosen.recipe.name, str(out), run, report, job)
         (out / "logs").mkdir(parents=True, exist_ok=True)  # where SLURM writes what tasks print, before they begin
         print(text, end="")
