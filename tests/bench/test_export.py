@@ -191,7 +191,7 @@ def test_somebody_else_adds_a_method_and_only_it_is_measured(
     answer = CliRunner().invoke(app, [*map(str, words), "--from", str(public)])
     assert answer.exit_code == 0, answer.output
     assert {method for method, _ in made} == {"Rollout"}
-    assert "36 run now, 24 of them from earlier" in answer.stderr
+    assert "12 measured now, 24 known from earlier" in answer.stderr
     assert values(tmp_path / "mine") == values(shared.whole) | values(shared.method)
     assert not made[12:]
     merged = merge([public, shared.method], tmp_path / "merged")
