@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.bench_overhead import IMAGES, NAME, prepared
-from patchlight.bench import local
+from patchlight.bench import queue
 from patchlight.bench.local import run
-from patchlight.bench.recipe import parse
+from patchlight.bench.recipe import Recipe, parse
 from tests.bench.small import pictures
 
 SMALL = """
@@ -86,14 +86,14 @@ def overhead() -> list[list[str]]:
     return [[f"a unit besides its work ({UNITS} units of one image less 2 of all)", f"{each / 1000:.4f}", "", ""]]
 
 
-def _sized(recipe: local.Recipe, out: Path, size: int) -> float:
-    kept, local.size_of = local.size_of, lambda group, images: size
+def _sized(recipe: Recipe, out: Path, size: int) -> float:
+    kept, queue.size_of = queue.size_of, lambda group, images: size
     try:
         begin = time.perf_counter()
         run(recipe, out)
         return time.perf_counter() - begin
     finally:
-        local.size_of = kept
+        queue.size_of = kept
 
 
 def rows() -> Sequence[list[str]]:

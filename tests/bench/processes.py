@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from patchlight.bench.events import Event, Start, UnitEnd, UnitStart
-from patchlight.bench.local import WHOLE, Part, Stop, run
+from patchlight.bench.local import run
+from patchlight.bench.queue import WHOLE, Part, Stop
 from patchlight.errors import PatchlightError
 from tests.bench.small import recipe
 
@@ -54,9 +55,9 @@ def _run(images: Path, out: Path, log: Path, part: Part, about: dict[str, Any]) 
     if "most" in about:  # bytes a file may have: what is longer is told as a full disk is
         resource.setrlimit(resource.RLIMIT_FSIZE, (about["most"], about["most"]))
     if "seconds" in about:
-        from patchlight.bench import local
+        from patchlight.bench import queue
 
-        local.SECONDS = about["seconds"]
+        queue.SECONDS = about["seconds"]
     if about.get("preemptible"):
         _preempted(images, out, log, part)
         return

@@ -21,11 +21,12 @@ import pytest
 import torch
 
 import patchlight
-from patchlight.bench import local
+from patchlight.bench import queue
 from patchlight.bench.claims import Claims
 from patchlight.bench.events import Event, UnitEnd, UnitStart
-from patchlight.bench.local import Part, Stop, Summary, run
+from patchlight.bench.local import Summary, run
 from patchlight.bench.merge import bring
+from patchlight.bench.queue import Part, Stop
 from patchlight.bench.recipe import parse
 from patchlight.bench.store import Store
 from patchlight.errors import PatchlightError
@@ -93,7 +94,7 @@ def cluster(quiet: None) -> Iterator[Any]:
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of one batch, so that there are many."""
-    monkeypatch.setattr(local, "SECONDS", 1e-6)
+    monkeypatch.setattr(queue, "SECONDS", 1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -218,12 +218,12 @@ def test_units_are_a_few_methods_where_metrics_take_long_and_a_whole_pass_where_
 
 
 def test_values_do_not_depend_on_the_size_of_units(images: Path, tmp_path: Path, whole: Path) -> None:
-    from patchlight.bench import local
+    from patchlight.bench import queue
 
     sizes = [unit.images.names for unit in units(plan(recipe(images)), 2)]
     assert [len(names) for names in sizes] == [1, 2, 2, 1] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "SECONDS", 1e-6)
+        patch.setattr(queue, "SECONDS", 1e-6)
         run(recipe(images), tmp_path / "run")
     assert len(list((tmp_path / "run" / "units").iterdir())) == 12
     assert rows(tmp_path / "run") == rows(whole)

@@ -16,10 +16,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from patchlight.bench import local, workers
+from patchlight.bench import queue, workers
 from patchlight.bench.claims import Claims
-from patchlight.bench.local import Part, Stop, run
+from patchlight.bench.local import run
 from patchlight.bench.plan import plan
+from patchlight.bench.queue import Part, Stop
 from patchlight.bench.recipe import override
 from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources, run_unit
@@ -116,7 +117,7 @@ def test_a_group_whose_first_unit_is_done_and_not_timed_is_gone_on_with(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(local, "unit_size", killed)
+        patch.setattr(queue, "unit_size", killed)
         with pytest.raises(Killed):
             run(recipe(images), tmp_path / "run")
     assert Store(tmp_path / "run").done()
@@ -201,7 +202,7 @@ def slow(ask: Ask) -> torch.Tensor:
 """
 ENDS = """\
 import sys
-from patchlight.bench import local, workers
+from patchlight.bench import queue, workers
 workers.GRACE = 1.0
 from patchlight.cli import main
 sys.argv = ["patchlight", *sys.argv[1:]]

@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.bench.events import Listener, Planning
-from patchlight.bench.local import SECONDS, size_of
 from patchlight.bench.plan import Group, Plan
+from patchlight.bench.queue import SECONDS, size_of
 from patchlight.bench.unit import Resources, loaded, run_unit
 from patchlight.evidence.ablation import free_chunk
 

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 NOT_MEASURING = (
     *("cli", "viz", "figures", "verdict"),
     *(f"bench/{room}.py" for room in ("card", "claims", "cleaner", "compare", "differences", "estimate", "events")),
-    *(f"bench/{room}.py" for room in ("export", "html", "local", "manifest", "merge", "opened", "ray", "results")),
-    *(f"bench/{room}.py" for room in ("slurm", "statistics", "store", "tables", "workers")),
+    *(
+        f"bench/{room}.py"
+        for room in ("export", "html", "local", "manifest", "merge", "opened", "queue", "ray", "results")
+    ),
+    *(f"bench/{room}.py" for room in ("results", "slurm", "statistics", "store", "tables", "workers")),
 )
 """Parts of the package that may change without any map or value changing."""
 TOGETHER = 4

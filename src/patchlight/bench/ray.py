@@ -29,21 +29,9 @@ from patchlight import __version__
 from patchlight.attribution import versions
 from patchlight.bench.claims import Claim, Claims
 from patchlight.bench.events import End, Listener, Start, UnitEnd, UnitStart, Waiting
-from patchlight.bench.local import (
-    DEATHS,
-    PAUSE,
-    SECONDS,
-    WHOLE,
-    Begun,
-    Part,
-    Queue,
-    Stop,
-    Summary,
-    begin,
-    lasted,
-    steady,
-)
+from patchlight.bench.local import DEATHS, Summary, begin
 from patchlight.bench.plan import Group, Images, Unit, load_model, source_digest
+from patchlight.bench.queue import PAUSE, SECONDS, WHOLE, Begun, Part, Queue, Stop, lasted, steady
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import Before, Done
 from patchlight.bench.store import Store

@@ -23,8 +23,9 @@ import torch
 
 from patchlight.bench.claims import Claims
 from patchlight.bench.events import EVENTS, End, Event, Listener, Start, UnitEnd, Waiting
-from patchlight.bench.local import DEATHS, WHOLE, Part, Queue, Stop, Summary, begin, run
+from patchlight.bench.local import DEATHS, Summary, begin, run
 from patchlight.bench.plan import load_model
+from patchlight.bench.queue import WHOLE, Part, Queue, Stop
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import Row
 from patchlight.bench.store import Store

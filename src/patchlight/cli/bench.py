@@ -73,9 +73,9 @@ def run(
     doing, with exit code 75; the same command goes on.
     """
     with answering(as_json, debug):
-        from patchlight.bench.local import WHOLE, Part
         from patchlight.bench.local import run as run_local
         from patchlight.bench.merge import bring
+        from patchlight.bench.queue import WHOLE, Part
         from patchlight.bench.workers import PREEMPTED, devices_of, preemptible, run_workers
 
         devices = devices_of(chosen.device) if ray is None else [chosen.device]
