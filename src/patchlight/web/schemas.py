@@ -1,0 +1,277 @@
+"""What goes over the wire: every request and answer of the API, with its limits and an example."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from patchlight.evidence.fills import Painted
+
+MOST_METHODS, MOST_VARIANTS, MOST_TEXTS, MOST_PREDICTIONS, MOST_PATCHES = 16, 64, 64, 1000, 65_536
+NAME = r"^[A-Za-z0-9_.+-]{1,100}$"
+Index = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Seconds = Annotated[float, Field(ge=0, le=60, description="How long to wait for the end before a job is answered.")]
+ImageId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$", description="A bundled image, or what an upload gave.")]
+Text = Annotated[str, Field(min_length=1, max_length=300)]
+Number = float | None
+"""A number; null where it is not finite."""
+Removal = Literal["token", "patch"]
+"""Patch tokens are really removed, or patches are painted with a fill."""
+State = Literal["waiting", "running", "done", "failed", "cancelled"]
+
+
+class Closed(BaseModel):
+    """A request: what it does not know, it refuses."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Question(Closed):
+    """An image, and what is asked about it."""
+
+    image: ImageId
+    target: Index | None = Field(None, description="The class asked about; null: the predicted one.")
+    against: Index | None = Field(None, description="The class it is contrasted with: this against that.")
+    texts: list[Text] | None = Field(
+        None, min_length=1, max_length=MOST_TEXTS, description="Sentences as classes, of a model with a text side."
+    )
+    template: Annotated[str, Field(max_length=300)] = Field("{}", description="What stands around each sentence.")
+
+
+class MethodAsked(Closed):
+    """A method with settings."""
+
+    name: Annotated[str, Field(pattern=NAME)]
+    settings: dict[Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")], bool | int | float | str | None] = {}
+
+
+class Predict(Question):
+    most: Annotated[int, Field(ge=1, le=MOST_PREDICTIONS)] = 10
+    model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat"}]})
+
+
+class Explain(Question):
+    methods: list[MethodAsked] = Field(min_length=1, max_length=MOST_METHODS)
+    seed: Seed = 0
+    wait: Seconds = 0
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"image": "cat", "methods": [{"name": "genatt"}], "wait": 30}]}
+    )
+
+
+class Ablate(Question):
+    """Variants of the image, each without some patches."""
+
+    removed: list[Annotated[list[Index], Field(max_length=MOST_PATCHES)]] = Field(
+        min_length=1, max_length=MOST_VARIANTS, description="Patches of each variant, row by row from 0."
+    )
+    unit: Removal = "patch"
+    fill: Painted = "image-mean"
+    most: Annotated[int, Field(ge=1, le=MOST_PREDICTIONS)] = 10
+    model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat", "removed": [[27, 28, 35, 36]]}]})
+
+
+class MeasureAsked(Explain):
+    """Deletion and insertion of methods' maps, and of random orders."""
+
+    steps: Annotated[int, Field(ge=2, le=64)] = 16
+    unit: Removal = "patch"
+    fill: Painted = "image-mean"
+    randoms: Annotated[int, Field(ge=2, le=100)] = Field(20, description="Random orders to compare with.")
+    sanity: bool = Field(False, description="Also ask whether the maps change when the weights are randomised.")
+
+
+class Inside(Question):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat"}]})
+
+
+class FileAsked(Explain):
+    """What is on the screen, as a file."""
+
+    kind: Literal["png", "pdf", "arrays", "report"] = "png"
+    name: Annotated[str, Field(max_length=100)] = Field("image", description="What a report calls the image.")
+
+
+class Prediction(BaseModel):
+    index: int
+    label: str
+    value: Number
+
+
+class Predicted(BaseModel):
+    """The first classes by value, and those asked about whatever their place."""
+
+    predictions: list[Prediction]
+    asked: list[Prediction] = Field(description="The target, and the class it is contrasted with.")
+    quantity: Literal["probability", "cosine", "output"]
+
+
+class Ablated(BaseModel):
+    """For each variant what the model says; `whole` is what it says of the image as it is."""
+
+    whole: Predicted
+    variants: list[Predicted]
+
+
+class Map(BaseModel):
+    """Raw signed scores of one method, row by row."""
+
+    method: str
+    scores: list[list[Number]]
+    error: list[list[Number]] | None = Field(None, description="Standard errors, of methods that draw.")
+    level: Literal["token", "pixel"]
+    target: int
+    target_label: str
+    against: int | None
+    against_label: str | None
+    settings: dict[str, Any]
+    seed: int
+    seconds: float
+    warning: str = Field("", description="Why the map may say nothing.")
+
+
+class Curve(BaseModel):
+    """One order of removal. `values` are of the class asked about (of a pair, the difference), at each step."""
+
+    insertion: list[Number]
+    deletion: list[Number]
+    insertion_area: Number
+    deletion_area: Number
+    score: Number = Field(description="Insertion less deletion; higher is better.")
+
+
+class Truth(BaseModel):
+    """What removing patches in a map's order says of the map."""
+
+    method: str
+    order: list[int] = Field(description="Patches, the highest first.")
+    curve: Curve
+    predictions: list[Predicted] = Field(description="What the model says at each step of the deletion.")
+    beaten: int = Field(description="How many of the random orders it beats.")
+    better: bool = Field(description="Whether it beats so many that chance does so in 5 % of cases at most.")
+    words: str
+    sanity: Number = Field(None, description="Similarity to maps of a model with random weights; 1: nothing changed.")
+    sanity_words: str = ""
+
+
+class Randoms(BaseModel):
+    """The random orders: their mean curves, and their scores."""
+
+    count: int
+    curve: Curve
+    low: Number
+    high: Number
+    scores: list[Number]
+
+
+class MeasureResult(BaseModel):
+    fractions: list[float] = Field(description="The fraction of patches removed at each step.")
+    removed: list[int] = Field(description="How many patches that are.")
+    quantity: Literal["probability", "cosine", "output"]
+    random: Randoms
+    methods: list[Truth]
+
+
+class BlockInside(BaseModel):
+    """What the model would have said after a block."""
+
+    block: int
+    predictions: list[Prediction]
+    asked: list[Prediction]
+
+
+class InsideResult(BaseModel):
+    """`attention` [blocks][patches] of the token that the classifier reads, mean over heads; null with the reason."""
+
+    attention: list[list[Number]] | None
+    attention_reason: str = ""
+    reads: str = Field(description="Which rows of attention these are: of the class token, or the mean of all patches.")
+    lens: list[BlockInside] | None
+    lens_reason: str = ""
+    quantity: Literal["probability", "cosine", "output"]
+
+
+class Progress(BaseModel):
+    done: int
+    total: int | None
+
+
+class Job(BaseModel):
+    """A piece of work: its state, how far it is, and what it has given so far."""
+
+    id: str
+    kind: Literal["explain", "measure", "file"]
+    state: State
+    progress: Progress | None = None
+    seconds: float = 0.0
+    error: str = ""
+    maps: list[Map] = []
+    failures: dict[str, str] = Field({}, description="Methods that gave no map, and why.")
+    measured: MeasureResult | None = None
+    file: str | None = Field(None, description="Where its file is, once it is done.")
+
+
+class Photo(BaseModel):
+    """An image that is bundled."""
+
+    id: str
+    label: str
+    subject: str
+    credit: str
+    licence: str
+
+
+class ModelFacts(BaseModel):
+    name: str
+    library: str
+    image_size: tuple[int, int]
+    grid: tuple[int, int]
+    extent: tuple[int, int] = Field(description="Height and width of what the patches cover, of the image's size.")
+    depth: int
+    heads: int
+    prefix: int
+    classes: int
+    labels: list[str]
+    quantity: Literal["probability", "cosine", "output"]
+    takes_texts: bool
+    no_tokens: str | None = Field(description="Why tokens cannot be removed; null where they can.")
+    fills: list[str]
+    photos: list[Photo]
+    image: str | None = Field(description="The image to begin with.")
+    methods: list[str] = Field(description="The methods to begin with.")
+    python: str = Field(description="The line of Python that opens the model.")
+    cli: str = Field(description="The options of the command line that open it.")
+    bytes: int = Field(description="The largest upload.")
+    pixels: int = Field(description="The most pixels of an upload.")
+    device: str
+    version: str
+
+
+class MethodFacts(BaseModel):
+    name: str
+    summary: str
+    paper: str
+    cost: str
+    quick: bool = Field(description="Whether it takes a few forwards and backwards, and no more.")
+    seconds: Number = Field(None, description="What it took the last time, where it has run.")
+    supported: bool
+    reason: str
+    settings: dict[str, str]
+
+
+class Methods(BaseModel):
+    methods: list[MethodFacts]
+
+
+class ImageFacts(BaseModel):
+    id: str
+    width: int
+    height: int
+
+
+class Problem(BaseModel):
+    """Why a request was not met: one sentence."""
+
+    error: str
