@@ -17,7 +17,7 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.fills import Painted, fill_images
-from patchlight.images import FORMATS, Preprocess, open_image
+from patchlight.images import FORMATS, open_image
 from patchlight.resize import to_pixels
 from patchlight.web.schemas import Photo
 from patchlight.zoo.pocket import PHOTOS
@@ -89,7 +89,8 @@ class Album:
         pixels = vit.preprocess.tensor(picture)[None]
         tensor = vit.place(pixels if vit.channels == 3 else pixels.mean(1, keepdim=True))
         scale = max(1, round(448 / max(vit.preprocess.size)))
-        sharp: Preprocess = replace(vit.preprocess, size=tuple(scale * side for side in vit.preprocess.size))
+        height, width = vit.preprocess.size
+        sharp = replace(vit.preprocess, size=(scale * height, scale * width))
         whole = picture.copy()
         whole.thumbnail((LONGEST, LONGEST))
         return Held(name, tensor, whole, sharp.crop(picture), picture.size)

@@ -100,6 +100,8 @@ def explained(site: Site, asked: Explain, work: Work | None = None) -> dict[str,
         quick = []
     for request in [*quick, *slow]:
         _alone(site, question, [request], asked.seed, found, work)
+    if not found and work is not None:
+        raise PatchlightError(next(iter(work.job.failures.values())))
     return found
 
 

@@ -29,6 +29,7 @@ from patchlight.web.schemas import (
     Inside,
     InsideResult,
     Job,
+    Kind,
     MeasureAsked,
     MethodAsked,
     Methods,
@@ -155,7 +156,7 @@ def _jobs(site: Site) -> APIRouter:
     routes = _router()
     later: dict[int | str, dict[str, Any]] = {202: {"model": Job, "description": "It goes on; look again, or listen"}}
 
-    async def begin(kind: str, asked: Explain, quick: bool, function: Callable[[Work], None], to: Response) -> Job:
+    async def begin(kind: Kind, asked: Explain, quick: bool, function: Callable[[Work], None], to: Response) -> Job:
         work = Work(kind, function, QUICK if quick else SLOW, asyncio.get_running_loop())
         (site.quick if quick else site.slow).put(work)
         site.jobs.add(work)

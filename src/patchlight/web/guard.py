@@ -75,7 +75,7 @@ class Guard:
 
         try:
             self._check_host(headers)
-            self._check_origin(scope, headers, api)
+            self._check_origin(headers, api)
             if api:
                 self._check_token(headers)
             body = await self._body(scope, headers, receive)
@@ -91,7 +91,7 @@ class Guard:
             raise Refused(403, f"this server does not go by the name '{host[:100]}'; --allow-host NAME allows one")
 
     @staticmethod
-    def _check_origin(scope: Scope, headers: dict[str, str], api: bool) -> None:
+    def _check_origin(headers: dict[str, str], api: bool) -> None:
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.casefold() != headers.get("host", "").casefold():
             raise Refused(403, "requests of other sites are not answered")

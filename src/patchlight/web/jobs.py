@@ -21,7 +21,7 @@ import torch
 
 from patchlight.errors import Cancelled, PatchlightError
 from patchlight.progress import Watcher, watched
-from patchlight.web.schemas import Job, Progress
+from patchlight.web.schemas import Job, Kind, Progress
 
 T = TypeVar("T")
 KEPT, FILES, MINUTES = 256, 16, 15
@@ -142,11 +142,11 @@ class Work(Task["Job"]):
     """A job: its state is told to whoever listens, and what happened before is told again."""
 
     def __init__(
-        self, kind: str, function: Callable[[Work], None], limit: float, loop: asyncio.AbstractEventLoop
+        self, kind: Kind, function: Callable[[Work], None], limit: float, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(self._finish, limit, loop)
         self._work = function
-        self.job = Job(id=secrets.token_urlsafe(16), kind=kind, state="waiting")  # type: ignore[arg-type]
+        self.job = Job(id=secrets.token_urlsafe(16), kind=kind, state="waiting")
         self.file: tuple[bytes, str, str] | None = None
         self.over: float | None = None
         self._events: list[Event] = []

@@ -236,7 +236,7 @@ class Site:
             library=vit.library,
             image_size=vit.preprocess.size,
             grid=vit.grid,
-            extent=tuple(vit.extent),
+            extent=(vit.extent[0], vit.extent[1]),
             depth=vit.depth,
             heads=vit.heads,
             prefix=vit.prefix,
