@@ -33,7 +33,8 @@ def made(site: Site, **asked: object) -> tuple[bytes, str, str]:
     loop = asyncio.new_event_loop()
     try:
         work = Work("file", lambda _: None, 60, loop)
-        make_file(site, FileAsked.model_validate({"image": "cat", "methods": METHODS, **asked}), work)
+        question = FileAsked.model_validate({"image": "cat", "methods": METHODS, **asked})
+        make_file(site, question, site.album.find("cat"), work)
     finally:
         loop.close()
     assert work.file is not None
@@ -94,7 +95,7 @@ def test_a_report_says_the_command_that_makes_it(site: Site) -> None:
 
 def test_what_gives_no_map_is_told(site: Site) -> None:
     only_wrong = [MethodAsked(name="genatt", settings={"start": 99})]
-    with pytest.raises(PatchlightError, match="no method gave a map, so there is nothing to write"):
+    with pytest.raises(PatchlightError, match="start"):
         made(site, kind="png", methods=only_wrong)
     page = made(site, kind="report", methods=[*METHODS, MethodAsked(name="no-such")])[0].decode()
     assert "No map" in page

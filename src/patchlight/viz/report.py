@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -196,9 +196,7 @@ def report_html(sections: Sequence[Section], made: Made) -> str:
     )
 
 
-def made_by(
-    maps: Mapping[str, Attribution], trial: Trial, command: str, warnings: Sequence[str] = ()
-) -> Made:
+def made_by(maps: Mapping[str, Attribution], trial: Trial, command: str, warnings: Sequence[str] = ()) -> Made:
     """How maps of a model and their test were made; `command` makes the same report, `warnings` came on the way."""
     from patchlight.methods.requests import list_methods
 

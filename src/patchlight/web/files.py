@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.attribution import Attribution
-from patchlight.errors import PatchlightError
 from patchlight.metrics.base import on_grid
 from patchlight.truth import truths
 from patchlight.viz import figure_bytes, seen_figure
 from patchlight.viz.report import Explained, check_report, made_by, report_html, section_of
+from patchlight.web.album import Held
 from patchlight.web.answers import explained, trial_of
 from patchlight.web.jobs import Work
 from patchlight.web.schemas import FileAsked, MeasureAsked
@@ -26,19 +26,21 @@ SHARPER = 2
 MOST = 5
 """Classes that a report lists."""
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
-KINDS = {"png": "image/png", "pdf": "application/pdf", "arrays": "application/zip", "report": "text/html; charset=utf-8"}
+KINDS = {
+    "png": "image/png",
+    "pdf": "application/pdf",
+    "arrays": "application/zip",
+    "report": "text/html; charset=utf-8",
+}
 ENDS = {"png": ".png", "pdf": ".pdf", "arrays": ".zip", "report": ".html"}
 
 
-def make_file(site: Site, asked: FileAsked, work: Work) -> None:
+def make_file(site: Site, asked: FileAsked, held: Held, work: Work) -> None:
     """Make the file of a job: its bytes, their type, and a name."""
     if asked.kind == "report":
         check_report()
-    question = site.understood(asked)
-    maps = explained(site, asked, work)
-    if not maps:
-        why = "; ".join(f"{name}: {reason}" for name, reason in work.job.failures.items())
-        raise PatchlightError(f"no method gave a map, so there is nothing to write ({why})")
+    question = site.understood(asked, held)
+    maps = explained(site, asked, held, work)
     if asked.kind == "report":
         data = report(site, question, maps, asked, work)
     else:
