@@ -114,9 +114,7 @@ def explain(
     save: Annotated[str | None, typer.Option(help="Folder for the raw scores, one attribution per method.")] = None,
     report: Annotated[
         str | None,
-        typer.Option(
-            help="A file for a report to hand on: an .html with the maps, their test, and how they were made."
-        ),
+        typer.Option(help="A file for a report to hand on: HTML with the maps, their test, and how they were made."),
     ] = None,
     score: Annotated[
         str | None,

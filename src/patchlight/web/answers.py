@@ -192,6 +192,7 @@ def measure(site: Site, asked: MeasureAsked, held: Held, work: Work) -> None:
     """Deletion and insertion of methods' maps, and of random orders, told one by one."""
     question = site.understood(asked, held)
     trial = trial_of(site, question, asked)
+    maps = explained(site, asked, held, work)
     random = trial.random
     result = MeasureResult(
         fractions=[round(float(n) / float(trial.removed[-1]), 6) for n in trial.removed],

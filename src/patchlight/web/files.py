@@ -27,16 +27,16 @@ MOST = 5
 """Classes that a report lists."""
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 KINDS = {
-    "png": "image/png",
-    "pdf": "application/pdf",
-    "arrays": "application/zip",
-    "report": "text/html; charset=utf-8",
+    "png": ("image/png", ".png"),
+    "pdf": ("application/pdf", ".pdf"),
+    "arrays": ("application/zip", ".zip"),
+    "report": ("text/html; charset=utf-8", ".html"),
 }
-ENDS = {"png": ".png", "pdf": ".pdf", "arrays": ".zip", "report": ".html"}
 
 
 def make_file(site: Site, asked: FileAsked, held: Held, work: Work) -> None:
     """Make the file of a job: its bytes, their type, and a name."""
+    kind, end = KINDS[asked.kind]
     if asked.kind == "report":
         check_report()
     question = site.understood(asked, held)
@@ -44,8 +44,8 @@ def make_file(site: Site, asked: FileAsked, held: Held, work: Work) -> None:
     if asked.kind == "report":
         data = report(site, question, maps, asked, work)
     else:
-        data = arrays(maps) if asked.kind == "arrays" else picture(question, maps, ENDS[asked.kind])
-    work.file = data, KINDS[asked.kind], f"{_plain(asked.name)}-patchlight{ENDS[asked.kind]}"
+        data = arrays(maps) if asked.kind == "arrays" else picture(question, maps, end)
+    work.file = data, kind, f"{_plain(asked.name)}-patchlight{end}"
     work.job.file = f"/api/jobs/{work.job.id}/file"
 
 
