@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -51,11 +53,29 @@ class TrainingWarning(UserWarning):
 
 
 class Cancelled(Exception):
-    """The caller's `cancel` asked to stop."""
+    """Who watches the work (`progress.watched`) asked to stop."""
+
+
+_HEARD: ContextVar[list[str] | None] = ContextVar("heard", default=None)
+
+
+@contextlib.contextmanager
+def hearing() -> Iterator[list[str]]:
+    """Inside, Patchlight's warnings of this thread are put into a list, and not told."""
+    heard: list[str] = []
+    before = _HEARD.set(heard)
+    try:
+        yield heard
+    finally:
+        _HEARD.reset(before)
 
 
 def warn(words: str, category: type[Warning]) -> None:
     """Warn at the line that called Patchlight, however deep inside the reason was found."""
+    heard = _HEARD.get()
+    if heard is not None:
+        heard.append(words)
+        return
     frame = sys._getframe(1)
     line, outer = frame, frame.f_back
     while outer is not None:

@@ -1,6 +1,7 @@
 """How far a long piece of work is: told to a function, or drawn as a bar on a terminal or in a notebook.
 
-Such a bar comes after two seconds, so that short work stays silent, and goes when the work is done.
+Such a bar comes after two seconds, so that short work stays silent, and goes when the work is done. `watched` looks
+inside the work on one image: it hears of every chunk, and can stop it there.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from patchlight.errors import PatchlightError
+from patchlight.errors import Cancelled, PatchlightError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -28,6 +31,52 @@ PATIENCE = 2.0
 """Seconds before a bar is shown."""
 _SHOWN = threading.Lock()
 """Held while there is a bar: work inside that work, or in another thread beside it, draws none of its own."""
+
+
+@dataclass
+class Watcher:
+    """Who watches the work of a thread: `tell` hears of the forwards done and to do, `cancelled` says whether to stop.
+
+    What is to do is known a list of variants at a time, so that it grows with the rounds of a method.
+    """
+
+    tell: Callable[[int, int], None] = lambda done, total: None
+    cancelled: Callable[[], bool] = lambda: False
+    done: int = 0
+    total: int = 0
+
+    def begin(self, count: int) -> None:
+        """So many more are to do."""
+        self.total = self.done + count
+        self.check()
+
+    def advance(self, count: int) -> None:
+        """So many of them are done."""
+        self.done += count
+        self.tell(self.done, self.total)
+
+    def check(self) -> None:
+        """Stop here, where that is wanted."""
+        if self.cancelled():
+            raise Cancelled(f"stopped after {self.done} of {self.total} forwards")
+
+
+_WATCHED: ContextVar[Watcher | None] = ContextVar("watched", default=None)
+
+
+def watching() -> Watcher:
+    """Who watches what this thread does; nobody, where nobody does."""
+    return _WATCHED.get() or Watcher()
+
+
+@contextlib.contextmanager
+def watched(watch: Watcher) -> Iterator[None]:
+    """Inside, every chunk of variants and every pass is told to `watch`, and stops where it says so."""
+    before = _WATCHED.set(watch)
+    try:
+        yield
+    finally:
+        _WATCHED.reset(before)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from patchlight.evidence.ablation import Ablation, PixelMasks, RankRanges, Rende
 from patchlight.evidence.fills import fill_images
 from patchlight.evidence.precision import Precision
 from patchlight.targets import Targets
+from patchlight.progress import Watcher, watched
 from tests.families import PLAIN, build, images, shared
 
 
@@ -119,12 +120,19 @@ def test_progress_and_cancellation() -> None:
     model = vit.model.train()
     batch = images(vit)
     seen: list[tuple[int, int]] = []
-    Ablation(vit, batch, chunk=4, progress=lambda d, t: seen.append((d, t))).logits(subsets(vit, 10, 5))
-    assert seen == [(4, 10), (8, 10), (10, 10)]
-    with pytest.raises(Cancelled, match="stopped after 4 of 10"):
-        Ablation(vit, batch, chunk=4, cancel=lambda: len(seen) > 3, progress=lambda d, t: seen.append((d, t))).logits(
-            subsets(vit, 10, 5)
-        )
+    ablation = Ablation(vit, batch, chunk=4)
+    with watched(Watcher(lambda done, total: seen.append((done, total)))):
+        ablation.logits(subsets(vit, 10, 5))
+        assert seen == [(4, 10), (8, 10), (10, 10)]
+        ablation.logits(subsets(vit, 2, 5))
+        assert seen[3:] == [(12, 12)], "another list of variants adds to what is done"
+    with (
+        watched(Watcher(lambda done, total: seen.append((done, total)), lambda: len(seen) > 4)),
+        pytest.raises(Cancelled, match="stopped after 4 of 10"),
+    ):
+        ablation.logits(subsets(vit, 10, 5))
+    ablation.logits(subsets(vit, 2, 5))
+    assert len(seen) == 5, "nobody watches any more"
     assert model.training, "the model was left in another mode"
 
 

@@ -17,9 +17,10 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import Cancelled, PatchlightError
+from patchlight.errors import PatchlightError
 from patchlight.evidence.fills import Filling, painted
 from patchlight.evidence.precision import Decided, Precision, chosen, free_memory, tf32
+from patchlight.progress import watching
 from patchlight.registry import Setting
 from patchlight.resize import to_pixels
 from patchlight.targets import Score, Targets, score_of
@@ -125,7 +126,10 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Ablation:
-    """How variants are scored: chunk size (None: from free memory), precision, compilation, progress, cancellation."""
+    """How variants are scored: chunk size (None: from free memory), precision, compilation.
+
+    Whoever watches this thread (`progress.watched`) hears of every chunk, and can stop between two.
+    """
 
     vit: Anatomy
     images: Tensor
@@ -134,15 +138,14 @@ class Ablation:
     compile: bool = False
     fine: bool = False
     """Whether the readout is in float32 though the blocks are in bfloat16, so that close classes are told apart."""
-    progress: Callable[[int, int], None] | None = None
-    cancel: Callable[[], bool] | None = None
 
     def logits(self, variants: Variants | Sequence[Variants]) -> Tensor:
         """Logits [V,C] of every variant in float32 (or the model's own wider type), lists one after another."""
         lists = list(variants) if isinstance(variants, Sequence) else [variants]
         total = sum(len(v.owner) for v in lists)
         out: Tensor | None = None
-        done = 0
+        done, watch = 0, watching()
+        watch.begin(total)
         with contextlib.ExitStack() as inside:
             inside.enter_context(torch.inference_mode(False))
             inside.enter_context(torch.no_grad())
@@ -158,8 +161,7 @@ class Ablation:
                         kind = torch.float64 if self.vit.dtype == torch.float64 else torch.float32
                         out = torch.empty(total, logits.shape[1], device=logits.device, dtype=kind)
                     out[done + begin : done + stop] = logits
-                    if self.progress is not None:
-                        self.progress(done + stop, total)
+                    watch.advance(stop - begin)
                 done += len(some.owner)
         return out if out is not None else self.images.new_empty(0, self.vit.classes)
 
@@ -187,8 +189,7 @@ class Ablation:
         forward: Forward = (_first if first else _blocks) if fine else (_first_forward if first else _forward)
         forward = _compiled(runs.decides, forward) if self.compile and around is None else forward
         while begin < total:
-            if self.cancel is not None and self.cancel():
-                raise Cancelled(f"stopped after {begin} of {total} variants")
+            watching().check()
             stop = min(begin + size, total)
             try:
                 tokens, positions = variants.tokens(runs.embeds, images, embedded, slice(begin, stop))

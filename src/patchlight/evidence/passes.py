@@ -23,6 +23,7 @@ from patchlight.evidence.rows import has_tiles
 from patchlight.evidence.rules import PLAIN, RULES, Rule
 from patchlight.evidence.stages import Merging
 from patchlight.evidence.taps import Taps
+from patchlight.progress import watching
 from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 
 PIXELS = -1
@@ -145,6 +146,7 @@ def run_pass(
     products of the embedding and the blocks are in such a type, the tokens between them and the readout are not, and on
     CUDA attention stays fused whoever looks at it.
     """
+    watching().check()
     vit = vit.wide()
     runs = lowered(vit, precision, products=True)
     with torch.inference_mode(False), vit.steady(), runs.steady():

@@ -163,7 +163,8 @@ def _curve(
     return scored(removed_logits(ask, changed, insert, fill, **options), ask.of(target), ask, score)
 
 
-def _measured(curve: Tensor, changed: Tensor, integrator: Integrator) -> Measured:
+def measured(curve: Tensor, changed: Tensor, integrator: Integrator = "trapezoid") -> Measured:
+    """The area of curves [B,P] over the fraction of cells changed [P]."""
     x = changed.double() / changed[-1]
     steps = torch.linspace(float(x[0]), 1.0, len(x), dtype=x.dtype)  # a last step cut short counts as a whole one
     return Measured(area(curve, integrator, steps), curve, x)
@@ -218,7 +219,7 @@ def insertion(
     """
     changed = thresholds(count_cells(ask, unit), steps, first)
     curve = _curve(ask, True, changed, fill, target_class, score, unit=unit, upsampling=upsampling)
-    return _measured(curve, changed, integrator)
+    return measured(curve, changed, integrator)
 
 
 @register_metric(
@@ -250,7 +251,7 @@ def deletion(
     """
     changed = thresholds(count_cells(ask, unit), steps, first)
     curve = _curve(ask, False, changed, fill, target_class, score, unit=unit, upsampling=upsampling)
-    return _measured(curve, changed, integrator)
+    return measured(curve, changed, integrator)
 
 
 @register_metric(
@@ -286,9 +287,9 @@ def ins_del(
     over = fill if deletion_fill is None else deletion_fill
     inserted = _curve(ask, True, changed, fill, target_class, score, unit=unit, upsampling=upsampling)
     deleted = _curve(ask, False, changed, over, target_class, score, unit=unit, upsampling=upsampling)
-    found = _measured(inserted - deleted, changed, integrator)
+    found = measured(inserted - deleted, changed, integrator)
     parts = {
-        "insertion": _measured(inserted, changed, integrator).values,
-        "deletion": _measured(deleted, changed, integrator).values,
+        "insertion": measured(inserted, changed, integrator).values,
+        "deletion": measured(deleted, changed, integrator).values,
     }
     return Measured(found.values, found.curve, found.x, parts)
