@@ -47,9 +47,14 @@ def zeros(count: int, block: int = 2**20) -> bytes:
     return b"\x78\x9c" + one * (count // block) + rest + struct.pack(">I", total)
 
 
+def flat(side: int) -> bytes:
+    """A whole png of one bit a pixel, all black: a thousandth of its pixels in bytes."""
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    return png(header, chunk(b"IDAT", zeros(side * (side // 8 + (side % 8 > 0) + 1))))
+
+
 def bombs() -> dict[str, bytes]:
     """Small files that would be huge in memory, or say so."""
-    bits = struct.pack(">IIBBBBB", SIDE, SIDE, 1, 0, 0, 0, 0)
     colours = struct.pack(">IIBBBBB", SIDE, SIDE, 8, 2, 0, 0, 0)
     short = chunk(b"IDAT", zlib.compress(bytes(1000)))
     gif = b"GIF89a" + struct.pack("<HH", 65535, 65535) + b"\x80\x00\x00" + b"\x00\x00\x00\xff\xff\xff"
@@ -59,8 +64,10 @@ def bombs() -> dict[str, bytes]:
         struct.pack("<HHII", tag, 4, 1, value) for tag, value in ((256, SIDE), (257, SIDE), (273, 8), (279, 10))
     )
     return {
-        "a whole png of 50,000 x 50,000": png(bits, chunk(b"IDAT", zeros(SIDE * (SIDE // 8 + 1)))),
+        "a whole png of 50,000 x 50,000": flat(SIDE),
         "a png that says 50,000 x 50,000": png(colours, short),
+        "a png of 12,000 x 12,000": flat(12_000),
+        "a png of 9,000 x 9,000": flat(9000),
         "a png that says 2^31 x 2^31": png(struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0), short),
         "a gif of 65,535 x 65,535": gif + frame + b";",
         "a gif of a thousand such frames": gif + frame * 1000 + b";",

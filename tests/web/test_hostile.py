@@ -108,6 +108,27 @@ def test_a_gif_of_many_frames_is_its_first(client: httpx.Client) -> None:
     assert (answer.json()["width"], answer.json()["height"]) == (32, 32)
 
 
+def test_many_large_pictures_at_once_take_turns(server: Server) -> None:
+    """Twelve pictures of almost as many pixels as are taken, 5 kB each: unpacked all at once they would be gigabytes."""
+    data = [hostile.flat(6300) + bytes([i]) for i in range(12)]
+    statuses: list[int] = []
+    peak, before = [0.0], server.memory()
+
+    def one(file: bytes) -> None:
+        answer = httpx.post(f"{server.url}/api/images", content=file, headers=IMAGE, timeout=120)
+        statuses.append(answer.status_code)
+
+    threads = [threading.Thread(target=one, args=(file,)) for file in data]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        peak[0] = max(peak[0], server.memory() - before)
+        time.sleep(0.02)
+    assert set(statuses) <= {201, 429, 503}, statuses
+    assert 201 in statuses
+    assert peak[0] < 1000, f"{peak[0]:.0f} MB"
+
+
 @pytest.mark.parametrize("name", hostile.strangers())
 def test_what_is_no_picture_is_refused(name: str, client: httpx.Client) -> None:
     refused(upload(client, hostile.strangers()[name]), 400, 411, 413, 415, 422)
@@ -190,6 +211,13 @@ def test_a_large_json_is_refused(client: httpx.Client, server: Server) -> None:
     assert status(talk(server, head)) == 413
 
 
+def test_a_get_with_a_large_body_is_answered_without_it(server: Server) -> None:
+    head = lines(server, f"Content-Length: {200 * 2**20}")
+    before = server.memory()
+    assert status(talk(server, head + bytes(2**20))) in (200, 400, 413)
+    assert server.memory() - before < 100
+
+
 @pytest.mark.parametrize(
     "length", ["-1", "abc", "1e3", "9" * 40, "+5", "0x10", "1, 2", ""], ids=lambda text: text or "none"
 )
@@ -211,7 +239,7 @@ def test_two_lengths_are_refused(server: Server) -> None:
         assert not said or 400 <= status(said) < 500
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost@evil", "", "[::1", "0.0.0.0:{port}"])
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost@evil", "", "[::1"])
 @pytest.mark.parametrize("path", ["/", "/api/model", "/static/style.css", "/nothing"])
 def test_another_host_is_refused(server: Server, host: str, path: str) -> None:
     """A name that an attacker lets point here sees nothing: no DNS rebinding."""
@@ -233,7 +261,7 @@ def test_names_of_the_loopback_are_hosts(server: Server) -> None:
         assert status(talk(server, lines(server, f"Host: {host}"))) == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "https://127.0.0.1:{port}", "http://127.0.0.1.evil.example:{port}"])
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "http://[evil", "http://", "", "http://127.0.0.1.evil.example:{port}"])
 def test_another_origin_is_refused(client: httpx.Client, server: Server, origin: str) -> None:
     """Neither a post nor a read from another site, nor the question beforehand whether it may."""
     headers = {"Origin": origin.format(port=server.port)}
@@ -410,24 +438,29 @@ def test_slow_bodies_do_not_keep_others_waiting(server: Server) -> None:
 
 
 @pytest.mark.page
-@pytest.mark.parametrize("start", ["GET /api/model HTTP/1.1", "POST /api/images HTTP/1.1", "POST /api/predict HTTP/1.1"])
-def test_who_never_ends_a_request_is_let_go(server: Server, start: str) -> None:
-    """Bytes go on dribbling in, and still the line is closed within a minute and a half, with 408 if anything is said."""
-    head = lines(server, "Content-Type: image/png", "Content-Length: 100000", start=start)
-    head = head if start.startswith("POST") else head[:-2] + b"X-a: "
+@pytest.mark.parametrize("what", ["head", "second head", "upload", "json"])
+def test_who_never_ends_a_request_is_let_go(server: Server, what: str) -> None:
+    """Bytes go on dribbling in, and still the line is closed within a minute, with 408 if anything is said."""
+    path = "/api/predict" if what == "json" else "/api/images"
+    head = lines(server, "Content-Type: image/png", "Content-Length: 100000", start=f"POST {path} HTTP/1.1")
+    if "head" in what:
+        head = f"GET /api/model HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nX-a: ".encode()
     begin = time.monotonic()
     with socket.create_connection(server.address, timeout=1) as line:
+        if what == "second head":
+            line.sendall(f"GET /static/none HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+            assert status(line.recv(65536)) == 404
         line.sendall(head)
         said = b""
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() - begin < 90:
+            while time.monotonic() - begin < 60:
                 line.sendall(b"a")
                 with contextlib.suppress(TimeoutError):
                     part = line.recv(65536)
                     said += part
                     if not part:
                         break
-    assert time.monotonic() - begin < 90, "the line is still open"
+    assert time.monotonic() - begin < 60, "the line is still open"
     assert not said or status(said) in (400, 408, 415)
 
 
