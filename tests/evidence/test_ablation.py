@@ -15,8 +15,8 @@ from patchlight.errors import Cancelled
 from patchlight.evidence.ablation import Ablation, PixelMasks, RankRanges, Rendered, TokenSubsets, Variants
 from patchlight.evidence.fills import fill_images
 from patchlight.evidence.precision import Precision
-from patchlight.targets import Targets
 from patchlight.progress import Watcher, watched
+from patchlight.targets import Targets
 from tests.families import PLAIN, build, images, shared
 
 

@@ -17,6 +17,7 @@ from patchlight.cli.evaluate import evaluate
 from patchlight.cli.explain import demo, explain
 from patchlight.cli.figure import figure
 from patchlight.cli.recommend import recommend
+from patchlight.cli.serve import serve
 from patchlight.cli.shapley import shapley
 from patchlight.cli.tables import methods, metrics, models
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (demo, explain, evaluate, recommend, figure, methods, metrics, models):
+for command in (demo, explain, evaluate, recommend, serve, figure, methods, metrics, models):
     app.command()(command)
 
 app.add_typer(bench)

@@ -1,0 +1,141 @@
+"""The images of a site: those that are bundled, and uploads, which live in memory alone and go when others come."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import io
+import json
+import secrets
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.errors import PatchlightError
+from patchlight.evidence.fills import Painted, fill_images
+from patchlight.images import FORMATS, Preprocess, open_image
+from patchlight.resize import to_pixels
+from patchlight.web.schemas import Photo
+from patchlight.zoo.pocket import PHOTOS
+
+MOST_BYTES, MOST_PIXELS, MOST_UPLOADS = 20 * 2**20, 40_000_000, 24
+LONGEST = 1024
+"""The longer side of the picture that is kept to be shown."""
+
+
+class Gone(PatchlightError):
+    """An image that is not there, or no longer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """An image as the model is given it [1,C,H,W], and pictures of it: `seen` is the cut that the model sees."""
+
+    id: str
+    tensor: Tensor
+    whole: Image.Image
+    seen: Image.Image
+    size: tuple[int, int]
+
+
+class Album:
+    """Images by their ids. An upload's id is a hash of its bytes under a key that nobody else has."""
+
+    def __init__(self, vit: Anatomy) -> None:
+        self._vit = vit
+        self._key = secrets.token_bytes(32)
+        self._lock = threading.Lock()
+        self._uploads: OrderedDict[str, Held] = OrderedDict()
+        self._photos: dict[str, Held] = {}
+        self.photos = [_photo(about) for about in json.loads((PHOTOS / "photos.json").read_text(encoding="utf-8"))]
+        if vit.channels not in (1, 3):
+            self.photos = []
+
+    def add(self, data: bytes) -> Held:
+        """Keep an upload; what is no image, or has too many pixels, is refused before it is decoded."""
+        name = "u-" + hmac.new(self._key, data, hashlib.sha256).hexdigest()[:40]
+        with self._lock:
+            if name in self._uploads:
+                self._uploads.move_to_end(name)
+                return self._uploads[name]
+        return self.keep(name, decoded(data))
+
+    def keep(self, name: str, picture: Image.Image) -> Held:
+        """Keep a picture under a name."""
+        held = self._held(name, picture)
+        with self._lock:
+            self._uploads[name] = held
+            while len(self._uploads) > MOST_UPLOADS:
+                self._uploads.popitem(last=False)
+        return held
+
+    def find(self, name: str) -> Held:
+        with self._lock:
+            if name in self._uploads:
+                self._uploads.move_to_end(name)
+                return self._uploads[name]
+        if name not in {photo.id for photo in self.photos}:
+            raise Gone(f"no image '{name}' is here; upload it, again if it has been here before")
+        if name not in self._photos:
+            self._photos[name] = self._held(name, open_image(PHOTOS / f"{name}.jpg"))
+        return self._photos[name]
+
+    def _held(self, name: str, picture: Image.Image) -> Held:
+        vit = self._vit
+        pixels = vit.preprocess.tensor(picture)[None]
+        tensor = vit.place(pixels if vit.channels == 3 else pixels.mean(1, keepdim=True))
+        scale = max(1, round(448 / max(vit.preprocess.size)))
+        sharp: Preprocess = replace(vit.preprocess, size=tuple(scale * side for side in vit.preprocess.size))
+        whole = picture.copy()
+        whole.thumbnail((LONGEST, LONGEST))
+        return Held(name, tensor, whole, sharp.crop(picture), picture.size)
+
+    def picture(self, name: str, side: int, fill: Painted | None = None, whole: bool = False) -> bytes:
+        """A PNG: what the model sees of an image, the image uncut, or a fill of it."""
+        held = self.find(name)
+        if whole:
+            picture = held.whole
+        elif fill is None:
+            picture = held.seen
+        else:
+            filled = fill_images(fill, held.tensor, self._vit)
+            large = max(1, side // max(self._vit.preprocess.size))
+            size = tuple(large * s for s in self._vit.preprocess.size)
+            picture = self._vit.preprocess.picture(to_pixels(filled.float(), size, upsampling="nearest")[0])
+        if max(picture.size) > side:
+            picture = picture.copy()
+            picture.thumbnail((side, side))
+        out = io.BytesIO()
+        picture.save(out, "PNG", compress_level=1)
+        return out.getvalue()
+
+
+def decoded(data: bytes) -> Image.Image:
+    """The picture in some bytes, upright, without anything else that the file says of itself."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.width * image.height > MOST_PIXELS:
+                limit = MOST_PIXELS // 10**6
+                raise PatchlightError(
+                    f"the image has {image.width} x {image.height} pixels; at most {limit} million are taken"
+                )
+            upright = open_image(image)
+    except PatchlightError:
+        raise
+    except (UnidentifiedImageError, Image.DecompressionBombError) as error:
+        known = ", ".join(FORMATS)
+        raise PatchlightError(f"these {len(data)} bytes are no image that can be read: give one of {known}") from error
+    except Exception as error:  # decoders meet damaged bytes with every kind of exception
+        raise PatchlightError("the image is damaged or cut short") from error
+    bare = Image.new("RGB", upright.size)
+    bare.paste(upright)
+    return bare
+
+
+def _photo(about: dict[str, str]) -> Photo:
+    told = {key: about[key] for key in ("label", "subject", "credit", "licence")}
+    return Photo(id=about["file"].removesuffix(".jpg"), **told)

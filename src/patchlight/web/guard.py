@@ -1,0 +1,187 @@
+"""Who may ask, and how much: checked before anything else sees a request. No class here knows what is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from patchlight.web.album import MOST_BYTES
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MOST_JSON = 2**20
+BODY_SECONDS, MOST_BODIES = 20.0, 16
+"""How long a body may take to arrive, and how many may be arriving at once."""
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors {ancestors}"
+)
+
+
+class Refused(Exception):
+    """A request that goes no further: its status, a sentence, and headers."""
+
+    def __init__(self, status: int, sentence: str, **headers: str) -> None:
+        super().__init__(sentence)
+        self.status, self.headers = status, headers
+
+
+class Guard:
+    """Checks Host (no DNS rebinding), Origin (no cross-site posts), the token, and the size and time of bodies.
+
+    `hosts` are names that this server goes by, besides localhost and addresses; `embedded` lets a notebook on another
+    origin show the page in a frame.
+    """
+
+    def __init__(
+        self, app: App, hosts: frozenset[str] = frozenset(), token: str | None = None, embedded: bool = False
+    ) -> None:
+        self._app, self._token = app, token
+        self._hosts = {"localhost", *(host.casefold() for host in hosts)}
+        self._bodies = 0
+        self._headers = [
+            (b"content-security-policy", CSP.format(ancestors="*" if embedded else "'self'").encode()),
+            (b"x-content-type-options", b"nosniff"),
+            (b"referrer-policy", b"no-referrer"),
+            (b"cross-origin-opener-policy", b"same-origin"),
+            (b"cross-origin-resource-policy", b"same-origin"),
+            (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        headers = {key.decode("latin-1").casefold(): value.decode("latin-1") for key, value in scope["headers"]}
+        api = scope["path"].startswith("/api/")
+
+        async def dressed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                cache = [(b"cache-control", b"no-store" if api else b"no-cache")]
+                known = {key for key, _ in message.get("headers", [])}
+                added = [pair for pair in [*self._headers, *cache] if pair[0] not in known]
+                message = {**message, "headers": [*message.get("headers", []), *added]}
+            await send(message)
+
+        try:
+            self._check_host(headers)
+            self._check_origin(scope, headers, api)
+            if api:
+                self._check_token(headers)
+            body = await self._body(scope, headers, receive)
+        except Refused as refused:
+            await _answer(refused, dressed)
+            return
+        await self._app(scope, _replayed(body, receive), dressed)
+
+    def _check_host(self, headers: dict[str, str]) -> None:
+        host = headers.get("host", "")
+        name = _hostname(host)
+        if name is None or not (name.casefold() in self._hosts or _is_address(name)):
+            raise Refused(403, f"this server does not go by the name '{host[:100]}'; --allow-host NAME allows one")
+
+    @staticmethod
+    def _check_origin(scope: Scope, headers: dict[str, str], api: bool) -> None:
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.casefold() != headers.get("host", "").casefold():
+            raise Refused(403, "requests of other sites are not answered")
+        if api and headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            raise Refused(403, "requests of other sites are not answered")
+
+    def _check_token(self, headers: dict[str, str]) -> None:
+        if self._token is None:
+            return
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            raise Refused(
+                401,
+                "this server wants its token, as 'Authorization: Bearer TOKEN'; the page takes it behind '#token='",
+                **{"www-authenticate": "Bearer"},
+            )
+
+    async def _body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> bytes:
+        """The whole body, if it is small enough and comes in time."""
+        if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+            return b""
+        limit = MOST_BYTES if scope["path"] == "/api/images" else MOST_JSON
+        told = headers.get("content-length", "0")
+        if not told.isdigit() or int(told) > limit:
+            raise _too_large(limit)
+        if self._bodies >= MOST_BODIES:
+            raise Refused(429, "too many uploads are under way; try again in a moment", **{"retry-after": "1"})
+        self._bodies += 1
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return await _read(receive, limit)
+        except TimeoutError:
+            raise Refused(
+                408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", connection="close"
+            ) from None
+        finally:
+            self._bodies -= 1
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refused(400, "the body was cut short")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise _too_large(limit)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(limit: int) -> Refused:
+    size = f"{limit // 2**20} MB" if limit >= 2**20 else f"{limit // 2**10} kB"
+    return Refused(413, f"the body is too large; at most {size} are taken", connection="close")
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body that was read, and then what comes: a disconnect."""
+    waiting = [body]
+
+    async def again() -> Message:
+        if waiting:
+            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+        return await receive()
+
+    return again
+
+
+async def _answer(refused: Refused, send: Send) -> None:
+    body = json.dumps({"error": str(refused)}).encode()
+    headers = [(key.encode(), value.encode()) for key, value in refused.headers.items()]
+    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _hostname(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _is_address(name: str) -> bool:
+    """Whether a host is an address: no name that somebody could point elsewhere."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,250 @@
+"""Work in lanes: bounded queues with a thread each, jobs that tell how far they are, and cancellation.
+
+Quick work (a forward or a few) and slow work (thousands) have a lane each, so that the page follows the hand while a
+slow method runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+from patchlight.errors import Cancelled, PatchlightError
+from patchlight.progress import Watcher, watched
+from patchlight.web.schemas import Job, Progress
+
+T = TypeVar("T")
+KEPT, FILES, MINUTES = 256, 16, 15
+"""How many finished jobs are remembered, how many of them with their file, and for how long."""
+TOLD = 0.1
+"""Seconds between two words about progress."""
+
+
+class Busy(PatchlightError):
+    """Too much work is waiting already."""
+
+
+class OutOfTime(PatchlightError):
+    """A piece of work took longer than is allowed."""
+
+
+class Lane:
+    """A thread that does one piece of work after another; at most `waiting` of them wait."""
+
+    def __init__(self, name: str, waiting: int, threads: int) -> None:
+        self.name = name
+        self._threads = threads
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(waiting)
+        self._thread = threading.Thread(target=self._work, name=f"patchlight-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        try:
+            self._queue.put_nowait(work)
+        except queue.Full:
+            raise Busy(f"{self._queue.maxsize} requests are waiting already; try again in a moment") from None
+
+    def close(self) -> None:
+        """No more work is done than what is under way."""
+        while True:
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                break
+        self._queue.put(None)
+
+    def _work(self) -> None:
+        torch.set_num_threads(self._threads)
+        while True:
+            work = self._queue.get()
+            if work is None:
+                return
+            work()
+            del work
+
+
+@dataclass(eq=False)
+class Task(Generic[T]):
+    """One piece of work in a lane, which is watched: it can be cancelled, and stops when its time is over."""
+
+    function: Callable[[Task[T]], T]
+    limit: float
+    """Seconds that it may run."""
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[T] = field(init=False)
+    stop: threading.Event = field(default_factory=threading.Event)
+    begun: float | None = None
+
+    def __post_init__(self) -> None:
+        self.done = self.loop.create_future()
+
+    @property
+    def late(self) -> bool:
+        return self.begun is not None and time.monotonic() - self.begun > self.limit
+
+    def progressed(self, done: int, total: int) -> None:
+        """Told of every chunk."""
+
+    def started(self) -> None:
+        """Told when its turn has come."""
+
+    def __call__(self) -> None:
+        self.begun = time.monotonic()
+        try:
+            if self.stop.is_set():
+                raise Cancelled("cancelled")
+            self.started()
+            with watched(Watcher(self.progressed, lambda: self.stop.is_set() or self.late)):
+                result = self.function(self)
+        except BaseException as error:
+            told: BaseException = error
+            if isinstance(error, Cancelled) and self.late and not self.stop.is_set():
+                told = OutOfTime(f"it took longer than {self.limit:.0f} seconds and was stopped")
+            self._tell(lambda: self.done.set_exception(told))
+        else:
+            self._tell(lambda: self.done.set_result(result))
+
+    def _tell(self, settle: Callable[[], None]) -> None:
+        def now() -> None:
+            if not self.done.done():
+                settle()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(now)
+
+
+async def run(lane: Lane, limit: float, function: Callable[[], T]) -> T:
+    """What a function gives, computed in a lane."""
+    task = Task[T](lambda _: function(), limit, asyncio.get_running_loop())
+    lane.put(task)
+    try:
+        return await task.done
+    except asyncio.CancelledError:
+        task.stop.set()
+        raise
+
+
+Event = tuple[int, str, str]
+"""Its number, a name, and data as JSON."""
+
+
+class Work(Task["Job"]):
+    """A job: its state is told to whoever listens, and what happened before is told again."""
+
+    def __init__(
+        self, kind: str, function: Callable[[Work], None], limit: float, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(self._finish, limit, loop)
+        self._work = function
+        self.job = Job(id=secrets.token_urlsafe(16), kind=kind, state="waiting")  # type: ignore[arg-type]
+        self.file: tuple[bytes, str, str] | None = None
+        self.over: float | None = None
+        self._events: list[Event] = []
+        self._said = 0
+        self._heard = asyncio.Event()
+        self._lock = threading.Lock()
+        self._last = 0.0
+        self.done.add_done_callback(self._settled)
+
+    def started(self) -> None:
+        self.job.state = "running"
+        self.tell("job")
+
+    def progressed(self, done: int, total: int) -> None:
+        self.job.progress = Progress(done=done, total=total)
+        now = time.monotonic()
+        if now - self._last >= TOLD:
+            self._last = now
+            self.tell("job")
+
+    def cancel(self) -> None:
+        self.stop.set()
+        if self.begun is None and not self.done.done():
+            self.done.set_exception(Cancelled("cancelled before it began"))
+
+    def tell(self, name: str, data: str | None = None) -> None:
+        """Say something to all who listen: the job's own state, or what was found."""
+        if self.begun is not None:
+            self.job.seconds = round(time.monotonic() - self.begun, 3)
+        said = data if data is not None else self.job.model_dump_json(exclude={"maps", "measured"})
+        with self._lock:
+            if name == "job":
+                self._events = [event for event in self._events if event[1] != "job"]  # the last one tells all
+            self._said += 1
+            self._events.append((self._said, name, said))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self.loop.call_soon_threadsafe(self._heard.set)
+
+    async def news(self, after: int, patience: float) -> list[Event]:
+        """What was said after the event of that number; nothing, where nothing is said within the time."""
+        until = self.loop.time() + patience
+        while True:
+            with self._lock:
+                news = [event for event in self._events if event[0] > after]
+            if news or self.over is not None or self.loop.time() >= until:
+                return news
+            self._heard.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._heard.wait(), min(0.5, patience))
+
+    def _finish(self, task: Task[Job]) -> Job:
+        self._work(self)
+        return self.job
+
+    def _settled(self, done: asyncio.Future[Job]) -> None:
+        error = done.exception()
+        if error is None:
+            self.job.state = "done"
+        elif isinstance(error, Cancelled):
+            self.job.state, self.job.error = "cancelled", "cancelled"
+        else:
+            self.job.state, self.job.error = "failed", in_words(error)
+        self._work = lambda _: None
+        self.over = time.monotonic()
+        self.tell("job")
+        self.tell("end", self.job.model_dump_json())
+
+
+def in_words(error: BaseException) -> str:
+    """One sentence for the client; what was not foreseen is told by its kind alone."""
+    if isinstance(error, PatchlightError):
+        return " ".join(str(error).split())
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "memory has run out; ask for less at once"
+    return f"this failed with an unexpected {type(error).__name__}; the server's log says more"
+
+
+class Board:
+    """The jobs by their ids; the oldest finished ones are forgotten."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[str, Work] = OrderedDict()
+
+    def add(self, work: Work) -> None:
+        self._forget()
+        self._jobs[work.job.id] = work
+
+    def find(self, name: str) -> Work | None:
+        return self._jobs.get(name)
+
+    def all(self) -> list[Work]:
+        return list(self._jobs.values())
+
+    def _forget(self) -> None:
+        now = time.monotonic()
+        finished = [key for key, work in self._jobs.items() if work.over is not None]
+        old = [key for key in finished if now - (self._jobs[key].over or now) > 60 * MINUTES]
+        for key in {*old, *finished[: max(0, len(self._jobs) - KEPT)]}:
+            del self._jobs[key]
+        for work in [work for work in self._jobs.values() if work.file is not None][:-FILES]:
+            work.file = work.job.file = None

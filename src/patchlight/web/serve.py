@@ -1,0 +1,132 @@
+"""A server for a site: uvicorn behind the guard, in this thread or beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from patchlight.errors import PatchlightError
+from patchlight.web.app import create_app
+from patchlight.web.guard import App, Guard
+from patchlight.web.site import Site
+
+HEAD_SECONDS, MOST_CONNECTIONS = 10.0, 256
+"""How long the head of a request may take to arrive, and how many may be connected."""
+
+
+class Patient(H11Protocol):
+    """HTTP/1.1, patient for so long: a connection that does not finish its request's head is closed."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
+
+    def _late(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+def guarded(site: Site, hosts: frozenset[str] = frozenset(), token: str | None = None, embedded: bool = False) -> App:
+    """The application of a site with its guard before it."""
+    return Guard(create_app(site), hosts, token, embedded)
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "127.0.0.1", "::1") or host.startswith("127.")
+
+
+class Server:
+    """A site on a port; `run` serves in this thread until it is interrupted, `start` and `stop` beside it.
+
+    `port` 0 takes a free one, which `port` then says.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        hosts: frozenset[str] = frozenset(),
+        embedded: bool = False,
+    ) -> None:
+        self.site, self.host, self.token = site, host, token
+        self._socket = _listening(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            guarded(site, hosts | {host}, token, embedded),
+            http=Patient,
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=2,
+            h11_max_incomplete_event_size=2**16,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the page is, with its token."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        where = f"[{host}]" if ":" in host else host
+        return f"http://{where}:{self.port}/" + (f"#token={self.token}" if self.token else "")
+
+    def run(self) -> None:
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self.site.close()
+
+    def start(self) -> None:
+        """Serve beside this thread; back when it answers."""
+        self._thread = threading.Thread(target=self.run, name="patchlight-server", daemon=True)
+        self._thread.start()
+        until = time.monotonic() + 30
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > until:
+                raise PatchlightError(f"the server did not start on {self.host}:{self.port}")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(5)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise PatchlightError(f"cannot listen on {host}:{port}: {error.strerror}; --port 0 takes a free one") from error
+    return made
