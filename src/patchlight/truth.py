@@ -102,14 +102,16 @@ class Trial:
             ablation_settings={"chunk": self.chunk},
         )
         assert self.removed[-1] == count_cells(ask, self.unit)
-        areas, sides = [], []
-        for insert in (True, False):
+
+        def side(insert: bool) -> tuple[Tensor, Tensor, Tensor]:
             logits = removed_logits(ask, self.removed, insert, self.fill, self.unit)
-            side = scored(logits, ask.targets, ask, self.score)
-            sides.append(side.double().cpu())
-            areas.append(measured(side, self.removed).values.double().cpu())
+            curve = scored(logits, ask.targets, ask, self.score)
+            return logits.float().cpu(), curve.double().cpu(), measured(curve, self.removed).values.double().cpu()
+
+        _, inserted, insertion_areas = side(insert=True)
+        logits, deleted, deletion_areas = side(insert=False)
         orders = ask.ranks(self.unit).flatten(1).argsort(1).cpu()
-        return Curves(orders, *sides, logits.float().cpu(), *areas)
+        return Curves(orders, inserted, deleted, logits, insertion_areas, deletion_areas)
 
     @cached_property
     def random(self) -> Curves:

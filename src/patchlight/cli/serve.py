@@ -74,7 +74,7 @@ def serve(
             vit = load_model(
                 model, weights, labels, device, stage, asked, **of_model(preprocess, sigmoid, no_pretrained)
             )
-            said = {"weights": weights, "labels": labels, "stage": stage, "preprocess": preprocess}
+            said: dict[str, Any] = {"weights": weights, "labels": labels, "stage": stage, "preprocess": preprocess}
             said |= {"sigmoid": sigmoid, "pretrained": not no_pretrained, "device": device}
             site = Site(vit, in_python(model, said, asked), in_shell(model, said, asked))
         if token == "new":

@@ -17,14 +17,16 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.fills import Painted, fill_images
-from patchlight.images import FORMATS, Preprocess, open_image
+from patchlight.images import FORMATS, open_image
 from patchlight.resize import to_pixels
 from patchlight.web.schemas import Photo
 from patchlight.zoo.pocket import PHOTOS
 
-MOST_BYTES, MOST_PIXELS, MOST_UPLOADS = 20 * 2**20, 40_000_000, 24
-LONGEST = 1024
-"""The longer side of the picture that is kept to be shown."""
+MOST_BYTES, MOST_PIXELS = 20 * 2**20, 40_000_000
+ROOM = 256 * 2**20
+"""Bytes of uploads that are kept."""
+SHARP, LONGEST = 448, 768
+"""The longer side, about, of the pictures that are kept to be shown: of the cut that the model sees, and uncut."""
 
 
 class Gone(PatchlightError):
@@ -40,6 +42,11 @@ class Held:
     whole: Image.Image
     seen: Image.Image
     size: tuple[int, int]
+
+    @property
+    def bytes(self) -> int:
+        pictures = 3 * sum(picture.width * picture.height for picture in (self.whole, self.seen))
+        return pictures + self.tensor.nbytes
 
 
 class Album:
@@ -69,7 +76,7 @@ class Album:
         held = self._held(name, picture)
         with self._lock:
             self._uploads[name] = held
-            while len(self._uploads) > MOST_UPLOADS:
+            while sum(one.bytes for one in self._uploads.values()) > ROOM and len(self._uploads) > 1:
                 self._uploads.popitem(last=False)
         return held
 
@@ -88,8 +95,9 @@ class Album:
         vit = self._vit
         pixels = vit.preprocess.tensor(picture)[None]
         tensor = vit.place(pixels if vit.channels == 3 else pixels.mean(1, keepdim=True))
-        scale = max(1, round(448 / max(vit.preprocess.size)))
-        sharp: Preprocess = replace(vit.preprocess, size=tuple(scale * side for side in vit.preprocess.size))
+        scale = max(1, round(SHARP / max(vit.preprocess.size)))
+        height, width = vit.preprocess.size
+        sharp = replace(vit.preprocess, size=(scale * height, scale * width))
         whole = picture.copy()
         whole.thumbnail((LONGEST, LONGEST))
         return Held(name, tensor, whole, sharp.crop(picture), picture.size)

@@ -18,6 +18,7 @@ from patchlight.methods.requests import Request, refusal
 from patchlight.metrics.base import on_grid
 from patchlight.metrics.evaluation import evaluate
 from patchlight.truth import Curves, Trial, sanity_words
+from patchlight.web.album import Held
 from patchlight.web.jobs import Work, in_words
 from patchlight.web.schemas import (
     Ablate,
@@ -75,13 +76,15 @@ def _without_tokens(question: Asked, ablation: Ablation, shown: Tensor) -> Tenso
     return ablation.logits(lists)
 
 
-def explained(site: Site, asked: Explain, work: Work | None = None) -> dict[str, Attribution]:
+def explained(site: Site, asked: Explain, held: Held, work: Work) -> dict[str, Attribution]:
     """The maps by name; each is told to the job as it is finished, and so is what gave none."""
-    question = site.understood(asked)
+    question = site.understood(asked, held)
     found: dict[str, Attribution] = {}
     quick: list[Request] = []
     slow: list[Request] = []
     for method in asked.methods:
+        if method.name in [request.label for request in (*quick, *slow)] or method.name in found:
+            continue
         try:
             request = site.request(method)
             reason = refusal(request.suited(question.vit), question.vit)
@@ -100,11 +103,13 @@ def explained(site: Site, asked: Explain, work: Work | None = None) -> dict[str,
         quick = []
     for request in [*quick, *slow]:
         _alone(site, question, [request], asked.seed, found, work)
+    if not found:
+        raise PatchlightError(next(iter(work.job.failures.values())))
     return found
 
 
 def _together(
-    site: Site, question: Asked, requests: list[Request], seed: int, found: dict[str, Attribution], work: Work | None
+    site: Site, question: Asked, requests: list[Request], seed: int, found: dict[str, Attribution], work: Work
 ) -> bool:
     """Methods that share a pass; False where one of them spoils it, so that each is asked alone."""
     try:
@@ -115,7 +120,7 @@ def _together(
 
 
 def _alone(
-    site: Site, question: Asked, requests: list[Request], seed: int, found: dict[str, Attribution], work: Work | None
+    site: Site, question: Asked, requests: list[Request], seed: int, found: dict[str, Attribution], work: Work
 ) -> None:
     try:
         _explain(site, question, requests, seed, found, work)
@@ -124,7 +129,7 @@ def _alone(
 
 
 def _explain(
-    site: Site, question: Asked, requests: list[Request], seed: int, found: dict[str, Attribution], work: Work | None
+    site: Site, question: Asked, requests: list[Request], seed: int, found: dict[str, Attribution], work: Work
 ) -> None:
     begun = time.perf_counter()
     with hearing() as said:
@@ -145,16 +150,12 @@ def _key(question: Asked, request: Request, seed: int) -> tuple[object, ...]:
     return (*question.key, request.name, repr(sorted(request.settings.items(), key=str)), seed)
 
 
-def _failed(work: Work | None, name: str, error: PatchlightError) -> None:
-    if work is None:
-        raise error
+def _failed(work: Work, name: str, error: PatchlightError) -> None:
     work.job.failures[name] = in_words(error)
     work.tell("job")
 
 
-def _told(work: Work | None, found: Attribution, label: str, seconds: float, said: Sequence[str]) -> None:
-    if work is None:
-        return
+def _told(work: Work, found: Attribution, label: str, seconds: float, said: Sequence[str]) -> None:
     mine = [words.removeprefix(f"{found.method}: ") for words in said if words.startswith(f"{found.method}:")]
     told = Map(
         method=label,
@@ -179,9 +180,9 @@ def numbers(values: Tensor) -> list[list[float | None]]:
     return [[finite(value) for value in row] for row in values.tolist()]
 
 
-def measure(site: Site, asked: MeasureAsked, work: Work) -> None:
+def measure(site: Site, asked: MeasureAsked, held: Held, work: Work) -> None:
     """Deletion and insertion of methods' maps, and of random orders, told one by one."""
-    question = site.understood(asked)
+    question = site.understood(asked, held)
     key = (*question.key, asked.steps, asked.unit, asked.fill, asked.randoms, asked.seed)
     trial = site.trials.once(
         key,
@@ -197,7 +198,7 @@ def measure(site: Site, asked: MeasureAsked, work: Work) -> None:
             site.chunk,
         ),
     )
-    maps = explained(site, asked, work)
+    maps = explained(site, asked, held, work)
     random = trial.random
     result = MeasureResult(
         fractions=[round(float(n) / float(trial.removed[-1]), 6) for n in trial.removed],

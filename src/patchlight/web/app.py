@@ -17,7 +17,7 @@ from patchlight import __version__
 from patchlight.errors import Cancelled, PatchlightError
 from patchlight.evidence.fills import Painted
 from patchlight.web import answers
-from patchlight.web.album import Gone
+from patchlight.web.album import Gone, Held
 from patchlight.web.files import make_file
 from patchlight.web.jobs import Busy, OutOfTime, Work, in_words, run
 from patchlight.web.schemas import (
@@ -29,6 +29,7 @@ from patchlight.web.schemas import (
     Inside,
     InsideResult,
     Job,
+    Kind,
     MeasureAsked,
     MethodAsked,
     Methods,
@@ -155,32 +156,38 @@ def _jobs(site: Site) -> APIRouter:
     routes = _router()
     later: dict[int | str, dict[str, Any]] = {202: {"model": Job, "description": "It goes on; look again, or listen"}}
 
-    async def begin(kind: str, asked: Explain, quick: bool, function: Callable[[Work], None], to: Response) -> Job:
-        work = Work(kind, function, QUICK if quick else SLOW, asyncio.get_running_loop())
-        (site.quick if quick else site.slow).put(work)
+    async def begin(kind: Kind, asked: Explain, quick: bool, do: Callable[[Held, Work], None], to: Response) -> Job:
+        held = site.album.find(asked.image)  # it stays until the job is over, whatever is uploaded meanwhile
+        lane, limit = (site.quick, QUICK) if quick else (site.slow, SLOW)
+        work = Work(kind, lane, limit, lambda work: do(held, work))
+        work.begin()
         site.jobs.add(work)
         if asked.wait:
             await asyncio.wait([work.done], timeout=asked.wait)
         to.status_code = 200 if work.over is not None else 202
         return work.job
 
-    def all_quick(asked: Explain) -> bool:
-        return all(_is_quick(site, method) for method in asked.methods)
-
     @routes.post("/explain", summary="Maps of an image by methods: a job", responses=later)
     async def explain(asked: Explain, response: Response) -> Job:
-        def work(job: Work) -> None:
-            answers.explained(site, asked, job)
+        def do(held: Held, work: Work) -> None:
+            answers.explained(site, asked, held, work)
 
-        return await begin("explain", asked, all_quick(asked), work, response)
+        quick = all(_is_quick(site, method) for method in asked.methods)
+        return await begin("explain", asked, quick, do, response)
 
     @routes.post("/measure", summary="Deletion and insertion of methods and of random orders: a job", responses=later)
     async def measure(asked: MeasureAsked, response: Response) -> Job:
-        return await begin("measure", asked, False, lambda job: answers.measure(site, asked, job), response)
+        def do(held: Held, work: Work) -> None:
+            answers.measure(site, asked, held, work)
+
+        return await begin("measure", asked, False, do, response)
 
     @routes.post("/files", summary="A picture, arrays or a report of maps: a job", responses=later)
     async def files(asked: FileAsked, response: Response) -> Job:
-        return await begin("file", asked, False, lambda job: make_file(site, asked, job), response)
+        def do(held: Held, work: Work) -> None:
+            make_file(site, asked, held, work)
+
+        return await begin("file", asked, False, do, response)
 
     def found(job: str) -> Work:
         work = site.jobs.find(job)

@@ -19,8 +19,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MOST_JSON = 2**20
-BODY_SECONDS, MOST_BODIES = 20.0, 16
-"""How long a body may take to arrive, and how many may be arriving at once."""
+BODY_SECONDS, SMALL, MOST_BODIES = 20.0, 2**16, 16
+"""How long a body may take to arrive, and how many larger ones than SMALL bytes may be arriving at once."""
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors {ancestors}"
@@ -75,7 +75,7 @@ class Guard:
 
         try:
             self._check_host(headers)
-            self._check_origin(scope, headers, api)
+            self._check_origin(headers, api)
             if api:
                 self._check_token(headers)
             body = await self._body(scope, headers, receive)
@@ -91,9 +91,9 @@ class Guard:
             raise Refused(403, f"this server does not go by the name '{host[:100]}'; --allow-host NAME allows one")
 
     @staticmethod
-    def _check_origin(scope: Scope, headers: dict[str, str], api: bool) -> None:
+    def _check_origin(headers: dict[str, str], api: bool) -> None:
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.casefold() != headers.get("host", "").casefold():
+        if origin is not None and origin.casefold().partition("://")[2] != headers.get("host", "").casefold():
             raise Refused(403, "requests of other sites are not answered")
         if api and headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             raise Refused(403, "requests of other sites are not answered")
@@ -101,8 +101,8 @@ class Guard:
     def _check_token(self, headers: dict[str, str]) -> None:
         if self._token is None:
             return
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        given = headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             raise Refused(
                 401,
                 "this server wants its token, as 'Authorization: Bearer TOKEN'; the page takes it behind '#token='",
@@ -115,35 +115,36 @@ class Guard:
             return b""
         limit = MOST_BYTES if scope["path"] == "/api/images" else MOST_JSON
         told = headers.get("content-length", "0")
-        if not told.isdigit() or int(told) > limit:
+        if not (told.isascii() and told.isdigit() and len(told) < 20) or int(told) > limit:
             raise _too_large(limit)
-        if self._bodies >= MOST_BODIES:
-            raise Refused(429, "too many uploads are under way; try again in a moment", **{"retry-after": "1"})
-        self._bodies += 1
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                return await _read(receive, limit)
+                return await self._read(receive, limit, int(told))
         except TimeoutError:
             raise Refused(
                 408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", connection="close"
             ) from None
+
+    async def _read(self, receive: Receive, limit: int, told: int) -> bytes:
+        parts: list[bytes] = []
+        size, counted = 0, False
+        try:
+            while True:
+                if not counted and max(size, told) > SMALL:
+                    if self._bodies >= MOST_BODIES:
+                        raise Refused(429, "too many uploads are under way; try again", **{"retry-after": "1"})
+                    self._bodies, counted = self._bodies + 1, True
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused(400, "the body was cut short")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limit:
+                    raise _too_large(limit)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
         finally:
-            self._bodies -= 1
-
-
-async def _read(receive: Receive, limit: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refused(400, "the body was cut short")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
-            raise _too_large(limit)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+            self._bodies -= counted
 
 
 def _too_large(limit: int) -> Refused:

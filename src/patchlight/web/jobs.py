@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -21,7 +20,7 @@ import torch
 
 from patchlight.errors import Cancelled, PatchlightError
 from patchlight.progress import Watcher, watched
-from patchlight.web.schemas import Job, Progress
+from patchlight.web.schemas import Job, Kind, Progress
 
 T = TypeVar("T")
 KEPT, FILES, MINUTES = 256, 16, 15
@@ -39,36 +38,42 @@ class OutOfTime(PatchlightError):
 
 
 class Lane:
-    """A thread that does one piece of work after another; at most `waiting` of them wait."""
+    """A thread that does one piece of work after another; at most `most` of them wait."""
 
-    def __init__(self, name: str, waiting: int, threads: int) -> None:
-        self.name = name
-        self._threads = threads
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(waiting)
-        self._thread = threading.Thread(target=self._work, name=f"patchlight-{name}", daemon=True)
-        self._thread.start()
+    def __init__(self, name: str, most: int, threads: int) -> None:
+        self._most, self._threads = most, threads
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._open = True
+        threading.Thread(target=self._work, name=f"patchlight-{name}", daemon=True).start()
 
     def put(self, work: Callable[[], None]) -> None:
-        try:
-            self._queue.put_nowait(work)
-        except queue.Full:
-            raise Busy(f"{self._queue.maxsize} requests are waiting already; try again in a moment") from None
+        with self._changed:
+            if len(self._waiting) >= self._most:
+                raise Busy(f"{self._most} requests are waiting already; try again in a moment")
+            self._waiting.append(work)
+            self._changed.notify()
+
+    def drop(self, work: Callable[[], None]) -> None:
+        """Forget work that waits."""
+        with self._changed, contextlib.suppress(ValueError):
+            self._waiting.remove(work)
 
     def close(self) -> None:
         """No more work is done than what is under way."""
-        while True:
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                break
-        self._queue.put(None)
+        with self._changed:
+            self._open = False
+            self._waiting.clear()
+            self._changed.notify()
 
     def _work(self) -> None:
         torch.set_num_threads(self._threads)
         while True:
-            work = self._queue.get()
-            if work is None:
-                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or not self._open)
+                if not self._waiting:
+                    return
+                work = self._waiting.popleft()
             work()
             del work
 
@@ -131,6 +136,7 @@ async def run(lane: Lane, limit: float, function: Callable[[], T]) -> T:
         return await task.done
     except asyncio.CancelledError:
         task.stop.set()
+        lane.drop(task)
         raise
 
 
@@ -141,12 +147,10 @@ Event = tuple[int, str, str]
 class Work(Task["Job"]):
     """A job: its state is told to whoever listens, and what happened before is told again."""
 
-    def __init__(
-        self, kind: str, function: Callable[[Work], None], limit: float, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        super().__init__(self._finish, limit, loop)
-        self._work = function
-        self.job = Job(id=secrets.token_urlsafe(16), kind=kind, state="waiting")  # type: ignore[arg-type]
+    def __init__(self, kind: Kind, lane: Lane, limit: float, function: Callable[[Work], None]) -> None:
+        super().__init__(self._finish, limit, asyncio.get_running_loop())
+        self._lane, self._work = lane, function
+        self.job = Job(id=secrets.token_urlsafe(16), kind=kind, state="waiting")
         self.file: tuple[bytes, str, str] | None = None
         self.over: float | None = None
         self._events: list[Event] = []
@@ -167,8 +171,12 @@ class Work(Task["Job"]):
             self._last = now
             self.tell("job")
 
+    def begin(self) -> None:
+        self._lane.put(self)
+
     def cancel(self) -> None:
         self.stop.set()
+        self._lane.drop(self)
         if self.begun is None and not self.done.done():
             self.done.set_exception(Cancelled("cancelled before it began"))
 

@@ -19,6 +19,7 @@ Number = float | None
 """A number; null where it is not finite."""
 Removal = Literal["token", "patch"]
 """Patch tokens are really removed, or patches are painted with a fill."""
+Kind = Literal["explain", "measure", "file"]
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
@@ -120,7 +121,7 @@ class Map(BaseModel):
 
     method: str
     scores: list[list[Number]]
-    error: list[list[Number]] | None = Field(None, description="Standard errors, of methods that draw.")
+    error: Annotated[list[list[Number]] | None, Field(description="Standard errors, of methods that draw.")] = None
     level: Literal["token", "pixel"]
     target: int
     target_label: str
@@ -129,7 +130,7 @@ class Map(BaseModel):
     settings: dict[str, Any]
     seed: int
     seconds: float
-    warning: str = Field("", description="Why the map may say nothing.")
+    warning: Annotated[str, Field(description="Why the map may say nothing.")] = ""
 
 
 class Curve(BaseModel):
@@ -152,7 +153,9 @@ class Truth(BaseModel):
     beaten: int = Field(description="How many of the random orders it beats.")
     better: bool = Field(description="Whether it beats so many that chance does so in 5 % of cases at most.")
     words: str
-    sanity: Number = Field(None, description="Similarity to maps of a model with random weights; 1: nothing changed.")
+    sanity: Annotated[
+        Number, Field(description="Similarity to maps of a model with random weights; 1: nothing changed.")
+    ] = None
     sanity_words: str = ""
 
 
@@ -202,15 +205,15 @@ class Job(BaseModel):
     """A piece of work: its state, how far it is, and what it has given so far."""
 
     id: str
-    kind: Literal["explain", "measure", "file"]
+    kind: Kind
     state: State
     progress: Progress | None = None
     seconds: float = 0.0
     error: str = ""
     maps: list[Map] = []
-    failures: dict[str, str] = Field({}, description="Methods that gave no map, and why.")
+    failures: Annotated[dict[str, str], Field(description="Methods that gave no map, and why.")] = {}
     measured: MeasureResult | None = None
-    file: str | None = Field(None, description="Where its file is, once it is done.")
+    file: Annotated[str | None, Field(description="Where its file is, once it is done.")] = None
 
 
 class Photo(BaseModel):
@@ -255,7 +258,7 @@ class MethodFacts(BaseModel):
     paper: str
     cost: str
     quick: bool = Field(description="Whether it takes a few forwards and backwards, and no more.")
-    seconds: Number = Field(None, description="What it took the last time, where it has run.")
+    seconds: Annotated[Number, Field(description="What it took the last time, where it has run.")] = None
     supported: bool
     reason: str
     settings: dict[str, str]

@@ -21,30 +21,40 @@ HEAD_SECONDS, MOST_CONNECTIONS = 10.0, 256
 
 
 class Patient(H11Protocol):
-    """HTTP/1.1, patient for so long: a connection that does not finish its request's head is closed."""
+    """HTTP/1.1, patient for so long: a connection that does not finish the head of a request is closed."""
 
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._expect_head()
+        self._expect_head(HEAD_SECONDS)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._at_work:
+            self._expect_head(None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._at_work:
+            self._expect_head(HEAD_SECONDS + self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._expect_head(None)
         super().connection_lost(exc)
 
-    def _expect_head(self) -> None:
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
+    @property
+    def _at_work(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _expect_head(self, seconds: float | None) -> None:
+        """Close in so many seconds, unless a request has come by then."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        if not self._at_work and not self.transport.is_closing():
             self.transport.close()
 
 
@@ -122,7 +132,7 @@ class Server:
 
 def _listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # by which asyncio knows not to delay
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((host, port))

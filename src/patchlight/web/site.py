@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from patchlight.evidence.fills import Painted
 from patchlight.heads import Texts
 from patchlight.methods.base import Ablates
 from patchlight.methods.requests import MethodInfo, Request, list_methods, refusal, resolve
+from patchlight.registry import Setting
 from patchlight.targets import Targets, class_index, predicted
 from patchlight.truth import Trial
 from patchlight.web.album import MOST_BYTES, MOST_PIXELS, Album, Held
@@ -106,6 +107,24 @@ class Asked:
         ]
 
 
+def check_setting(setting: Setting, value: Any) -> None:
+    """Refuse what a stranger may not say: paths, how much is computed at once, and numbers beyond reason."""
+    free = isinstance(value, str) and value not in _choices(setting.kind)
+    if free or setting.name in ("chunk", "compile", "precision"):
+        raise PatchlightError(f"the setting '{setting.name}' cannot be {value!r} here; use Python or the command line")
+    usual = setting.default if isinstance(setting.default, int | float) else 0
+    most = max(4 * abs(usual), 256)
+    if isinstance(value, int | float) and not -most <= value <= most:
+        raise PatchlightError(f"{setting.name} {value} is too much here; at most {most:g} are taken")
+
+
+def _choices(kind: Any) -> set[Any]:
+    """The words that a type knows."""
+    if get_origin(kind) is Literal:
+        return set(get_args(kind))
+    return {word for part in get_args(kind) for word in _choices(part)}
+
+
 def quantity_of(vit: Anatomy) -> Any:
     """What is told of a class."""
     if vit.probable:
@@ -159,9 +178,9 @@ class Site:
         vit.logits(image)
         return int(max(1, min(64, CHUNK / (time.perf_counter() - begun))))
 
-    def understood(self, question: Question) -> Asked:
+    def understood(self, question: Question, held: Held | None = None) -> Asked:
         """The image and the classes of a question, or a sentence about what is wrong with them."""
-        held = self.album.find(question.image)
+        held = held or self.album.find(question.image)
         vit = self._with_texts(question.texts, question.template)
         texts = None if question.texts is None else (tuple(question.texts), question.template)
         logits = self._logits.once((held.id, texts), lambda: vit.logits(held.tensor).float().cpu())
@@ -192,7 +211,11 @@ class Site:
     def request(self, asked: MethodAsked) -> Request:
         """A method with its settings, and chunks that are short enough to be stopped in time."""
         request = resolve(asked.name, dict(asked.settings))
-        if isinstance(request.method, Ablates) and self.chunk is not None and "chunk" not in asked.settings:
+        known = request.method.settings(request.composition)
+        for key, value in asked.settings.items():
+            if key in known:
+                check_setting(known[key], value)
+        if isinstance(request.method, Ablates) and self.chunk is not None:
             request = resolve(asked.name, {**asked.settings, "chunk": self.chunk})
         return request
 
@@ -236,7 +259,7 @@ class Site:
             library=vit.library,
             image_size=vit.preprocess.size,
             grid=vit.grid,
-            extent=tuple(vit.extent),
+            extent=(vit.extent[0], vit.extent[1]),
             depth=vit.depth,
             heads=vit.heads,
             prefix=vit.prefix,
