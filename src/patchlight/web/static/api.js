@@ -1,0 +1,189 @@
+/** Talking with the server: errors as sentences, patience when it is busy, jobs whose parts are told as they are finished. */
+
+const ROOT = new URL("api/", document.baseURI);
+const PATIENCE = 20;
+
+/** The bytes of images that were given here, by id, so that one the server has dropped is sent again. */
+const uploads = new Map();
+/** Ids that the server knows, by the ids that the state has. */
+const renamed = new Map();
+
+/** A refusal: the server's sentence, and its status (0: no answer). */
+export class Problem extends Error {
+  constructor(sentence, status) {
+    super(sentence);
+    this.status = status;
+  }
+}
+
+function takeToken() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  try {
+    if (given.has("token")) {
+      sessionStorage.setItem("patchlight-token", given.get("token"));
+      given.delete("token");
+      history.replaceState(null, "", `${location.pathname}${location.search}#${given}`);
+    }
+    return sessionStorage.getItem("patchlight-token");
+  } catch {
+    return given.get("token");
+  }
+}
+
+let token = takeToken();
+addEventListener("hashchange", () => (token = takeToken()));
+
+/** Whether requests carry a token; then pictures cannot be asked for by address alone. */
+export const guarded = () => Boolean(token);
+
+const pause = (seconds, signal) =>
+  new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, 1000 * seconds);
+    signal?.addEventListener("abort", () => (clearTimeout(timer), reject(signal.reason)), { once: true });
+  });
+
+async function sentenceOf(response) {
+  try {
+    const told = await response.json();
+    if (typeof told.error === "string" && told.error) return told.error;
+  } catch {
+    /* not JSON: the status says what there is to say */
+  }
+  return `The server answered ${response.status}${response.statusText ? ` (${response.statusText})` : ""}.`;
+}
+
+async function once(path, { method = "GET", body, type, signal } = {}) {
+  const headers = {};
+  if (token) headers.Authorization = `Bearer ${token}`;
+  if (type) headers["Content-Type"] = type;
+  for (let tries = 0; ; tries += 1) {
+    let response;
+    try {
+      response = await fetch(new URL(path, ROOT), { method, body, headers, signal, cache: "no-cache" });
+    } catch (error) {
+      if (signal?.aborted) throw error;
+      throw new Problem("The server does not answer; is “patchlight serve” still running?", 0);
+    }
+    if (response.ok) return response;
+    if (response.status !== 429 || tries >= PATIENCE) throw new Problem(await sentenceOf(response), response.status);
+    const wait = Number(response.headers.get("Retry-After"));
+    await pause(Math.min(30, wait > 0 ? wait : 1), signal);
+  }
+}
+
+async function again(id, signal) {
+  const facts = await upload(uploads.get(id), signal);
+  renamed.set(id, facts.id);
+}
+
+/** `ask(id the server knows)`, and once more with the image sent again if the server no longer has it. */
+async function withImage(id, signal, ask) {
+  try {
+    return await ask(renamed.get(id) ?? id);
+  } catch (error) {
+    if (error.status !== 404 || !uploads.has(id)) throw error;
+    await again(id, signal);
+    return ask(renamed.get(id));
+  }
+}
+
+/** GET as JSON. */
+export const get = async (path, signal) => (await once(path, { signal })).json();
+
+/** POST JSON, answered as JSON. */
+export async function post(path, given, signal) {
+  const send = async (image) =>
+    (await once(path, { method: "POST", type: "application/json", body: JSON.stringify({ ...given, image }), signal })).json();
+  return withImage(given.image, signal, send);
+}
+
+/** Send an image; the server's facts of it. */
+export async function upload(blob, signal) {
+  const type = blob.type.startsWith("image/") ? blob.type : "application/octet-stream";
+  const facts = await (await once("images", { method: "POST", body: blob, type, signal })).json();
+  uploads.set(facts.id, blob);
+  if (uploads.size > 8) uploads.delete(uploads.keys().next().value);
+  return facts;
+}
+
+/** A picture of an image as a blob; `options`: fill, side, whole. */
+export function picture(id, options, signal) {
+  const query = new URLSearchParams(options);
+  return withImage(id, signal, async (known) => (await once(`images/${known}?${query}`, { signal })).blob());
+}
+
+/** Show a picture in an <img>: by address where that is enough, else by its bytes. */
+export async function showPicture(img, id, options) {
+  if (!guarded()) img.src = new URL(`images/${id}?${new URLSearchParams(options)}`, ROOT).href;
+  else img.src = URL.createObjectURL(await picture(id, options));
+}
+
+/** The bytes of a finished file, and the name that the server gives it. */
+export async function file(id, signal) {
+  const response = await once(`jobs/${id}/file`, { signal });
+  const match = /filename="?([^";]+)"?/.exec(response.headers.get("Content-Disposition") ?? "");
+  return { blob: await response.blob(), name: match && match[1] };
+}
+
+const over = (job) => ["done", "failed", "cancelled"].includes(job.state);
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    rest += value.replaceAll("\r", "");
+    const parts = rest.split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const lines = part.split("\n").filter((line) => !line.startsWith(":"));
+      const field = (name) => lines.filter((line) => line.startsWith(`${name}:`)).map((line) => line.slice(name.length + 1).trim());
+      const data = field("data").join("\n");
+      if (data) yield { event: field("event")[0] ?? "message", data: JSON.parse(data) };
+    }
+  }
+}
+
+/**
+ * Ask for a job and follow it to its end: `tell(event, data)` for job, map, random and truth as the contract names them. Gives
+ * the whole job. When `signal` is aborted, the job is cancelled on the server, too.
+ */
+export async function follow(path, asked, tell, signal) {
+  let job = await post(path, asked, signal);
+  tell("job", job);
+  if (!over(job)) {
+    const cancel = () => once(`jobs/${job.id}`, { method: "DELETE" }).catch(() => {});
+    if (signal?.aborted) cancel();
+    signal?.addEventListener("abort", cancel, { once: true });
+    try {
+      job = await watched(job, tell, signal);
+    } finally {
+      signal?.removeEventListener("abort", cancel);
+    }
+  }
+  for (const map of job.maps ?? []) tell("map", map);
+  if (job.measured) {
+    tell("random", job.measured);
+    for (const truth of job.measured.methods) tell("truth", truth);
+  }
+  if (job.state === "failed") throw new Problem(job.error || "The work failed, and the server does not say why.", 500);
+  return job;
+}
+
+async function watched(job, tell, signal) {
+  for (let tries = 0; tries < 5; tries += 1) {
+    try {
+      for await (const { event, data } of events(await once(`jobs/${job.id}/events`, { signal }))) {
+        if (event === "end") return data;
+        tell(event, data);
+      }
+    } catch (error) {
+      if (signal?.aborted || error.status) throw error;
+    }
+    await pause(0.5 * (tries + 1), signal);
+  }
+  const last = await get(`jobs/${job.id}`, signal);
+  if (over(last)) return last;
+  throw new Problem("The connection to the server was lost while it worked; ask again.", 0);
+}

@@ -1,0 +1,120 @@
+/** One chart: deletion and insertion curves of all methods and of random orders, their scores below, and the slider's step. */
+import { h, number, s, told } from "./dom.js";
+
+const PADDING = { left: 46, right: 12, top: 30, bottom: 34 };
+const SERIES = 8;
+
+/** The class of a method's colour and dash, by its place. */
+export const series = (place) => `series s${place % SERIES}${place >= SERIES ? " dashed" : ""}`;
+
+const finite = (values) => values.filter((value) => value !== null && Number.isFinite(value));
+
+function bounds(result) {
+  const curves = [result.random.curve, ...result.methods.map((truth) => truth.curve)];
+  const all = finite(curves.flatMap((curve) => [...curve.deletion, ...curve.insertion]));
+  if (result.quantity === "probability" && all.every((value) => value >= 0)) return [0, Math.max(0.1, ...all) > 0.5 ? 1 : Math.max(0.1, ...all)];
+  const low = Math.min(0, ...all), high = Math.max(...all, low + 1e-9);
+  return [low, high];
+}
+
+function path(values, x, y) {
+  let pen = "M";
+  return values.map((value, i) => {
+    if (value === null) return ((pen = "M"), "");
+    const part = `${pen}${x(i).toFixed(1)} ${y(value).toFixed(1)}`;
+    pen = "L";
+    return part;
+  }).join("");
+}
+
+function panel(box, kind, title, result, step, low, high) {
+  const { left, top, width, height } = box;
+  const last = result.fractions.length - 1;
+  const x = (i) => left + result.fractions[i] * width;
+  const y = (value) => top + height - ((value - low) / (high - low)) * height;
+  const group = s("g", { class: "panel" }, s("text", { class: "title", x: left, y: top - 12 }, title));
+  for (let i = 0; i <= 4; i += 1) {
+    const value = low + ((high - low) * i) / 4;
+    group.append(s("line", { class: "grid", x1: left, x2: left + width, y1: y(value), y2: y(value) }));
+    group.append(s("text", { class: "tick", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, result.quantity === "probability" ? `${Math.round(100 * value)} %` : number(value)));
+    group.append(s("text", { class: "tick", x: left + (width * i) / 4, y: top + height + 18, "text-anchor": "middle" }, `${25 * i} %`));
+  }
+  group.append(s("path", { class: "random", d: path(result.random.curve[kind], x, y) }));
+  result.methods.forEach((truth, i) => group.append(s("path", { class: `curve ${series(i)}`, "data-method": truth.method, d: path(truth.curve[kind], x, y) })));
+  const at = Math.min(step, last);
+  group.append(s("line", { class: "now", x1: x(at), x2: x(at), y1: top, y2: top + height }));
+  result.methods.forEach((truth, i) => {
+    const value = truth.curve[kind][at];
+    if (value !== null && value !== undefined) group.append(s("circle", { class: `dot ${series(i)}`, cx: x(at), cy: y(value), r: 3.5 }));
+  });
+  return group;
+}
+
+/** Scores on one axis: each random order a tick, the band between low and high, each method a dot. */
+function strip(box, result) {
+  const { left, top, width } = box;
+  const { low, high, scores } = result.random;
+  const all = finite([low, high, ...scores, ...result.methods.map((truth) => truth.curve.score)]);
+  const [least, most] = [Math.min(...all), Math.max(...all)];
+  const room = (most - least || 1) * 0.06;
+  const x = (value) => left + ((value - least + room) / (most - least + 2 * room || 1)) * width;
+  const group = s("g", { class: "strip" }, s("text", { class: "title", x: left, y: top - 10 }, "Insertion less deletion (higher is better)"));
+  group.append(s("line", { class: "grid", x1: left, x2: left + width, y1: top + 12, y2: top + 12 }));
+  if (low !== null && high !== null) {
+    group.append(s("rect", { class: "band", x: x(low), y: top, width: Math.max(2, x(high) - x(low)), height: 24, rx: 3 }));
+    group.append(s("text", { class: "tick", x: x((low + high) / 2), y: top + 40, "text-anchor": "middle" }, "random"));
+  }
+  for (const score of finite(scores)) group.append(s("line", { class: "rung", x1: x(score), x2: x(score), y1: top + 7, y2: top + 17 }));
+  result.methods.forEach((truth, i) => {
+    const { score } = truth.curve;
+    if (score === null) return;
+    group.append(s("circle", { class: `dot ${series(i)}`, cx: x(score), cy: top + 12, r: 6 }, s("title", {}, `${truth.method}: ${number(score)}`)));
+  });
+  group.append(s("text", { class: "tick", x: left, y: top + 40 }, number(least)));
+  group.append(s("text", { class: "tick", x: left + width, y: top + 40, "text-anchor": "end" }, number(most)));
+  return group;
+}
+
+/** Draw all of it; gives what tells the step at a point of the chart. */
+export function drawChart(svg, result, step) {
+  const width = Math.max(280, Math.round(svg.clientWidth || 640));
+  const wide = width >= 560;
+  const across = wide ? 2 : 1;
+  const inner = (width - across * (PADDING.left + PADDING.right)) / across;
+  const height = Math.min(240, Math.max(160, inner * 0.72));
+  const [low, high] = bounds(result);
+  const box = (i) => ({
+    left: PADDING.left + (wide ? i * (inner + PADDING.left + PADDING.right) : 0),
+    top: PADDING.top + (wide ? 0 : i * (height + PADDING.top + PADDING.bottom)), width: inner, height,
+  });
+  const below = (wide ? 1 : 2) * (height + PADDING.top + PADDING.bottom) + 28;
+  const total = below + 48;
+  svg.setAttribute("viewBox", `0 0 ${width} ${total}`);
+  svg.style.height = `${total}px`;
+  svg.replaceChildren(
+    panel(box(0), "deletion", "Deletion: the highest removed first", result, step, low, high),
+    panel(box(1), "insertion", "Insertion: the highest shown first", result, step, low, high),
+    strip({ left: PADDING.left, top: below, width: width - PADDING.left - PADDING.right }, result),
+  );
+  return (event) => {
+    const frame = svg.getBoundingClientRect();
+    const px = ((event.clientX - frame.left) / frame.width) * width, py = event.clientY - frame.top;
+    const hit = [box(0), box(1)].find((each) => px >= each.left - 12 && px <= each.left + each.width + 12 && py >= each.top - 12 && py <= each.top + each.height + 24);
+    if (!hit) return null;
+    const share = (px - hit.left) / hit.width;
+    let best = 0;
+    result.fractions.forEach((fraction, i) => {
+      if (Math.abs(fraction - share) < Math.abs(result.fractions[best] - share)) best = i;
+    });
+    return best;
+  };
+}
+
+/** The same numbers as a table. */
+export function chartTable(result) {
+  const rows = [["random", result.random.curve], ...result.methods.map((truth) => [truth.method, truth.curve])];
+  const head = h("tr", {}, h("th", { scope: "col" }, "Method"), h("th", { scope: "col" }, "Curve"), result.fractions.map((fraction) => h("th", { scope: "col" }, `${Math.round(100 * fraction)} %`)));
+  const body = rows.flatMap(([name, curve]) => ["deletion", "insertion"].map((kind) =>
+    h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, kind), curve[kind].map((value) => h("td", {}, told(value, result.quantity))))));
+  return h("table", {}, h("thead", {}, head), h("tbody", {}, body));
+}

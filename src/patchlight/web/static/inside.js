@@ -1,0 +1,123 @@
+/** Looking inside: attention to the patch under the cursor, block by block, and what the model would have said after each. */
+import { post } from "./api.js";
+import { $, h, number, onFrame, place, s, told, trouble } from "./dom.js";
+import { drawHeat, robustScale } from "./heat.js";
+import { there } from "./maps.js";
+import { cell, covers } from "./picture.js";
+import { facts, label, on, question, set, state } from "./state.js";
+
+const SIDE = 72;
+let result = null, rows = [];
+
+async function look() {
+  if (!state.image || !facts.model) return;
+  const key = JSON.stringify(question());
+  try {
+    const answer = await post("inside", question());
+    if (key !== JSON.stringify(question())) return;
+    result = answer;
+    trouble($("inside-trouble"), "");
+    makeBlocks();
+    drawLens();
+    draw();
+  } catch (error) {
+    if (key !== JSON.stringify(question())) return;
+    result = null;
+    makeBlocks();
+    drawLens();
+    trouble($("inside-trouble"), error.message, look);
+  }
+}
+
+/** The patch that is looked at: the cursor's, else the strongest of the first map. */
+function looked() {
+  if (state.cursor !== null) return state.cursor;
+  const [first] = there();
+  if (!first) return null;
+  const { patches } = first[1];
+  return patches.indexOf(Math.max(...patches));
+}
+
+/** A little map of each block's attention, made once per question. */
+function makeBlocks() {
+  rows = [];
+  const attention = result?.attention;
+  $("attention-reads").textContent = attention ? `Mean over heads, ${result.reads}.` : (result?.attention_reason ?? "");
+  const [high, wide] = facts.model.grid;
+  const items = (attention ?? []).map((values, block) => {
+    const canvas = h("canvas", { width: SIDE, height: Math.round((SIDE * high) / wide), "aria-hidden": "true" });
+    const scores = Float64Array.from(values, (value) => value ?? 0);
+    const shape = { scores, rows: high, columns: wide, covers: [1, 1] };
+    drawHeat(canvas, new Uint8Array(canvas.width * canvas.height), shape, { ...robustScale(scores), low: 0, signed: false }, { colours: state.colours, opacity: 1, smooth: false });
+    const mark = h("span", { class: "mark", "aria-hidden": "true", hidden: true });
+    const bar = h("span", { class: "fill" }), value = h("span", { class: "value" });
+    const stage = h("div", { class: "stage", onpointerdown: (event) => point(event, canvas), onpointermove: (event) => point(event, canvas) }, canvas, mark);
+    rows.push({ values, mark, bar, value });
+    return h("li", {}, h("span", { class: "block-name" }, h("span", { class: "hidden" }, "Block "), String(block + 1)), stage, h("span", { class: "column", "aria-hidden": "true" }, bar), value);
+  });
+  $("blocks").replaceChildren(...items);
+}
+
+function point(event, canvas) {
+  const box = canvas.getBoundingClientRect();
+  const [high, wide] = facts.model.grid;
+  const row = Math.floor(((event.clientY - box.top) / box.height) * high), column = Math.floor(((event.clientX - box.left) / box.width) * wide);
+  if (row >= 0 && row < high && column >= 0 && column < wide) set({ cursor: row * wide + column });
+}
+
+const draw = onFrame(() => {
+  if (!facts.model) return;
+  const patch = looked();
+  const columns = facts.model.grid[1];
+  $("inside-where").textContent = patch === null ? "" : `Patch at ${place(patch, columns)}${state.cursor === null ? ", the strongest of the first map; hover another" : ""}.`;
+  if (!result?.attention || patch === null) return;
+  const most = Math.max(1e-12, ...rows.map((row) => row.values[patch] ?? 0));
+  const [x, y, width, height] = cell(patch), [tall, wide] = covers();
+  for (const { values, mark, bar, value } of rows) {
+    bar.style.transform = `scaleY(${Math.max(0, values[patch] ?? 0) / most})`;
+    value.textContent = number(values[patch]);
+    mark.hidden = false;
+    Object.assign(mark.style, { left: `${(100 * x) / wide}%`, top: `${(100 * y) / tall}%`, width: `${(100 * width) / wide}%`, height: `${(100 * height) / tall}%` });
+  }
+});
+
+function drawLens() {
+  const box = $("lens");
+  const lens = result?.lens;
+  if (!lens) return box.replaceChildren(h("p", { class: "hint" }, result?.lens_reason ?? ""));
+  const { quantity } = result;
+  const target = lens[0]?.asked[0];
+  const values = lens.map((block) => block.asked[0]?.value ?? null);
+  const known = values.filter((value) => value !== null);
+  const least = quantity === "probability" ? 0 : Math.min(0, ...known), most = quantity === "probability" ? 1 : Math.max(1e-9, ...known);
+  const share = (value) => Math.min(1, Math.max(0, ((value ?? least) - least) / (most - least || 1)));
+  const head = h("tr", {}, ["Block", "Would have said", "", target ? label(target.index) : "Asked about", ""].map((text, i) => (i === 2 || i === 4 ? h("td", {}) : h("th", { scope: "col" }, text))));
+  const body = lens.map((block, i) => {
+    const top = block.predictions[0];
+    const bar = h("span", { class: "fill" });
+    bar.style.transform = `scaleX(${share(values[i])})`;
+    return h("tr", { class: top && target && top.index === target.index ? "agrees" : "" },
+      h("th", { scope: "row" }, String(block.block)), h("td", { class: "top-class" }, top ? label(top.index) : "–"), h("td", { class: "value" }, told(top?.value, quantity)),
+      h("td", { class: "lens-bar" }, h("span", { class: "track", "aria-hidden": "true" }, bar)), h("td", { class: "value" }, told(values[i], quantity)));
+  });
+  box.replaceChildren(spark(values.map(share)), h("table", {}, h("thead", {}, head), h("tbody", {}, body)));
+}
+
+function spark(shares) {
+  const width = 240, height = 36;
+  const x = (i) => 4 + (i / Math.max(1, shares.length - 1)) * (width - 8), y = (share) => height - 4 - share * (height - 8);
+  const line = shares.map((share, i) => `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(share).toFixed(1)}`).join("");
+  return s("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, s("path", { d: line }), shares.map((share, i) => s("circle", { cx: x(i), cy: y(share), r: 2 })));
+}
+
+let timer = 0;
+/** Listen; a new question is looked into after the maps, which are wanted first. */
+export function start() {
+  on("image target against texts template model", () => {
+    clearTimeout(timer);
+    timer = setTimeout(look, 120);
+  });
+  on("cursor maps", draw);
+  on("colours", makeBlocks);
+  on("colours", draw);
+}

@@ -1,0 +1,76 @@
+/** Any two maps: their difference as a picture, and how much their orders agree. */
+import { link, strongest } from "./cursor.js";
+import { $, h, number, onFrame } from "./dom.js";
+import { drawHeat, robustScale, scaled, spearman } from "./heat.js";
+import { scaleOf, there } from "./maps.js";
+import { covers, photo } from "./picture.js";
+import { facts, on, set, state } from "./state.js";
+
+let canvas = null, difference = null;
+
+function makeFigure() {
+  canvas = h("canvas", { width: 336, height: 336, role: "application", "aria-roledescription": "heat map", "data-testid": "difference", "aria-label": "Difference" });
+  const stage = h("div", { class: "stage" }, canvas);
+  link(stage, canvas, { tell: (patch) => (difference ? number(difference[patch]) : "not there yet") });
+  $("pair-figure").replaceChildren(stage);
+}
+
+function drawChoices(names) {
+  for (const [id, at] of [["pair-a", 0], ["pair-b", 1]]) {
+    const select = $(id);
+    const old = [...select.options].map((option) => option.value).join();
+    const choices = ["", ...names];
+    if (old !== choices.join()) select.replaceChildren(...choices.map((name) => h("option", { value: name }, name || "–")));
+    select.value = state.pair && names.includes(state.pair[at]) ? state.pair[at] : "";
+  }
+}
+
+const draw = onFrame(() => {
+  const maps = new Map(there());
+  const names = [...maps.keys()];
+  $("pair").hidden = names.length < 2;
+  drawChoices(names);
+  drawMatrix(maps);
+  const [a, b] = (state.pair ?? []).map((name) => maps.get(name));
+  $("pair-figure").hidden = !a || !b || !photo;
+  $("pair-words").textContent = "";
+  if (!a || !b || !photo) return;
+  const rho = spearman(a.patches, b.patches);
+  const raw = state.scale === "one";
+  const of = (map) => Float64Array.from(map.patches, raw ? (score) => score : (score) => scaled(score, scaleOf(map)));
+  const one = of(a), other = of(b);
+  difference = one.map((score, patch) => score - other[patch]);
+  const [nameA, nameB] = state.pair;
+  const words = rho === null ? "one of them is constant, so their orders cannot be compared" : `Spearman's rank correlation ${number(Number(rho.toFixed(3)))}`;
+  $("pair-words").textContent = `${nameA} and ${nameB}: ${words}. Red: more in ${nameA}; blue: more in ${nameB} (${raw ? "raw scores" : "each on its own scale"}).`;
+  if (!canvas) makeFigure();
+  if (canvas.width !== photo.mapWidth || canvas.height !== photo.mapHeight) Object.assign(canvas, { width: photo.mapWidth, height: photo.mapHeight });
+  const [rows, columns] = facts.model.grid;
+  const scale = { ...robustScale(difference.map(Math.abs)), low: 0, signed: true };
+  drawHeat(canvas, photo.grey, { scores: difference, rows, columns, covers: covers() }, scale, state);
+  canvas.setAttribute("aria-label", `${nameA} less ${nameB}. Most in ${nameA}: ${strongest(difference)}`);
+});
+
+function drawMatrix(maps) {
+  const names = [...maps.keys()];
+  const head = h("tr", {}, h("td", {}), names.map((name) => h("th", { scope: "col" }, name)));
+  const rows = names.map((row) =>
+    h("tr", {}, h("th", { scope: "row" }, row), names.map((column) => {
+      if (row === column) return h("td", { class: "same" }, "1");
+      const rho = spearman(maps.get(row).patches, maps.get(column).patches);
+      const button = h("button", { type: "button", class: "cell", "aria-label": `${row} and ${column}: ${number(rho)}`, onclick: () => set({ pair: [row, column] }) },
+        rho === null ? "–" : rho.toFixed(2).replace("-", "−"));
+      return h("td", {}, button);
+    })));
+  $("matrix").replaceChildren(h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
+}
+
+/** Listen. */
+export function start() {
+  const choose = () => {
+    const pair = [$("pair-a").value, $("pair-b").value];
+    set({ pair: pair.every(Boolean) ? pair : pair.some(Boolean) ? [pair[0], pair[1]] : null });
+  };
+  for (const id of ["pair-a", "pair-b"]) $(id).addEventListener("change", choose);
+  on("maps methods pair scale opacity smooth photo", draw);
+}

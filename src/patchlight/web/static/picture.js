@@ -1,0 +1,115 @@
+/** The photograph as the model sees it, in colour and in grey, what stands for removed patches, and where patches lie. */
+import { picture } from "./api.js";
+import { facts, state, tell } from "./state.js";
+
+const SIDE = 448, MAP_SIDE = 336;
+const kept = new Map();
+
+/** The picture now shown: {id, bitmap, width, height, grey, mapWidth, mapHeight}, or null. */
+export let photo = null;
+
+function keep(key, value) {
+  kept.set(key, value);
+  if (kept.size > 24) kept.delete(kept.keys().next().value);
+  return value;
+}
+
+function bitmap(id, fill) {
+  const key = `${id} ${fill ?? ""}`;
+  if (kept.has(key)) return kept.get(key);
+  const options = fill ? { fill, side: SIDE } : { side: SIDE };
+  const coming = picture(id, options).then((blob) => createImageBitmap(blob));
+  coming.catch(() => kept.delete(key));
+  return keep(key, coming);
+}
+
+function luminance(source, width, height) {
+  const canvas = new OffscreenCanvas(width, height);
+  const context = canvas.getContext("2d", { willReadFrequently: true });
+  context.imageSmoothingQuality = "high";
+  context.drawImage(source, 0, 0, width, height);
+  const { data } = context.getImageData(0, 0, width, height);
+  return Uint8Array.from({ length: width * height }, (_, p) => 0.299 * data[4 * p] + 0.587 * data[4 * p + 1] + 0.114 * data[4 * p + 2]);
+}
+
+/** Load what the model sees of the state's image, and tell `photo` when it is there. */
+export async function loadPhoto() {
+  const { image } = state;
+  const source = await bitmap(image);
+  if (state.image !== image) return;
+  const shrink = MAP_SIDE / Math.max(source.width, source.height);
+  const mapWidth = Math.round(source.width * shrink), mapHeight = Math.round(source.height * shrink);
+  const grey = luminance(source, mapWidth, mapHeight);
+  photo = { id: image, bitmap: source, width: source.width, height: source.height, grey, mapWidth, mapHeight };
+  tell("photo");
+}
+
+const filled = new Map();
+
+/** The fill of the image as a picture, or null until it is there; then `photo` is told again. */
+export function fillPicture(fill) {
+  const key = `${photo.id} ${fill}`;
+  if (filled.has(key)) return filled.get(key);
+  filled.set(key, null);
+  if (filled.size > 24) filled.delete(filled.keys().next().value);
+  bitmap(photo.id, fill).then(
+    (source) => (filled.set(key, source), tell("fill-picture")),
+    () => filled.delete(key),
+  );
+  return null;
+}
+
+/** Which share of the picture's height and width the patches cover. */
+export function covers() {
+  const { extent, image_size: size } = facts.model;
+  return [extent[0] / size[0], extent[1] / size[1]];
+}
+
+/** Where a patch lies, as shares of the picture: [x, y, width, height]. */
+export function cell(patch) {
+  const [rows, columns] = facts.model.grid, [high, wide] = covers();
+  return [((patch % columns) * wide) / columns, (Math.floor(patch / columns) * high) / rows, wide / columns, high / rows];
+}
+
+/** The patch at a point given in shares of the picture; null beside them. */
+export function patchAt(x, y) {
+  const [rows, columns] = facts.model.grid, [high, wide] = covers();
+  const row = Math.floor((y / high) * rows), column = Math.floor((x / wide) * columns);
+  return row >= 0 && row < rows && column >= 0 && column < columns ? row * columns + column : null;
+}
+
+let hatching = null;
+function hatched(context) {
+  if (!hatching) {
+    const tile = new OffscreenCanvas(8, 8);
+    const ink = tile.getContext("2d");
+    ink.fillStyle = "#d9d7d2";
+    ink.fillRect(0, 0, 8, 8);
+    ink.fillStyle = "#bdbab3";
+    ink.fillRect(0, 0, 4, 4);
+    ink.fillRect(4, 4, 4, 4);
+    hatching = tile;
+  }
+  return context.createPattern(hatching, "repeat");
+}
+
+/** Draw the photograph without some patches: a checker where tokens are removed, else the fill. */
+export function drawWithout(canvas, removed, unit, fill) {
+  const { bitmap: source, width, height } = photo;
+  if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
+  const context = canvas.getContext("2d");
+  context.drawImage(source, 0, 0);
+  const painted = unit === "patch" && removed.length ? fillPicture(fill) : null;
+  const pattern = painted ? null : hatched(context);
+  for (const patch of removed) {
+    const [x, y, w, t] = cell(patch);
+    const left = Math.round(x * width), top = Math.round(y * height);
+    const right = Math.min(width, Math.round((x + w) * width)), bottom = Math.min(height, Math.round((y + t) * height));
+    if (right <= left || bottom <= top) continue;
+    if (painted) context.drawImage(painted, left, top, right - left, bottom - top, left, top, right - left, bottom - top);
+    else {
+      context.fillStyle = pattern;
+      context.fillRect(left, top, right - left, bottom - top);
+    }
+  }
+}
