@@ -71,7 +71,9 @@ def test_the_examples_of_the_api_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
             if kind == "python":
                 exec(compile(text, "docs/api.md", "exec"), names)
             elif shutil.which("curl"):
-                done = subprocess.run(["bash", "-eo", "pipefail", "-c", text], capture_output=True, text=True, timeout=120)
+                done = subprocess.run(
+                    ["bash", "-eo", "pipefail", "-c", text], capture_output=True, text=True, timeout=120
+                )
                 assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
     finally:
         server.stop()

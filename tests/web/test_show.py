@@ -148,3 +148,19 @@ def test_a_process_ends_with_its_servers() -> None:
 def test_a_picture_may_have_any_mode(vit: pl.Anatomy) -> None:
     view = pl.show(vit, Image.new("RGBA", (40, 30), (10, 200, 30, 128)))
     assert ask(view, f"api/images/{fragment(view)['image'][0]}").headers["content-type"] == "image/png"
+
+
+@pytest.mark.page
+def test_a_browser_shows_the_page_inside_another_sites(vit: pl.Anatomy, tmp_path: Path) -> None:
+    """From a file, which is an origin of its own, as editors' are."""
+    from tests.web.browser import browsing
+
+    view = pl.show(vit, noise(70, 90), ["genatt", "rollout"], target=("dog", "cat"))
+    (tmp_path / "notebook.html").write_text(f"<!doctype html>{view._repr_html_()}")
+    with browsing() as browser:
+        page = browser.new_page()
+        page.goto((tmp_path / "notebook.html").as_uri())
+        inside = page.frame_locator("iframe")
+        inside.get_by_text("Why dog rather than cat?").wait_for(timeout=60_000)
+        inside.get_by_text("The map of rollout is there.").wait_for(timeout=60_000)
+        assert "token" not in page.frames[1].url, "it is taken out of the address"
