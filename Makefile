@@ -1,24 +1,30 @@
 # make demo: explain the bundled photographs.   make test: lint, types and tests.   make test-all: the long ones too.
 # make listed: bring the table of names that the command line reads up to date.
 # make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
+# make test-page: the page in a browser, its API under random, hostile and many clients. SOAK=no leaves out the many.
 # make figures: draw the pictures of README and docs again.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-all test-cpus test-transformers4 test-accelerator lint listed bench figures clean
+.PHONY: demo test test-all test-cpus test-page test-transformers4 test-accelerator lint listed bench figures clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/patchlight demo
 
-test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not accelerator"
+test: lint $(VENV)/.stamp-browser
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not page and not accelerator"
 
-test-all: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not accelerator"
+test-all: lint $(VENV)/.stamp-browser
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not page and not accelerator"
+	$(MAKE) test-page
 	$(MAKE) test-transformers4
 	$(MAKE) test-cpus
+
+test-page: $(VENV)/.stamp-browser
+	$(BIN)/python -m pytest -rs tests/web
+	test "$(SOAK)" = no || $(BIN)/python -m tests.web.soak
 
 test-transformers4: $(VENV)/.stamp-dev
 	$(PIP) install --target $(VENV)/transformers4 --upgrade --no-deps transformers==4.46.3 huggingface_hub==0.36.0 \
@@ -54,6 +60,13 @@ $(VENV)/.stamp-run: requirements.txt pyproject.toml
 $(VENV)/.stamp-dev: $(VENV)/.stamp-run requirements-dev.txt
 	$(PIP) install --no-compile -r requirements-dev.txt
 	$(PIP) install --no-deps quantus==0.6.0  # without its opencv-python: the headless one is there
+	touch $@
+
+# Debian's browser, where there is none and it may be installed; else the tests that need one are skipped.
+$(VENV)/.stamp-browser: $(VENV)/.stamp-dev
+	command -v chromium || command -v chromium-browser || command -v google-chrome \
+	  || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+	  || echo "no Chromium here, and it could not be installed: tests in a browser are skipped"
 	touch $@
 
 clean:

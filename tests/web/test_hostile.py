@@ -1,0 +1,555 @@
+"""What a hostile client does: the server refuses in a sentence, keeps little, writes nothing, and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from PIL import Image, PngImagePlugin
+
+from tests.web import hostile
+from tests.web.server import Server, serving
+
+REFUSED = {400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 503}
+IMAGE = {"Content-Type": "image/png"}
+POLICY = {"default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "base-uri 'none'"}
+MARK = "kilroy-7f3a9c"
+EVIL = "<img src=x onerror=alert(1)>"
+
+
+def refused(answer: httpx.Response, *statuses: int) -> None:
+    """One of these statuses, with a sentence that is plain text, and the headers of every answer."""
+    assert answer.status_code in (statuses or REFUSED), (answer.status_code, answer.text[:300])
+    assert answer.headers["content-type"].split(";")[0] == "application/json"
+    said = answer.json()
+    assert set(said) == {"error"}
+    assert said["error"]
+    assert "Traceback" not in said["error"]
+    assert "site-packages" not in said["error"]
+    guarded(answer)
+
+
+def guarded(answer: httpx.Response) -> None:
+    policy = {part.strip() for part in answer.headers["content-security-policy"].split(";")}
+    assert policy >= POLICY, policy
+    assert not [part for part in policy if "unsafe" in part or "http" in part or "*" in part]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] in ("no-referrer", "same-origin")
+    assert "access-control-allow-origin" not in answer.headers
+    assert "server" not in answer.headers or "uvicorn" not in answer.headers["server"].lower()
+
+
+def upload(client: httpx.Client, data: bytes, **headers: str) -> httpx.Response:
+    return client.post("/api/images", content=data, headers={**IMAGE, **headers})
+
+
+def talk(server: Server, data: bytes, wait: float = 10) -> bytes:
+    """What the server says to raw bytes, until it closes or is silent for `wait` seconds."""
+    with socket.create_connection(server.address, timeout=wait) as line:
+        with contextlib.suppress(OSError):
+            line.sendall(data)
+        return heard(line)
+
+
+def heard(line: socket.socket) -> bytes:
+    said = b""
+    with contextlib.suppress(OSError):
+        while part := line.recv(65536):
+            said += part
+    return said
+
+
+def status(said: bytes) -> int:
+    assert said.startswith(b"HTTP/1.1 "), said[:200]
+    return int(said.split(b" ", 2)[1])
+
+
+def lines(server: Server, *headers: str, start: str = "GET /api/model HTTP/1.1") -> bytes:
+    own = [] if any(h.lower().startswith("host:") for h in headers) else [f"Host: {server.host}:{server.port}"]
+    return "\r\n".join([start, *own, *headers, "Connection: close", "", ""]).encode("latin-1")
+
+
+@pytest.fixture(autouse=True)
+def goes_on(server: Server) -> Iterator[None]:
+    """Whatever a test does, the server answers afterwards, and has not grown by more than what the largest picture takes."""
+    before, printed = server.memory(), len(server.printed())
+    yield
+    assert httpx.get(f"{server.url}/api/model", timeout=20).status_code == 200
+    assert server.memory() - before < 600
+    assert "Traceback" not in server.printed()[printed:]
+
+
+@pytest.mark.parametrize("name", hostile.bombs())
+def test_a_bomb_is_refused_before_it_is_decoded(name: str, client: httpx.Client) -> None:
+    data = hostile.bombs()[name]
+    assert len(data) < 500_000
+    refused(upload(client, data), 400, 413, 415, 422)
+
+
+def test_a_text_that_unfolds_is_not_kept(client: httpx.Client) -> None:
+    data = hostile.unfolding()
+    assert len(data) < 500_000
+    assert upload(client, data).status_code in (201, 400, 413, 415, 422)
+
+
+def test_a_gif_of_many_frames_is_its_first(client: httpx.Client) -> None:
+    frames = [Image.new("P", (32, 32), i % 256) for i in range(2000)]
+    data = hostile.encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    answer = upload(client, data)
+    assert answer.status_code == 201
+    assert (answer.json()["width"], answer.json()["height"]) == (32, 32)
+
+
+def test_many_large_pictures_at_once_take_turns(server: Server) -> None:
+    """Twelve pictures of almost as many pixels as are taken, 5 kB each: unpacked all at once they would be gigabytes."""
+    data = [hostile.flat(6300) + bytes([i]) for i in range(12)]
+    statuses: list[int] = []
+    peak, before = [0.0], server.memory()
+
+    def one(file: bytes) -> None:
+        answer = httpx.post(f"{server.url}/api/images", content=file, headers=IMAGE, timeout=120)
+        statuses.append(answer.status_code)
+
+    threads = [threading.Thread(target=one, args=(file,)) for file in data]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        peak[0] = max(peak[0], server.memory() - before)
+        time.sleep(0.02)
+    assert set(statuses) <= {201, 429, 503}, statuses
+    assert 201 in statuses
+    assert peak[0] < 1000, f"{peak[0]:.0f} MB"
+
+
+@pytest.mark.parametrize("name", hostile.strangers())
+def test_what_is_no_picture_is_refused(name: str, client: httpx.Client) -> None:
+    refused(upload(client, hostile.strangers()[name]), 400, 411, 413, 415, 422)
+
+
+def test_a_polyglot_is_its_picture_and_nothing_else(client: httpx.Client) -> None:
+    """What comes back was encoded here: none of its bytes but the pixels, and no browser may take it for a script."""
+    answer = upload(client, hostile.polyglot())
+    if answer.status_code != 201:
+        refused(answer, 400, 413, 415, 422)
+        return
+    back = client.get(f"/api/images/{answer.json()['id']}?whole=1")
+    assert back.headers["content-type"] == "image/png"
+    assert b"alert" not in back.content
+    guarded(back)
+
+
+def test_the_type_must_be_a_picture(client: httpx.Client) -> None:
+    for kind in ("text/html", "application/json", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded"):
+        refused(upload(client, hostile.picture(), **{"Content-Type": kind}), 415)
+    for kind in ("text/plain", "application/xml", "multipart/form-data; boundary=x"):
+        answer = client.post("/api/predict", content=b'{"image": "cat"}', headers={"Content-Type": kind})
+        refused(answer, 415, 422)
+
+
+def test_exif_turns_the_picture_and_is_dropped(client: httpx.Client) -> None:
+    image = Image.new("RGB", (60, 40), "white")
+    image.paste("red", (0, 0, 60, 10))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn clockwise
+    exif[0x010E] = MARK
+    comment = PngImagePlugin.PngInfo()
+    comment.add_text("Comment", MARK)
+    for kind, options in (("JPEG", {"quality": 95}), ("PNG", {"pnginfo": comment}), ("WEBP", {"lossless": True})):
+        facts = upload(client, hostile.encoded(image, kind, exif=exif, **options)).json()
+        assert (facts["width"], facts["height"]) == (40, 60), kind
+        for view in ("?whole=1", "", "?fill=blur-tis"):
+            data = client.get(f"/api/images/{facts['id']}{view}").content
+            back = Image.open(io.BytesIO(data))
+            assert not back.getexif()
+            assert not getattr(back, "text", {})
+            assert MARK.encode() not in data
+        whole = Image.open(io.BytesIO(client.get(f"/api/images/{facts['id']}?whole=1").content)).convert("RGB")
+        right = whole.getpixel((whole.width - 2, whole.height // 2))
+        left = whole.getpixel((1, whole.height // 2))
+        assert right[1] < 90, "the red edge was on top, and is turned to the right"
+        assert left[1] > 200
+
+
+def test_a_large_upload_is_refused_by_its_length(server: Server) -> None:
+    """The answer comes although none of the 200 MB was sent."""
+    head = lines(server, "Content-Type: image/png", f"Content-Length: {200 * 2**20}", start="POST /api/images HTTP/1.1")
+    assert status(talk(server, head)) == 413
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_upload_is_refused_while_it_comes(server: Server, chunked: bool) -> None:
+    """With its length told or not, little of 200 MB is taken; the answer is read even while sending fails."""
+    told = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {200 * 2**20}"
+    head = lines(server, "Content-Type: image/png", told, start="POST /api/images HTTP/1.1")
+    part = bytes(2**16)
+    piece = f"{len(part):x}\r\n".encode() + part + b"\r\n" if chunked else part
+    before, sent, said = server.memory(), 0, b""
+    with socket.create_connection(server.address, timeout=10) as line:
+        line.sendall(head)
+        with contextlib.suppress(OSError):
+            while sent < 200 * 2**20:
+                line.sendall(piece)
+                sent += len(part)
+        said = heard(line)
+    assert not said or status(said) in (411, 413)
+    assert sent < 100 * 2**20, f"{sent / 2**20:.0f} MB were taken"
+    assert server.memory() - before < 100
+
+
+def test_a_large_json_is_refused(client: httpx.Client, server: Server) -> None:
+    body = json.dumps({"image": "cat", "texts": ["x" * 1000] * 30_000})
+    refused(client.post("/api/predict", content=body, headers={"Content-Type": "application/json"}), 413)
+    head = lines(server, "Content-Type: application/json", "Content-Length: 99999999", start="POST /api/predict HTTP/1.1")
+    assert status(talk(server, head)) == 413
+
+
+def test_a_get_with_a_large_body_is_answered_without_it(server: Server) -> None:
+    head = lines(server, f"Content-Length: {200 * 2**20}")
+    before = server.memory()
+    assert status(talk(server, head + bytes(2**20))) in (200, 400, 413)
+    assert server.memory() - before < 100
+
+
+@pytest.mark.parametrize(
+    "length", ["-1", "abc", "1e3", "9" * 40, "+5", "0x10", "1, 2", ""], ids=lambda text: text or "none"
+)
+def test_a_length_that_is_no_number_is_refused(server: Server, length: str) -> None:
+    head = lines(server, "Content-Type: image/png", f"Content-Length: {length}", start="POST /api/images HTTP/1.1")
+    said = talk(server, head, wait=5)
+    assert not said or 400 <= status(said) < 500
+
+
+def test_two_lengths_are_refused(server: Server) -> None:
+    """No second request is smuggled behind a first."""
+    hidden = b"GET /api/model HTTP/1.1\r\nHost: x\r\n\r\n"
+    for double in (
+        ("Content-Length: 5", f"Content-Length: {len(hidden)}"),
+        (f"Content-Length: {len(hidden)}", "Transfer-Encoding: chunked"),
+    ):
+        said = talk(server, lines(server, *double, start="POST /api/predict HTTP/1.1") + hidden, wait=5)
+        assert said.count(b"HTTP/1.1 ") <= 1
+        assert not said or 400 <= status(said) < 500
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost@evil", "", "[::1"])
+@pytest.mark.parametrize("path", ["/", "/api/model", "/static/style.css", "/nothing"])
+def test_another_host_is_refused(server: Server, host: str, path: str) -> None:
+    """A name that an attacker lets point here sees nothing: no DNS rebinding."""
+    said = talk(server, lines(server, f"Host: {host.format(port=server.port)}", start=f"GET {path} HTTP/1.1"))
+    assert status(said) in (400, 403, 421)
+    assert b"pocket" not in said
+
+
+def test_two_hosts_or_none_are_refused(server: Server) -> None:
+    two = lines(server, f"Host: 127.0.0.1:{server.port}", "Host: evil.example")
+    assert status(talk(server, two)) in (400, 403, 421)
+    assert status(talk(server, b"GET /api/model HTTP/1.1\r\nConnection: close\r\n\r\n")) in (400, 403, 421)
+    old = talk(server, b"GET /api/model HTTP/1.0\r\n\r\n")
+    assert status(old) in (400, 403, 421)
+
+
+def test_names_of_the_loopback_are_hosts(server: Server) -> None:
+    for host in (f"127.0.0.1:{server.port}", f"localhost:{server.port}"):
+        assert status(talk(server, lines(server, f"Host: {host}"))) == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "http://[evil", "http://", "", "http://127.0.0.1.evil.example:{port}"])
+def test_another_origin_is_refused(client: httpx.Client, server: Server, origin: str) -> None:
+    """Neither a post nor a read from another site, nor the question beforehand whether it may."""
+    headers = {"Origin": origin.format(port=server.port)}
+    refused(client.post("/api/predict", json={"image": "cat"}, headers=headers), 403)
+    refused(upload(client, hostile.picture(), **headers), 403)
+    refused(client.delete("/api/jobs/x", headers=headers), 403)
+    asked = client.options("/api/predict", headers={**headers, "Access-Control-Request-Method": "POST"})
+    refused(asked, 400, 403, 405)
+
+
+def test_a_post_that_says_it_is_cross_site_is_refused(client: httpx.Client) -> None:
+    refused(client.post("/api/predict", json={"image": "cat"}, headers={"Sec-Fetch-Site": "cross-site"}), 403)
+
+
+def test_the_own_origin_may_post(client: httpx.Client, server: Server) -> None:
+    for headers in ({"Origin": server.url}, {}):
+        assert client.post("/api/predict", json={"image": "cat"}, headers=headers).status_code == 200
+
+
+TRAVERSALS = [
+    "/static/../app.py",
+    "/static/%2e%2e/app.py",
+    "/static/..%2fapp.py",
+    "/static/..%5capp.py",
+    "/static/....//app.py",
+    "/static//etc/passwd",
+    "/static/%2fetc%2fpasswd",
+    "/static/%00",
+    "/static/style.css%00.png",
+    "/static/.",
+    "/static/",
+    "/static",
+    "/static/%ff%fe",
+    "/static/" + "a" * 5000,
+    "//evil.example/",
+    "/api/images/..%2f..%2fetc%2fpasswd",
+    "/api/images/../../etc/passwd",
+    "/api/images/cat%00",
+    "/api/images/CAT",
+    "/api/images/%F0%9F%98%80",
+    "/api/jobs/..%2f..%2fmodel",
+    "/api/jobs/%2e%2e/file",
+    "/.git/config",
+    "/app.py",
+]
+
+
+@pytest.mark.parametrize("path", TRAVERSALS, ids=lambda path: path[:40])
+def test_no_path_leaves_its_folder(server: Server, path: str) -> None:
+    said = talk(server, lines(server, start=f"GET {path} HTTP/1.1"))
+    assert status(said) in (307, 400, 403, 404, 405, 414, 422, 431)
+    assert b"root:" not in said
+    assert b"import" not in said
+    if status(said) == 307:
+        assert b"evil" not in said.partition(b"\r\n\r\n")[0]
+
+
+def test_odd_methods_are_refused(server: Server) -> None:
+    for word in ("PUT", "PATCH", "TRACE", "CONNECT", "PROPFIND", "DELETE", "BREW", "get"):
+        said = talk(server, lines(server, start=f"{word} /api/predict HTTP/1.1"), wait=5)
+        assert status(said) in (400, 404, 405, 501), word
+    assert status(talk(server, lines(server, start="TRACE / HTTP/1.1"))) in (400, 404, 405)
+
+
+def test_noise_instead_of_http_is_refused(server: Server) -> None:
+    for noise in (b"\x00" * 100, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), b"\r\n" * 50, b"GET\r\n\r\n"):
+        said = talk(server, noise + b"\r\n\r\n", wait=3)
+        assert not said or status(said) == 400
+
+
+JSONS = {
+    "nan": '{"image": "cat", "methods": [{"name": "genatt"}], "wait": NaN}',
+    "infinity": '{"image": "cat", "methods": [{"name": "genatt"}], "wait": Infinity}',
+    "nan in a setting": '{"image": "cat", "methods": [{"name": "rise", "settings": {"keep": NaN}}], "wait": 1}',
+    "a huge integer": '{"image": "cat", "target": ' + "9" * 4000 + "}",
+    "an integer of many digits": '{"image": "cat", "target": ' + "9" * 100_000 + "}",
+    "a huge exponent": '{"image": "cat", "target": 1e999999}',
+    "a negative class": '{"image": "cat", "target": -1}',
+    "a class that is not there": '{"image": "cat", "target": 100000}',
+    "deep lists": '{"image": ' + "[" * 50_000 + "]" * 50_000 + "}",
+    "deep objects": '{"a":' * 20_000 + "1" + "}" * 20_000,
+    "no end": '{"image": "cat"',
+    "a lone surrogate": '{"image": "\\ud800"}',
+    "a zero byte": '{"image": "cat\\u0000"}',
+    "a key twice": '{"image": "cat", "image": 3}',
+    "a prototype": '{"image": "cat", "__proto__": {"x": 1}}',
+    "a path": '{"image": "/etc/passwd"}',
+    "an address": '{"image": "http://evil.example/x.png"}',
+    "a list": "[]",
+    "a string": '"cat"',
+    "null": "null",
+    "nothing": "",
+    "other text": "\u00ff\u00fe",
+    "markup": json.dumps({"image": EVIL}),
+    "markup as a method": json.dumps({"image": "cat", "methods": [{"name": EVIL}]}),
+    "markup as a setting": json.dumps({"image": "cat", "methods": [{"name": "genatt", "settings": {EVIL: 1}}]}),
+}
+
+
+@pytest.mark.parametrize("name", JSONS)
+@pytest.mark.parametrize("route", ["predict", "explain", "ablate", "measure", "inside", "files"])
+def test_odd_json_is_refused_in_a_sentence(client: httpx.Client, route: str, name: str) -> None:
+    answer = client.post(
+        f"/api/{route}", content=JSONS[name].encode("utf-8", "surrogatepass"), headers={"Content-Type": "application/json"}
+    )
+    refused(answer, 400, 404, 413, 422)
+
+
+def test_bytes_that_are_no_text_are_refused(client: httpx.Client) -> None:
+    for data in (b'{"image": "\xff\xfe"}', b"\xff\xfe{\x00", b"\x00"):
+        refused(client.post("/api/predict", content=data, headers={"Content-Type": "application/json"}), 400, 422)
+
+
+@pytest.mark.parametrize(
+    "query", ["side=31", "side=1025", "side=1e9", "side=NaN", "side=" + "9" * 5000, "fill=road", "fill=%3Cimg%3E", "side=-1"]
+)
+def test_odd_queries_are_refused(client: httpx.Client, query: str) -> None:
+    refused(client.get(f"/api/images/cat?{query}"), 400, 414, 422)
+
+
+def test_a_method_never_reads_a_path_of_the_client(client: httpx.Client, server: Server) -> None:
+    """A setting that names a folder (a trained explainer's) is refused, whether the folder is there or not."""
+    said = []
+    for folder in (str(server.temporary), "/nothing/here"):
+        method = {"name": "diffmask", "settings": {"explainer": folder}}
+        answer = client.post("/api/explain", json={"image": "cat", "methods": [method], "wait": 20})
+        if answer.status_code in (200, 202):
+            assert answer.json()["failures"].get("diffmask"), answer.json()
+            said.append(answer.json()["failures"]["diffmask"].replace(folder, ""))
+        else:
+            refused(answer, 400, 422)
+            said.append(answer.json()["error"].replace(folder, ""))
+    assert said[0] == said[1], "the answer tells whether a folder exists"
+
+
+def test_a_flood_of_headers_is_refused(server: Server) -> None:
+    """A million bytes of headers, as many short ones or one long one."""
+    for flood in ([f"X-{i}: {i}" for i in range(60_000)], ["X-Long: " + "a" * 1_000_000]):
+        said = talk(server, lines(server, *flood), wait=5)
+        assert not said or status(said) in (400, 413, 431)
+
+
+def test_slow_headers_do_not_keep_others_waiting(server: Server) -> None:
+    """Two hundred who never finish their headers: others are answered meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            line = stack.enter_context(socket.create_connection(server.address, timeout=10))
+            line.sendall(b"GET /api/model HTTP/1.1\r\nHost: 127.0.0.1\r\nX-a: b\r\n")
+        assert httpx.get(f"{server.url}/api/model", timeout=10).status_code == 200
+
+
+def test_slow_bodies_do_not_keep_others_waiting(server: Server) -> None:
+    """Twenty uploads that dribble, each in a thread: others are answered meanwhile."""
+    head = lines(server, "Content-Type: image/png", "Content-Length: 100000", start="POST /api/images HTTP/1.1")
+    over = threading.Event()
+
+    def dribble() -> None:
+        with contextlib.suppress(OSError), socket.create_connection(server.address, timeout=10) as line:
+            line.sendall(head)
+            while not over.wait(0.2):
+                line.sendall(b"\x89")
+
+    threads = [threading.Thread(target=dribble) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(0.5)
+        body = {"image": "cat", "methods": [{"name": "genatt"}], "wait": 20}
+        assert httpx.post(f"{server.url}/api/explain", json=body, timeout=20).status_code == 200
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.page
+@pytest.mark.parametrize("what", ["head", "second head", "upload", "json"])
+def test_who_never_ends_a_request_is_let_go(server: Server, what: str) -> None:
+    """Bytes go on dribbling in, and still the line is closed within a minute, with 408 if anything is said."""
+    path = "/api/predict" if what == "json" else "/api/images"
+    head = lines(server, "Content-Type: image/png", "Content-Length: 100000", start=f"POST {path} HTTP/1.1")
+    if "head" in what:
+        head = f"GET /api/model HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nX-a: ".encode()
+    begin = time.monotonic()
+    with socket.create_connection(server.address, timeout=1) as line:
+        if what == "second head":
+            line.sendall(f"GET /static/none HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+            assert status(line.recv(65536)) == 404
+        line.sendall(head)
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - begin < 60:
+                line.sendall(b"a")
+                with contextlib.suppress(TimeoutError):
+                    part = line.recv(65536)
+                    said += part
+                    if not part:
+                        break
+    assert time.monotonic() - begin < 60, "the line is still open"
+    assert not said or status(said) in (400, 408, 415)
+
+
+def test_a_file_name_of_markup_is_text(client: httpx.Client) -> None:
+    """In the report's HTML it is escaped."""
+    body = {"image": "cat", "methods": [{"name": "genatt"}], "wait": 30, "kind": "report", "name": EVIL}
+    job = client.post("/api/files", json=body).json()
+    assert job["state"] == "done", job
+    answer = client.get(job["file"])
+    guarded(answer)
+    assert EVIL not in answer.text
+    assert "&lt;img" in answer.text
+    assert "attachment" in answer.headers["content-disposition"]
+    assert "\r" not in answer.headers["content-disposition"]
+
+
+def test_nothing_of_an_upload_is_on_disk_or_printed(client: httpx.Client, server: Server, tmp_path: Path) -> None:
+    """Its bytes are looked for in every file of the server's folder, its temporary files and its output."""
+    comment = PngImagePlugin.PngInfo()
+    comment.add_text("Comment", MARK)
+    data = hostile.picture(200, pnginfo=comment, compress_level=0)
+    before = server.open_files()
+    image = upload(client, data).json()["id"]
+    for kind in ("png", "pdf", "arrays", "report"):
+        body = {"image": image, "methods": [{"name": "genatt"}], "wait": 30, "kind": kind, "name": MARK}
+        job = client.post("/api/files", json=body).json()
+        assert job["state"] == "done", job
+        assert client.get(job["file"]).status_code == 200
+    refused(upload(client, data[:-30_000] + MARK.encode()), 400, 422)
+    assert not [file for file in server.open_files() - before if not file.endswith(".py")]
+    assert not list(server.temporary.rglob("*"))
+    assert {file.name for file in server.log.parent.iterdir()} == {"log.txt", "tmp"}
+    printed = server.printed()
+    assert MARK not in printed
+    assert image not in printed
+
+
+def test_headers_are_on_every_answer(client: httpx.Client) -> None:
+    for path, expected in (
+        ("/", 200),
+        ("/api/model", 200),
+        ("/api/methods", 200),
+        ("/api/openapi.json", 200),
+        ("/api/images/cat", 200),
+        ("/api/images/gone", 404),
+        ("/api/jobs/gone", 404),
+        ("/api/jobs/gone/events", 404),
+        ("/api/jobs/gone/file", 404),
+        ("/api/nothing", 404),
+        ("/static/nothing.js", 404),
+        ("/nothing", 404),
+        ("/docs", 404),
+        ("/redoc", 404),
+    ):
+        answer = client.get(path)
+        assert answer.status_code == expected, path
+        guarded(answer)
+        if expected != 200:
+            refused(answer, expected)
+    refused(client.post("/api/model"), 405)
+
+
+def test_what_the_api_gives_is_not_kept_by_the_browser(client: httpx.Client) -> None:
+    image = upload(client, hostile.picture()).json()["id"]
+    for path in ("/api/model", f"/api/images/{image}"):
+        assert "no-store" in client.get(path).headers.get("cache-control", ""), path
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("closed") / "here", "--token", "correct-horse", token="correct-horse") as running:
+        yield running
+
+
+def test_without_the_token_nothing_is_told(closed: Server) -> None:
+    routes = ("/api/model", "/api/methods", "/api/images/cat", "/api/jobs/x", "/api/jobs/x/events", "/api/openapi.json")
+    wrong = [{}, *({"Authorization": word} for word in ("Bearer", "Bearer ", "Bearer wrong", "Bearer correct-hors"))]
+    wrong += [{"Authorization": word} for word in ("Basic Y29ycmVjdC1ob3JzZQ==", "correct-horse", "Bearer correct-horse2")]
+    wrong += [{"Authorization": "Bearer \u00e9".encode("latin-1")}]
+    with httpx.Client(base_url=closed.url) as client:
+        for headers in wrong:
+            for path in routes:
+                refused(client.get(path, headers=headers), 401)
+            refused(client.post("/api/predict", json={"image": "cat"}, headers=headers), 401)
+            refused(upload(client, hostile.picture(), **headers), 401)
+        refused(client.get("/api/model?token=correct-horse"), 401)
+        assert client.get("/").status_code == 200, "the page itself holds nothing"
+        right = {"Authorization": "Bearer correct-horse"}
+        assert client.get("/api/model", headers=right).status_code == 200
+        assert client.post("/api/predict", json={"image": "cat"}, headers=right).status_code == 200
+    assert "correct-hors " not in closed.printed()
+    assert "Bearer" not in closed.printed()

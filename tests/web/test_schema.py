@@ -1,0 +1,138 @@
+"""The API against its own description: whatever is sent, no 5xx, and no answer that the description does not name."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from tests.web.server import Server
+
+OPERATIONS = {
+    "GET /api/model": 5,
+    "GET /api/methods": 40,
+    "POST /api/images": 150,
+    "GET /api/images/{}": 250,
+    "POST /api/predict": 250,
+    "POST /api/ablate": 300,
+    "POST /api/inside": 200,
+    "POST /api/explain": 300,
+    "POST /api/measure": 250,
+    "POST /api/files": 200,
+    "GET /api/jobs/{}": 60,
+    "DELETE /api/jobs/{}": 60,
+    "GET /api/jobs/{}/file": 60,
+    "GET /api/jobs/{}/events": 60,
+}
+"""Every operation, and how many cases `make test-page` sends to it."""
+SENT: collections.Counter[str] = collections.Counter()
+STATUSES: dict[str, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+
+
+@pytest.fixture(scope="module")
+def schema(server: Server) -> Any:
+    return schemathesis.openapi.from_url(f"{server.url}/api/openapi.json")
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as talking:
+        yield talking
+
+
+def send(schema: Any, session: requests.Session, name: str, count: int) -> None:
+    """Cases of one operation, half of them valid and half of them not; each is checked against the description."""
+    word, path = name.split()
+    operation = next(schema[p][word] for p in schema if re.sub(r"{\w+}", "{}", p) == path)
+    for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
+        try:
+            strategy = operation.as_strategy(generation_mode=mode)
+        except Exception:  # nothing of it can be invalid
+            continue
+
+        @given(case=strategy)
+        @settings(
+            max_examples=max(1, count // 2),
+            derandomize=True,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        def check(case: Any) -> None:
+            if mode == GenerationMode.POSITIVE:
+                met(case)
+            answer = case.call(session=session, timeout=90)
+            SENT[name] += 1
+            STATUSES[name][answer.status_code] += 1
+            case.validate_response(answer, excluded_checks=[positive_data_acceptance])
+            if answer.status_code == 202:
+                session.delete(f"{schema.get_base_url()}/api/jobs/{answer.json()['id']}".replace("/api/api", "/api"))
+
+        check()
+
+
+def met(case: Any) -> None:
+    """Of valid bodies the names are often those of things that are there, so that more than refusals is seen."""
+    body = case.body
+    lucky = SENT[case.operation.label] % 4
+    if lucky and case.path.startswith("/api/images/"):
+        case.path_parameters = dict.fromkeys(case.path_parameters, "cat")
+    if not isinstance(body, dict) or not lucky:
+        return
+    body["image"] = "cat"
+    if "wait" in body:
+        body["wait"] = min(body["wait"], 0.2)
+    if lucky > 1:
+        body.pop("texts", None)
+        body |= {key: body[key] % 10 for key in ("target", "against") if body.get(key) is not None}
+    if lucky > 1 and "methods" in body:
+        for method, known in zip(body["methods"], ("genatt", "rise", "tis", "rollout"), strict=False):
+            method |= {"name": known, "settings": {}}
+        del body["methods"][4:]
+    if lucky > 2 and "removed" in body:
+        body["removed"] = [[patch % 64 for patch in patches][:64] for patches in body["removed"]]
+
+
+def test_every_operation_is_described(client: httpx.Client) -> None:
+    """And each says what it may be refused with, and gives an example where it takes a body."""
+    told = client.get("/api/openapi.json").json()
+    found = {re.sub(r"{\w+}", "{}", f"{word.upper()} {path}") for path, words in told["paths"].items() for word in words}
+    assert found == set(OPERATIONS)
+    for path, words in told["paths"].items():
+        for word, operation in words.items():
+            assert operation.get("summary"), (word, path)
+            assert {"401", "403", "429"} <= set(operation["responses"]), (word, path)
+            assert "5XX" not in operation["responses"]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_few_cases(schema: Any, session: requests.Session, name: str) -> None:
+    send(schema, session, name, 6)
+
+
+@pytest.mark.page
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_many_cases(schema: Any, session: requests.Session, name: str) -> None:
+    before = SENT[name]
+    send(schema, session, name, OPERATIONS[name])
+    print(f"{name}: {SENT[name] - before} cases, {dict(STATUSES[name])}")
+
+
+@pytest.mark.page
+def test_they_were_two_thousand() -> None:
+    """Of the tests before, in this process; where they did not run here, nothing is said."""
+    if sum(SENT.values()) < 500:
+        pytest.skip("the cases were not sent from this process")
+    print({name: dict(found) for name, found in STATUSES.items()})
+    assert sum(SENT.values()) >= 2000
+    assert all(STATUSES[name][200] + STATUSES[name][201] + STATUSES[name][202] for name in OPERATIONS if "jobs" not in name)
