@@ -10,7 +10,7 @@ const MOST = 200;
 const past = [], future = [];
 
 const FILLS = {
-  "image-mean": "mean brightness", "channel-mean": "mean colour", "blur-tis": "blur", "blur-rise": "blur (RISE)", zero: "the data's mean",
+  "image-mean": "mean grey", "channel-mean": "mean colour", "blur-tis": "blur", "blur-rise": "blur (RISE)", zero: "the data's mean",
   black: "black", noise: "noise",
 };
 

@@ -189,7 +189,10 @@ export function start() {
     if (radio) radio.checked = true;
   });
   on("photo fill-picture", () => result && drawStep());
-  on("image target against texts template", forget);
+  on("image target against texts template", (changed) => {
+    forget();
+    if (!changed.includes("tested")) set({ tested: false, step: 0 });
+  });
   on("methods unit fill seed", () => {
     if (!result) return;
     const { methods, unit, fill, seed } = result.asked;
