@@ -235,10 +235,7 @@ class Attribution:
         scores, so that the old attribution is there until the moment the new one is.
         """
         folder = Path(folder)
-        if not bool(self.scores.isfinite().all()) or (self.error is not None and bool(self.error.isinf().any())):
-            raise PatchlightError(
-                f"the scores hold NaN or infinity; '{folder}' is not written, since it would not load"
-            )
+        self._check_finite(f"'{folder}'")
         if folder.exists() and not (force and (folder / _ABOUT).is_file()):
             raise PatchlightError(f"'{folder}' exists already; choose another folder, or force=True to replace it")
         replaced = _scores_file(folder) if folder.exists() else None
@@ -259,17 +256,29 @@ class Attribution:
             raise PatchlightError(f"'{folder}' cannot be written: {error.strerror or error}") from error
         return folder
 
-    def _write(self, folder: Path, scores: str) -> None:
-        """The scores under that name, then the JSON that names them."""
+    def files(self, scores: str = _SCORES) -> dict[str, bytes]:
+        """The contents of the files that `save` writes, by their names: the scores, then the JSON that names them."""
         from safetensors.torch import save
 
+        self._check_finite("this attribution")
         tensors = {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
         about = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*_TENSORS, *_UNSAVED)}
         about["preprocess"] = None if self.preprocess is None else asdict(self.preprocess)
         text = json.dumps({"format": _FORMAT, "tensors": scores, **about}, indent=1, default=repr)
+        return {
+            scores: save({name: tensor.contiguous() for name, tensor in tensors.items()}),
+            _ABOUT: (text + "\n").encode(),
+        }
+
+    def _check_finite(self, what: str) -> None:
+        if not bool(self.scores.isfinite().all()) or (self.error is not None and bool(self.error.isinf().any())):
+            raise PatchlightError(f"the scores hold NaN or infinity; {what} is not written, since it would not load")
+
+    def _write(self, folder: Path, scores: str) -> None:
+        """The scores under that name, then the JSON that names them."""
         try:
-            write_whole(folder / scores, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
-            write_whole(folder / _ABOUT, (text + "\n").encode())
+            for name, data in self.files(scores).items():
+                write_whole(folder / name, data)
         finally:
             if _scores_file(folder) != folder / scores:
                 (folder / scores).unlink(missing_ok=True)

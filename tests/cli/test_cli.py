@@ -501,3 +501,31 @@ def test_wrong_heads_are_one_sentence(folder: Path) -> None:
     assert "no text side" in refused("explain", photo, "--text", "a dog", "--text", "a cat")
     assert "no place for a text" in refused("explain", photo, "--text", "a dog", "--template", "a photo")
     assert "text 0 is empty" in refused("explain", photo, "--text", " ")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_report_is_one_file(folder: Path) -> None:
+    asked = ("photos", "--method", "genatt,rollout", "--set", "rollout.start=1", "--target", "dog", "--seed", "3")
+    told = json.loads(run("explain", *asked, "--report", "out/r.html", "--json").stdout)
+    assert told["written"] == ["out/r.html"]
+    assert told["images"][0]["picture"] is None
+    assert files(folder / "out") == {"r.html"}
+    page = Path("out/r.html").read_text()
+    assert page.count("<h2 id=") == 4
+    assert page.count("than random here: it beats") + page.count("Nothing can be told here") == 4 * 2
+    line = "patchlight explain photos --method genatt,rollout --target dog --set rollout.start=1 --report out/r.html"
+    assert f"{line} --seed 3<" in page
+
+    assert "'out/r.html' exists already" in refused("explain", *asked, "--report", "out/r.html")
+    before = Path("out/r.html").read_bytes()
+    run("explain", *asked, "--report", "out/r.html", "--out", "pictures", "--force")
+    assert len(files(folder / "pictures")) == 4
+    other = Path("out/r.html").read_bytes()
+    assert other.replace(b" --out pictures", b"") == before, "the same command gives the same report"
+    assert "'r.txt' is no report" in refused("explain", "photos", "--report", "r.txt")
+
+
+@pytest.mark.usefixtures("tiny", "folder")
+def test_a_report_tells_what_it_needs_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert "pip install 'patchlight[web]'" in refused("explain", "photos", "--report", "r.html")

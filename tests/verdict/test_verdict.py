@@ -11,7 +11,6 @@ import pytest
 
 from patchlight.errors import PatchlightError
 from patchlight.verdict.cells import Cell, Cells
-from patchlight.verdict.html import round_values
 from patchlight.verdict.verdict import Undecided, decide
 from tests.verdict.synthetic import about, cells, lines
 
@@ -230,10 +229,3 @@ def test_pairs_that_cannot_be_settled_take_no_time_of_the_hour() -> None:
     text = str(replace(found, undecided=(never, soon)))
     assert "Another hour would settle, by present differences and spreads: good against soon" in text
     assert "More than these 64 image(s) would be needed for: good against never" in text
-
-
-def test_an_axis_has_round_numbers() -> None:
-    assert round_values(-0.3, 0.02) == [-0.3, -0.2, -0.1, 0.0]
-    assert round_values(0.0, 0.0021) == [0.0, 0.0005, 0.001, 0.0015, 0.002]
-    assert round_values(0.0, 0.0) == [0.0]
-    assert all(len(round_values(-low / 7, 0.13 * low)) <= 7 for low in (0.01, 0.3, 1.0, 4.4, 70.0))

@@ -76,7 +76,9 @@ class Visit:
 
     def measures(self, name: str) -> list[float]:
         """Milliseconds that the page itself measured under a name."""
-        return list(self.page.evaluate("name => performance.getEntriesByName(name, 'measure').map(m => m.duration)", name))
+        return list(
+            self.page.evaluate("name => performance.getEntriesByName(name, 'measure').map(m => m.duration)", name)
+        )
 
     def well(self, expected: tuple[str, ...] = ()) -> None:
         """Nothing left the host, no policy was broken, no script of a stranger ran, and the console is empty.

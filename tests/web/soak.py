@@ -33,7 +33,9 @@ QUICK = ["genatt", "rollout", "tis", "gradcam", "attention-last"]
 class Seen:
     """How often each route gave each status, the slowest answer of each, and what must not have happened."""
 
-    statuses: dict[str, collections.Counter[int]] = field(default_factory=lambda: collections.defaultdict(collections.Counter))
+    statuses: dict[str, collections.Counter[int]] = field(
+        default_factory=lambda: collections.defaultdict(collections.Counter)
+    )
     slowest: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
     wrong: list[str] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
@@ -227,7 +229,9 @@ def told(seen: Seen, times: list[float], seconds: float) -> list[str]:
     later = [mb for at, mb in seen.memory if at >= warm] or [0.0]
     moved = max(abs(mb - later[0]) for mb in later)
     print(f"\n{total} answers, {total / seconds:.0f} a second.")
-    print(f"Memory: {seen.memory[0][1]:.0f} MB at first, {later[0]:.0f} MB after {warm:.0f} s, then {min(later):.0f} to {max(later):.0f} MB.")
+    print(
+        f"Memory: {seen.memory[0][1]:.0f} MB at first, {later[0]:.0f} MB after {warm:.0f} s, then {min(later):.0f} to {max(later):.0f} MB."
+    )
     print(f"A cancelled rise makes room after {', '.join(f'{t:.2f}' for t in times)} s.")
     wrong = [f"{n} times {what}" for what, n in collections.Counter(seen.wrong).most_common(20)]
     wrong += [f"memory moved by {moved:.0f} MB"] if moved > DRIFT else []

@@ -147,7 +147,12 @@ def test_a_polyglot_is_its_picture_and_nothing_else(client: httpx.Client) -> Non
 
 
 def test_the_type_must_be_a_picture(client: httpx.Client) -> None:
-    for kind in ("text/html", "application/json", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded"):
+    for kind in (
+        "text/html",
+        "application/json",
+        "multipart/form-data; boundary=x",
+        "application/x-www-form-urlencoded",
+    ):
         refused(upload(client, hostile.picture(), **{"Content-Type": kind}), 415)
     for kind in ("text/plain", "application/xml", "multipart/form-data; boundary=x"):
         answer = client.post("/api/predict", content=b'{"image": "cat"}', headers={"Content-Type": kind})
@@ -207,7 +212,9 @@ def test_a_large_upload_is_refused_while_it_comes(server: Server, chunked: bool)
 def test_a_large_json_is_refused(client: httpx.Client, server: Server) -> None:
     body = json.dumps({"image": "cat", "texts": ["x" * 1000] * 30_000})
     refused(client.post("/api/predict", content=body, headers={"Content-Type": "application/json"}), 413)
-    head = lines(server, "Content-Type: application/json", "Content-Length: 99999999", start="POST /api/predict HTTP/1.1")
+    head = lines(
+        server, "Content-Type: application/json", "Content-Length: 99999999", start="POST /api/predict HTTP/1.1"
+    )
     assert status(talk(server, head)) == 413
 
 
@@ -239,7 +246,9 @@ def test_two_lengths_are_refused(server: Server) -> None:
         assert not said or 400 <= status(said) < 500
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost@evil", "", "[::1"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost@evil", "", "[::1"]
+)
 @pytest.mark.parametrize("path", ["/", "/api/model", "/static/style.css", "/nothing"])
 def test_another_host_is_refused(server: Server, host: str, path: str) -> None:
     """A name that an attacker lets point here sees nothing: no DNS rebinding."""
@@ -261,7 +270,18 @@ def test_names_of_the_loopback_are_hosts(server: Server) -> None:
         assert status(talk(server, lines(server, f"Host: {host}"))) == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "http://[evil", "http://", "", "http://127.0.0.1.evil.example:{port}"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "null",
+        "http://localhost:1",
+        "http://[evil",
+        "http://",
+        "",
+        "http://127.0.0.1.evil.example:{port}",
+    ],
+)
 def test_another_origin_is_refused(client: httpx.Client, server: Server, origin: str) -> None:
     """Neither a post nor a read from another site, nor the question beforehand whether it may."""
     headers = {"Origin": origin.format(port=server.port)}
@@ -327,7 +347,12 @@ def test_odd_methods_are_refused(server: Server) -> None:
 
 
 def test_noise_instead_of_http_is_refused(server: Server) -> None:
-    for noise in (b"\x00" * 100, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), b"\r\n" * 50, b"GET\r\n\r\n"):
+    for noise in (
+        b"\x00" * 100,
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
+        b"\r\n" * 50,
+        b"GET\r\n\r\n",
+    ):
         said = talk(server, noise + b"\r\n\r\n", wait=3)
         assert not said or status(said) == 400
 
@@ -365,7 +390,9 @@ JSONS = {
 @pytest.mark.parametrize("route", ["predict", "explain", "ablate", "measure", "inside", "files"])
 def test_odd_json_is_refused_in_a_sentence(client: httpx.Client, route: str, name: str) -> None:
     answer = client.post(
-        f"/api/{route}", content=JSONS[name].encode("utf-8", "surrogatepass"), headers={"Content-Type": "application/json"}
+        f"/api/{route}",
+        content=JSONS[name].encode("utf-8", "surrogatepass"),
+        headers={"Content-Type": "application/json"},
     )
     refused(answer, 400, 404, 413, 422)
 
@@ -376,7 +403,8 @@ def test_bytes_that_are_no_text_are_refused(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "query", ["side=31", "side=1025", "side=1e9", "side=NaN", "side=" + "9" * 5000, "fill=road", "fill=%3Cimg%3E", "side=-1"]
+    "query",
+    ["side=31", "side=1025", "side=1e9", "side=NaN", "side=" + "9" * 5000, "fill=road", "fill=%3Cimg%3E", "side=-1"],
 )
 def test_odd_queries_are_refused(client: httpx.Client, query: str) -> None:
     refused(client.get(f"/api/images/cat?{query}"), 400, 414, 422)
@@ -531,14 +559,18 @@ def test_what_the_api_gives_is_not_kept_by_the_browser(client: httpx.Client) -> 
 
 @pytest.fixture(scope="module")
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("closed") / "here", "--token", "correct-horse", token="correct-horse") as running:
+    with serving(
+        tmp_path_factory.mktemp("closed") / "here", "--token", "correct-horse", token="correct-horse"
+    ) as running:
         yield running
 
 
 def test_without_the_token_nothing_is_told(closed: Server) -> None:
     routes = ("/api/model", "/api/methods", "/api/images/cat", "/api/jobs/x", "/api/jobs/x/events", "/api/openapi.json")
     wrong = [{}, *({"Authorization": word} for word in ("Bearer", "Bearer ", "Bearer wrong", "Bearer correct-hors"))]
-    wrong += [{"Authorization": word} for word in ("Basic Y29ycmVjdC1ob3JzZQ==", "correct-horse", "Bearer correct-horse2")]
+    wrong += [
+        {"Authorization": word} for word in ("Basic Y29ycmVjdC1ob3JzZQ==", "correct-horse", "Bearer correct-horse2")
+    ]
     wrong += [{"Authorization": "Bearer \u00e9".encode("latin-1")}]
     with httpx.Client(base_url=closed.url) as client:
         for headers in wrong:

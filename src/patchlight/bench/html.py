@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import html
-import io
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from patchlight.bench.statistics import Ranks, extremes
 from patchlight.bench.tables import LEGEND, Gathered
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
+from patchlight.viz.page import PALETTE, data_url, page_style, page_template
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from patchlight.data import Data
 
 EXAMPLES, SIDE = 3, 168
-PALETTE = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
-    *("#7a4b94", "#8c6d31", "#d62728", "#17becf", "#6b6b6b", "#393b79"),
-)
 DASHES = ("solid", "dash", "dot")
 
 
@@ -117,19 +113,14 @@ def write_html(run: Gathered, path: str | Path) -> Path:
 def as_html(run: Gathered) -> str:
     """Tables, curves, ranks, times and examples; equal stores give equal files."""
     try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
         from plotly.offline import get_plotlyjs
+
+        template = page_template("patchlight.bench", "report.html")
     except ImportError as error:
         raise PatchlightError("the report needs jinja2 and plotly: pip install 'patchlight[bench]'") from error
-    environment = Environment(
-        loader=PackageLoader("patchlight.bench"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     models = {model: _section(run, model, number) for number, model in enumerate(run.models)}
-    return environment.get_template("report.html").render(
+    return template.render(
+        style=page_style(),
         run=run,
         recipe=run.recipe,
         manifest=run.manifest,
@@ -302,6 +293,4 @@ def _heats(
 
 
 def _inline(picture: Image) -> str:
-    out = io.BytesIO()
-    picture.convert("RGB").resize((SIDE, SIDE)).save(out, "JPEG", quality=82)
-    return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
+    return data_url(picture.convert("RGB").resize((SIDE, SIDE)), quality=82)

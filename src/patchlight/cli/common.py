@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 WIDE = 160
 SOME_FAILED = 3
+_ABOUT_ANSWERS = ("as_json", "debug", "force")
+"""Options that change how a command answers, and not what."""
 
 
 def _load(files: list[str] | None) -> list[str] | None:
@@ -98,6 +101,19 @@ def _fail(sentence: str, code: int, as_json: bool) -> None:
         print_json({"error": sentence})
     say(f"error: {sentence}")
     raise typer.Exit(code)
+
+
+def command_line(context: typer.Context) -> str:
+    """The command that is being answered, as it can be typed: every option that was not left as it is."""
+    words = []
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.name in _ABOUT_ANSWERS or value == parameter.get_default(context) or value in (None, (), []):
+            continue
+        option = [] if parameter.param_type_name == "argument" else [max(parameter.opts, key=len)]
+        for one in value if isinstance(value, list | tuple) else [value]:
+            words += option if one is True else [*option, str(one)]
+    return shlex.join(["patchlight", str(context.command.name), *words])
 
 
 def say(words: str) -> None:

@@ -33,6 +33,7 @@ from patchlight.cli.common import (
     Weights,
     answering,
     asked_by,
+    command_line,
     console,
     load_model,
     of_model,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
     from patchlight.anatomy.base import Anatomy
     from patchlight.attribution import Attribution
+    from patchlight.truth import Trial
+    from patchlight.viz.report import Section
 
 DEMO_METHODS = ("rollout", "genatt", "tokentm", "ixg.plus.libra", "random")
 TWO_CLASSES = "dog-and-cat.jpg"
@@ -81,6 +84,7 @@ def demo(
 
 
 def explain(
+    context: typer.Context,
     paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH...")],
     method: Annotated[
         str,
@@ -108,6 +112,10 @@ def explain(
         Path | None, typer.Option(help="Folder of a trained explainer: diffmask, vit-shapley.")
     ] = None,
     save: Annotated[str | None, typer.Option(help="Folder for the raw scores, one attribution per method.")] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(help="A file for a report to hand on: HTML with the maps, their test, and how they were made."),
+    ] = None,
     score: Annotated[
         str | None,
         typer.Option(
@@ -124,7 +132,10 @@ def explain(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Explain images: which patches speak for a class. Writes pictures and prints predictions."""
+    """Explain images: which patches speak for a class. Writes pictures and prints predictions.
+
+    With --report the maps are tested too, by removing patches in their order, and pictures are written only with --out.
+    """
     with answering(as_json, debug):
         _check_paths(paths)
         said = of_model(preprocess, sigmoid, no_pretrained)
@@ -134,7 +145,7 @@ def explain(
         if explainer is not None:
             _add_explainer(wanted, explainer)
         _check_settings(wanted, score)
-        figure, folder = _destination(paths, out)
+        figure, folder = (None, None) if report is not None and out is None else _destination(paths, out)
         task = Task(
             items=_plan(paths, folder, save),
             figure=figure,
@@ -145,6 +156,8 @@ def explain(
             seed=seed,
             batch_size=batch_size,
             force=force,
+            report=_report_path(report),
+            command=command_line(context),
             optional=frozenset(names) - {name.strip() for name in method.split(",")},
         )
         _check_outputs(task)
@@ -176,6 +189,9 @@ class Task:
     seed: int = 0
     batch_size: int | None = None
     force: bool = False
+    report: Path | None = None
+    command: str = ""
+    """The words at the command line that ask for the same."""
     optional: frozenset[str] = frozenset()
     """Methods that were not named themselves, and are left out where a model does not support them."""
 
@@ -256,6 +272,18 @@ def _destination(paths: Sequence[str], out: str | None) -> tuple[Path | None, Pa
     return path, None
 
 
+def _report_path(report: str | None) -> Path | None:
+    """The file of a report; what needs an extra is refused before any work is done."""
+    if report is None:
+        return None
+    if Path(report).suffix.lower() not in (".html", ".htm"):
+        raise PatchlightError(f"'{report}' is no report; its name must end in .html")
+    from patchlight.viz.report import check_report
+
+    check_report()
+    return Path(report)
+
+
 def _check_paths(paths: Sequence[str]) -> None:
     """Refuse a path that leads nowhere, before anything slow is imported."""
     for path in paths:
@@ -310,14 +338,15 @@ def _check_outputs(task: Task) -> None:
             f"one figure of {len(task.items)} images cannot be read (at most {MAX_ROWS}); "
             f"give a folder instead of '{task.figure}' for one picture per image"
         )
-    pictures = [p for p in (task.figure, *(item.picture for item in task.items)) if p is not None]
+    files = (task.figure, task.report, *(item.picture for item in task.items))
+    pictures = [p for p in files if p is not None]
     folders = [item.maps / method for item in task.items if item.maps is not None for method in task.methods]
     for path in {p.parent: p for p in (*pictures, *folders)}.values():
         check_writable(path)
     sources = {item.path.resolve() for item in task.items}
     eaten = next((p for p in pictures if p.resolve() in sources), None)
     if eaten is not None:
-        raise PatchlightError(f"'{eaten}' is one of the images; choose another --out")
+        raise PatchlightError(f"'{eaten}' is one of the images; choose another place for it")
     there = [p for p in (*pictures, *folders) if p.exists()]
     if there and not task.force:
         more = f" (and {len(there) - 1} more of the outputs)" if len(there) > 1 else ""
@@ -335,6 +364,7 @@ def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
         bar.update(bar.task_ids[0], description="explaining", total=len(task.items))
         done = Done(vit.name, task, [], [], [], [])
         rows: list[tuple[_Read, dict[str, Attribution], tuple[str, float]]] = []
+        report = _Report(task, vit)
         for begin in range(0, len(task.items), size):
             read = _read(task.items[begin : begin + size], vit, done.errors)
             if read:
@@ -342,12 +372,50 @@ def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
                     done.images.append(_finish(one, maps, top, task, vit, done.written))
                     if task.figure is not None:
                         rows.append((one, maps, top[0]))
+                    if task.report is not None:
+                        report.add(one, maps, top)
+                        bar.update(bar.task_ids[0], completed=len(done.images))
             bar.update(bar.task_ids[0], completed=min(begin + size, len(task.items)))
         if task.figure is not None and rows:
             together = {name: Attribution.joined([maps[name] for _, maps, _ in rows]) for name in task.methods}
             _draw([one.picture for one, _, _ in rows], together, [top for _, _, top in rows], vit, task.figure)
             done.written.append(str(task.figure))
+        if task.report is not None and report.sections:
+            report.write(task.report, done.warnings)
+            done.written.append(str(task.report))
     return done
+
+
+class _Report:
+    """The sections of a report, and how the maps in them were made."""
+
+    def __init__(self, task: Task, vit: Anatomy) -> None:
+        self.sections: list[Section] = []
+        self._task, self._vit = task, vit
+        self._first: tuple[dict[str, Attribution], Trial] | None = None
+
+    def add(self, one: _Read, maps: dict[str, Attribution], top: list[tuple[str, float]]) -> None:
+        """Test an image's maps, and keep what the report shows of them."""
+        from patchlight.metrics.base import on_grid
+        from patchlight.targets import Targets
+        from patchlight.truth import Trial, truths
+        from patchlight.viz.report import Explained, section_of
+
+        att = next(iter(maps.values()))
+        against = None if att.against is None else att.against[:, None]
+        trial = Trial(self._vit, one.tensor, Targets(att.target[:, None], against), seed=self._task.seed)
+        found = truths(trial, {name: on_grid(att.scores, self._vit)[0] for name, att in maps.items()})
+        self.sections.append(section_of(Explained(one.item.path.name, one.picture, top, maps, trial, found)))
+        self._first = self._first or (maps, trial)
+
+    def write(self, path: Path, warnings: Sequence[str]) -> None:
+        from patchlight.files import write_whole
+        from patchlight.viz.report import made_by, report_html
+
+        assert self._first is not None
+        known = [words for words in warnings if "the map of image" not in words]  # its section says which one
+        page = report_html(self.sections, made_by(*self._first, self._task.command, known))
+        write_whole(path, page.encode(errors="backslashreplace"))
 
 
 def _target(task: Task, vit: Anatomy) -> Any:
@@ -444,7 +512,7 @@ def _finish(
         "path": str(item.path),
         "predictions": [{"label": label, "probability" if vit.probable else "score": round(p, 6)} for label, p in top],
         "target": {"index": int(att.target[0]), "label": att.labels[0]},
-        "picture": str(item.picture or task.figure),
+        "picture": None if (item.picture or task.figure) is None else str(item.picture or task.figure),
         "maps": saved,
     }
     if att.against is not None:

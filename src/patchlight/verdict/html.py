@@ -8,6 +8,7 @@ from html import escape
 from patchlight.verdict.verdict import Row, Verdict
 from patchlight.verdict.words import headings, lines, score_name, sentences, title
 from patchlight.viz import table_html
+from patchlight.viz.page import round_values
 
 COLOURS = {
     **{"best": "#0072b2", "tied": "#009e73", "worse": "#8a8a8a", "behind": "#b8a34a"},
@@ -66,18 +67,6 @@ def interval_plot(verdict: Verdict) -> str:
         f'{zero}{drawn}{ticks}<text x="{_LEFT}" y="{height + 2}">{words}</text>'
         f'<text x="{_LEFT}" y="{height + 20}">{legend}</text></svg>'
     )
-
-
-def round_values(low: float, high: float) -> list[float]:
-    """The multiples of 1, 2 or 5 times a power of ten from low to high: at most seven, coarse enough to read.
-
-    >>> round_values(-0.07, 0.51)
-    [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
-    """
-    step = 10.0 ** math.floor(math.log10(max(high - low, 1e-9))) / 10
-    factor = next(f for f in (1, 2, 5, 10, 20, 50) if (high - low) / (f * step) <= 6)
-    size = factor * step
-    return [round(k * size, 12) for k in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)]
 
 
 def _mark(row: Row, i: int, middle: float, x: object) -> str:

@@ -1,6 +1,15 @@
 """Pictures: heat over an image, figures of many methods, and what notebooks show. Drawn without a display."""
 
-from patchlight.viz.figures import figure, figure_bytes, figure_format, in_words, percent, photo_figure, short
+from patchlight.viz.figures import (
+    figure,
+    figure_bytes,
+    figure_format,
+    in_words,
+    percent,
+    photo_figure,
+    seen_figure,
+    short,
+)
 from patchlight.viz.heat import overlay, robust_scale
 from patchlight.viz.notebook import evaluations_html, figure_html, heat_html, maps_html, table_html
 
@@ -17,6 +26,7 @@ __all__ = [
     "percent",
     "photo_figure",
     "robust_scale",
+    "seen_figure",
     "short",
     "table_html",
 ]

@@ -91,6 +91,13 @@ def photo_figure(maps: Mapping[str, Attribution], path: str | Path | None = None
     return _figure(rows, [as_picture(photo, SIDE) for photo in first.photos], path=path)
 
 
+def seen_figure(
+    pictures: Sequence[Image.Image], maps: Mapping[str, Attribution], predictions: Sequence[Prediction], vit: Anatomy
+) -> ShownFigure:
+    """The figure of maps over pictures that show exactly what the model saw, as sharp as these are."""
+    return _figure(_by_name(maps), pictures, predictions=predictions, vit=vit)
+
+
 def _figure(
     maps: Mapping[str, Attribution],
     pictures: Sequence[Image.Image],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -28,6 +27,7 @@ from patchlight.viz.heat import (
     robust_scale,
     upsample,
 )
+from patchlight.viz.page import data_url
 
 if TYPE_CHECKING:
     from patchlight.metrics.base import Evaluation
@@ -170,7 +170,4 @@ def _colours(scores: Tensor, att: Attribution, signed: bool) -> Image.Image:
 
 def _img(picture: Image.Image, kind: str, words: str) -> str:
     """An inline picture, as wide as its place."""
-    out = io.BytesIO()
-    picture.save(out, kind, **({"optimize": True} if kind == "png" else {"quality": 88}))
-    data = base64.b64encode(out.getvalue()).decode()
-    return f'<img alt="{escape(words)}" style="width:{WIDTH}px;display:block" src="data:image/{kind};base64,{data}">'
+    return f'<img alt="{escape(words)}" style="width:{WIDTH}px;display:block" src="{data_url(picture, kind)}">'

@@ -180,24 +180,18 @@ def numbers(values: Tensor) -> list[list[float | None]]:
     return [[finite(value) for value in row] for row in values.tolist()]
 
 
+def trial_of(site: Site, question: Asked, asked: MeasureAsked) -> Trial:
+    """The test that is asked for; its random orders are computed once."""
+    own = (asked.steps, asked.unit, asked.fill, asked.randoms, asked.seed)
+    return site.trials.once(
+        (*question.key, *own), lambda: Trial(question.vit, question.held.tensor, question.targets, *own, site.chunk)
+    )
+
+
 def measure(site: Site, asked: MeasureAsked, held: Held, work: Work) -> None:
     """Deletion and insertion of methods' maps, and of random orders, told one by one."""
     question = site.understood(asked, held)
-    key = (*question.key, asked.steps, asked.unit, asked.fill, asked.randoms, asked.seed)
-    trial = site.trials.once(
-        key,
-        lambda: Trial(
-            question.vit,
-            question.held.tensor,
-            question.targets,
-            asked.steps,
-            asked.unit,
-            asked.fill,
-            asked.randoms,
-            asked.seed,
-            site.chunk,
-        ),
-    )
+    trial = trial_of(site, question, asked)
     maps = explained(site, asked, held, work)
     random = trial.random
     result = MeasureResult(

@@ -1,14 +1,128 @@
-"""What is on the screen as a file: a picture, arrays, a report."""
+"""What is on the screen as a file: a picture, arrays, a report. Nothing of it is ever on a disk here."""
 
 from __future__ import annotations
 
-from patchlight.errors import PatchlightError
+import io
+import math
+import re
+import shlex
+import zipfile
+from collections.abc import Mapping
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.attribution import Attribution
+from patchlight.metrics.base import on_grid
+from patchlight.truth import truths
+from patchlight.viz import figure_bytes, seen_figure
+from patchlight.viz.report import Explained, check_report, made_by, report_html, section_of
 from patchlight.web.album import Held
+from patchlight.web.answers import explained, trial_of
 from patchlight.web.jobs import Work
-from patchlight.web.schemas import FileAsked
-from patchlight.web.site import Site
+from patchlight.web.schemas import FileAsked, MeasureAsked
+from patchlight.web.site import Asked, Site
+
+SHARPER = 2
+"""How many times as many dots a picture has as a figure in a notebook."""
+MOST = 5
+"""Classes that a report lists."""
+_LONG_AGO = (1980, 1, 1, 0, 0, 0)
+KINDS = {
+    "png": ("image/png", ".png"),
+    "pdf": ("application/pdf", ".pdf"),
+    "arrays": ("application/zip", ".zip"),
+    "report": ("text/html; charset=utf-8", ".html"),
+}
 
 
 def make_file(site: Site, asked: FileAsked, held: Held, work: Work) -> None:
-    """Make the file of a job."""
-    raise PatchlightError("files are not made yet")
+    """Make the file of a job: its bytes, their type, and a name."""
+    kind, end = KINDS[asked.kind]
+    if asked.kind == "report":
+        check_report()
+    question = site.understood(asked, held)
+    maps = explained(site, asked, held, work)
+    if asked.kind == "report":
+        data = report(site, question, maps, asked, work)
+    else:
+        data = arrays(maps) if asked.kind == "arrays" else picture(question, maps, end)
+    work.file = data, kind, f"{_plain(asked.name)}-patchlight{end}"
+    work.job.file = f"/api/jobs/{work.job.id}/file"
+
+
+def picture(question: Asked, maps: Mapping[str, Attribution], end: str) -> bytes:
+    """A figure of the maps, as `pl.figure` draws it, with sharper pictures."""
+    fig = seen_figure([question.held.seen], maps, [_predictions(question)[0]], question.vit)
+    fig.set_dpi(SHARPER * fig.dpi)
+    return figure_bytes(fig, f"figure{end}")
+
+
+def arrays(maps: Mapping[str, Attribution]) -> bytes:
+    """A zip with a folder for each method, which `pl.Attribution.load` opens once it is unpacked."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as made:
+        for label, att in maps.items():
+            for name, data in att.files().items():
+                entry = zipfile.ZipInfo(f"{label}/{name}", _LONG_AGO)
+                entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+                made.writestr(entry, data)
+    return out.getvalue()
+
+
+def report(site: Site, question: Asked, maps: Mapping[str, Attribution], asked: FileAsked, work: Work) -> bytes:
+    """The maps with their test, and how all of it was made, as one HTML file."""
+    trial = trial_of(site, question, MeasureAsked(image=asked.image, methods=asked.methods, seed=asked.seed))
+    tested = truths(trial, {name: on_grid(att.scores, question.vit)[0] for name, att in maps.items()})
+    section = section_of(
+        Explained(
+            name=asked.name,
+            picture=question.held.seen,
+            predictions=_predictions(question),
+            maps=maps,
+            trial=trial,
+            truths=tested,
+            failures=work.job.failures,
+        )
+    )
+    said = [f"{told.method}: {told.warning}" for told in work.job.maps if told.warning]
+    page = report_html([section], made_by(maps, trial, repeated(site, question, asked), said))
+    return page.encode(errors="backslashreplace")
+
+
+def repeated(site: Site, question: Asked, asked: FileAsked) -> str:
+    """The command that makes the same report of the image under its name."""
+    image = f"./{asked.name}" if asked.name.startswith("-") else asked.name
+    words = ["patchlight", "explain", image, *shlex.split(site.cli or f"--model {shlex.quote(site.vit.name)}")]
+    for text in asked.texts or ():
+        words += ["--text", text]
+    words += ["--template", asked.template] if asked.texts and asked.template != "{}" else []
+    words += ["--method", ",".join(method.name for method in asked.methods)]
+    for method in asked.methods:
+        for key, value in method.settings.items():
+            words += ["--set", f"{method.name}.{key}={'null' if value is None else _setting(value)}"]
+    words += ["--target", _class(question.vit, question.index)]
+    words += [] if question.against is None else ["--against", _class(question.vit, question.against)]
+    words += ["--seed", str(asked.seed)] if asked.seed else []
+    return shlex.join([*words, "--report", "report.html"])
+
+
+def _class(vit: Anatomy, index: int) -> str:
+    """The word of a class at the command line: its index, unless a class is called so."""
+    return vit.label(index) if str(index) in (vit.labels or ()) else str(index)
+
+
+def _setting(value: bool | int | float | str) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _predictions(question: Asked) -> list[tuple[str, float]]:
+    said = question.said(question.logits, MOST)[0].predictions
+    return [(one.label, math.nan if one.value is None else one.value) for one in said]
+
+
+def _plain(name: str) -> str:
+    """A name that any disk and any header takes.
+
+    >>> _plain("Mein Hund (2).jpg")
+    'Mein-Hund-2-jpg'
+    """
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:60] or "image"

@@ -52,7 +52,7 @@ async function sentenceOf(response) {
   return `The server answered ${response.status}${response.statusText ? ` (${response.statusText})` : ""}.`;
 }
 
-async function once(path, { method = "GET", body, type, signal } = {}) {
+async function once(path, { method = "GET", body, type, signal, patience = signal } = {}) {
   const headers = {};
   if (token) headers.Authorization = `Bearer ${token}`;
   if (type) headers["Content-Type"] = type;
@@ -67,7 +67,7 @@ async function once(path, { method = "GET", body, type, signal } = {}) {
     if (response.ok) return response;
     if (response.status !== 429 || tries >= PATIENCE) throw new Problem(await sentenceOf(response), response.status);
     const wait = Number(response.headers.get("Retry-After"));
-    await pause(Math.min(30, wait > 0 ? wait : 1), signal);
+    await pause(Math.min(30, wait > 0 ? wait : 1), patience);
   }
 }
 
@@ -90,11 +90,11 @@ async function withImage(id, signal, ask) {
 /** GET as JSON. */
 export const get = async (path, signal) => (await once(path, { signal })).json();
 
-/** POST JSON, answered as JSON. */
-export async function post(path, given, signal) {
+/** POST JSON, answered as JSON; `patience` ends the waiting for a busy server, but no request that is under way. */
+export async function post(path, given, patience) {
   const send = async (image) =>
-    (await once(path, { method: "POST", type: "application/json", body: JSON.stringify({ ...given, image }), signal })).json();
-  return withImage(given.image, signal, send);
+    (await once(path, { method: "POST", type: "application/json", body: JSON.stringify({ ...given, image }), patience })).json();
+  return withImage(given.image, undefined, send);
 }
 
 /** Send an image; the server's facts of it. */

@@ -1,0 +1,244 @@
+"""What the API answers is what the library gives: predictions, maps, ablations, curves, attention, the head on x_l."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import patchlight as pl
+from patchlight.evidence.fills import fill_images
+from patchlight.zoo import pocket
+
+fastapi = pytest.importorskip("fastapi")
+from starlette.testclient import TestClient  # noqa: E402
+
+from patchlight.web.serve import guarded  # noqa: E402
+from patchlight.web.site import Site  # noqa: E402
+from tests.families import build  # noqa: E402
+from tests.pairs import TEXTS, shared_pair  # noqa: E402
+
+CAT = pocket.PHOTOS / "cat.jpg"
+
+
+@pytest.fixture(scope="module")
+def vit() -> pl.Anatomy:
+    return pl.load("pocket")
+
+
+@pytest.fixture(scope="module")
+def client(vit: pl.Anatomy) -> Iterator[TestClient]:
+    site = Site(vit)
+    with TestClient(guarded(site), base_url="http://localhost") as client:
+        yield client
+    site.close()
+
+
+def post(client: TestClient, route: str, status: int = 200, **asked: Any) -> dict[str, Any]:
+    answer = client.post(f"/api/{route}", json=asked)
+    assert answer.status_code == status, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def of_class(said: dict[str, Any]) -> dict[str, float]:
+    return {one["label"]: one["value"] for one in said["predictions"]}
+
+
+def test_predictions(client: TestClient, vit: pl.Anatomy) -> None:
+    told = post(client, "predict", image="cat", most=3, against=5)
+    assert [(one["label"], pytest.approx(one["value"], abs=1e-6)) for one in told["predictions"]] == vit.predict(
+        CAT, 3
+    )[0]
+    assert [one["label"] for one in told["asked"]] == ["cat", "dog"]
+    assert told["quantity"] == "probability"
+
+
+def test_an_upload_is_what_the_file_is(client: TestClient) -> None:
+    sent = client.post("/api/images", content=CAT.read_bytes(), headers={"content-type": "image/jpeg"})
+    assert sent.status_code == 201
+    assert (sent.json()["width"], sent.json()["height"]) == (320, 213)
+    own, bundled = (post(client, "predict", image=image) for image in (sent.json()["id"], "cat"))
+    assert own == bundled
+    again = client.post("/api/images", content=CAT.read_bytes(), headers={"content-type": "image/jpeg"})
+    assert again.json()["id"] == sent.json()["id"]
+
+
+def test_maps(client: TestClient, vit: pl.Anatomy) -> None:
+    names = ["genatt", "decompx.skipplus", "posterior"]
+    told = post(client, "explain", image="cat", target=3, against=5, methods=[{"name": n} for n in names], wait=60)
+    wanted = pl.explain(vit, CAT, names, target=("cat", "dog"))
+    assert told["state"] == "done"
+    assert {one["method"] for one in told["maps"]} == set(names)
+    for one in told["maps"]:
+        scores = wanted[one["method"]].scores[0]
+        scale = float(scores.abs().max())
+        torch.testing.assert_close(torch.tensor(one["scores"]), scores, atol=1e-4 * scale, rtol=0)
+        assert (one["target_label"], one["against_label"]) == ("cat", "dog")
+    assert next(one for one in told["maps"] if one["method"] == "posterior")["error"] is not None
+
+
+def test_settings_and_seeds_count(client: TestClient, vit: pl.Anatomy) -> None:
+    asked = [{"name": "tis", "settings": {"samples": 40}}]
+    one = post(client, "explain", image="cat", methods=asked, seed=7, wait=60)["maps"][0]
+    wanted = pl.explain(vit, CAT, "tis", samples=40, seed=7).scores[0]
+    torch.testing.assert_close(torch.tensor(one["scores"]), wanted, atol=1e-3 * float(wanted.abs().max()), rtol=0)
+    other = post(client, "explain", image="cat", methods=asked, seed=8, wait=60)["maps"][0]
+    assert one["scores"] != other["scores"]
+    assert one["settings"]["samples"] == 40
+
+
+def test_what_fails_leaves_the_rest(client: TestClient) -> None:
+    methods = [{"name": "rolout"}, {"name": "genatt", "settings": {"foo": 1}}, {"name": "rollout"}]
+    told = post(client, "explain", image="cat", methods=methods, wait=60)
+    assert [one["method"] for one in told["maps"]] == ["rollout"]
+    assert "did you mean 'rollout'" in told["failures"]["rolout"]
+    assert "has no setting 'foo'" in told["failures"]["genatt"]
+    alone = post(client, "explain", image="cat", methods=methods[:1], wait=60)
+    assert alone["state"] == "failed"
+    assert "did you mean 'rollout'" in alone["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "words"),
+    [
+        ("tis", {"samples": 10**7}, "too much here"),
+        ("tis", {"chunk": 10**6}, "cannot be"),
+        ("genatt", {"compile": True}, "cannot be"),
+        ("diffmask", {"explainer": "/etc"}, "cannot be '/etc' here"),
+    ],
+)
+def test_what_a_stranger_may_not_say(client: TestClient, method: str, settings: dict[str, Any], words: str) -> None:
+    told = post(client, "explain", image="cat", methods=[{"name": method, "settings": settings}], wait=60)
+    assert told["state"] == "failed"
+    assert words in told["error"]
+
+
+def test_poking_paints_or_really_removes(client: TestClient, vit: pl.Anatomy) -> None:
+    image, removed = vit.batch(CAT), [27, 28, 35]
+    told = post(client, "ablate", image="cat", removed=[removed, []], fill="blur-tis")
+    painted = image.clone()
+    fill = fill_images("blur-tis", image, vit)
+    for patch in removed:
+        rows, columns = slice(patch // 8 * 4, patch // 8 * 4 + 4), slice(patch % 8 * 4, patch % 8 * 4 + 4)
+        painted[:, :, rows, columns] = fill[:, :, rows, columns]
+    for variant, wanted in zip(told["variants"], (painted, image), strict=True):
+        values = vit.logits(wanted).softmax(1)[0]
+        assert of_class(variant) == pytest.approx({vit.label(i): float(values[i]) for i in range(10)}, abs=1e-5)
+    told = post(client, "ablate", image="cat", removed=[removed], unit="token")
+    keep = torch.tensor([[i for i in range(64) if i not in removed]])
+    with torch.no_grad(), vit.steady():
+        values = vit.readout(vit.run(vit.embed(image), keep=keep)).softmax(1)[0]
+    assert of_class(told["variants"][0]) == pytest.approx({vit.label(i): float(values[i]) for i in range(10)}, abs=1e-5)
+    assert "patches are 0 to 63" in post(client, "ablate", 400, image="cat", removed=[[64]])["error"]
+
+
+def test_the_test_of_truth(client: TestClient, vit: pl.Anatomy) -> None:
+    methods = [{"name": "genatt"}, {"name": "random"}]
+    told = post(client, "measure", image="cat", methods=methods, steps=8, randoms=4, sanity=True, wait=60)["measured"]
+    att = pl.explain(vit, CAT, "genatt")
+    wanted = pl.evaluate(vit, CAT, att, "ins-del", unit="patch", steps=8, fill="image-mean")
+    mine = told["methods"][0]
+    assert mine["curve"]["score"] == pytest.approx(float(wanted.values[0]), abs=1e-5)
+    assert told["removed"] == list(range(0, 65, 8))
+    assert len(mine["predictions"]) == len(told["fractions"]) == 9
+    assert mine["predictions"][0]["asked"][0]["value"] == pytest.approx(mine["curve"]["deletion"][0], abs=1e-5)
+    order = [8 * r + c for r, c in att.top_patches(64)[0].tolist()]
+    assert mine["order"] == order
+    sanity = pl.evaluate(vit, CAT, att, "randomisation")
+    assert mine["sanity"] == pytest.approx(float(sanity.values[0]), abs=1e-4)
+    assert len(told["random"]["scores"]) == 4
+
+
+def test_inside(client: TestClient, vit: pl.Anatomy) -> None:
+    told = post(client, "inside", image="cat")
+    with pl.trace(vit, CAT) as trace:
+        attention = torch.stack([a.mean(1)[0, 0, 1:] for a in trace.attention])
+        tokens = list(trace.tokens)
+    torch.testing.assert_close(torch.tensor(told["attention"]), attention, atol=1e-6, rtol=0)
+    for block, said in zip(tokens[1:], told["lens"], strict=True):
+        with torch.no_grad():
+            value = float(vit.readout(block).softmax(1)[0, 3])
+        assert said["asked"][0]["value"] == pytest.approx(value, abs=1e-5)
+    assert told["reads"] == "of the class token"
+
+
+@pytest.mark.parametrize("family", ["reg4-gap", "siglip", "swin"])
+def test_other_models_say_what_they_lack(family: str) -> None:
+    other = build(family)
+    site = Site(other)
+    with TestClient(guarded(site), base_url="http://localhost") as client:
+        facts = client.get("/api/model").json()
+        assert facts["grid"] == list(other.grid)
+        told = post(client, "inside", image="cat")
+        assert told["attention"] is not None or told["attention_reason"]
+        method = facts["methods"][0]
+        assert post(client, "explain", image="cat", methods=[{"name": method}], wait=60)["state"] == "done"
+        whole = list(range(other.grid[0] * other.grid[1]))
+        assert post(client, "ablate", image="cat", removed=[whole])["variants"]
+        if other.can_drop is None:
+            assert (
+                "one at least must stay"
+                in post(client, "ablate", 400, image="cat", removed=[whole], unit="token")["error"]
+            )
+        else:
+            assert (
+                "cannot drop tokens" in post(client, "ablate", 400, image="cat", removed=[[0]], unit="token")["error"]
+            )
+    site.close()
+
+
+@pytest.mark.parametrize("kind", ["transformers-CLIPModel", "open_clip-custom"])
+def test_sentences_are_classes(kind: str) -> None:
+    pytest.importorskip(kind.split("-")[0])
+    vit = shared_pair(kind)
+    site = Site(vit)
+    with TestClient(guarded(site), base_url="http://localhost") as client:
+        assert client.get("/api/model").json()["takes_texts"]
+        texts = [TEXTS[1], TEXTS[0]]
+        told = post(client, "predict", image="cat", texts=texts)
+        other = vit.bare.ask(pl.heads.Texts(texts))  # type: ignore[union-attr]
+        logits = other.logits(other.batch(CAT)).float()
+        values = other.probabilities(logits)[0] if told["quantity"] == "probability" else logits[0]
+        assert of_class(told) == pytest.approx(
+            {text: float(v) for text, v in zip(texts, values, strict=True)}, abs=1e-5
+        )
+        one = post(client, "explain", image="cat", texts=texts, target=1, methods=[{"name": "ixg"}], wait=60)["maps"][0]
+        assert one["target_label"] == texts[1]
+        wanted = pl.explain(other, CAT, "ixg", target=1).scores[0]
+        torch.testing.assert_close(torch.tensor(one["scores"]), wanted, atol=1e-3 * float(wanted.abs().max()), rtol=0)
+        assert "template" in post(client, "predict", 400, image="cat", texts=texts, template="none")["error"]
+    site.close()
+
+
+def test_jobs_tell_what_happens_and_stop(client: TestClient) -> None:
+    job = post(client, "explain", 202, image="dog", methods=[{"name": "rise"}])
+    with client.stream("GET", f"/api/jobs/{job['id']}/events") as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data:") and '"running"' in line and '"done":' in line:
+                break
+    client.delete(f"/api/jobs/{job['id']}")
+    with client.stream("GET", f"/api/jobs/{job['id']}/events") as stream:
+        events = [line.removeprefix("event: ") for line in stream.iter_lines() if line.startswith("event:")]
+    assert events[-1] == "end"
+    assert client.get(f"/api/jobs/{job['id']}").json()["state"] == "cancelled"
+    assert post(client, "explain", image="dog", methods=[{"name": "tis", "settings": {"samples": 20}}], wait=60)["maps"]
+
+
+def test_a_queue_that_is_full_says_so(client: TestClient) -> None:
+    jobs, busy = [], None
+    for _ in range(12):
+        answer = client.post("/api/explain", json={"image": "bird", "methods": [{"name": "rise"}]})
+        if answer.status_code == 429:
+            busy = answer
+            break
+        jobs.append(answer.json()["id"])
+    assert busy is not None
+    assert int(busy.headers["retry-after"]) >= 1
+    for job in jobs:
+        client.delete(f"/api/jobs/{job}")
+    assert post(client, "explain", image="bird", methods=[{"name": "tis", "settings": {"samples": 20}}], wait=60)[
+        "maps"
+    ]
