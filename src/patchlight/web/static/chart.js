@@ -78,7 +78,7 @@ function strip(box, result) {
 /** Draw all of it; gives what tells the step at a point of the chart. */
 export function drawChart(svg, result, step) {
   const width = Math.max(280, Math.round(svg.clientWidth || 640));
-  const wide = width >= 560;
+  const wide = width >= 470;
   const across = wide ? 2 : 1;
   const inner = (width - across * (PADDING.left + PADDING.right)) / across;
   const height = Math.min(240, Math.max(160, inner * 0.72));
@@ -92,8 +92,8 @@ export function drawChart(svg, result, step) {
   svg.setAttribute("viewBox", `0 0 ${width} ${total}`);
   svg.style.height = `${total}px`;
   svg.replaceChildren(
-    panel(box(0), "deletion", "Deletion: the highest removed first", result, step, low, high),
-    panel(box(1), "insertion", "Insertion: the highest shown first", result, step, low, high),
+    panel(box(0), "deletion", "Deletion (lower is better)", result, step, low, high),
+    panel(box(1), "insertion", "Insertion (higher is better)", result, step, low, high),
     strip({ left: PADDING.left, top: below, width: width - PADDING.left - PADDING.right }, result),
   );
   return (event) => {

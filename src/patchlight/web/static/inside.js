@@ -53,7 +53,7 @@ function makeBlocks() {
     const bar = h("span", { class: "fill" }), value = h("span", { class: "value" });
     const stage = h("div", { class: "stage", onpointerdown: (event) => point(event, canvas), onpointermove: (event) => point(event, canvas) }, canvas, mark);
     rows.push({ values, mark, bar, value });
-    return h("li", {}, h("span", { class: "block-name" }, h("span", { class: "hidden" }, "Block "), String(block + 1)), stage, h("span", { class: "column", "aria-hidden": "true" }, bar), value);
+    return h("li", {}, h("span", { class: "block-name" }, h("span", { class: "hidden" }, "Block "), String(block)), stage, h("span", { class: "column", "aria-hidden": "true" }, bar), value);
   });
   $("blocks").replaceChildren(...items);
 }

@@ -54,7 +54,7 @@ function askMissing() {
 
 function drop(card) {
   const { work: job } = card;
-  card.work = null;
+  Object.assign(card, { work: null, state: "new" });
   if (job && [...cards.values()].every((each) => each.work !== job)) job.abort();
 }
 
