@@ -311,7 +311,7 @@ export function start() {
   $("search").addEventListener("focus", valuesOfAll);
   $("clear-target").addEventListener("click", () => set({ target: FRESH.target, against: FRESH.against }));
   $("clear-against").addEventListener("click", () => set({ against: null }));
-  on("texts template", drawTexts);
+  on("texts template model", drawTexts);
   on("image", () => {
     markPhoto();
     said.now = null;
