@@ -303,6 +303,16 @@ function drawTexts() {
   if (document.activeElement !== $("template")) $("template").value = state.template;
 }
 
+async function showPhoto() {
+  const box = $("ask-trouble"), { image } = state;
+  try {
+    trouble(box, "");
+    await loadPhoto();
+  } catch (error) {
+    if (image === state.image) trouble(box, error.message, error.status === 404 ? null : showPhoto);
+  }
+}
+
 /** Listen. */
 export function start() {
   watchFiles();
@@ -315,7 +325,7 @@ export function start() {
   on("image", () => {
     markPhoto();
     said.now = null;
-    loadPhoto().catch((error) => trouble($("ask-trouble"), error.message, error.status === 404 ? null : () => loadPhoto()));
+    showPhoto();
   });
   on("image target against texts template", (changed) => {
     if (changed.some((key) => key === "texts" || key === "template")) said.whole = said.now = null;
