@@ -103,7 +103,7 @@ def test_a_report_says_the_command_that_makes_it(client: TestClient) -> None:
 def test_what_gives_no_map_is_told(client: TestClient) -> None:
     told = job(client, kind="png", methods=[{"name": "genatt", "settings": {"start": 99}}])
     assert (told["state"], told["file"]) == ("failed", None)
-    assert "start" in told["error"]
+    assert "block 99 does not exist" in told["error"]
     assert client.get(f"/api/jobs/{told['id']}/file").status_code == 409
     page = made(client, kind="report", methods=[*METHODS, {"name": "no-such"}])[0].decode()
     assert "No map" in page

@@ -115,7 +115,7 @@ let timer = 0;
 export function start() {
   on("image target against texts template model", () => {
     clearTimeout(timer);
-    timer = setTimeout(look, 120);
+    timer = setTimeout(look, 400);
   });
   on("cursor maps", draw);
   on("colours", makeBlocks);
