@@ -38,6 +38,7 @@ from patchlight.cli.common import (
     load_model,
     of_model,
     print_json,
+    program,
     progress,
     read_class,
     read_settings,
@@ -45,6 +46,7 @@ from patchlight.cli.common import (
 )
 from patchlight.cli.complete import complete_methods, one_of
 from patchlight.errors import NotFinite, PatchlightError
+from patchlight.extras import EXTRAS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -80,7 +82,10 @@ def demo(
         done.written.append(str(_two_classes(vit, pocket.PHOTOS / TWO_CLASSES, out / "patchlight-two-classes.png")))
         _report(done, as_json)
         if not as_json:
-            print("Your own image: patchlight explain photo.jpg --method genatt,rollout --out explained.png")
+            print(f"Your own image: {program()} explain photo.jpg --method genatt,rollout --out explained.png")
+            absent = EXTRAS["web"].missing()
+            first = f", after pip install 'patchlight[web]', which brings {', '.join(absent)}" if absent else ""
+            print(f"In a browser: {program()} serve, and open the address that it prints{first}")
 
 
 def explain(
