@@ -167,7 +167,9 @@ class Person:
 async def crowd(server: Server, clients: int, seconds: float) -> Seen:
     seen = Seen()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(base_url=server.url, timeout=90, limits=limits, trust_env=False, verify=False) as client:
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=90, limits=limits, trust_env=False, verify=False
+    ) as client:
         listed = (await client.get("/api/methods")).json()["methods"]
         quick = [m["name"] for m in listed if m["quick"] and m["supported"]]
         begin = time.monotonic()

@@ -575,7 +575,14 @@ def closed() -> Iterator[str]:
 
 def test_without_the_token_nothing_is_told(closed: str, capfd: pytest.CaptureFixture[str]) -> None:
     routes = ("/api/model", "/api/methods", "/api/images/cat", "/api/jobs/x", "/api/jobs/x/events", "/api/openapi.json")
-    words = ["Bearer", "Bearer wrong", "Bearer correct-hors", "Bearer correct-horse2", "correct-horse", "Basic correct-horse"]
+    words = [
+        "Bearer",
+        "Bearer wrong",
+        "Bearer correct-hors",
+        "Bearer correct-horse2",
+        "correct-horse",
+        "Basic correct-horse",
+    ]
     wrong: list[dict[str, str]] = [{}, *({"Authorization": word} for word in words)]
     with httpx.Client(base_url=closed, verify=False, trust_env=False) as client:
         for headers in wrong:
@@ -604,7 +611,9 @@ def test_tokens_are_compared_in_constant_time(closed: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
     WEB.get(f"{closed}/api/model", headers={"Authorization": "Bearer wrong"})
-    assert {b"wrong", b"correct-horse"} <= {part if isinstance(part, bytes) else str(part).encode() for part in compared}
+    assert {b"wrong", b"correct-horse"} <= {
+        part if isinstance(part, bytes) else str(part).encode() for part in compared
+    }
 
 
 def test_nothing_of_an_upload_is_written(closed: str) -> None:

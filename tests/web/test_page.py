@@ -339,7 +339,9 @@ def test_the_test_of_truth(opened: Opened, server: Server) -> None:
         until(visit, lambda: pixels(visit.get("step-picture")) != picture or True)
         visit.get("slider").fill("5")
         visit.get("poke-from-here").click()
-        until(visit, lambda: len(patches(asked(visit).get("removed", ""))) == measured["removed"][5], "poking from there")
+        until(
+            visit, lambda: len(patches(asked(visit).get("removed", ""))) == measured["removed"][5], "poking from there"
+        )
         assert sorted(truth["random"]["order"][: measured["removed"][5]]) == patches(asked(visit)["removed"])
 
 
@@ -372,7 +374,9 @@ def test_a_slow_method_is_cancelled(opened: Opened, server: Server) -> None:
         stop.click()
         expect(visit.get("map-rise")).to_have_attribute("data-state", "cancelled")
         job = jobs[0]["id"]
-        until(visit, lambda: WEB.get(f"{server.url}/api/jobs/{job}").json()["state"] == "cancelled", "the end of its work")
+        until(
+            visit, lambda: WEB.get(f"{server.url}/api/jobs/{job}").json()["state"] == "cancelled", "the end of its work"
+        )
         expect(visit.get("retry-rise")).to_be_visible()
 
 
@@ -492,7 +496,10 @@ def check_lines(visit: Visit, server: Server, question: dict[str, Any], folder: 
     for method in methods:
         method |= {"settings": {"samples": 64}} if method["name"] == "rise" else {}
     body = {**question, "methods": methods, "wait": 60}
-    want = {m["method"]: np.array(m["scores"]) for m in WEB.post(f"{server.url}/api/explain", json=body, timeout=90).json()["maps"]}
+    want = {
+        m["method"]: np.array(m["scores"])
+        for m in WEB.post(f"{server.url}/api/explain", json=body, timeout=90).json()["maps"]
+    }
     assert set(want) == set(maps)
     for name, scores in want.items():
         close(maps[name].scores[0].numpy(), scores, name)
@@ -778,7 +785,9 @@ def test_a_busy_server_is_asked_again(browser: Browser, server: Server) -> None:
             if len(refused) < 2:
                 refused.append(route.request.url)
                 answer = {"error": "too much is waiting"}
-                route.fulfill(status=429, headers={"Retry-After": "1"}, content_type="application/json", body=json.dumps(answer))
+                route.fulfill(
+                    status=429, headers={"Retry-After": "1"}, content_type="application/json", body=json.dumps(answer)
+                )
             else:
                 route.continue_()
 

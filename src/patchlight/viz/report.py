@@ -175,7 +175,7 @@ def check_report() -> None:
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
-        raise PatchlightError("the report needs jinja2: pip install 'patchlight[web]'") from error
+        raise missing_extra("the report needs", "jinja2", "web") from error
 
 
 def report_html(sections: Sequence[Section], made: Made) -> str:
