@@ -16,6 +16,7 @@ from PIL import Image
 
 from patchlight.attribution import Attribution
 from patchlight.errors import PatchlightError, spelled
+from patchlight.extras import missing_extra
 from patchlight.statistics import constant
 from patchlight.viz.figures import colour_bar, percent, short
 from patchlight.viz.heat import blend, is_signed, robust_scale
