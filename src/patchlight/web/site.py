@@ -176,8 +176,10 @@ class Site:
         """Stop what is under way, and let the threads go."""
         for work in self.jobs.all():
             work.stop.set()
-        self.quick.close()
-        self.slow.close()
+        for lane in (self.quick, self.slow):
+            lane.close()
+        for lane in (self.quick, self.slow):
+            lane.join()
 
     def _timed_chunk(self) -> int | None:
         """Variants at once, such that a chunk takes CHUNK seconds; what an accelerator has room for is left to it."""

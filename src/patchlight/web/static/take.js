@@ -64,7 +64,12 @@ async function copy(text, button) {
   setTimeout(() => (button.firstChild.textContent = old === "Copied" ? "Copy" : old), 1500);
 }
 
-const address = () => `${location.origin}${location.pathname}${location.search}#${written()}`;
+/** The address of this view; in a notebook's frame, of the whole page. */
+function address() {
+  const search = new URLSearchParams(location.search);
+  search.delete("embed");
+  return `${location.origin}${location.pathname}${search.size ? `?${search}` : ""}#${written()}`;
+}
 
 const draw = settled(() => {
   if (!facts.model) return;
