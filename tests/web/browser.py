@@ -15,7 +15,8 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, sync_pla
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 WATCH = """
 window.violations = [];
-document.addEventListener("securitypolicyviolation", e => window.violations.push(e.violatedDirective + " " + e.blockedURI));
+document.addEventListener("securitypolicyviolation",
+  e => window.violations.push(e.violatedDirective + " " + e.blockedURI));
 window.stricken = [];
 window.alert = text => window.stricken.push(String(text));
 """

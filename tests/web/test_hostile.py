@@ -85,7 +85,7 @@ def lines(server: Server, *headers: str, start: str = "GET /api/model HTTP/1.1")
 
 @pytest.fixture(autouse=True)
 def goes_on(server: Server) -> Iterator[None]:
-    """Whatever a test does, the server answers afterwards, and has not grown by more than what the largest picture takes."""
+    """The server answers afterwards, and has not grown by more than what the largest picture takes."""
     before, printed = server.memory(), len(server.printed())
     yield
     assert WEB.get(f"{server.url}/api/model", timeout=20).status_code == 200
@@ -116,7 +116,7 @@ def test_a_gif_of_many_frames_is_its_first(client: httpx.Client) -> None:
 
 @pytest.mark.page
 def test_many_large_pictures_at_once_take_turns(server: Server) -> None:
-    """Twelve pictures of almost as many pixels as are taken, 5 kB each: unpacked all at once they would be gigabytes."""
+    """Twelve pictures of almost as many pixels as are taken, 5 kB each: all at once they would be gigabytes."""
     data = [hostile.flat(6300) + bytes([i]) for i in range(12)]
     statuses: list[int] = []
     peak, before = [0.0], server.memory()
@@ -583,7 +583,14 @@ def closed() -> Iterator[str]:
 
 def test_without_the_token_nothing_is_told(closed: str, capfd: pytest.CaptureFixture[str]) -> None:
     routes = ("/api/model", "/api/methods", "/api/images/cat", "/api/jobs/x", "/api/jobs/x/events", "/api/openapi.json")
-    words = ["Bearer", "Bearer wrong", "Bearer correct-hors", "Bearer correct-horse2", "correct-horse", "Basic correct-horse"]
+    words = [
+        "Bearer",
+        "Bearer wrong",
+        "Bearer correct-hors",
+        "Bearer correct-horse2",
+        "correct-horse",
+        "Basic correct-horse",
+    ]
     wrong: list[dict[str, str]] = [{}, *({"Authorization": word} for word in words)]
     with httpx.Client(base_url=closed, verify=False, trust_env=False) as client:
         for headers in wrong:

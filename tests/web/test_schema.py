@@ -60,9 +60,9 @@ def send(server: Server, schema: Any, session: requests.Session, name: str, coun
     body = {"image": "cat", "methods": [{"name": "genatt"}], "kind": "arrays", "wait": 60}
     job = session.post(f"{server.url}/api/files", json=body, timeout=90).json()["id"] if "jobs" in path else ""
     for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
-        strategy = operation.as_strategy(generation_mode=mode)
+        valid = mode == GenerationMode.POSITIVE
 
-        @given(case=strategy)
+        @given(case=operation.as_strategy(generation_mode=mode))
         @settings(
             max_examples=max(1, count // 2),
             derandomize=True,
@@ -71,8 +71,8 @@ def send(server: Server, schema: Any, session: requests.Session, name: str, coun
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        def check(case: Any) -> None:
-            if mode == GenerationMode.POSITIVE:
+        def check(case: Any, valid: bool = valid) -> None:
+            if valid:
                 met(case, SENT[name] % 4, job)
             answer = case.call(session=session, timeout=90)
             SENT[name] += 1

@@ -227,7 +227,7 @@ def _jobs(site: Site) -> APIRouter:
         "/jobs/{job}/file",
         summary="The file that a job has made",
         response_class=Response,
-        responses={200: {"content": dict.fromkeys(FILES, {"schema": {"type": "string", "format": "binary"}})}},
+        responses={200: {"content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in FILES}}},
     )
     async def file(job: JobId) -> Response:
         work = found(job)

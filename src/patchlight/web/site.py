@@ -189,7 +189,9 @@ class Site:
         image = torch.zeros(1, vit.channels, *vit.preprocess.size)
         vit.logits(image)
         times: list[float] = []
-        while len(times) < 5 and sum(times) < 1:  # the least of several: a busy moment must not make chunks small for ever
+        while (
+            len(times) < 5 and sum(times) < 1
+        ):  # the least of several: a busy moment must not make chunks small for ever
             begun = time.perf_counter()
             vit.logits(image)
             times.append(time.perf_counter() - begun)
