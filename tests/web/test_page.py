@@ -50,7 +50,7 @@ WIDE = """() => [...document.querySelectorAll("body *")].filter(e => {
   return true;
 }).map(e => e.outerHTML.slice(0, 100))"""
 """What reaches over the right edge, and is not inside of something that scrolls or cuts."""
-expect.set_options()
+expect.set_options(timeout=180_000)
 Opened = Callable[..., contextlib.AbstractContextManager[Visit]]
 
 
