@@ -43,6 +43,14 @@ from patchlight.web.site import Site
 T = TypeVar("T")
 LOG = logging.getLogger("patchlight.web")
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+FILES = ("image/png", "application/pdf", "application/zip", "text/html")
+"""What files are made of."""
+_EVENT = {
+    "type": "object",
+    "description": "The data is JSON: a Job, a Map, the random orders, a Truth.",
+    "properties": {"event": {"enum": ["job", "map", "random", "truth", "end"]}, "data": {"type": "string"}},
+    "required": ["event", "data"],
+}
 BEAT = 10.0
 """Seconds of silence after which a stream says that it is alive."""
 _WHY = {
@@ -209,7 +217,7 @@ def _jobs(site: Site) -> APIRouter:
         "/jobs/{job}/events",
         summary="What a job tells, as server-sent events, from its beginning",
         response_class=StreamingResponse,
-        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+        responses={200: {"content": {"text/event-stream": {"schema": _EVENT}}}},
     )
     async def events(job: JobId) -> StreamingResponse:
         return StreamingResponse(_stream(found(job)), media_type="text/event-stream")
@@ -218,7 +226,7 @@ def _jobs(site: Site) -> APIRouter:
         "/jobs/{job}/file",
         summary="The file that a job has made",
         response_class=Response,
-        responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+        responses={200: {"content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in FILES}}},
     )
     async def file(job: JobId) -> Response:
         work = found(job)
