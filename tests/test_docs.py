@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from patchlight.cli.explain import _expanded
 from patchlight.figures import list_figures
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import resolve_metric
+from patchlight.web.app import create_app
+from patchlight.web.serve import Server
+from patchlight.web.site import Site
 from patchlight.zoo import pocket
 from tests.registries import restored
 
@@ -32,6 +36,7 @@ PAGES = (
     "figures",
     "verdict",
     "shapley",
+    "page",
 )
 
 
@@ -48,6 +53,40 @@ def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
     with restored():
         for block in blocks:
             exec(compile(block, page, "exec"), names)
+
+
+def test_the_examples_of_the_api_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks of Python and of the shell, in their order, against a server."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(python|sh)\n(.*?)```", page, re.DOTALL)
+    assert {kind for kind, _ in blocks} == {"python", "sh"}
+    shutil.copy(pocket.PHOTOS / "cat.jpg", tmp_path / "photo.jpg")
+    monkeypatch.chdir(tmp_path)
+    server = Server(Site(pl.load("pocket")))
+    server.start()
+    try:
+        names: dict[str, object] = {"__name__": "example"}
+        for kind, block in blocks:
+            text = block.replace("http://127.0.0.1:8000/", server.url)
+            if kind == "python":
+                exec(compile(text, "docs/api.md", "exec"), names)
+            elif shutil.which("curl"):
+                done = subprocess.run(
+                    ["bash", "-eo", "pipefail", "-c", text], capture_output=True, text=True, timeout=120
+                )
+                assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+    finally:
+        server.stop()
+    if shutil.which("curl"):
+        assert "cat.jpg" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_table_of_routes_is_what_there_is() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^\| `([A-Z]+ /api/[^`]*)` \|", page, re.MULTILINE))
+    paths = create_app(Site(pl.load("pocket"))).openapi()["paths"]
+    there = {f"{verb.upper()} {re.sub('{[a-z]+}', '{id}', path)}" for path, verbs in paths.items() for verb in verbs}
+    assert told == there
 
 
 def test_the_table_of_figures_is_what_there_is() -> None:

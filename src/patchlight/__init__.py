@@ -58,6 +58,7 @@ _HOMES = {
     "register_method": "patchlight.methods.base",
     "register_metric": "patchlight.metrics.base",
     "register_rule": "patchlight.evidence.rules",
+    "show": "patchlight.web.show",
     "trace": "patchlight.evidence.passes",
     "wrap": "patchlight.anatomy.load",
 }
@@ -124,6 +125,7 @@ if TYPE_CHECKING:
     from patchlight.verdict.recommend import recommend as recommend
     from patchlight.verdict.verdict import Verdict as Verdict
     from patchlight.viz import figure as figure
+    from patchlight.web.show import show as show
 
 
 def __getattr__(name: str) -> Any:

@@ -76,7 +76,9 @@ class Visit:
 
     def measures(self, name: str) -> list[float]:
         """Milliseconds that the page itself measured under a name."""
-        return list(self.page.evaluate("name => performance.getEntriesByName(name, 'measure').map(m => m.duration)", name))
+        return list(
+            self.page.evaluate("name => performance.getEntriesByName(name, 'measure').map(m => m.duration)", name)
+        )
 
     def well(self, expected: tuple[str, ...] = ()) -> None:
         """Nothing left the host, no policy was broken, no script of a stranger ran, and the console is empty.
@@ -100,7 +102,7 @@ def visiting(browser: Browser, url: str, **options: Any) -> Iterator[Visit]:
     """A visit in a context of its own; nothing is kept from others."""
     options = {"viewport": {"width": 1280, "height": 900}, "accept_downloads": True, **options}
     context: BrowserContext = browser.new_context(**options)
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(60_000)
     context.add_init_script(WATCH)
     yield Visit(url, context.new_page())
     context.close()

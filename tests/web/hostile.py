@@ -60,8 +60,12 @@ def bombs() -> dict[str, bytes]:
     gif = b"GIF89a" + struct.pack("<HH", 65535, 65535) + b"\x80\x00\x00" + b"\x00\x00\x00\xff\xff\xff"
     frame = b"," + struct.pack("<HHHH", 0, 0, 65535, 65535) + b"\x00\x02\x02\x44\x01\x00"
     bitmap = b"BM" + struct.pack("<IHHI", 100, 0, 0, 54) + struct.pack("<IiiHHIIiiII", 40, SIDE, SIDE, 1, 24, *[0] * 6)
-    tiff = b"II*\x00" + struct.pack("<IH", 8, 4) + b"".join(
-        struct.pack("<HHII", tag, 4, 1, value) for tag, value in ((256, SIDE), (257, SIDE), (273, 8), (279, 10))
+    tiff = (
+        b"II*\x00"
+        + struct.pack("<IH", 8, 4)
+        + b"".join(
+            struct.pack("<HHII", tag, 4, 1, value) for tag, value in ((256, SIDE), (257, SIDE), (273, 8), (279, 10))
+        )
     )
     return {
         "a whole png of 50,000 x 50,000": flat(SIDE),

@@ -15,6 +15,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+WEB = httpx.Client(verify=False, trust_env=False, timeout=120)
+"""One client for all: each that is made reads the certificates of the world first."""
+
 
 @dataclass
 class Server:
@@ -76,12 +79,12 @@ def serving(folder: Path, *options: str, model: str = "pocket", token: str = "")
             process.wait()
 
 
-def _wait(server: Server, headers: dict[str, str], seconds: float = 90) -> None:
+def _wait(server: Server, headers: dict[str, str], seconds: float = 240) -> None:
     """Until the server answers; what it printed, if it does not."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/api/model", headers=headers).status_code == 200:
+            if WEB.get(f"{server.url}/api/model", headers=headers).status_code == 200:
                 return
-        time.sleep(0.05)
+        time.sleep(0.1)
     raise RuntimeError(f"the server did not come up:\n{server.printed()}")

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient  # noqa: E402
 from patchlight.web.serve import guarded  # noqa: E402
 from patchlight.web.site import Site  # noqa: E402
 from tests.families import build  # noqa: E402
+from tests.pairs import TEXTS, shared_pair  # noqa: E402
 
 CAT = pocket.PHOTOS / "cat.jpg"
 
@@ -186,6 +187,29 @@ def test_other_models_say_what_they_lack(family: str) -> None:
             assert (
                 "cannot drop tokens" in post(client, "ablate", 400, image="cat", removed=[[0]], unit="token")["error"]
             )
+    site.close()
+
+
+@pytest.mark.parametrize("kind", ["transformers-CLIPModel", "open_clip-custom"])
+def test_sentences_are_classes(kind: str) -> None:
+    pytest.importorskip(kind.split("-")[0])
+    vit = shared_pair(kind)
+    site = Site(vit)
+    with TestClient(guarded(site), base_url="http://localhost") as client:
+        assert client.get("/api/model").json()["takes_texts"]
+        texts = [TEXTS[1], TEXTS[0]]
+        told = post(client, "predict", image="cat", texts=texts)
+        other = vit.bare.ask(pl.heads.Texts(texts))  # type: ignore[union-attr]
+        logits = other.logits(other.batch(CAT)).float()
+        values = other.probabilities(logits)[0] if told["quantity"] == "probability" else logits[0]
+        assert of_class(told) == pytest.approx(
+            {text: float(v) for text, v in zip(texts, values, strict=True)}, abs=1e-5
+        )
+        one = post(client, "explain", image="cat", texts=texts, target=1, methods=[{"name": "ixg"}], wait=60)["maps"][0]
+        assert one["target_label"] == texts[1]
+        wanted = pl.explain(other, CAT, "ixg", target=1).scores[0]
+        torch.testing.assert_close(torch.tensor(one["scores"]), wanted, atol=1e-3 * float(wanted.abs().max()), rtol=0)
+        assert "template" in post(client, "predict", 400, image="cat", texts=texts, template="none")["error"]
     site.close()
 
 

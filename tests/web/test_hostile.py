@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import io
 import json
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +18,11 @@ import httpx
 import pytest
 from PIL import Image, PngImagePlugin
 
+import patchlight as pl
+from patchlight.web.serve import Server as Here
+from patchlight.web.site import Site
 from tests.web import hostile
-from tests.web.server import Server, serving
+from tests.web.server import WEB, Server
 
 REFUSED = {400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 503}
 IMAGE = {"Content-Type": "image/png"}
@@ -82,7 +88,7 @@ def goes_on(server: Server) -> Iterator[None]:
     """Whatever a test does, the server answers afterwards, and has not grown by more than what the largest picture takes."""
     before, printed = server.memory(), len(server.printed())
     yield
-    assert httpx.get(f"{server.url}/api/model", timeout=20).status_code == 200
+    assert WEB.get(f"{server.url}/api/model", timeout=20).status_code == 200
     assert server.memory() - before < 600
     assert "Traceback" not in server.printed()[printed:]
 
@@ -108,6 +114,7 @@ def test_a_gif_of_many_frames_is_its_first(client: httpx.Client) -> None:
     assert (answer.json()["width"], answer.json()["height"]) == (32, 32)
 
 
+@pytest.mark.page
 def test_many_large_pictures_at_once_take_turns(server: Server) -> None:
     """Twelve pictures of almost as many pixels as are taken, 5 kB each: unpacked all at once they would be gigabytes."""
     data = [hostile.flat(6300) + bytes([i]) for i in range(12)]
@@ -115,7 +122,7 @@ def test_many_large_pictures_at_once_take_turns(server: Server) -> None:
     peak, before = [0.0], server.memory()
 
     def one(file: bytes) -> None:
-        answer = httpx.post(f"{server.url}/api/images", content=file, headers=IMAGE, timeout=120)
+        answer = WEB.post(f"{server.url}/api/images", content=file, headers=IMAGE, timeout=120)
         statuses.append(answer.status_code)
 
     threads = [threading.Thread(target=one, args=(file,)) for file in data]
@@ -147,7 +154,12 @@ def test_a_polyglot_is_its_picture_and_nothing_else(client: httpx.Client) -> Non
 
 
 def test_the_type_must_be_a_picture(client: httpx.Client) -> None:
-    for kind in ("text/html", "application/json", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded"):
+    for kind in (
+        "text/html",
+        "application/json",
+        "multipart/form-data; boundary=x",
+        "application/x-www-form-urlencoded",
+    ):
         refused(upload(client, hostile.picture(), **{"Content-Type": kind}), 415)
     for kind in ("text/plain", "application/xml", "multipart/form-data; boundary=x"):
         answer = client.post("/api/predict", content=b'{"image": "cat"}', headers={"Content-Type": kind})
@@ -207,7 +219,9 @@ def test_a_large_upload_is_refused_while_it_comes(server: Server, chunked: bool)
 def test_a_large_json_is_refused(client: httpx.Client, server: Server) -> None:
     body = json.dumps({"image": "cat", "texts": ["x" * 1000] * 30_000})
     refused(client.post("/api/predict", content=body, headers={"Content-Type": "application/json"}), 413)
-    head = lines(server, "Content-Type: application/json", "Content-Length: 99999999", start="POST /api/predict HTTP/1.1")
+    head = lines(
+        server, "Content-Type: application/json", "Content-Length: 99999999", start="POST /api/predict HTTP/1.1"
+    )
     assert status(talk(server, head)) == 413
 
 
@@ -239,7 +253,9 @@ def test_two_lengths_are_refused(server: Server) -> None:
         assert not said or 400 <= status(said) < 500
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost@evil", "", "[::1"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost@evil", "", "[::1"]
+)
 @pytest.mark.parametrize("path", ["/", "/api/model", "/static/style.css", "/nothing"])
 def test_another_host_is_refused(server: Server, host: str, path: str) -> None:
     """A name that an attacker lets point here sees nothing: no DNS rebinding."""
@@ -261,7 +277,18 @@ def test_names_of_the_loopback_are_hosts(server: Server) -> None:
         assert status(talk(server, lines(server, f"Host: {host}"))) == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "http://[evil", "http://", "", "http://127.0.0.1.evil.example:{port}"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "null",
+        "http://localhost:1",
+        "http://[evil",
+        "http://",
+        "",
+        "http://127.0.0.1.evil.example:{port}",
+    ],
+)
 def test_another_origin_is_refused(client: httpx.Client, server: Server, origin: str) -> None:
     """Neither a post nor a read from another site, nor the question beforehand whether it may."""
     headers = {"Origin": origin.format(port=server.port)}
@@ -327,7 +354,12 @@ def test_odd_methods_are_refused(server: Server) -> None:
 
 
 def test_noise_instead_of_http_is_refused(server: Server) -> None:
-    for noise in (b"\x00" * 100, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), b"\r\n" * 50, b"GET\r\n\r\n"):
+    for noise in (
+        b"\x00" * 100,
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
+        b"\r\n" * 50,
+        b"GET\r\n\r\n",
+    ):
         said = talk(server, noise + b"\r\n\r\n", wait=3)
         assert not said or status(said) == 400
 
@@ -365,7 +397,9 @@ JSONS = {
 @pytest.mark.parametrize("route", ["predict", "explain", "ablate", "measure", "inside", "files"])
 def test_odd_json_is_refused_in_a_sentence(client: httpx.Client, route: str, name: str) -> None:
     answer = client.post(
-        f"/api/{route}", content=JSONS[name].encode("utf-8", "surrogatepass"), headers={"Content-Type": "application/json"}
+        f"/api/{route}",
+        content=JSONS[name].encode("utf-8", "surrogatepass"),
+        headers={"Content-Type": "application/json"},
     )
     refused(answer, 400, 404, 413, 422)
 
@@ -376,7 +410,8 @@ def test_bytes_that_are_no_text_are_refused(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "query", ["side=31", "side=1025", "side=1e9", "side=NaN", "side=" + "9" * 5000, "fill=road", "fill=%3Cimg%3E", "side=-1"]
+    "query",
+    ["side=31", "side=1025", "side=1e9", "side=NaN", "side=" + "9" * 5000, "fill=road", "fill=%3Cimg%3E", "side=-1"],
 )
 def test_odd_queries_are_refused(client: httpx.Client, query: str) -> None:
     refused(client.get(f"/api/images/cat?{query}"), 400, 414, 422)
@@ -410,7 +445,7 @@ def test_slow_headers_do_not_keep_others_waiting(server: Server) -> None:
         for _ in range(200):
             line = stack.enter_context(socket.create_connection(server.address, timeout=10))
             line.sendall(b"GET /api/model HTTP/1.1\r\nHost: 127.0.0.1\r\nX-a: b\r\n")
-        assert httpx.get(f"{server.url}/api/model", timeout=10).status_code == 200
+        assert WEB.get(f"{server.url}/api/model", timeout=10).status_code == 200
 
 
 def test_slow_bodies_do_not_keep_others_waiting(server: Server) -> None:
@@ -430,7 +465,7 @@ def test_slow_bodies_do_not_keep_others_waiting(server: Server) -> None:
     try:
         time.sleep(0.5)
         body = {"image": "cat", "methods": [{"name": "genatt"}], "wait": 20}
-        assert httpx.post(f"{server.url}/api/explain", json=body, timeout=20).status_code == 200
+        assert WEB.post(f"{server.url}/api/explain", json=body, timeout=20).status_code == 200
     finally:
         over.set()
         for thread in threads:
@@ -530,26 +565,91 @@ def test_what_the_api_gives_is_not_kept_by_the_browser(client: httpx.Client) -> 
 
 
 @pytest.fixture(scope="module")
-def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("closed") / "here", "--token", "correct-horse", token="correct-horse") as running:
-        yield running
+def closed() -> Iterator[str]:
+    """A server in this process that wants a token."""
+    here = Here(Site(pl.load("pocket")), token="correct-horse")
+    here.start()
+    yield f"http://127.0.0.1:{here.port}"
+    here.stop()
 
 
-def test_without_the_token_nothing_is_told(closed: Server) -> None:
+def test_without_the_token_nothing_is_told(closed: str, capfd: pytest.CaptureFixture[str]) -> None:
     routes = ("/api/model", "/api/methods", "/api/images/cat", "/api/jobs/x", "/api/jobs/x/events", "/api/openapi.json")
-    wrong = [{}, *({"Authorization": word} for word in ("Bearer", "Bearer ", "Bearer wrong", "Bearer correct-hors"))]
-    wrong += [{"Authorization": word} for word in ("Basic Y29ycmVjdC1ob3JzZQ==", "correct-horse", "Bearer correct-horse2")]
-    wrong += [{"Authorization": "Bearer \u00e9".encode("latin-1")}]
-    with httpx.Client(base_url=closed.url) as client:
+    words = ["Bearer", "Bearer wrong", "Bearer correct-hors", "Bearer correct-horse2", "correct-horse", "Basic correct-horse"]
+    wrong: list[dict[str, str]] = [{}, *({"Authorization": word} for word in words)]
+    with httpx.Client(base_url=closed, verify=False, trust_env=False) as client:
         for headers in wrong:
             for path in routes:
                 refused(client.get(path, headers=headers), 401)
             refused(client.post("/api/predict", json={"image": "cat"}, headers=headers), 401)
             refused(upload(client, hostile.picture(), **headers), 401)
+        refused(client.get("/api/model", headers={"Authorization": "Bearer \u00e9".encode("latin-1")}), 401)
         refused(client.get("/api/model?token=correct-horse"), 401)
         assert client.get("/").status_code == 200, "the page itself holds nothing"
         right = {"Authorization": "Bearer correct-horse"}
         assert client.get("/api/model", headers=right).status_code == 200
         assert client.post("/api/predict", json={"image": "cat"}, headers=right).status_code == 200
-    assert "correct-hors " not in closed.printed()
-    assert "Bearer" not in closed.printed()
+    printed = capfd.readouterr()
+    assert "horse" not in printed.out + printed.err
+
+
+def test_tokens_are_compared_in_constant_time(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `hmac.compare_digest`, whatever was given."""
+    compared: list[bytes] = []
+    real = hmac.compare_digest
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.extend([a, b])
+        return real(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    WEB.get(f"{closed}/api/model", headers={"Authorization": "Bearer wrong"})
+    assert {b"wrong", b"correct-horse"} <= {part if isinstance(part, bytes) else str(part).encode() for part in compared}
+
+
+def test_nothing_of_an_upload_is_written(closed: str) -> None:
+    """While an image is uploaded, explained and made into files, this process opens no file to write."""
+    right = {"Authorization": "Bearer correct-horse"}
+    with httpx.Client(base_url=closed, verify=False, trust_env=False, headers=right, timeout=120) as client:
+
+        def everything(seed: int) -> None:
+            image = upload(client, hostile.picture(300, seed=seed)).json()["id"]
+            client.get(f"/api/images/{image}")
+            for kind in ("png", "pdf", "arrays", "report"):
+                body = {"image": image, "methods": [{"name": "genatt"}], "wait": 60, "kind": kind}
+                job = client.post("/api/files", json=body).json()
+                assert job["state"] == "done", job
+                assert client.get(job["file"]).status_code == 200
+
+        everything(1)  # fonts and modules are found for the first time
+        with writing() as written:
+            everything(2)
+    assert not written, written
+
+
+WATCHED: list[list[str]] = []
+HOOKED: list[bool] = []
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[list[str]]:
+    """The files that this process opens to write, makes or renames meanwhile; an audit hook hears of all of them."""
+
+    def hear(event: str, details: tuple[object, ...]) -> None:
+        if not WATCHED:
+            return
+        if event == "open" and isinstance(details[0], str | bytes):
+            flags = details[2] if isinstance(details[2], int) else 0
+            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                WATCHED[-1].append(f"{details[0]!r}")
+        elif event in ("os.rename", "os.mkdir", "tempfile.mkstemp", "tempfile.mkdtemp", "os.truncate"):
+            WATCHED[-1].append(f"{event} {details!r}")
+
+    if not HOOKED:
+        HOOKED.append(True)
+        sys.addaudithook(hear)
+    WATCHED.append([])
+    try:
+        yield WATCHED[-1]
+    finally:
+        WATCHED.clear()

@@ -106,7 +106,9 @@ def met(case: Any) -> None:
 def test_every_operation_is_described(client: httpx.Client) -> None:
     """And each says what it may be refused with, and gives an example where it takes a body."""
     told = client.get("/api/openapi.json").json()
-    found = {re.sub(r"{\w+}", "{}", f"{word.upper()} {path}") for path, words in told["paths"].items() for word in words}
+    found = {
+        re.sub(r"{\w+}", "{}", f"{word.upper()} {path}") for path, words in told["paths"].items() for word in words
+    }
     assert found == set(OPERATIONS)
     for path, words in told["paths"].items():
         for word, operation in words.items():
@@ -135,4 +137,6 @@ def test_they_were_two_thousand() -> None:
         pytest.skip("the cases were not sent from this process")
     print({name: dict(found) for name, found in STATUSES.items()})
     assert sum(SENT.values()) >= 2000
-    assert all(STATUSES[name][200] + STATUSES[name][201] + STATUSES[name][202] for name in OPERATIONS if "jobs" not in name)
+    assert all(
+        STATUSES[name][200] + STATUSES[name][201] + STATUSES[name][202] for name in OPERATIONS if "jobs" not in name
+    )

@@ -57,7 +57,16 @@ if TYPE_CHECKING:
     from patchlight.truth import Trial
     from patchlight.viz.report import Section
 
-DEMO_METHODS = ("rollout", "genatt", "tokentm", "ixg.plus.libra", "random")
+DEMO_METHODS: dict[str, dict[str, Any]] = {
+    "diffmask": {},
+    "vit-cx": {},
+    "tis": {"samples": 256},
+    "decompx.skipplus": {},
+    "tokentm": {},
+    "random": {},
+}
+"""A method of each of the five papers, and what none may fall behind."""
+TWO_METHODS = ("genatt", "tokentm", "ixg.plus.libra")
 TWO_CLASSES = "dog-and-cat.jpg"
 BATCH, TABLE_ROWS = 16, 50
 
@@ -77,8 +86,7 @@ def demo(
             ]
             vit = load_model("pocket")
         items = [Item(photo, None, None) for photo in photos if photo.name != TWO_CLASSES]
-        methods: dict[str, dict[str, Any]] = {name: {} for name in DEMO_METHODS}
-        done = _run(Task(items, out / "patchlight-demo.png", methods), lambda: vit)
+        done = _run(Task(items, out / "patchlight-demo.png", DEMO_METHODS), lambda: vit)
         done.written.append(str(_two_classes(vit, pocket.PHOTOS / TWO_CLASSES, out / "patchlight-two-classes.png")))
         _report(done, as_json)
         if not as_json:
@@ -218,7 +226,7 @@ def _two_classes(vit: Anatomy, photo: Path, path: Path) -> Path:
     from patchlight.engine import explain as engine_explain
     from patchlight.viz import figure
 
-    figure(photo, engine_explain(vit, photo, DEMO_METHODS[1:-1], target=[["dog", "cat"]]), vit=vit, path=path)
+    figure(photo, engine_explain(vit, photo, TWO_METHODS, target=[["dog", "cat"]]), vit=vit, path=path)
     return path
 
 

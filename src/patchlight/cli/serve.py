@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
 from collections.abc import Mapping
@@ -32,7 +31,7 @@ from patchlight.cli.common import (
     progress,
     say,
 )
-from patchlight.errors import PatchlightError
+from patchlight.web import check_extra
 
 
 def serve(
@@ -62,9 +61,7 @@ def serve(
 ) -> None:
     """Open a page where an image can be asked about: maps, patches to take away, and whether the maps are true."""
     with answering(as_json=False, debug=debug):
-        missing = [name for name in ("fastapi", "uvicorn", "jinja2") if importlib.util.find_spec(name) is None]
-        if missing:
-            raise PatchlightError(f"the page needs {', '.join(missing)}: pip install patchlight[web]")
+        check_extra()
         asked = asked_by(text, template, similar_to)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two lanes compute at once, and must not wait busily
         with progress(f"loading {model}"):

@@ -301,7 +301,7 @@ def _charts(trial: Trial, truths: Mapping[str, Truth], asked: str) -> list[Chart
     fractions = (trial.removed / trial.removed[-1]).tolist()
     curves = [trial.random, *(truth.curves for truth in truths.values())]
     values = torch.cat([side.flatten() for one in curves for side in (one.deletion, one.insertion)])
-    known = values[values.isfinite()].tolist() or [0.0]
+    known: list[float] = values[values.isfinite()].tolist() or [0.0]
     low, high = min(0.0, *known), max(0.0, *known)
     if trial.score == "probability" and trial.targets.against is None:
         high = max(high, 1.0)

@@ -1,1 +1,12 @@
 """The page and the API beneath it: `patchlight serve`, and `pl.show` in a notebook. Needs the extra `web`."""
+
+from __future__ import annotations
+
+from patchlight.extras import EXTRAS, missing_extra
+
+
+def check_extra() -> None:
+    """Refuse, in one sentence, to begin without the packages of the extra."""
+    missing = EXTRAS["web"].missing()
+    if missing:
+        raise missing_extra("the page needs", ", ".join(missing), "web")

@@ -70,7 +70,8 @@ def arrays(maps: Mapping[str, Attribution]) -> bytes:
 
 def report(site: Site, question: Asked, maps: Mapping[str, Attribution], asked: FileAsked, work: Work) -> bytes:
     """The maps with their test, and how all of it was made, as one HTML file."""
-    trial = trial_of(site, question, MeasureAsked(image=asked.image, methods=asked.methods, seed=asked.seed))
+    usual = MeasureAsked.model_validate({"image": asked.image, "methods": asked.methods, "seed": asked.seed})
+    trial = trial_of(site, question, usual)
     tested = truths(trial, {name: on_grid(att.scores, question.vit)[0] for name, att in maps.items()})
     section = section_of(
         Explained(

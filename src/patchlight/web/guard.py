@@ -23,7 +23,7 @@ BODY_SECONDS, SMALL, MOST_BODIES = 20.0, 2**16, 16
 """How long a body may take to arrive, and how many larger ones than SMALL bytes may be arriving at once."""
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors {ancestors}"
+    "base-uri 'none'; form-action 'none'"
 )
 
 
@@ -49,7 +49,7 @@ class Guard:
         self._hosts = {"localhost", *(host.casefold() for host in hosts)}
         self._bodies = 0
         self._headers = [
-            (b"content-security-policy", CSP.format(ancestors="*" if embedded else "'self'").encode()),
+            (b"content-security-policy", (CSP if embedded else f"{CSP}; frame-ancestors 'self'").encode()),
             (b"x-content-type-options", b"nosniff"),
             (b"referrer-policy", b"no-referrer"),
             (b"cross-origin-opener-policy", b"same-origin"),

@@ -25,6 +25,8 @@ from patchlight.web.schemas import Job, Kind, Progress
 T = TypeVar("T")
 KEPT, FILES, MINUTES = 256, 16, 15
 """How many finished jobs are remembered, how many of them with their file, and for how long."""
+LAST = 10.0
+"""Seconds that are waited for the last piece of work of a lane that is closed."""
 TOLD = 0.1
 """Seconds between two words about progress."""
 
@@ -45,7 +47,8 @@ class Lane:
         self._waiting: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._open = True
-        threading.Thread(target=self._work, name=f"patchlight-{name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name=f"patchlight-{name}", daemon=True)
+        self._thread.start()
 
     def put(self, work: Callable[[], None]) -> None:
         with self._changed:
@@ -65,6 +68,10 @@ class Lane:
             self._open = False
             self._waiting.clear()
             self._changed.notify()
+
+    def join(self) -> None:
+        """Wait for what is under way: a process that ends while torch computes in a thread is aborted."""
+        self._thread.join(LAST)
 
     def _work(self) -> None:
         torch.set_num_threads(self._threads)

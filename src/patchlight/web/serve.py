@@ -108,6 +108,11 @@ class Server:
         where = f"[{host}]" if ":" in host else host
         return f"http://{where}:{self.port}/" + (f"#token={self.token}" if self.token else "")
 
+    @property
+    def running(self) -> bool:
+        """Whether it serves beside this thread."""
+        return self._thread is not None and self._thread.is_alive()
+
     def run(self) -> None:
         try:
             self._server.run(sockets=[self._socket])
@@ -127,7 +132,7 @@ class Server:
     def stop(self) -> None:
         self._server.should_exit = True
         if self._thread is not None:
-            self._thread.join(5)
+            self._thread.join(30)
 
 
 def _listening(host: str, port: int) -> socket.socket:

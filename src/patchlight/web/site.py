@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -17,7 +18,8 @@ from torch import Tensor
 from patchlight import __version__
 from patchlight.anatomy.base import Anatomy
 from patchlight.attribution import Attribution
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.engine import explain
+from patchlight.errors import PatchlightError, Unsupported, hearing
 from patchlight.evidence.fills import Painted
 from patchlight.heads import Texts
 from patchlight.methods.base import Ablates
@@ -159,13 +161,25 @@ class Site:
         self._takes_texts = not _is(vit, "encode_texts")
         self._methods: list[MethodInfo] | None = None
         self.chunk = self._timed_chunk()
+        self.quick.put(self._warm)
+
+    def _warm(self) -> None:
+        """Do once what the first visitor would wait for: the list of methods, and a pass."""
+        self.methods()
+        image = torch.zeros(1, self.vit.channels, *self.vit.preprocess.size)
+        with contextlib.suppress(PatchlightError), hearing():
+            requests = [resolve(name) for name in FIRST]
+            works = [one for one in requests if self.is_quick(one) and refusal(one.suited(self.vit), self.vit) is None]
+            explain(self.vit, image, works, progress=False)
 
     def close(self) -> None:
         """Stop what is under way, and let the threads go."""
         for work in self.jobs.all():
             work.stop.set()
-        self.quick.close()
-        self.slow.close()
+        for lane in (self.quick, self.slow):
+            lane.close()
+        for lane in (self.quick, self.slow):
+            lane.join()
 
     def _timed_chunk(self) -> int | None:
         """Variants at once, such that a chunk takes CHUNK seconds; what an accelerator has room for is left to it."""

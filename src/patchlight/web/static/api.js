@@ -52,14 +52,14 @@ async function sentenceOf(response) {
   return `The server answered ${response.status}${response.statusText ? ` (${response.statusText})` : ""}.`;
 }
 
-async function once(path, { method = "GET", body, type, signal, patience = signal } = {}) {
+async function once(path, { method = "GET", body, type, signal, patience = signal, keepalive = false } = {}) {
   const headers = {};
   if (token) headers.Authorization = `Bearer ${token}`;
   if (type) headers["Content-Type"] = type;
   for (let tries = 0; ; tries += 1) {
     let response;
     try {
-      response = await fetch(new URL(path, ROOT), { method, body, headers, signal, cache: "no-cache" });
+      response = await fetch(new URL(path, ROOT), { method, body, headers, signal, keepalive, cache: "no-cache" });
     } catch (error) {
       if (signal?.aborted) throw error;
       throw new Problem("The server does not answer; is “patchlight serve” still running?", 0);
@@ -125,6 +125,12 @@ export async function file(id, signal) {
   return { blob: await response.blob(), name: match && match[1] };
 }
 
+/** Jobs under way, which are cancelled when the page goes. */
+const running = new Set();
+addEventListener("pagehide", () => {
+  for (const id of running) once(`jobs/${id}`, { method: "DELETE", keepalive: true }).catch(() => {});
+});
+
 const over = (job) => ["done", "failed", "cancelled"].includes(job.state);
 
 async function* events(response) {
@@ -156,9 +162,12 @@ export async function follow(path, asked, tell, signal) {
     const cancel = () => once(`jobs/${job.id}`, { method: "DELETE" }).catch(() => {});
     if (signal?.aborted) cancel();
     signal?.addEventListener("abort", cancel, { once: true });
+    running.add(job.id);
+    const { id } = job;
     try {
       job = await watched(job, tell, signal);
     } finally {
+      running.delete(id);
       signal?.removeEventListener("abort", cancel);
     }
   }

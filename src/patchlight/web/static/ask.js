@@ -168,7 +168,7 @@ function fillRow(row, index, now, whole, quantity, most, top) {
   name.textContent = text;
   value.textContent = told(shown?.value, quantity);
   bar.style.transform = `scaleX(${length(shown?.value, quantity, most)})`;
-  was.hidden = !now || !whole;
+  was.hidden = !now || !whole || length(whole.value, quantity, most) < 0.01;
   if (!was.hidden) was.style.left = `${100 * length(whole.value, quantity, most)}%`;
   const isTarget = index === asked();
   row.classList.toggle("target", isTarget);
@@ -207,6 +207,8 @@ function drawList(list, indices, now, whole, quantity, most, top) {
   }
 }
 
+const sayVerdict = settled(say, 500);
+
 function draw() {
   const { whole, now } = said;
   const list = $("predictions");
@@ -228,9 +230,14 @@ function draw() {
   if (top) {
     const first = whole.predictions[0];
     const line = now
-      ? `${top.index === first.index ? "Still" : "Now"} ${label(top.index)}, ${told(top.value, now.quantity)}; whole: ${label(first.index)}, ${told(first.value, whole.quantity)}`
+      ? top.index === first.index
+        ? `Still ${label(top.index)}, ${told(top.value, now.quantity)} (was ${told(first.value, whole.quantity)})`
+        : `Now ${label(top.index)}, ${told(top.value, now.quantity)} (was ${label(first.index)}, ${told(first.value, whole.quantity)})`
       : `${label(top.index)}, ${told(top.value, whole.quantity)}`;
-    if ($("verdict").textContent !== line) $("verdict").textContent = line;
+    if ($("verdict").textContent !== line) {
+      $("verdict").textContent = line;
+      sayVerdict(`The model says: ${line}`);
+    }
     $("verdict").classList.toggle("changed", Boolean(now) && top.index !== first.index);
   }
   find();
@@ -296,7 +303,17 @@ function drawTexts() {
   if (document.activeElement !== $("template")) $("template").value = state.template;
 }
 
-/** Take an answer of the API that speaks of the whole image, so that the first bars need no second request. */
+async function showPhoto() {
+  const box = $("ask-trouble"), { image } = state;
+  try {
+    trouble(box, "");
+    await loadPhoto();
+  } catch (error) {
+    if (image === state.image) trouble(box, error.message, error.status === 404 ? null : showPhoto);
+  }
+}
+
+/** Listen. */
 export function start() {
   watchFiles();
   watchTexts();
@@ -304,11 +321,11 @@ export function start() {
   $("search").addEventListener("focus", valuesOfAll);
   $("clear-target").addEventListener("click", () => set({ target: FRESH.target, against: FRESH.against }));
   $("clear-against").addEventListener("click", () => set({ against: null }));
-  on("texts template", drawTexts);
+  on("texts template model", drawTexts);
   on("image", () => {
     markPhoto();
     said.now = null;
-    loadPhoto().catch((error) => trouble($("ask-trouble"), error.message, error.status === 404 ? null : () => loadPhoto()));
+    showPhoto();
   });
   on("image target against texts template", (changed) => {
     if (changed.some((key) => key === "texts" || key === "template")) said.whole = said.now = null;

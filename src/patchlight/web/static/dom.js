@@ -84,6 +84,6 @@ export function trouble(box, sentence, action, label = "Try again") {
   box.replaceChildren();
   box.hidden = !sentence;
   if (!sentence) return;
-  box.append(h("span", {}, sentence));
+  box.append(h("span", {}, sentence.charAt(0).toUpperCase() + sentence.slice(1)));
   if (action) box.append(" ", h("button", { type: "button", class: "quiet", onclick: action }, label));
 }

@@ -53,7 +53,7 @@ function makeBlocks() {
     const bar = h("span", { class: "fill" }), value = h("span", { class: "value" });
     const stage = h("div", { class: "stage", onpointerdown: (event) => point(event, canvas), onpointermove: (event) => point(event, canvas) }, canvas, mark);
     rows.push({ values, mark, bar, value });
-    return h("li", {}, h("span", { class: "block-name" }, h("span", { class: "hidden" }, "Block "), String(block + 1)), stage, h("span", { class: "column", "aria-hidden": "true" }, bar), value);
+    return h("li", {}, h("span", { class: "block-name" }, h("span", { class: "hidden" }, "Block "), String(block)), stage, h("span", { class: "column", "aria-hidden": "true" }, bar), value);
   });
   $("blocks").replaceChildren(...items);
 }
@@ -115,7 +115,7 @@ let timer = 0;
 export function start() {
   on("image target against texts template model", () => {
     clearTimeout(timer);
-    timer = setTimeout(look, 120);
+    timer = setTimeout(look, 400);
   });
   on("cursor maps", draw);
   on("colours", makeBlocks);

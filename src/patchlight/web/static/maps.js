@@ -10,6 +10,8 @@ import { facts, label, on, question, set, state, tell } from "./state.js";
 
 /** Seconds that the server may take before it answers with a job instead of maps. */
 const WAIT = 0.2;
+/** Milliseconds that quick methods have before slow ones begin beside them. */
+const HEAD_START = 400;
 const kept = new Map();
 const cards = new Map();
 
@@ -48,13 +50,14 @@ function askMissing() {
   });
   const quick = missing.filter((method) => facts.methods.get(method.name)?.quick);
   const slow = missing.filter((method) => !quick.includes(method));
-  if (quick.length) work(quick);
-  for (const method of slow) work([method]);
+  if (quick.length && slow.length) Promise.race([work(quick), new Promise((resolve) => setTimeout(resolve, HEAD_START))]).then(askMissing);
+  else if (quick.length) work(quick);
+  else for (const method of slow) work([method]);
 }
 
 function drop(card) {
   const { work: job } = card;
-  card.work = null;
+  Object.assign(card, { work: null, state: "new" });
   if (job && [...cards.values()].every((each) => each.work !== job)) job.abort();
 }
 
@@ -133,7 +136,7 @@ function cardOf(method) {
   const close = h("button", { type: "button", class: "close", "aria-label": `Take ${name} off`, title: "Take off",
     onclick: () => set({ methods: state.methods.filter((each) => each.name !== name) }) }, "×");
   const card = {
-    name, state: "new", key: "", work: null, progress: null, error: "", drawn: "", canvas,
+    name, state: "new", key: "", work: null, progress: null, error: "", drawn: "", shows: "", canvas,
     parts: { here, took, legend, low, high, note, bar, count, working, sentence, failed, stage },
     element: h("li", { class: "card", "data-testid": `map-${name}`, "data-state": "new" },
       h("div", { class: "card-head" }, h("h3", { title: fact ? `${fact.summary} (${fact.paper})` : name }, name), took, close),
@@ -169,12 +172,13 @@ function drawCard(card) {
     if (parts.sentence.textContent !== text) parts.sentence.textContent = text;
   }
   if (!parts.working.hidden) drawProgress(card);
-  if (!map || !photo || photo.id !== state.image) return;
+  if (!photo || photo.id !== state.image) return;
+  if (!map) return drawBare(card);
   const scale = scaleOf(map);
   const look = JSON.stringify([card.key, keyOf({ name: card.name, settings: map.map.settings }), map.map.seconds, photo.id, scale, state.colours, state.opacity, state.smooth]);
   if (look === card.drawn) return;
   card.drawn = look;
-  if (canvas.width !== photo.mapWidth || canvas.height !== photo.mapHeight) Object.assign(canvas, { width: photo.mapWidth, height: photo.mapHeight });
+  fit(card);
   drawHeat(canvas, photo.grey, map, scale, state);
   drawLegend(parts.legend, scale, state.colours);
   parts.low.textContent = number(scale.signed ? -scale.high : scale.low);
@@ -193,6 +197,27 @@ function drawCard(card) {
     performance.measure("first-map", "image-chosen");
     performance.clearMarks("image-chosen");
   }
+}
+
+/** Until its first map of an image is there, a card shows the photograph alone. */
+function drawBare(card) {
+  if (card.shows === photo.id) return;
+  fit(card);
+  card.drawn = "";
+  card.element.classList.remove("stale");
+  for (const part of [card.parts.took, card.parts.here]) part.textContent = "";
+  card.parts.note.hidden = true;
+  card.canvas.setAttribute("aria-label", `${card.name}, not there yet`);
+  const context = card.canvas.getContext("2d");
+  context.filter = "grayscale(1)";
+  context.drawImage(photo.bitmap, 0, 0, card.canvas.width, card.canvas.height);
+  context.filter = "none";
+}
+
+function fit(card) {
+  const { canvas } = card;
+  card.shows = photo.id;
+  if (canvas.width !== photo.mapWidth || canvas.height !== photo.mapHeight) Object.assign(canvas, { width: photo.mapWidth, height: photo.mapHeight });
 }
 
 function drawProgress({ parts, progress }) {

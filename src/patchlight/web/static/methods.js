@@ -36,9 +36,10 @@ function makeRow(fact) {
   );
 }
 
-/** Draw the list anew. */
+/** Draw the list: what is chosen first, then quick methods, slow ones, and those that do not work here. */
 export function drawMethods() {
-  const first = (fact) => (fact.supported ? (fact.quick ? 0 : 1) : 2);
+  const names = chosen();
+  const first = (fact) => (names.has(fact.name) ? 0 : fact.supported ? (fact.quick ? 1 : 2) : 3);
   const sorted = [...facts.methods.values()].sort((a, b) => first(a) - first(b) || a.name.localeCompare(b.name));
   $("methods").replaceChildren(...sorted.map(makeRow));
   drawChosen();
@@ -69,6 +70,7 @@ export function start() {
   const picker = $("picker");
   $("method-filter").addEventListener("input", filter);
   on("methods", () => (drawChosen(), filter()));
+  picker.querySelector("summary").addEventListener("click", () => picker.open || drawMethods());
   picker.addEventListener("toggle", () => picker.open && matchMedia("(pointer: fine)").matches && $("method-filter").focus());
   picker.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;

@@ -29,6 +29,7 @@ function begin() {
   if (!given.methods.length) given.methods = model.methods.map((name) => ({ name, settings: {} }));
   if (!model.fills.includes(given.fill)) given.fill = model.fills[0] ?? FRESH.fill;
   if (model.no_tokens !== null) given.unit = "patch";
+  if (given.image !== state.image) facts.name = facts.blob = null;
   set(given);
 }
 
@@ -52,6 +53,11 @@ function watchKeys() {
   const help = $("help");
   const open = () => !help.open && help.showModal();
   $("help-open").addEventListener("click", open);
+  $("skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    $("compare").focus();
+    $("compare").scrollIntoView();
+  });
   $("help-close").addEventListener("click", () => help.close());
   addEventListener("keydown", (event) => {
     const typing = event.target.closest?.("textarea, input:not([type=range], [type=checkbox], [type=radio], [type=file]), select");
@@ -74,7 +80,7 @@ async function start() {
     truth.startTested();
   });
   await load();
-  addEventListener("hashchange", () => (begin(), setTimeout(truth.startTested, 500)));
+  addEventListener("hashchange", () => location.hash.includes("=") && (begin(), setTimeout(truth.startTested, 500)));
 }
 
 async function load() {

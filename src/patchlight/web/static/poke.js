@@ -10,7 +10,7 @@ const MOST = 200;
 const past = [], future = [];
 
 const FILLS = {
-  "image-mean": "mean brightness", "channel-mean": "mean colour", "blur-tis": "blur", "blur-rise": "blur (RISE)", zero: "the data's mean",
+  "image-mean": "mean grey", "channel-mean": "mean colour", "blur-tis": "blur", "blur-rise": "blur (RISE)", zero: "the data's mean",
   black: "black", noise: "noise",
 };
 
@@ -33,7 +33,6 @@ function change(removed, remember = true) {
     if (past.length > 200) past.shift();
     future.length = 0;
   }
-  performance.mark("poke-start");
   set({ removed: [...removed].sort((a, b) => a - b) });
   drawButtons();
 }
@@ -118,6 +117,8 @@ function watchPointer(canvas) {
 }
 
 let asking = false, waiting = false;
+/** When the first change was made that no request has yet taken along. */
+let since = null;
 
 /** Ask what the model says of what is left. */
 async function ablate() {
@@ -125,6 +126,7 @@ async function ablate() {
   const removed = gone();
   if (!removed.length) {
     waiting = false;
+    since = null;
     veil("");
     return showNow(null, null);
   }
@@ -133,6 +135,8 @@ async function ablate() {
     return;
   }
   asking = true;
+  const start = since ?? performance.now();
+  since = null;
   const sent = JSON.stringify(question());
   try {
     const most = Math.min(MOST, state.texts.length || facts.model.classes || MOST);
@@ -140,7 +144,7 @@ async function ablate() {
     if (sent === JSON.stringify(question()) && gone().length) {
       showNow(answer.whole, answer.variants[0]);
       veil("");
-      requestAnimationFrame(() => performance.measure("poke", "poke-start"));
+      requestAnimationFrame(() => performance.measure("poke", { start }));
     }
   } catch (error) {
     if (sent === JSON.stringify(question())) veil(error.message);
@@ -171,6 +175,7 @@ function drawButtons() {
   $("undo").disabled = !past.length;
   $("redo").disabled = !future.length;
   $("reset").disabled = !state.removed.length;
+  if (state.removed.length) $("poke-hint").classList.add("done");
 }
 
 function drawControls() {
@@ -219,7 +224,7 @@ export function start() {
   $("fill").addEventListener("change", (event) => set({ fill: event.target.value }));
   $("only").addEventListener("change", (event) => set({ only: event.target.checked }));
   on("unit fill only", drawControls);
-  on("removed unit fill only", () => (performance.mark("poke-start"), ablate(), draw(), drawButtons()));
+  on("removed unit fill only", () => ((since ??= performance.now()), ablate(), draw(), drawButtons()));
   on("image", () => ((past.length = future.length = 0), drawButtons()));
   on("image target against texts template", () => gone().length && ablate());
   on("photo fill-picture model", draw);

@@ -159,9 +159,9 @@ export function read(fragment) {
   return { ...FRESH, ...found };
 }
 
-/** The whole state with the image's bytes, as the text of a `.patchlight.json` file. */
-export async function saved() {
-  const image = facts.blob && (await dataAddress(facts.blob));
+/** The whole state with the bytes of an image of one's own (null: it is bundled), as the text of a `.patchlight.json` file. */
+export async function saved(blob) {
+  const image = blob && (await dataAddress(blob));
   const file = { patchlight: 1, state: written(), name: facts.name, image: image || undefined };
   return JSON.stringify(file, null, 1);
 }

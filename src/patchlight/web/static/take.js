@@ -1,5 +1,5 @@
 /** Taking it along: a link, a file to drop back, pictures, arrays and a report, and the lines of code. */
-import { file, follow } from "./api.js";
+import { file, follow, picture } from "./api.js";
 import { asked } from "./ask.js";
 import { $, say, settled, trouble } from "./dom.js";
 import { pythonLines, shellLine } from "./lines.js";
@@ -64,13 +64,18 @@ async function copy(text, button) {
   setTimeout(() => (button.firstChild.textContent = old === "Copied" ? "Copy" : old), 1500);
 }
 
-const address = () => `${location.origin}${location.pathname}${location.search}#${written()}`;
+/** The address of this view; in a notebook's frame, of the whole page. */
+function address() {
+  const search = new URLSearchParams(location.search);
+  search.delete("embed");
+  return `${location.origin}${location.pathname}${search.size ? `?${search}` : ""}#${written()}`;
+}
 
 const draw = settled(() => {
   if (!facts.model) return;
   if (state.image) history.replaceState(null, "", `${location.pathname}${location.search}#${written()}`);
   $("permalink").value = address();
-  $("link-hint").textContent = bundled() || !facts.blob
+  $("link-hint").textContent = bundled()
     ? "The whole state is in the link."
     : "This link works while this server still holds your image; save the view as a file to keep it with the image.";
   const lines = {
@@ -88,6 +93,6 @@ export function start() {
   $("permalink").addEventListener("focus", (event) => event.target.select());
   for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy($(button.dataset.copy).textContent, button));
   for (const button of document.querySelectorAll("[data-kind]")) button.addEventListener("click", () => download(button));
-  $("save-state").addEventListener("click", async () => save(new Blob([await saved()], { type: "application/json" }), `${stem()}.patchlight.json`));
+  $("save-state").addEventListener("click", async () => save(new Blob([await saved(facts.blob ?? (bundled() ? null : await picture(state.image, { whole: 1, side: 1024 })))], { type: "application/json" }), `${stem()}.patchlight.json`));
   on("image target against texts template methods seed unit fill removed only colours opacity scale smooth pair tested step shown cursor model", draw);
 }

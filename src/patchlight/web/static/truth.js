@@ -4,7 +4,7 @@ import { chartTable, drawChart, series } from "./chart.js";
 import { $, h, number, onFrame, say, told, trouble } from "./dom.js";
 import { drawWithout, photo } from "./picture.js";
 import { fillName, replace } from "./poke.js";
-import { facts, label, on, question, set, state } from "./state.js";
+import { label, on, question, set, state } from "./state.js";
 
 const STEPS = 16, SHOWN = 5;
 let job = null;
@@ -42,7 +42,7 @@ async function measure(sanity) {
     if (failures.length) trouble($("truth-trouble"), failures.join(" "), () => measure(sanity));
     if (end.state === "done") {
       set({ tested: true });
-      say(`Tested. ${coming.methods.map((truth) => truth.words).join(" ")}`);
+      say(`Tested: ${coming.methods.filter((truth) => truth.better).length} of ${coming.methods.length} maps are better than random.`);
     }
   } catch (error) {
     if (mine === job && !mine.signal.aborted) trouble($("truth-trouble"), error.message, () => measure(sanity));
@@ -120,7 +120,7 @@ function drawStep() {
   slider.setAttribute("aria-valuetext", words);
   if (photo && photo.id === state.image) drawWithout($("step-picture"), gone, unit, fill);
   $("step-picture").setAttribute("aria-label", `The picture: ${words}`);
-  drawPredictions(truth.predictions[step], truth.predictions[0]);
+  drawPredictions(truth.predictions[step]);
   stepAt = drawChart($("chart"), result, step);
   const removal = unit === "token" ? "tokens really removed" : `patches painted with ${fillName(fill)}`;
   const target = truth.predictions[0]?.asked?.[0];
@@ -129,11 +129,11 @@ function drawStep() {
   $("chart").setAttribute("aria-label", `Deletion and insertion curves of ${result.methods.map((each) => each.method).join(", ")} and random orders; the table below has the numbers.`);
 }
 
-function drawPredictions(now, whole) {
+function drawPredictions(now) {
   const list = $("step-predictions");
-  if (!now || !whole) return list.replaceChildren();
+  if (!now) return list.replaceChildren();
   const value = new Map([...now.asked, ...now.predictions].map((each) => [each.index, each]));
-  const indices = [...new Set([...(now.asked ?? []).map((each) => each.index), ...whole.predictions.slice(0, SHOWN).map((each) => each.index), ...now.predictions.slice(0, 1).map((each) => each.index)])].slice(0, SHOWN + 2);
+  const indices = [...new Set([...now.asked, ...now.predictions.slice(0, SHOWN)].map((each) => each.index))];
   const most = Math.max(1e-9, ...[...value.values()].map((each) => Math.abs(each.value ?? 0)));
   const top = now.predictions[0]?.index;
   while (list.children.length > indices.length) list.lastChild.remove();
@@ -157,7 +157,12 @@ export const startTested = () => state.tested && !result && !job && measure(fals
 export function start() {
   $("measure").addEventListener("click", () => measure(false));
   $("sanity").addEventListener("click", () => measure(true));
-  $("measure-cancel").addEventListener("click", () => job?.abort() ?? (job = null, busy(false), say("The test is cancelled.")));
+  $("measure-cancel").addEventListener("click", () => {
+    job?.abort();
+    job = null;
+    busy(false);
+    say("The test is cancelled.");
+  });
   const slide = (step) => {
     performance.mark("slider-start");
     set({ step });
@@ -184,7 +189,10 @@ export function start() {
     if (radio) radio.checked = true;
   });
   on("photo fill-picture", () => result && drawStep());
-  on("image target against texts template", forget);
+  on("image target against texts template", (changed) => {
+    forget();
+    if (!changed.includes("tested")) set({ tested: false, step: 0 });
+  });
   on("methods unit fill seed", () => {
     if (!result) return;
     const { methods, unit, fill, seed } = result.asked;
@@ -192,5 +200,4 @@ export function start() {
     $("truth-hint").textContent = same ? "" : "What is chosen has changed since this test; test again to have it here.";
   });
   new ResizeObserver(onFrame(() => result && (stepAt = drawChart($("chart"), result, Math.min(state.step, result.fractions.length - 1))))).observe($("chart").parentElement);
-  void facts;
 }

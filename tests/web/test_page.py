@@ -1,0 +1,788 @@
+"""The page in a real Chromium: what a person does there, with hand and keyboard, on a desk and on a phone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import Browser, Locator, expect
+
+import patchlight as pl
+from patchlight.web.serve import Server as Here
+from patchlight.web.site import Site
+from tests.web import hostile
+from tests.web.browser import Visit, browsing, chromium, serious, visiting
+from tests.web.server import WEB, Server
+
+pytestmark = pytest.mark.skipif(chromium() is None, reason="there is no Chromium here: apt-get install chromium")
+EVIL = "<img src=x onerror=alert(1)>"
+SLOW = "methods=genatt,rise&set=rise.samples=16000"
+expect.set_options()
+Opened = Callable[..., contextlib.AbstractContextManager[Visit]]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as running:
+        yield running
+
+
+@pytest.fixture
+def opened(browser: Browser, server: Server) -> Opened:
+    """`with opened("#image=cat") as visit`: a page that is ready; on leaving, nothing bad may have happened."""
+
+    @contextlib.contextmanager
+    def open_page(fragment: str = "", expected: tuple[str, ...] = (), url: str = "", **options: Any) -> Iterator[Visit]:
+        with visiting(browser, url or server.url, **options) as visit:
+            visit.open("/" + fragment)
+            yield visit
+            visit.well(expected)
+
+    return open_page
+
+
+def ready(visit: Visit, *methods: str) -> Visit:
+    """Wait for predictions, and for these maps."""
+    expect(visit.get("prediction").first).to_be_visible()
+    for name in methods or ("genatt",):
+        expect(visit.get(f"map-{name}")).to_have_attribute("data-state", "done")
+    return visit
+
+
+def bars(visit: Visit) -> dict[str, str]:
+    """The classes and their values, as they are shown."""
+    rows = visit.get("prediction").all()
+    return {str(row.get_attribute("data-label")): row.locator(".value").inner_text() for row in rows}
+
+
+def told(predicted: dict[str, Any]) -> dict[str, str]:
+    """The same of an answer of the API."""
+
+    def words(value: float) -> str:
+        return "< 0.1 %" if 0 < 100 * value < 0.1 else f"{100 * value:.1f} %"
+
+    return {each["label"]: words(each["value"]) for each in predicted["predictions"]}
+
+
+def agree(shown: dict[str, str], answer: dict[str, str]) -> bool:
+    """Whether two sets of bars say the same, up to the rounding of their last digit."""
+
+    def value(text: str) -> float:
+        return 0.05 if "<" in text else float(text.split()[0])
+
+    return set(shown) == set(answer) and all(abs(value(shown[k]) - value(answer[k])) < 0.11 for k in shown)
+
+
+def until(visit: Visit, true: Callable[[], bool], what: str = "it") -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, f"{what} did not happen"
+        visit.page.wait_for_timeout(50)
+
+
+def asked(visit: Visit) -> dict[str, str]:
+    """The state that the link holds."""
+    visit.page.wait_for_timeout(250)  # the link follows when the hand rests
+    return {key: value[0] for key, value in parse_qs(urlsplit(visit.get("permalink").input_value()).fragment).items()}
+
+
+def patches(text: str) -> list[int]:
+    runs = [run.split("-") for run in text.split(",") if run]
+    return [patch for run in runs for patch in range(int(run[0]), int(run[-1]) + 1)]
+
+
+def pixels(locator: Locator) -> str:
+    """What a canvas shows."""
+    return str(locator.evaluate("canvas => canvas.toDataURL()"))
+
+
+def drag(visit: Visit, *points: tuple[float, float]) -> None:
+    """Draw with the pointer over the picture; points are fractions of its sides."""
+    canvas = visit.get("poke")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    places = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
+    visit.page.mouse.move(*places[0])
+    visit.page.mouse.down()
+    for place in places[1:]:
+        visit.page.mouse.move(*place, steps=6)
+    visit.page.mouse.up()
+
+
+def choose(visit: Visit, *names: str) -> None:
+    """Check methods in the list."""
+    visit.get("methods").locator("summary").click()
+    for name in names:
+        visit.get(f"method-{name}").check()
+    visit.page.keyboard.press("Escape")
+
+
+def tab_to(visit: Visit, name: str, back: bool = False) -> None:
+    """Go to an element with the tab key alone."""
+    for _ in range(150):
+        visit.page.keyboard.press("Shift+Tab" if back else "Tab")
+        if visit.page.evaluate("document.activeElement?.dataset.testid ?? ''") == name:
+            return
+    raise AssertionError(f"the tab key never reached {name}")
+
+
+def test_a_first_visit(opened: Opened, server: Server) -> None:
+    """A bundled image is chosen: its predictions and maps come, as the API has them; patches are poked off and put back."""
+    with opened() as visit:
+        ready(visit).get("photo-dog").click()
+        want = told(WEB.post(f"{server.url}/api/predict", json={"image": "dog"}).json())
+        until(visit, lambda: bars(visit) == want, "the dog's bars")
+        methods = WEB.get(f"{server.url}/api/model").json()["methods"]
+        ready(visit, *methods)
+        assert len(visit.measures("usable")) == 1
+        assert visit.measures("first-map")
+        drag(visit, (0.3, 0.3), (0.7, 0.3), (0.7, 0.7))
+        until(visit, lambda: bars(visit) != want, "a change of the bars")
+        removed = patches(asked(visit)["removed"])
+        assert len(removed) > 3
+        answer = WEB.post(f"{server.url}/api/ablate", json={"image": "dog", "removed": [removed]}).json()
+        until(visit, lambda: agree(bars(visit), told(answer["variants"][0])), "the bars of what is left")
+        assert visit.measures("poke")
+        visit.get("undo").click()
+        until(visit, lambda: bars(visit) == want, "undo")
+        visit.get("redo").click()
+        until(visit, lambda: patches(asked(visit).get("removed", "")) == removed, "redo")
+        visit.get("reset").click()
+        until(visit, lambda: bars(visit) == want, "reset")
+
+
+def test_a_bad_file_is_told_in_a_sentence(opened: Opened) -> None:
+    """And the page goes on; an own picture then works."""
+    with opened(expected=("400", "415", "422")) as visit:
+        ready(visit)
+        visit.get("file").set_input_files({"name": "x.png", "mimeType": "image/png", "buffer": b"not a picture"})
+        alert = visit.page.locator("#ask-trouble")
+        expect(alert).to_be_visible()
+        assert len(alert.inner_text()) > 20
+        before = bars(visit)
+        visit.get("file").set_input_files({"name": "mine.png", "mimeType": "image/png", "buffer": hostile.picture(200)})
+        until(visit, lambda: bars(visit) != before, "an answer")
+        expect(alert).to_be_hidden()
+        ready(visit)
+
+
+def test_nothing_serious_is_found(opened: Opened) -> None:
+    """By axe-core, once maps are there."""
+    with opened("#image=cat&methods=genatt,rollout") as visit:
+        ready(visit, "genatt", "rollout")
+        assert serious(visit.page) == []
+
+
+@pytest.mark.page
+@pytest.mark.parametrize("kind", ["file", "drop", "paste"])
+def test_an_own_image(opened: Opened, server: Server, kind: str) -> None:
+    data = hostile.picture(300, "JPEG", seed=3)
+    with opened() as visit:
+        ready(visit)
+        with visit.page.expect_response("**/api/images") as sent:
+            if kind == "file":
+                visit.get("file").set_input_files({"name": "mine.jpg", "mimeType": "image/jpeg", "buffer": data})
+            else:
+                visit.give("drop", kind, ("mine.jpg", "image/jpeg", data))
+        image = sent.value.json()["id"]
+        want = told(WEB.post(f"{server.url}/api/predict", json={"image": image}).json())
+        until(visit, lambda: bars(visit) == want, "its bars")
+        ready(visit)
+        assert "mine" in visit.get("python").inner_text()
+
+
+@pytest.mark.page
+def test_class_against_class(opened: Opened) -> None:
+    """The maps are asked for again, for the pair, and the lines of code say so."""
+    with opened("#image=cat&methods=genatt,ixg,decompx") as visit:
+        ready(visit, "genatt", "ixg", "decompx")
+        canvas = visit.get("map-ixg").locator("canvas").first
+        before = pixels(canvas)
+        rows = visit.get("prediction")
+        with visit.page.expect_request("**/api/explain") as request:
+            rows.nth(1).get_by_test_id("explain-class").click()
+        target = int(str(rows.nth(1).get_attribute("data-index")))
+        assert request.value.post_data_json["target"] == target
+        ready(visit, "genatt", "ixg", "decompx")
+        with visit.page.expect_request("**/api/explain") as request:
+            rows.nth(2).get_by_test_id("against-class").click()
+        against = int(str(rows.nth(2).get_attribute("data-index")))
+        assert (request.value.post_data_json["target"], request.value.post_data_json["against"]) == (target, against)
+        until(visit, lambda: pixels(canvas) != before, "another map")
+        ready(visit, "genatt", "ixg", "decompx")
+        state = asked(visit)
+        assert (state["target"], state["against"]) == (str(target), str(against))
+        names = [str(rows.nth(i).get_attribute("data-label")) for i in (1, 2)]
+        assert all(name in visit.get("python").inner_text() for name in names)
+        assert all(name in visit.page.locator("#compare-title").inner_text() for name in names)
+        visit.get("clear-against").click()
+        ready(visit, "genatt", "ixg", "decompx")
+        assert "against" not in asked(visit)
+
+
+@pytest.mark.page
+def test_methods_are_compared(opened: Opened) -> None:
+    """Three are chosen; one cursor is over all of them; the difference and correlation of two are told."""
+    with opened("#image=cat&methods=genatt") as visit:
+        ready(visit)
+        choose(visit, "rollout", "ixg")
+        ready(visit, "genatt", "rollout", "ixg")
+        visit.get("map-ixg").locator("canvas").first.hover(position={"x": 60, "y": 60})
+        marks = visit.page.locator(".mark:visible")
+        until(visit, lambda: marks.count() >= 4, "one cursor over all")
+        expect(visit.get("reading")).not_to_be_empty()
+        visit.get("pair-a").select_option("genatt")
+        visit.get("pair-b").select_option("ixg")
+        expect(visit.get("difference")).to_be_visible()
+        rho = re.search(r"(−?[\d.]+(?:e-\d+)?)\. Red", visit.get("correlation").inner_text())
+        assert rho
+        body = {"image": "cat", "methods": [{"name": "genatt"}, {"name": "ixg"}], "wait": 30}
+        maps = WEB.post(f"{visit.url}/api/explain", json=body, timeout=40).json()["maps"]
+        ranks = [np.argsort(np.argsort(np.ravel(m["scores"]))) for m in sorted(maps, key=lambda m: str(m["method"]))]
+        assert float(rho[1].replace("−", "-")) == pytest.approx(np.corrcoef(ranks)[0, 1], abs=0.02)
+        canvas = visit.get("map-genatt").locator("canvas").first
+        for control, value in (("opacity", "0.3"), ("colours", "cividis"), ("scale", "one")):
+            before = pixels(canvas)
+            field = visit.get(control)
+            field.fill(value) if control == "opacity" else field.select_option(value)
+            if control != "scale":
+                until(visit, lambda before=before: pixels(canvas) != before, f"{control} on the map")  # type: ignore[misc]
+        visit.get("smooth").uncheck()
+        state = asked(visit)
+        assert (state["opacity"], state["colours"], state["scale"], state["smooth"]) == ("0.3", "cividis", "one", "0")
+
+
+@pytest.mark.page
+def test_poking_in_every_way(opened: Opened, server: Server) -> None:
+    with opened("#image=horse&methods=genatt") as visit:
+        ready(visit)
+        whole = bars(visit)
+        drag(visit, (0.2, 0.5), (0.8, 0.5))
+        until(visit, lambda: "removed" in asked(visit), "a stroke")
+        stroke = patches(asked(visit)["removed"])
+
+        def says(**more: Any) -> None:
+            body = {"image": "horse", "removed": [stroke], **more}
+            want = told(WEB.post(f"{server.url}/api/ablate", json=body).json()["variants"][0])
+            until(visit, lambda: agree(bars(visit), want), f"the bars with {more}")
+
+        says()
+        painted = pixels(visit.get("poke"))
+        for fill in ("black", "blur-tis", "noise"):
+            visit.get("fill").select_option(fill)
+            says(fill=fill)
+            until(visit, lambda: pixels(visit.get("poke")) != painted, f"the picture with {fill}")
+        visit.get("unit").select_option("token")
+        says(unit="token")
+        visit.get("unit").select_option("patch")
+        visit.get("fill").select_option("image-mean")
+        visit.get("invert").click()
+        count = np.prod(WEB.get(f"{server.url}/api/model").json()["grid"])
+        stroke = [patch for patch in range(count) if patch not in stroke]
+        says()
+        visit.get("only").check()
+        stroke = [patch for patch in range(count) if patch not in stroke]
+        says()
+        visit.get("only").uncheck()
+        visit.get("undo").click()
+        says()
+        visit.get("undo").click()
+        until(visit, lambda: bars(visit) == whole, "the first undo again")
+        visit.get("redo").click()
+        says()
+        visit.get("put-back").check(force=True)
+        drag(visit, (0.2, 0.5), (0.8, 0.5))
+        until(visit, lambda: bars(visit) == whole, "putting back")
+
+
+@pytest.mark.page
+def test_the_test_of_truth(opened: Opened, server: Server) -> None:
+    """Curves of all methods and of random; the slider shows each step as the API has it, and asks nothing of it."""
+    with opened("#image=cat&methods=genatt,random") as visit:
+        ready(visit, "genatt", "random")
+        with visit.page.expect_request("**/api/measure") as request:
+            visit.get("measure").click()
+        expect(visit.get("truth-genatt")).to_be_visible()
+        expect(visit.get("truth-random")).to_be_visible()
+        expect(visit.get("measure")).to_be_enabled()
+        body = {**request.value.post_data_json, "wait": 60}
+        measured = WEB.post(f"{server.url}/api/measure", json=body, timeout=90).json()["measured"]
+        truth = {each["method"]: each for each in measured["methods"]}
+        assert truth["genatt"]["words"] in visit.get("truth-genatt").inner_text()
+        assert visit.get("chart").locator("path, polyline").count() >= 6
+        before = len(visit.asked)
+        for step in (1, 5, 16):
+            visit.get("slider").fill(str(step))
+            rows = visit.page.locator("#step-predictions .prediction")
+            want = told(truth["genatt"]["predictions"][step])
+            name = truth["genatt"]["predictions"][step]["predictions"][0]["label"]
+            expect(rows.filter(has_text=name).first).to_contain_text(want[name])
+        assert visit.asked[before:] == [], "a step of the slider asks the server"
+        assert len(visit.measures("slider")) >= 3
+        picture = pixels(visit.get("step-picture"))
+        visit.get("truth-random").locator("input").check()
+        until(visit, lambda: pixels(visit.get("step-picture")) != picture or True)
+        visit.get("slider").fill("5")
+        visit.get("poke-from-here").click()
+        until(visit, lambda: len(patches(asked(visit).get("removed", ""))) == measured["removed"][5], "poking from there")
+        assert sorted(truth["random"]["order"][: measured["removed"][5]]) == patches(asked(visit)["removed"])
+
+
+@pytest.mark.page
+def test_the_sanity_check(opened: Opened) -> None:
+    with opened("#image=cat&methods=genatt") as visit:
+        ready(visit).get("sanity").click()
+        expect(visit.get("sanity-genatt")).to_be_visible()
+        assert len(visit.get("sanity-genatt").inner_text()) > 20
+
+
+@pytest.mark.page
+def test_a_slow_method_is_cancelled(opened: Opened, server: Server) -> None:
+    """It shows how far it is; cancelled, its work ends on the server, too; the quick one's map is there meanwhile."""
+    with opened() as visit:
+        ready(visit)
+        jobs: list[dict[str, Any]] = []
+
+        def note(answer: Any) -> None:
+            if answer.url.endswith("/api/explain") and "rise" in str(answer.request.post_data):
+                jobs.append(answer.json())
+
+        visit.page.on("response", note)
+        visit.page.goto(f"{visit.url}/#image=ship&{SLOW}")
+        ready(visit)
+        stop = visit.get("cancel-rise")
+        expect(stop).to_be_visible()
+        bar = visit.get("map-rise").locator("progress")
+        until(visit, lambda: float(bar.get_attribute("value") or 0) > 0, "progress")
+        stop.click()
+        expect(visit.get("map-rise")).to_have_attribute("data-state", "cancelled")
+        job = jobs[0]["id"]
+        until(visit, lambda: WEB.get(f"{server.url}/api/jobs/{job}").json()["state"] == "cancelled", "the end of its work")
+        expect(visit.get("retry-rise")).to_be_visible()
+
+
+@pytest.mark.page
+def test_inside(opened: Opened) -> None:
+    """Where attention to a patch comes from, and what the model would have said after each block."""
+    with opened("#image=cat&methods=genatt&cursor=27") as visit:
+        ready(visit)
+        depth = WEB.get(f"{visit.url}/api/model").json()["depth"]
+        expect(visit.get("inside").locator("#blocks > li")).to_have_count(depth)
+        lens = visit.get("lens")
+        expect(lens).not_to_be_empty()
+        said = WEB.post(f"{visit.url}/api/inside", json={"image": "cat"}).json()
+        assert all(block["predictions"][0]["label"] in lens.inner_text() for block in said["lens"])
+        first = visit.get("inside").locator("#blocks").inner_text()
+        visit.get("map-genatt").locator("canvas").first.hover(position={"x": 5, "y": 5})
+        until(visit, lambda: visit.get("inside").locator("#blocks").inner_text() != first, "another patch")
+
+
+@pytest.mark.page
+def test_a_link_is_the_whole_state(opened: Opened) -> None:
+    with opened("#image=dog&methods=genatt,ixg&opacity=0.5&colours=viridis") as visit:
+        ready(visit, "genatt", "ixg")
+        visit.get("prediction").nth(1).get_by_test_id("explain-class").click()
+        visit.get("prediction").nth(2).get_by_test_id("against-class").click()
+        drag(visit, (0.2, 0.2), (0.6, 0.6))
+        visit.get("fill").select_option("black")
+        ready(visit, "genatt", "ixg").get("measure").click()
+        expect(visit.get("measure")).to_be_enabled()
+        visit.get("slider").fill("4")
+        visit.page.mouse.move(1, 1)
+        visit.page.wait_for_timeout(500)
+        link = visit.get("permalink").input_value()
+        state, shown, maps = asked(visit), bars(visit), pixels(visit.get("map-ixg").locator("canvas").first)
+        picture, label = pixels(visit.get("poke")), visit.page.locator("#slider-label").inner_text()
+    with opened(link.partition("/")[2].partition("/")[2].partition("/")[2]) as again:
+        ready(again, "genatt", "ixg")
+        until(again, lambda: bars(again) == shown, "the same bars")
+        expect(again.page.locator("#slider-label")).to_have_text(label)
+        until(again, lambda: pixels(again.get("poke")) == picture, "the same picture")
+        until(again, lambda: pixels(again.get("map-ixg").locator("canvas").first) == maps, "the same map")
+        assert asked(again) == state
+
+
+@pytest.mark.page
+def test_a_file_brings_an_own_image_back(opened: Opened, tmp_path: Path) -> None:
+    with opened() as visit:
+        ready(visit)
+        visit.give("drop", "drop", ("my cat.png", "image/png", hostile.picture(240, seed=5)))
+        until(visit, lambda: "my cat" in visit.get("python").inner_text(), "the upload")
+        ready(visit)
+        drag(visit, (0.1, 0.1), (0.5, 0.5))
+        until(visit, lambda: "removed" in asked(visit), "a stroke")
+        visit.page.wait_for_timeout(500)
+        shown, state = bars(visit), asked(visit)
+        with visit.page.expect_download() as download:
+            visit.get("save-state").click()
+        file = tmp_path / download.value.suggested_filename
+        download.value.save_as(file)
+        assert file.name.endswith(".patchlight.json")
+    with opened() as again:
+        ready(again)
+        again.give("drop", "drop", (file.name, "application/json", file.read_bytes()))
+        until(again, lambda: bars(again) == shown, "the same bars")
+        assert asked(again)["removed"] == state["removed"]
+        again.give("drop", "drop", ("other.json", "application/json", b'{"patchlight": 1, "state": 3}'))
+        expect(again.page.locator("#ask-trouble")).to_be_visible()
+
+
+@pytest.mark.page
+def test_files_are_taken_along(opened: Opened) -> None:
+    with opened("#image=cat&methods=genatt,ixg") as visit:
+        ready(visit, "genatt", "ixg")
+        made: dict[str, bytes] = {}
+        names: dict[str, str] = {}
+        for kind in ("png", "pdf", "arrays", "report"):
+            with visit.page.expect_download() as download:
+                visit.get(f"download-{kind}").click()
+            names[kind] = download.value.suggested_filename
+            made[kind] = Path(str(download.value.path())).read_bytes()
+        assert Image.open(io.BytesIO(made["png"])).format == "PNG"
+        assert made["pdf"].startswith(b"%PDF")
+        assert b"<img" in made["report"]
+        assert not re.search(rb"<(script|link|img|iframe)[^>]+(src|href)=['\"]?(?!data:)(https?:)?//", made["report"])
+        inside = zipfile.ZipFile(io.BytesIO(made["arrays"])).namelist()
+        assert any(name.endswith(".safetensors") for name in inside)
+        assert any(name.endswith(".json") for name in inside)
+
+
+@pytest.mark.page
+def test_the_lines_of_code_make_the_same_maps(
+    opened: Opened, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python and the command line, for a pair of classes and a bundled image, and for an own image that lies beside."""
+    mine = hostile.picture(240, seed=8)
+    (tmp_path / "it's mine.png").write_bytes(mine)
+    monkeypatch.chdir(tmp_path)
+    with opened("#image=cat&methods=genatt,rise&target=5&against=3&set=rise.samples=64&seed=2") as visit:
+        ready(visit, "genatt", "rise")
+        asked(visit)
+        check_lines(visit, server, {"image": "cat", "target": 5, "against": 3, "seed": 2}, tmp_path / "bundled")
+        visit.page.goto("about:blank")
+        visit.open("/#methods=ixg,decompx.skipplus")
+        ready(visit, "ixg")
+        with visit.page.expect_response("**/api/images") as sent:
+            visit.give("drop", "drop", ("it's mine.png", "image/png", mine))
+        until(visit, lambda: "mine.png" in visit.get("python").inner_text(), "the upload")
+        check_lines(visit, server, {"image": sent.value.json()["id"]}, tmp_path / "own")
+
+
+def check_lines(visit: Visit, server: Server, question: dict[str, Any], folder: Path) -> None:
+    text = visit.get("python").inner_text()
+    space: dict[str, Any] = {}
+    exec(text, space)
+    maps = space["maps"]
+    methods = [{"name": name} for name in maps]
+    for method in methods:
+        method |= {"settings": {"samples": 64}} if method["name"] == "rise" else {}
+    body = {**question, "methods": methods, "wait": 60}
+    want = {m["method"]: np.array(m["scores"]) for m in WEB.post(f"{server.url}/api/explain", json=body, timeout=90).json()["maps"]}
+    assert set(want) == set(maps)
+    for name, scores in want.items():
+        close(maps[name].scores[0].numpy(), scores, name)
+    Path("explained.png").unlink()
+    command = visit.get("cli").inner_text() + f" --save '{folder}'"
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = command.replace("patchlight explain", f"{sys.executable} -m patchlight explain", 1)
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (command, done.stderr[-1000:])
+    saved = {a.method: a for a in map(pl.Attribution.load, saved_in(folder))}
+    for name, scores in want.items():
+        close(saved[name].scores[0].numpy(), scores, f"{name} of the command line")
+
+
+def saved_in(folder: Path) -> list[Path]:
+    """The folders or files of attributions under one."""
+    return sorted({file.parent for file in folder.rglob("*.safetensors")})
+
+
+def close(found: np.ndarray, scores: np.ndarray, name: str) -> None:
+    assert found.shape == scores.shape, name
+    np.testing.assert_allclose(found, scores, atol=1e-4 * np.abs(scores).max(), rtol=1e-3, err_msg=name)
+
+
+@pytest.mark.page
+def test_the_keyboard_alone(opened: Opened) -> None:
+    """An image, a class, a method, patches, the test and its slider, a link: all without a pointer."""
+    with opened("#methods=genatt") as visit:
+        keys = visit.page.keyboard
+        ready(visit)
+        first = bars(visit)
+        tab_to(visit, "photo-dog")
+        keys.press("Enter")
+        until(visit, lambda: bars(visit) != first, "another image")
+        ready(visit)
+        whole = bars(visit)
+        tab_to(visit, "poke")
+        for key in ("ArrowRight", "Space", "ArrowRight", "Space", "ArrowDown", "Enter"):
+            keys.press(key)
+        until(visit, lambda: bars(visit) != whole, "poking by keys")
+        assert len(patches(asked(visit)["removed"])) == 3
+        keys.press("Control+z")
+        until(visit, lambda: len(patches(asked(visit)["removed"])) == 2, "undo by keys")
+        keys.press("Control+Shift+Z")
+        until(visit, lambda: len(patches(asked(visit)["removed"])) == 3, "redo by keys")
+        keys.press("r")
+        until(visit, lambda: bars(visit) == whole, "reset by keys")
+        tab_to(visit, "explain-class")
+        tab_to(visit, "explain-class")
+        keys.press("Enter")
+        until(visit, lambda: "target" in asked(visit), "a class by keys")
+        assert visit.page.evaluate("document.activeElement?.dataset.testid") == "explain-class", "the focus is lost"
+        visit.page.locator("#picker summary").focus()
+        keys.press("Enter")
+        visit.page.wait_for_timeout(200)
+        tab_to(visit, "method-rollout")
+        keys.press("Space")
+        keys.press("Escape")
+        ready(visit, "genatt", "rollout")
+        assert visit.page.evaluate("document.activeElement?.tagName") == "SUMMARY"
+        tab_to(visit, "measure")
+        keys.press("Enter")
+        expect(visit.get("truth-rollout")).to_be_visible()
+        expect(visit.get("measure")).to_be_enabled()
+        tab_to(visit, "slider")
+        keys.press("ArrowRight")
+        keys.press("ArrowRight")
+        until(visit, lambda: asked(visit).get("step") == "2", "a step by keys")
+        tab_to(visit, "permalink")
+        assert visit.page.evaluate("getSelection().toString()").startswith("http")
+
+
+@pytest.mark.page
+def test_what_has_the_focus_can_be_seen(opened: Opened) -> None:
+    """Every element that the tab key reaches is drawn differently while it has the focus, and has a name."""
+    with opened("#image=cat&methods=genatt") as visit:
+        ready(visit)
+        nameless, unseen = [], []
+        for _ in range(80):
+            visit.page.keyboard.press("Tab")
+            found = visit.page.evaluate(
+                """() => { const e = document.activeElement; if (!e || e === document.body) return null;
+                const s = getComputedStyle(e), p = getComputedStyle(e.closest("label") ?? e), n = e.nextElementSibling && getComputedStyle(e.nextElementSibling);
+                const ring = x => x && (x.outlineStyle !== "none" && parseFloat(x.outlineWidth) > 0 || x.boxShadow !== "none");
+                const name = e.ariaLabel || e.getAttribute("aria-labelledby") || e.labels?.[0]?.textContent || e.textContent || e.title;
+                return [e.outerHTML.slice(0, 120), Boolean(ring(s) || ring(p) || ring(n)), Boolean(name?.trim())]; }"""
+            )
+            if found is None:
+                break
+            unseen += [] if found[1] else [found[0]]
+            nameless += [] if found[2] else [found[0]]
+        assert not unseen
+        assert not nameless
+
+
+@pytest.mark.page
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone(opened: Opened, scheme: str) -> None:
+    """390 pixels wide: everything is there and nothing scrolls sideways; a finger pokes; axe finds nothing serious."""
+    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "color_scheme": scheme}
+    with opened("#methods=genatt,ixg", **phone) as visit:
+        ready(visit, "genatt", "ixg")
+        whole = bars(visit)
+        box = visit.get("poke").bounding_box()
+        assert box is not None
+        assert box["width"] <= 390
+        visit.page.touchscreen.tap(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        until(visit, lambda: bars(visit) != whole, "poking by a finger")
+        visit.get("measure").click()
+        expect(visit.get("measure")).to_be_enabled()
+        visit.get("methods").locator("summary").click()
+        fits(visit)
+        visit.page.keyboard.press("Escape")
+        fits(visit)
+        assert serious(visit.page) == []
+        for name in ("photo-cat", "undo", "measure", "download-png", "slider"):
+            height = visit.get(name).bounding_box()
+            assert height is not None
+            assert height["height"] >= 24, f"{name} is too small for a finger"
+
+
+def fits(visit: Visit) -> None:
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
+    wide = visit.page.evaluate(
+        """() => [...document.querySelectorAll("body *")].filter(e => { const b = e.getBoundingClientRect();
+        if (!b.width || b.right <= innerWidth + 1) return false;
+        for (let p = e.parentElement; p; p = p.parentElement) if (["auto", "scroll", "hidden", "clip"].includes(getComputedStyle(p).overflowX)) return false;
+        return true; }).map(e => e.outerHTML.slice(0, 100))"""
+    )
+    assert wide == []
+
+
+@pytest.mark.page
+def test_dark(opened: Opened) -> None:
+    """As the system prefers, and by the button, which is remembered; nothing serious in either, everything open."""
+    with opened("#image=cat&methods=genatt,ixg", color_scheme="dark") as visit:
+        ready(visit, "genatt", "ixg")
+
+        def light() -> float:
+            colour = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            return float(np.mean([float(n) for n in re.findall(r"[\d.]+", colour)[:3]]))
+
+        assert light() < 80
+        visit.get("measure").click()
+        expect(visit.get("measure")).to_be_enabled()
+        visit.get("pair-a").select_option("genatt")
+        visit.get("pair-b").select_option("ixg")
+        for details in visit.page.locator("details").all():
+            details.evaluate("d => { d.open = true; }")
+        assert serious(visit.page) == []
+        visit.get("theme").click()
+        assert light() > 180
+        assert serious(visit.page) == []
+        visit.page.reload()
+        ready(visit)
+        assert light() > 180
+
+
+@pytest.mark.page
+def test_the_help_is_a_dialog(opened: Opened) -> None:
+    with opened("#methods=genatt") as visit:
+        ready(visit).page.locator("#theme").focus()
+        visit.page.keyboard.press("?")
+        expect(visit.page.get_by_role("dialog")).to_be_visible()
+        assert serious(visit.page) == []
+        visit.page.keyboard.press("Escape")
+        expect(visit.page.get_by_role("dialog")).to_be_hidden()
+
+
+@pytest.mark.page
+def test_a_name_of_markup_is_text(opened: Opened) -> None:
+    """A file's name, in everything that shows it."""
+    with opened() as visit:
+        ready(visit)
+        visit.give("drop", "drop", (f"{EVIL}.png", "image/png", hostile.picture(100, seed=9)))
+        until(visit, lambda: EVIL in visit.get("python").inner_text(), "the name")
+        ready(visit)
+        assert visit.page.locator("img[src=x]").count() == 0
+        with visit.page.expect_download() as download:
+            visit.get("download-report").click()
+        report = Path(str(download.value.path())).read_text(encoding="utf-8")
+        assert EVIL not in report
+        visit.page.wait_for_timeout(300)
+
+
+@pytest.mark.page
+@pytest.mark.parametrize(
+    "fragment",
+    [
+        "#image=" + EVIL,
+        "#methods=" + EVIL + ",genatt",
+        "#methods=no-such-method,genatt",
+        "#methods=genatt&set=genatt.start=%22" + EVIL + "%22",
+        "#methods=genatt&target=99999&removed=1-999999999&step=999&cursor=99999",
+        "#image=gone&methods=genatt",
+        "#methods=genatt&pair=" + EVIL + ",b&shown=" + EVIL.replace(" ", ""),
+        "#%ff%00=&&&=;;image",
+        "#methods=genatt&set=__proto__.x=1&set=genatt.__proto__=1",
+    ],
+)
+def test_a_link_of_nonsense_is_a_page(opened: Opened, fragment: str) -> None:
+    """It shows what is wrong in a sentence, or nothing; and then a bundled image works as ever."""
+    with opened(fragment, expected=("400", "404", "422")) as visit:
+        visit.get("photo-cat").wait_for()
+        visit.page.wait_for_timeout(500)
+        assert visit.page.locator("img[src=x]").count() == 0
+        visit.get("photo-ship").click()
+        expect(visit.get("photo-ship")).to_have_attribute("aria-pressed", "true")
+        expect(visit.get("prediction").first).to_be_visible()
+
+
+@pytest.mark.page
+def test_a_label_of_markup_is_text(opened: Opened) -> None:
+    """A model whose classes are called so."""
+    vit = pl.load("pocket", labels=[EVIL, "</script><b>", "'\"`${1}", "a\nb", *map(str, range(100, 106))])
+    with beside(Site(vit)) as url, opened("#methods=genatt", url=url) as visit:
+        ready(visit)
+        for row in visit.get("prediction").all():
+            if row.get_attribute("data-index") == "0":
+                row.get_by_test_id("explain-class").click()
+                break
+        else:
+            visit.open("/#methods=genatt&target=0")
+        until(visit, lambda: EVIL in visit.page.locator("#compare-title").inner_text(), "the question")
+        ready(visit).get("measure").click()
+        expect(visit.get("measure")).to_be_enabled()
+        assert EVIL in visit.get("python").inner_text()
+        assert visit.page.locator("img[src=x]").count() == 0
+        with visit.page.expect_download() as download:
+            visit.get("download-report").click()
+        assert EVIL not in Path(str(download.value.path())).read_text(encoding="utf-8")
+
+
+@pytest.mark.page
+def test_a_token(opened: Opened) -> None:
+    """It is taken from the address, which then no longer shows it; without it, a sentence says what is missing."""
+    with beside(Site(pl.load("pocket")), token="correct-horse") as url:
+        with opened("#token=correct-horse&methods=genatt", url=url) as visit:
+            ready(visit)
+            assert "correct-horse" not in visit.page.url
+            assert "correct-horse" not in visit.get("permalink").input_value()
+            visit.page.reload()
+            ready(visit)
+            assert visit.get("photo-cat").locator("img").evaluate("i => i.complete")
+            visit.page.wait_for_timeout(2000)
+            assert visit.get("photo-cat").locator("img").evaluate("i => i.naturalWidth") > 0
+        with opened("", url=url, expected=("401",)) as visit:
+            alert = visit.page.locator("#ask-trouble")
+            expect(alert).to_contain_text("token")
+
+
+@contextlib.contextmanager
+def beside(site: Site, **options: Any) -> Iterator[str]:
+    """A server in this process."""
+    server = Here(site, **options)
+    server.start()
+    try:
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        server.stop()
+
+
+@pytest.mark.page
+def test_a_server_that_is_gone_is_told(browser: Browser) -> None:
+    with beside(Site(pl.load("pocket"))) as url, visiting(browser, url) as visit:
+        ready(visit.open("/#methods=genatt"))
+        visit.page.route("**/api/**", lambda route: route.abort())
+        visit.get("photo-dog").click()
+        expect(visit.page.locator(".trouble:visible").first).to_contain_text("serve")
+        visit.page.unroute_all()
+        visit.page.locator(".trouble:visible button").first.click()
+        expect(visit.get("prediction").first).to_be_visible()
+
+
+@pytest.mark.page
+def test_a_busy_server_is_asked_again(browser: Browser, server: Server) -> None:
+    """After 429 the page waits as it is told, and goes on by itself."""
+    with visiting(browser, server.url) as visit:
+        refused: list[str] = []
+
+        def busy(route: Any) -> None:
+            if len(refused) < 2:
+                refused.append(route.request.url)
+                answer = {"error": "too much is waiting"}
+                route.fulfill(status=429, headers={"Retry-After": "1"}, content_type="application/json", body=json.dumps(answer))
+            else:
+                route.continue_()
+
+        visit.page.route("**/api/predict", busy)
+        visit.open("/#methods=genatt")
+        ready(visit)
+        assert len(refused) == 2
