@@ -52,14 +52,10 @@ def test_the_trainer_logs_and_trains_as_without(options: dict[str, Any], tmp_pat
     assert pictures["patchlight/maps"][4].std() > 10
 
 
-def test_it_logs_to_the_run_of_wandb_that_the_trainer_reports_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_logs_to_the_run_of_wandb_that_the_trainer_reports_to(tmp_path: Path) -> None:
     import wandb
 
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.chdir(tmp_path)  # where a run that the Trainer begins is written
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.init(mode="offline", dir=tmp_path, project="test", settings=wandb.Settings(silent=True))
     net = model("hf-vit")
     try:
         train(net, tmp_path, [callback(net)], report_to=["wandb"], max_steps=2, logging_steps=1)
