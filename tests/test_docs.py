@@ -36,6 +36,7 @@ PAGES = (
     "figures",
     "verdict",
     "shapley",
+    "training",
     "page",
 )
 
