@@ -53,3 +53,10 @@ def test_there_is_one_place_that_says_it() -> None:
     for file in (ROOT / "src").rglob("*.py"):
         for name in re.findall(r"pip install '?patchlight\[(\w+)\]", file.read_text(encoding="utf-8")):
             assert name in EXTRAS or name in ("all", "NAME"), file
+
+
+def test_the_page_about_installing_has_the_same_table() -> None:
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", text, re.MULTILINE))
+    assert told.pop("all")
+    assert told == {name: extra.purpose for name, extra in EXTRAS.items()}

@@ -22,7 +22,7 @@ def expected() -> dict[Path, bytes]:
     """The SHA-256 of every file that is known: the bundled model's, and the whole package's where pip installed it."""
     lines = (line.split("  ", 1) for line in SUMS.read_text(encoding="utf-8").splitlines())
     known = {ZOO / name: bytes.fromhex(value) for value, name in lines}
-    return known | _installed()
+    return _installed() | known
 
 
 def damaged() -> list[str]:
