@@ -44,8 +44,10 @@ class Server:
         """Resident memory of the process, in MB."""
         return float(psutil.Process(self.process.pid).memory_info().rss / 2**20)
 
-    def open_files(self) -> set[str]:
-        return {file.path for file in psutil.Process(self.process.pid).open_files()}
+    def written(self) -> set[str]:
+        """The files that are open to write, besides what it prints into."""
+        files = psutil.Process(self.process.pid).open_files()
+        return {file.path for file in files if file.mode != "r"} - {str(self.log)}
 
 
 def free_port() -> int:

@@ -31,7 +31,26 @@ from tests.web.server import WEB, Server
 pytestmark = pytest.mark.skipif(chromium() is None, reason="there is no Chromium here: apt-get install chromium")
 EVIL = "<img src=x onerror=alert(1)>"
 SLOW = "methods=genatt,rise&set=rise.samples=16000"
-expect.set_options()
+FOCUSED = """() => {
+  const e = document.activeElement;
+  if (!e || e === document.body) return null;
+  const ring = x => x && (x.outlineStyle !== "none" && parseFloat(x.outlineWidth) > 0 || x.boxShadow !== "none");
+  const drawn = [e, e.closest("label"), e.nextElementSibling].filter(Boolean).some(x => ring(getComputedStyle(x)));
+  const label = e.labels?.[0]?.textContent;
+  const name = e.ariaLabel || e.getAttribute("aria-labelledby") || label || e.textContent || e.title;
+  return [e.outerHTML.slice(0, 120), Boolean(drawn), Boolean(name?.trim())];
+}"""
+"""What has the focus, whether a ring is drawn around it, and whether it has a name."""
+WIDE = """() => [...document.querySelectorAll("body *")].filter(e => {
+  const box = e.getBoundingClientRect();
+  if (!box.width || box.right <= innerWidth + 1) return false;
+  const cut = ["auto", "scroll", "hidden", "clip"];
+  for (let p = e.parentElement; p; p = p.parentElement)
+    if (cut.includes(getComputedStyle(p).overflowX)) return false;
+  return true;
+}).map(e => e.outerHTML.slice(0, 100))"""
+"""What reaches over the right edge, and is not inside of something that scrolls or cuts."""
+expect.set_options(timeout=180_000)
 Opened = Callable[..., contextlib.AbstractContextManager[Visit]]
 
 
@@ -88,7 +107,7 @@ def agree(shown: dict[str, str], answer: dict[str, str]) -> bool:
 
 
 def until(visit: Visit, true: Callable[[], bool], what: str = "it") -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while not true():
         assert time.monotonic() < end, f"{what} did not happen"
         visit.page.wait_for_timeout(50)
@@ -142,7 +161,7 @@ def tab_to(visit: Visit, name: str, back: bool = False) -> None:
 
 
 def test_a_first_visit(opened: Opened, server: Server) -> None:
-    """A bundled image is chosen: its predictions and maps come, as the API has them; patches are poked off and put back."""
+    """A bundled image is chosen: its predictions and maps come, as the API has them; patches go and come back."""
     with opened() as visit:
         ready(visit).get("photo-dog").click()
         want = told(WEB.post(f"{server.url}/api/predict", json={"image": "dog"}).json())
@@ -339,7 +358,9 @@ def test_the_test_of_truth(opened: Opened, server: Server) -> None:
         until(visit, lambda: pixels(visit.get("step-picture")) != picture or True)
         visit.get("slider").fill("5")
         visit.get("poke-from-here").click()
-        until(visit, lambda: len(patches(asked(visit).get("removed", ""))) == measured["removed"][5], "poking from there")
+        until(
+            visit, lambda: len(patches(asked(visit).get("removed", ""))) == measured["removed"][5], "poking from there"
+        )
         assert sorted(truth["random"]["order"][: measured["removed"][5]]) == patches(asked(visit)["removed"])
 
 
@@ -372,7 +393,9 @@ def test_a_slow_method_is_cancelled(opened: Opened, server: Server) -> None:
         stop.click()
         expect(visit.get("map-rise")).to_have_attribute("data-state", "cancelled")
         job = jobs[0]["id"]
-        until(visit, lambda: WEB.get(f"{server.url}/api/jobs/{job}").json()["state"] == "cancelled", "the end of its work")
+        until(
+            visit, lambda: WEB.get(f"{server.url}/api/jobs/{job}").json()["state"] == "cancelled", "the end of its work"
+        )
         expect(visit.get("retry-rise")).to_be_visible()
 
 
@@ -492,7 +515,10 @@ def check_lines(visit: Visit, server: Server, question: dict[str, Any], folder: 
     for method in methods:
         method |= {"settings": {"samples": 64}} if method["name"] == "rise" else {}
     body = {**question, "methods": methods, "wait": 60}
-    want = {m["method"]: np.array(m["scores"]) for m in WEB.post(f"{server.url}/api/explain", json=body, timeout=90).json()["maps"]}
+    want = {
+        m["method"]: np.array(m["scores"])
+        for m in WEB.post(f"{server.url}/api/explain", json=body, timeout=90).json()["maps"]
+    }
     assert set(want) == set(maps)
     for name, scores in want.items():
         close(maps[name].scores[0].numpy(), scores, name)
@@ -574,13 +600,7 @@ def test_what_has_the_focus_can_be_seen(opened: Opened) -> None:
         nameless, unseen = [], []
         for _ in range(80):
             visit.page.keyboard.press("Tab")
-            found = visit.page.evaluate(
-                """() => { const e = document.activeElement; if (!e || e === document.body) return null;
-                const s = getComputedStyle(e), p = getComputedStyle(e.closest("label") ?? e), n = e.nextElementSibling && getComputedStyle(e.nextElementSibling);
-                const ring = x => x && (x.outlineStyle !== "none" && parseFloat(x.outlineWidth) > 0 || x.boxShadow !== "none");
-                const name = e.ariaLabel || e.getAttribute("aria-labelledby") || e.labels?.[0]?.textContent || e.textContent || e.title;
-                return [e.outerHTML.slice(0, 120), Boolean(ring(s) || ring(p) || ring(n)), Boolean(name?.trim())]; }"""
-            )
+            found = visit.page.evaluate(FOCUSED)
             if found is None:
                 break
             unseen += [] if found[1] else [found[0]]
@@ -617,12 +637,7 @@ def test_a_phone(opened: Opened, scheme: str) -> None:
 
 def fits(visit: Visit) -> None:
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
-    wide = visit.page.evaluate(
-        """() => [...document.querySelectorAll("body *")].filter(e => { const b = e.getBoundingClientRect();
-        if (!b.width || b.right <= innerWidth + 1) return false;
-        for (let p = e.parentElement; p; p = p.parentElement) if (["auto", "scroll", "hidden", "clip"].includes(getComputedStyle(p).overflowX)) return false;
-        return true; }).map(e => e.outerHTML.slice(0, 100))"""
-    )
+    wide = visit.page.evaluate(WIDE)
     assert wide == []
 
 
@@ -778,7 +793,9 @@ def test_a_busy_server_is_asked_again(browser: Browser, server: Server) -> None:
             if len(refused) < 2:
                 refused.append(route.request.url)
                 answer = {"error": "too much is waiting"}
-                route.fulfill(status=429, headers={"Retry-After": "1"}, content_type="application/json", body=json.dumps(answer))
+                route.fulfill(
+                    status=429, headers={"Retry-After": "1"}, content_type="application/json", body=json.dumps(answer)
+                )
             else:
                 route.continue_()
 

@@ -208,7 +208,7 @@ function drawBare(card) {
   for (const part of [card.parts.took, card.parts.here]) part.textContent = "";
   card.parts.note.hidden = true;
   card.canvas.setAttribute("aria-label", `${card.name}, not there yet`);
-  const context = card.canvas.getContext("2d");
+  const context = card.canvas.getContext("2d", { willReadFrequently: true });
   context.filter = "grayscale(1)";
   context.drawImage(photo.bitmap, 0, 0, card.canvas.width, card.canvas.height);
   context.filter = "none";

@@ -99,7 +99,7 @@ function hatched(context) {
 export function drawWithout(canvas, removed, unit, fill) {
   const { bitmap: source, width, height } = photo;
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
-  const context = canvas.getContext("2d");
+  const context = canvas.getContext("2d", { willReadFrequently: true });
   context.drawImage(source, 0, 0);
   const painted = unit === "patch" && removed.length ? fillPicture(fill) : null;
   const pattern = painted ? null : hatched(context);
