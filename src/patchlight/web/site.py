@@ -113,7 +113,6 @@ class Asked:
 class Made:
     """A map that was made, what it took, and what was said about it."""
 
-    label: str
     found: Attribution
     seconds: float
     warning: str
