@@ -83,6 +83,15 @@ def test_words_say_what_the_numbers_say() -> None:
     assert not any(truth.better for truth in lucky), "what cannot be told is not called better"
 
 
+def test_what_the_curves_are_of_is_told() -> None:
+    vit = pl.load("pocket", head=pl.heads.Similar([pocket.PHOTOS / "dog.jpg"]))
+    trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[0]])), steps=2, randoms=2)
+    ((_, cosine),) = vit.predict(CAT)[0]
+    assert trial.quantity == "similarity"
+    assert float(trial.random.deletion[0, 0]) == pytest.approx((1 + cosine) / 2, abs=1e-5)
+    assert Trial(pl.load("pocket"), vit.batch(CAT), trial.targets).quantity == "probability"
+
+
 def test_sanity_is_told_in_words() -> None:
     assert sanity_words(0.1).startswith("Depends on what the model has learnt")
     assert "in part (similarity 0.50)" in sanity_words(0.5)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -89,6 +90,13 @@ class Trial:
     def score(self) -> MeasuredScore:
         """What is read of the class: its probability, or where there is none its logit."""
         return "probability" if self.vit.outputs.no_probability(self.vit.classes) is None else "logit"
+
+    @property
+    def quantity(self) -> Literal["probability", "similarity", "output"]:
+        """What the curves are of, in a word; a similarity is (1 + cosine) / 2."""
+        if self.score == "logit":
+            return "output"
+        return "similarity" if self.vit.outputs.kind == "cosine" else "probability"
 
     def curves(self, maps: Tensor) -> Curves:
         """Insertion and deletion in the orders of maps [B,h,w]."""

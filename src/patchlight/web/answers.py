@@ -200,7 +200,7 @@ def measure(site: Site, asked: MeasureAsked, held: Held, work: Work) -> None:
     result = MeasureResult(
         fractions=[round(float(n) / float(trial.removed[-1]), 6) for n in trial.removed],
         removed=trial.removed.tolist(),
-        quantity=quantity_of(question.vit),
+        quantity=trial.quantity,
         random=Randoms(
             count=asked.randoms,
             curve=_mean_curve(random),
