@@ -77,7 +77,19 @@ def test_words_say_what_the_numbers_say() -> None:
     assert not bad.better
     assert bad.words.startswith("Worse than random here: it beats 0 of 20")
     flat = fill_images("image-mean", image, vit)
-    assert Trial(vit, flat, cat, steps=2).of(good).words.startswith("Nothing can be told here")
+    untold = Trial(vit, flat, cat, steps=2)
+    assert untold.of(good).words.startswith("Nothing can be told here")
+    lucky = [untold.of(scores) for scores in torch.rand(3, *vit.grid)]
+    assert not any(truth.better for truth in lucky), "what cannot be told is not called better"
+
+
+def test_what_the_curves_are_of_is_told() -> None:
+    vit = pl.load("pocket", head=pl.heads.Similar([pocket.PHOTOS / "dog.jpg"]))
+    trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[0]])), steps=2, randoms=2)
+    ((_, cosine),) = vit.predict(CAT)[0]
+    assert trial.quantity == "similarity"
+    assert float(trial.random.deletion[0, 0]) == pytest.approx((1 + cosine) / 2, abs=1e-5)
+    assert Trial(pl.load("pocket"), vit.batch(CAT), trial.targets).quantity == "probability"
 
 
 def test_sanity_is_told_in_words() -> None:

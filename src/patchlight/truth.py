@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -90,6 +91,13 @@ class Trial:
         """What is read of the class: its probability, or where there is none its logit."""
         return "probability" if self.vit.outputs.no_probability(self.vit.classes) is None else "logit"
 
+    @property
+    def quantity(self) -> Literal["probability", "similarity", "output"]:
+        """What the curves are of, in a word; a similarity is (1 + cosine) / 2."""
+        if self.score == "logit":
+            return "output"
+        return "similarity" if self.vit.outputs.kind == "cosine" else "probability"
+
     def curves(self, maps: Tensor) -> Curves:
         """Insertion and deletion in the orders of maps [B,h,w]."""
         count = len(maps)
@@ -115,9 +123,10 @@ class Trial:
 
     @cached_property
     def random(self) -> Curves:
-        """Those of random orders."""
+        """Those of random orders; their logits, which may be many, are not kept."""
         generator = torch.Generator().manual_seed(self.seed)
-        return self.curves(torch.rand(self.randoms, *self.vit.grid, generator=generator))
+        found = self.curves(torch.rand(self.randoms, *self.vit.grid, generator=generator))
+        return replace(found, logits=found.logits.new_empty(len(found.logits), 0, 0))
 
     def of(self, scores: Tensor) -> Truth:
         """What the test says of a map [h,w]."""
@@ -125,14 +134,15 @@ class Trial:
         random = self.random.scores
         mine = float(curves.scores[0])
         beaten = int((random < mine).sum())
-        better = (1 + len(random) - beaten) / (1 + len(random)) <= CHANCE
-        return Truth(curves, beaten, len(random), better, self._words(curves, beaten, better))
-
-    def _words(self, curves: Curves, beaten: int, better: bool) -> str:
         all_values = torch.cat([curves.deletion, curves.insertion, self.random.deletion, self.random.insertion])
+        stirred = float(all_values.max() - all_values.min()) >= STIRS
+        better = stirred and (1 + len(random) - beaten) / (1 + len(random)) <= CHANCE
+        return Truth(curves, beaten, len(random), better, self._words(curves, beaten, stirred, better))
+
+    def _words(self, curves: Curves, beaten: int, stirred: bool, better: bool) -> str:
         numbers = f"{float(curves.scores[0]):.2f} against {float(self.random.scores.mean()):.2f}"
         count = len(self.random.scores)
-        if float(all_values.max() - all_values.min()) < STIRS:
+        if not stirred:
             return "Nothing can be told here: the model says nearly the same whatever is removed."
         if better:
             return f"Better than random here: it beats {beaten} of {count} random orders ({numbers} on average)."

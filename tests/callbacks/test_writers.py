@@ -74,7 +74,7 @@ def test_what_is_no_writer_is_refused(writer: Any) -> None:
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(pl.PatchlightError, match=r"tensorboard is not installed; pip install patchlight\[train\]"):
+    with pytest.raises(pl.PatchlightError, match=r"needs tensorboard: pip install 'patchlight\[train\]'"):
         writing(tmp_path)
-    with pytest.raises(pl.PatchlightError, match="wandb is not installed; pip install wandb"):
+    with pytest.raises(pl.PatchlightError, match="needs wandb: pip install wandb"):
         open_wandb()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import patchlight as pl
+from patchlight.errors import Cancelled
 from patchlight.evidence.fills import fill_images
 from patchlight.zoo import pocket
 
@@ -88,6 +91,12 @@ def test_settings_and_seeds_count(client: TestClient, vit: pl.Anatomy) -> None:
     other = post(client, "explain", image="cat", methods=asked, seed=8, wait=60)["maps"][0]
     assert one["scores"] != other["scores"]
     assert one["settings"]["samples"] == 40
+
+
+def test_a_map_has_the_name_that_was_asked_for(client: TestClient) -> None:
+    for name in ("attn-gradcam", "attcam"):
+        told = post(client, "explain", image="ship", methods=[{"name": name}], wait=30)
+        assert [one["method"] for one in told["maps"]] == [name], "whatever name it was made by"
 
 
 def test_what_fails_leaves_the_rest(client: TestClient) -> None:
@@ -225,6 +234,35 @@ def test_jobs_tell_what_happens_and_stop(client: TestClient) -> None:
     assert events[-1] == "end"
     assert client.get(f"/api/jobs/{job['id']}").json()["state"] == "cancelled"
     assert post(client, "explain", image="dog", methods=[{"name": "tis", "settings": {"samples": 20}}], wait=60)["maps"]
+
+
+def test_a_job_that_breaks_is_in_the_log_and_keeps_nothing(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+    errors: list[Exception] = [Cancelled("enough"), RuntimeError("unforeseen")]
+
+    def broken(*given: Any, **options: Any) -> None:
+        large = torch.zeros(3)
+        kept.append(weakref.ref(large))
+        raise errors.pop()
+
+    monkeypatch.setattr("patchlight.web.answers.explain", broken)
+    told = post(client, "explain", image="ship", methods=[{"name": "ixg"}], wait=30)
+    assert told["state"] == "failed"
+    assert "the server's log says more" in told["error"]
+    assert "unforeseen" in caplog.text
+    told = post(client, "explain", image="ship", methods=[{"name": "ixg"}], wait=30)
+    assert told["state"] == "cancelled"
+    gc.collect()
+    assert kept[1]() is None, "a finished job keeps nothing of what it computed with"
+
+
+def test_jobs_are_forgotten_before_they_fill_the_memory(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (post(client, "explain", image="ship", methods=[{"name": "ixg"}], wait=30)["id"] for _ in "12")
+    monkeypatch.setattr("patchlight.web.jobs.ROOM", 0)
+    third = post(client, "explain", image="ship", methods=[{"name": "ixg"}], wait=30)["id"]
+    assert [client.get(f"/api/jobs/{job}").status_code for job in (first, second, third)] == [404, 404, 200]
 
 
 def test_a_queue_that_is_full_says_so(client: TestClient) -> None:

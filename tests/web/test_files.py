@@ -101,6 +101,9 @@ def test_a_report_says_the_command_that_makes_it(client: TestClient) -> None:
     assert options["--seed"] == "2"
     asked = read_settings(options["--method"].split(","), [options["--set"]])
     assert asked == {"genatt": {}, "rollout": {"start": 1}}
+    other = made(client, kind="report", unit="token", steps=2, randoms=2)[0].decode()
+    assert "taken out of the model" in other
+    assert "To repeat it" not in other, "the command line removes no tokens in its test"
 
 
 def test_what_gives_no_map_is_told(client: TestClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import io
@@ -13,12 +14,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
 from PIL import Image, PngImagePlugin
+from starlette.responses import PlainTextResponse
 
 import patchlight as pl
+from patchlight.web.guard import Guard
 from patchlight.web.serve import Server as Here
 from patchlight.web.site import Site
 from tests.web import hostile
@@ -583,6 +588,36 @@ def closed() -> Iterator[str]:
     here.start()
     yield f"http://127.0.0.1:{here.port}"
     here.stop()
+
+
+def test_any_token_goes_into_the_address() -> None:
+    here = Here(Site(pl.load("pocket")), token="a+b/c=&d #e")
+    assert parse_qs(urlsplit(here.url).fragment) == {"token": ["a+b/c=&d #e"]}
+    here.site.close()
+
+
+def test_a_large_body_counts_until_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for its turn is in memory as much as what still arrives."""
+    monkeypatch.setattr("patchlight.web.guard.MOST_BODIES", 2)
+    go = asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await go.wait()
+        await PlainTextResponse("done")(scope, receive, send)
+
+    async def statuses() -> list[int]:
+        line = httpx.ASGITransport(Guard(slow))
+        async with httpx.AsyncClient(transport=line, base_url="http://localhost") as client:
+
+            async def one(size: int) -> int:
+                return (await client.post("/api/images", content=bytes(size), headers=IMAGE)).status_code
+
+            asked = [asyncio.create_task(one(size)) for size in (100_000, 100_000, 100_000, 100)]
+            await asyncio.wait([asked[2]])
+            go.set()
+            return [*await asyncio.gather(*asked), await one(100_000)]
+
+    assert asyncio.run(statuses()) == [200, 200, 429, 200, 200]
 
 
 def test_without_the_token_nothing_is_told(closed: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,15 @@ def test_a_model_has_one_server(vit: pl.Anatomy) -> None:
     assert ask(again, "api/model").status_code == 200
 
 
+def test_a_model_that_was_trained_is_shown_as_it_is_now() -> None:
+    model = pl.load("pocket").model
+    before = ask(pl.show(model, "cat"), "api/predict", image="cat").json()
+    with torch.no_grad():
+        model.head.bias[8] += 100
+    after = ask(pl.show(model, "cat"), "api/predict", image="cat").json()
+    assert [told["predictions"][0]["index"] for told in (before, after)] == [3, 8]
+
+
 @pytest.mark.parametrize("kind", ["path", "text", "picture"])
 def test_images_of_ones_own(vit: pl.Anatomy, kind: str, tmp_path: Path) -> None:
     picture = noise(70, 90)

@@ -21,7 +21,7 @@ def _callback() -> Any:
             return importlib.import_module(name).Callback
         except ImportError:
             continue
-    raise PatchlightError("lightning is not installed; pip install lightning")
+    raise PatchlightError("the callback of its Trainer needs lightning: pip install lightning")
 
 
 class LightningCallback(_callback()):  # type: ignore[misc]

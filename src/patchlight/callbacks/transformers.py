@@ -12,11 +12,12 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.callbacks.log import TrainingLog
 from patchlight.callbacks.writers import open_tensorboard, open_wandb
 from patchlight.errors import PatchlightError
+from patchlight.extras import missing_extra
 
 try:
     from transformers import TrainerCallback
 except ImportError as missing:
-    raise PatchlightError("transformers is not installed; pip install patchlight[hf]") from missing
+    raise missing_extra("the callback of its Trainer needs", "transformers", "hf") from missing
 
 
 class TransformersCallback(TrainerCallback):

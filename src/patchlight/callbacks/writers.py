@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from patchlight.errors import PatchlightError
+from patchlight.extras import missing_extra
 
 Write = Callable[[int, Mapping[str, float], Mapping[str, Image.Image]], None]
 """Called with a step, its numbers and its pictures, by their names."""
@@ -43,7 +44,7 @@ def open_tensorboard(folder: str | PathLike[str]) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise PatchlightError("tensorboard is not installed; pip install patchlight[train]") from error
+        raise missing_extra("a log for TensorBoard needs", "tensorboard", "train") from error
     return SummaryWriter(str(folder))
 
 
@@ -52,7 +53,7 @@ def open_wandb() -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise PatchlightError("wandb is not installed; pip install wandb") from error
+        raise PatchlightError("a log for Weights & Biases needs wandb: pip install wandb") from error
     if wandb.run is None:
         raise PatchlightError("no run of wandb has begun; call wandb.init() first")
     return wandb.run

@@ -91,7 +91,12 @@ def examined(debug: bool = False) -> Findings:
             f"genatt explains it on {name}": partial(_explained, name),
         }
         found.checks += [_tried(what, check, debug) for what, check in checks.items()]
-        found.devices.append(_device(name))
+        try:
+            found.devices.append(_device(name))
+        except Exception as error:
+            if debug:
+                raise
+            found.checks.append(Check(f"{name} can be described", False, first_line(error)))
     return found
 
 

@@ -31,6 +31,7 @@ from patchlight.cli.common import (
     progress,
     say,
 )
+from patchlight.errors import PatchlightError
 from patchlight.web import check_extra
 
 
@@ -62,8 +63,10 @@ def serve(
     """Open a page where an image can be asked about: maps, patches to take away, and whether the maps are true."""
     with answering(as_json=False, debug=debug):
         check_extra()
+        if token is not None and not token.strip():
+            raise PatchlightError("the token is empty; give a secret, or 'new', which draws one")
         asked = asked_by(text, template, similar_to)
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two lanes compute at once, and must not wait busily
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # lanes compute at once, and must not wait busily
         with progress(f"loading {model}"):
             from patchlight.web.serve import Server, is_loopback
             from patchlight.web.site import Site

@@ -167,8 +167,7 @@ def section_of(image: Explained) -> Section:
 
 def quantity_word(trial: Trial) -> str:
     """What the curves show of the class asked about."""
-    cosine = trial.vit.outputs.kind == "cosine"
-    return "similarity" if cosine else "probability" if trial.score == "probability" else "output"
+    return "similarity, (1 + cosine) / 2," if trial.quantity == "similarity" else trial.quantity
 
 
 def check_report() -> None:

@@ -95,7 +95,7 @@ def explained(site: Site, asked: Explain, held: Held, work: Work) -> dict[str, A
         kept = site.maps.get(_key(question, request, asked.seed))
         if kept is not None:
             found[request.label] = kept.found
-            _told(work, kept)
+            _told(work, request.label, kept)
         else:
             (quick if site.is_quick(request) else slow).append(request)
     if len(quick) > 1 and _together(site, question, quick, asked.seed, found, work):
@@ -137,11 +137,11 @@ def _explain(
     for request in requests:
         found[request.label] = maps[request.label]
         own = [words.removeprefix(f"{request.name}: ") for words in said if words.startswith(f"{request.name}:")]
-        kept = Made(request.label, maps[request.label], seconds / len(requests), "; ".join(own))
+        kept = Made(maps[request.label], seconds / len(requests), "; ".join(own))
         site.maps.put(_key(question, request, seed), kept)
         if len(requests) == 1:
             site.seconds[request.label] = round(seconds, 3)
-        _told(work, kept)
+        _told(work, request.label, kept)
 
 
 def _target(question: Asked) -> int | tuple[int, int]:
@@ -157,10 +157,11 @@ def _failed(work: Work, name: str, error: PatchlightError) -> None:
     work.tell("job")
 
 
-def _told(work: Work, made: Made) -> None:
+def _told(work: Work, label: str, made: Made) -> None:
+    """Tell a map by the name that was asked for: another name of the method may have made it."""
     found = made.found
     told = Map(
-        method=made.label,
+        method=label,
         scores=numbers(found.scores[0]),
         error=None if found.error is None else numbers(found.error[0]),
         level=found.level,
@@ -199,7 +200,7 @@ def measure(site: Site, asked: MeasureAsked, held: Held, work: Work) -> None:
     result = MeasureResult(
         fractions=[round(float(n) / float(trial.removed[-1]), 6) for n in trial.removed],
         removed=trial.removed.tolist(),
-        quantity=quantity_of(question.vit),
+        quantity=trial.quantity,
         random=Randoms(
             count=asked.randoms,
             curve=_mean_curve(random),

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from patchlight.anatomy.base import Anatomy
 from patchlight.attribution import Attribution
 from patchlight.metrics.base import on_grid
-from patchlight.truth import truths
+from patchlight.truth import Trial, truths
 from patchlight.viz import figure_bytes, seen_figure
 from patchlight.viz.report import Explained, check_report, made_by, report_html, section_of
 from patchlight.web.album import Held
@@ -89,8 +89,12 @@ def report(site: Site, question: Asked, maps: Mapping[str, Attribution], asked: 
 
 
 def repeated(site: Site, question: Asked, asked: FileAsked) -> str:
-    """The command that makes the same report of the image under its name; none of a model that was given in Python."""
-    if not site.cli:
+    """The command that makes the same report of the image under its name.
+
+    There is none of a model that was given in Python, nor of a test that the command line does not make.
+    """
+    test = (asked.steps, asked.unit, asked.fill, asked.randoms)
+    if not site.cli or test != (Trial.steps, Trial.unit, Trial.fill, Trial.randoms):
         return ""
     image = f"./{asked.name}" if asked.name.startswith("-") else asked.name
     words = ["patchlight", "explain", image, *shlex.split(site.cli)]

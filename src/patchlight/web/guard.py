@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MOST_JSON = 2**20
 BODY_SECONDS, SMALL, MOST_BODIES = 20.0, 2**16, 16
-"""How long a body may take to arrive, and how many larger ones than SMALL bytes may be arriving at once."""
+"""How long a body may take to arrive, and how many larger ones than SMALL bytes are held at once, until answered."""
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'"
@@ -73,16 +74,17 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", []), *added]}
             await send(message)
 
-        try:
-            self._check_host(headers)
-            self._check_origin(headers, api)
-            if api:
-                self._check_token(headers)
-            body = await self._body(scope, headers, receive)
-        except Refused as refused:
-            await _answer(refused, dressed)
-            return
-        await self._app(scope, _replayed(body, receive), dressed)
+        with contextlib.ExitStack() as until_answered:
+            try:
+                self._check_host(headers)
+                self._check_origin(headers, api)
+                if api:
+                    self._check_token(headers)
+                body = await self._body(scope, headers, receive, until_answered)
+            except Refused as refused:
+                await _answer(refused, dressed)
+                return
+            await self._app(scope, _replayed(body, receive), dressed)
 
     def _check_host(self, headers: dict[str, str]) -> None:
         host = headers.get("host", "")
@@ -109,7 +111,7 @@ class Guard:
                 **{"www-authenticate": "Bearer"},
             )
 
-    async def _body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, headers: dict[str, str], receive: Receive, held: contextlib.ExitStack) -> bytes:
         """The whole body, if it is small enough and comes in time."""
         if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
             return b""
@@ -119,32 +121,39 @@ class Guard:
             raise _too_large(limit)
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                return await self._read(receive, limit, int(told))
+                return await self._read(receive, limit, int(told), held)
         except TimeoutError:
             raise Refused(
                 408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", connection="close"
             ) from None
 
-    async def _read(self, receive: Receive, limit: int, told: int) -> bytes:
+    async def _read(self, receive: Receive, limit: int, told: int, held: contextlib.ExitStack) -> bytes:
         parts: list[bytes] = []
         size, counted = 0, False
+        while True:
+            if not counted and max(size, told) > SMALL:
+                held.enter_context(self._large())
+                counted = True
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refused(400, "the body was cut short")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise _too_large(limit)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    @contextlib.contextmanager
+    def _large(self) -> Iterator[None]:
+        """One of the large bodies that are held at once."""
+        if self._bodies >= MOST_BODIES:
+            raise Refused(429, "too many uploads are under way; try again", **{"retry-after": "1"})
+        self._bodies += 1
         try:
-            while True:
-                if not counted and max(size, told) > SMALL:
-                    if self._bodies >= MOST_BODIES:
-                        raise Refused(429, "too many uploads are under way; try again", **{"retry-after": "1"})
-                    self._bodies, counted = self._bodies + 1, True
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Refused(400, "the body was cut short")
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > limit:
-                    raise _too_large(limit)
-                if not message.get("more_body", False):
-                    return b"".join(parts)
+            yield
         finally:
-            self._bodies -= counted
+            self._bodies -= 1
 
 
 def _too_large(limit: int) -> Refused:

@@ -25,8 +25,8 @@ from patchlight.web.schemas import Job, Kind, Progress
 
 T = TypeVar("T")
 LOG = logging.getLogger("patchlight.web")
-KEPT, FILES, MINUTES = 256, 16, 15
-"""How many finished jobs are remembered, how many of them with their file, and for how long."""
+KEPT, FILES, MINUTES, ROOM = 256, 16, 15, 64 * 2**20
+"""How many finished jobs are remembered, how many of them with their file, for how long, and how much they told."""
 LAST = 10.0
 """Seconds that are waited for the last piece of work of a lane that is closed."""
 TOLD = 0.1
@@ -217,6 +217,12 @@ class Work(Task["Job"]):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._heard.wait(), min(0.5, patience))
 
+    @property
+    def letters(self) -> int:
+        """How much it has told."""
+        with self._lock:
+            return sum(len(data) for _, _, data in self._events)
+
     def _finish(self, task: Task[Job]) -> Job:
         self._work(self)
         return self.job
@@ -229,6 +235,10 @@ class Work(Task["Job"]):
             self.job.state, self.job.error = "cancelled", "cancelled"
         else:
             self.job.state, self.job.error = "failed", in_words(error)
+            if not isinstance(error, PatchlightError):
+                LOG.error("a job of kind '%s' failed", self.job.kind, exc_info=error)
+        self.done = self.loop.create_future()  # an error holds all that was computed with, and a job is kept for long
+        self.done.set_result(self.job)
         self._work = lambda _: None
         self.over = time.monotonic()
         self.tell("job")
@@ -264,7 +274,9 @@ class Board:
         now = time.monotonic()
         finished = [key for key, work in self._jobs.items() if work.over is not None]
         old = [key for key in finished if now - (self._jobs[key].over or now) > 60 * MINUTES]
-        for key in {*old, *finished[: max(0, len(self._jobs) - KEPT)]}:
-            del self._jobs[key]
+        told = sum(work.letters for work in self._jobs.values())
+        for key in finished:
+            if key in old or len(self._jobs) > KEPT or told > ROOM:
+                told -= self._jobs.pop(key).letters
         for work in [work for work in self._jobs.values() if work.file is not None][:-FILES]:
             work.file = work.job.file = None

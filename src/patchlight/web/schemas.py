@@ -172,7 +172,9 @@ class Randoms(BaseModel):
 class MeasureResult(BaseModel):
     fractions: list[float] = Field(description="The fraction of patches removed at each step.")
     removed: list[int] = Field(description="How many patches that are.")
-    quantity: Literal["probability", "cosine", "output"]
+    quantity: Literal["probability", "similarity", "output"] = Field(
+        description="What the curves are of; a similarity is (1 + cosine) / 2, as the metric `ins-del` reads it."
+    )
     random: Randoms
     methods: list[Truth]
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from typing import Any
+from urllib.parse import quote
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -106,7 +107,7 @@ class Server:
         """Where the page is, with its token."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         where = f"[{host}]" if ":" in host else host
-        return f"http://{where}:{self.port}/" + (f"#token={self.token}" if self.token else "")
+        return f"http://{where}:{self.port}/" + (f"#token={quote(self.token, safe='')}" if self.token else "")
 
     @property
     def running(self) -> bool:

@@ -167,13 +167,14 @@ def _kept(server: Server, picture: Image.Image) -> str:
 
 
 def _server(given: Any, vit: Anatomy, port: int) -> Server:
-    """The server of a model, begun unless it runs already."""
+    """The server of a model, begun unless it runs already; what it computed before is not shown any more."""
     from patchlight.web.serve import Server
     from patchlight.web.site import Site
 
     with _LOCK:
         _, server = _OPEN.get(id(given), (None, None))
         if server is not None and server.running and port in (0, server.port):
+            server.site.forget()
             return server
         if server is not None:
             server.stop()

@@ -63,6 +63,10 @@ class Kept(Generic[V]):
                 self._values.popitem(last=False)
         return value
 
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+
     def once(self, key: Hashable, make: Callable[[], V]) -> V:
         found = self.get(key)
         return self.put(key, make()) if found is None else found
@@ -113,7 +117,6 @@ class Asked:
 class Made:
     """A map that was made, what it took, and what was said about it."""
 
-    label: str
     found: Attribution
     seconds: float
     warning: str
@@ -180,6 +183,11 @@ class Site:
             requests = [resolve(name) for name in FIRST]
             works = [one for one in requests if self.is_quick(one) and refusal(one.suited(self.vit), self.vit) is None]
             explain(self.vit, image, works, progress=False)
+
+    def forget(self) -> None:
+        """Compute everything again from now on: the model may have been trained meanwhile."""
+        for kept in (self.maps, self.trials, self._asked, self._logits):
+            kept.clear()
 
     def close(self) -> None:
         """Stop what is under way, and let the threads go."""

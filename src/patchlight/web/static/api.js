@@ -31,7 +31,7 @@ function takeToken() {
 }
 
 let token = takeToken();
-addEventListener("hashchange", () => (token = takeToken()));
+addEventListener("hashchange", () => (token = takeToken() ?? token));
 
 /** Whether requests carry a token; then pictures cannot be asked for by address alone. */
 export const guarded = () => Boolean(token);

@@ -2,7 +2,7 @@
 import { Problem, post, showPicture, upload } from "./api.js";
 import { $, h, say, settled, told, trouble } from "./dom.js";
 import { loadPhoto } from "./picture.js";
-import { FRESH, facts, label, labels, on, opened, question, set, state } from "./state.js";
+import { FRESH, facts, label, labels, on, opened, question, set, setView, state } from "./state.js";
 
 const SHOWN = 10;
 
@@ -10,8 +10,12 @@ const SHOWN = 10;
 const said = { whole: null, now: null };
 let everyClass = null;
 
+/** Counts what was chosen, so that an upload which is overtaken does not come back. */
+let choices = 0;
+
 /** A bundled image is chosen. */
 export function choosePhoto(id) {
+  choices += 1;
   performance.mark("image-chosen");
   facts.name = facts.blob = null;
   trouble($("ask-trouble"), "");
@@ -20,19 +24,21 @@ export function choosePhoto(id) {
 
 /** A file is dropped, pasted or chosen: an image, or a state that was saved. */
 export async function takeFile(file) {
-  const box = $("ask-trouble");
+  const box = $("ask-trouble"), mine = (choices += 1);
   trouble(box, "");
   try {
-    if (/\.json$/i.test(file.name ?? "") || file.type === "application/json") return await takeState(file);
+    if (/\.json$/i.test(file.name ?? "") || file.type === "application/json") return await takeState(file, mine);
     if (facts.model && file.size > facts.model.bytes)
       throw new Problem(`This file has ${megabytes(file.size)}, and at most ${megabytes(facts.model.bytes)} are taken; give a smaller image.`, 413);
     performance.mark("image-chosen");
     say("Sending the image…");
     const given = await upload(file);
+    if (mine !== choices) return;
     Object.assign(facts, { name: file.name || "pasted.png", blob: file });
     set({ image: given.id, target: null, against: null, removed: [], only: false, tested: false, step: 0, cursor: null });
     say(`Asking about ${facts.name}.`);
   } catch (error) {
+    if (mine !== choices) return;
     say("");
     trouble(box, error.message, error.status === 0 || error.status >= 500 ? () => takeFile(file) : null);
   }
@@ -40,11 +46,12 @@ export async function takeFile(file) {
 
 const megabytes = (bytes) => `${(bytes / 1e6).toFixed(1)} MB`;
 
-async function takeState(file) {
+async function takeState(file, mine) {
   const { state: given, name, blob } = opened(await file.text());
-  Object.assign(facts, { name, blob });
   if (blob) given.image = (await upload(blob)).id;
-  set({ ...given, methods: given.methods.length ? given.methods : state.methods });
+  if (mine !== choices) return;
+  Object.assign(facts, { name, blob });
+  setView({ ...given, methods: given.methods.length ? given.methods : state.methods });
   say("The saved view is back.");
 }
 
@@ -266,7 +273,8 @@ function find() {
   for (let i = 0; i < names.length && found.length < 24; i += 1) if (names[i].toLowerCase().includes(words)) found.push(i);
   const whole = byIndex(everyClass?.key === JSON.stringify(question()) ? everyClass.answer : said.whole);
   const now = said.now && byIndex(said.now);
-  drawList(list, found, now, whole, said.whole.quantity, 1, (said.now ?? said.whole).predictions[0]?.index);
+  const most = Math.max(...[...whole.values()].map((each) => Math.abs(each.value ?? 0)));
+  drawList(list, found, now, whole, said.whole.quantity, most, (said.now ?? said.whole).predictions[0]?.index);
   if (!found.length) list.replaceChildren(h("li", { class: "hint" }, `No class is called anything like “${words}”.`));
 }
 

@@ -9,6 +9,9 @@ import { facts, label, on, question, set, state } from "./state.js";
 const SIDE = 72;
 let result = null, rows = [];
 
+/** Whether what is shown answers another question than the one that is asked now. */
+const old = (is) => ["blocks", "lens"].forEach((id) => $(id).classList.toggle("stale", is));
+
 async function look() {
   if (!state.image || !facts.model) return;
   const key = JSON.stringify(question());
@@ -16,6 +19,7 @@ async function look() {
     const answer = await post("inside", question());
     if (key !== JSON.stringify(question())) return;
     result = answer;
+    old(false);
     trouble($("inside-trouble"), "");
     makeBlocks();
     drawLens();
@@ -23,6 +27,7 @@ async function look() {
   } catch (error) {
     if (key !== JSON.stringify(question())) return;
     result = null;
+    old(false);
     makeBlocks();
     drawLens();
     trouble($("inside-trouble"), error.message, look);
@@ -40,6 +45,7 @@ function looked() {
 
 /** A little map of each block's attention, made once per question. */
 function makeBlocks() {
+  if (!facts.model) return;
   rows = [];
   const attention = result?.attention;
   $("attention-reads").textContent = attention ? `Mean over heads, ${result.reads}.` : (result?.attention_reason ?? "");
@@ -114,6 +120,7 @@ let timer = 0;
 /** Listen; a new question is looked into after the maps, which are wanted first. */
 export function start() {
   on("image target against texts template model", () => {
+    old(true);
     clearTimeout(timer);
     timer = setTimeout(look, 400);
   });

@@ -7,7 +7,7 @@ import * as maps from "./maps.js";
 import * as methods from "./methods.js";
 import * as pair from "./pair.js";
 import * as poke from "./poke.js";
-import { FRESH, facts, on, read, set, state, tell } from "./state.js";
+import { FRESH, facts, on, read, setView, state, tell } from "./state.js";
 import * as take from "./take.js";
 import * as truth from "./truth.js";
 
@@ -30,7 +30,7 @@ function begin() {
   if (!model.fills.includes(given.fill)) given.fill = model.fills[0] ?? FRESH.fill;
   if (model.no_tokens !== null) given.unit = "patch";
   if (given.image !== state.image) facts.name = facts.blob = null;
-  set(given);
+  setView(given);
 }
 
 function watchTheme() {
@@ -80,7 +80,8 @@ async function start() {
     truth.startTested();
   });
   await load();
-  addEventListener("hashchange", () => location.hash.includes("=") && (begin(), setTimeout(truth.startTested, 500)));
+  on("view", () => setTimeout(truth.startTested, 500));
+  addEventListener("hashchange", () => location.hash.includes("=") && begin());
 }
 
 async function load() {

@@ -51,8 +51,13 @@ const draw = onFrame(() => {
   canvas.setAttribute("aria-label", `${nameA} less ${nameB}. Most in ${nameA}: ${strongest(difference)}`);
 });
 
+let compared = [];
+
+/** The table of all pairs, made again only for other maps, so that the focus stays in it. */
 function drawMatrix(maps) {
-  const names = [...maps.keys()];
+  const names = [...maps.keys()], now = [...maps].flat();
+  if (now.length === compared.length && now.every((each, i) => each === compared[i])) return;
+  compared = now;
   const head = h("tr", {}, h("td", {}), names.map((name) => h("th", { scope: "col" }, name)));
   const rows = names.map((row) =>
     h("tr", {}, h("th", { scope: "row" }, row), names.map((column) => {
@@ -69,7 +74,7 @@ function drawMatrix(maps) {
 export function start() {
   const choose = () => {
     const pair = [$("pair-a").value, $("pair-b").value];
-    set({ pair: pair.every(Boolean) ? pair : pair.some(Boolean) ? [pair[0], pair[1]] : null });
+    set({ pair: pair.some(Boolean) ? pair : null });
   };
   for (const id of ["pair-a", "pair-b"]) $(id).addEventListener("change", choose);
   on("maps methods pair scale opacity smooth photo", draw);

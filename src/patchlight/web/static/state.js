@@ -58,6 +58,13 @@ export function set(change) {
   for (const [keys, act] of listeners) if (changed.some((key) => keys.has(key))) act(changed);
 }
 
+/** Change to a whole view, of a link or a file, whose test is run even if the view before had one; tells `view`. */
+export function setView(view) {
+  set({ tested: false });
+  set(view);
+  tell("view");
+}
+
 /** Tell everyone that something outside of the state has changed (`facts`). */
 export function tell(key) {
   for (const [keys, act] of listeners) if (keys.has(key)) act([key]);

@@ -10,6 +10,9 @@ const ENDINGS = { png: "png", pdf: "pdf", arrays: "zip", report: "html" };
 /** Whether the image is one that comes with the package. */
 const bundled = () => Boolean(facts.model?.photos.some((photo) => photo.id === state.image));
 
+/** What the image is called in a report: its file's name, under which the report's command asks for it. */
+const fileName = () => (bundled() ? `${state.image}.jpg` : facts.name ?? "image").slice(0, 100);
+
 function stem() {
   const name = (facts.name ?? state.image ?? "image").replace(/\.[A-Za-z0-9]{1,5}$/, "");
   return name.replace(/[^\p{L}\p{N}_-]+/gu, "-").slice(0, 60) || "image";
@@ -31,7 +34,7 @@ async function download(button) {
   button.disabled = true;
   $("files-hint").textContent = "Making the file…";
   try {
-    const asking = { ...question(), methods: state.methods, seed: state.seed, unit: state.unit, fill: state.fill, kind, name: (facts.name ?? state.image).slice(0, 100), wait: 2 };
+    const asking = { ...question(), methods: state.methods, seed: state.seed, unit: state.unit, fill: state.fill, kind, name: fileName(), wait: 2 };
     const tell = (event, job) => {
       if (event === "job" && job.progress?.total) $("files-hint").textContent = `Making the file… ${Math.floor((100 * job.progress.done) / job.progress.total)} %`;
     };
@@ -44,6 +47,19 @@ async function download(button) {
     trouble(box, error.message, () => download(button));
   } finally {
     button.disabled = false;
+  }
+}
+
+/** The view as a file; of an image whose own bytes are not here, with the picture that the server keeps of it. */
+async function saveState() {
+  const box = $("take-trouble");
+  trouble(box, "");
+  if (!state.image) return trouble(box, "Choose an image first.");
+  try {
+    const image = bundled() ? null : facts.blob ?? (await picture(state.image, { whole: 1, side: 1024 }));
+    save(new Blob([await saved(image)], { type: "application/json" }), `${stem()}.patchlight.json`);
+  } catch (error) {
+    trouble(box, error.message, saveState);
   }
 }
 
@@ -94,6 +110,6 @@ export function start() {
   $("permalink").addEventListener("focus", (event) => event.target.select());
   for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy($(button.dataset.copy).textContent, button));
   for (const button of document.querySelectorAll("[data-kind]")) button.addEventListener("click", () => download(button));
-  $("save-state").addEventListener("click", async () => save(new Blob([await saved(facts.blob ?? (bundled() ? null : await picture(state.image, { whole: 1, side: 1024 })))], { type: "application/json" }), `${stem()}.patchlight.json`));
+  $("save-state").addEventListener("click", saveState);
   on("image target against texts template methods seed unit fill removed only colours opacity scale smooth pair tested step shown cursor model", draw);
 }

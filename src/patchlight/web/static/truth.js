@@ -125,7 +125,8 @@ function drawStep() {
   const removal = unit === "token" ? "tokens really removed" : `patches painted with ${fillName(fill)}`;
   const target = truth.predictions[0]?.asked?.[0];
   const about = target ? `${label(target.index)}${state.against === null ? "" : ` less ${label(state.against)}`}` : "the class asked about";
-  $("chart-caption").textContent = `The value of ${about} at each share of patches; ${removal}. Dashed grey: the mean of ${result.random.count} random orders.`;
+  const value = result.quantity === "similarity" ? "similarity, (1 + cosine) / 2," : result.quantity;
+  $("chart-caption").textContent = `The ${value} of ${about} at each share of patches; ${removal}. Dashed grey: the mean of ${result.random.count} random orders.`;
   $("chart").setAttribute("aria-label", `Deletion and insertion curves of ${result.methods.map((each) => each.method).join(", ")} and random orders; the table below has the numbers.`);
 }
 
