@@ -3,12 +3,15 @@
 # make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
 # make test-page: the page in a browser, its API under random, hostile and many clients. SOAK=no leaves out the many.
 # make figures: draw the pictures of README and docs again.
+# make dist: wheel and source archive, checked.   make test-wheel: that wheel alone in an empty environment.
+# make test-versions: the lowest and highest versions of what is required.   make release: is all ready? It uploads nothing.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-all test-cpus test-page test-transformers4 test-accelerator lint listed bench figures clean
+.PHONY: demo test test-all test-cpus test-page test-transformers4 test-accelerator test-wheel test-versions \
+  lint listed bench figures dist release clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/patchlight demo
@@ -34,6 +37,12 @@ test-transformers4: $(VENV)/.stamp-dev
 test-cpus: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.cpus
 
+test-wheel: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest tests/test_wheel.py
+
+test-versions: $(VENV)/.stamp-dev
+	$(BIN)/python -m tools.versions
+
 test-accelerator:
 	$(PYTHON) -m pytest -m accelerator
 
@@ -50,6 +59,12 @@ bench: $(VENV)/.stamp-dev
 
 figures: $(VENV)/.stamp-dev
 	$(BIN)/python -m tools.figures
+
+dist: $(VENV)/.stamp-dev
+	$(BIN)/python -m tools.dist
+
+release: $(VENV)/.stamp-dev
+	$(BIN)/python -m tools.release
 
 $(VENV)/.stamp-run: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -70,4 +85,4 @@ $(VENV)/.stamp-browser: $(VENV)/.stamp-dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist demo
+	rm -rf $(VENV) .venv-lowest .venv-highest .mypy_cache .ruff_cache .hypothesis build dist demo

@@ -1,4 +1,4 @@
-"""`python -m tools.listed`: make the table of names that the command line reads without torch."""
+"""`python -m tools.listed`: the table of names that the command line reads without torch, and the zoo's checksums."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from patchlight.anatomy.load import list_models
 from patchlight.cli.figure import figure_rows
 from patchlight.cli.tables import method_rows, metric_rows
 from patchlight.data import KINDS
+from patchlight.zoo import bundled
 
 
 def made() -> dict[str, Any]:
@@ -43,4 +44,5 @@ def text(table: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     listed.TABLE.write_text(text(made()), encoding="utf-8")
-    print(f"wrote {listed.TABLE}")
+    bundled.SUMS.write_text(bundled.made_sums(), encoding="utf-8")
+    print(f"wrote {listed.TABLE} and {bundled.SUMS}")

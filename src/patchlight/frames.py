@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from patchlight.errors import PatchlightError
+from patchlight.extras import missing_extra
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -31,5 +31,5 @@ def _pandas() -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise PatchlightError("to_frame needs pandas, which is not installed: pip install pandas") from error
+        raise missing_extra("to_frame needs", "pandas", "pandas") from error
     return pandas

@@ -74,7 +74,7 @@ def test_without_pandas_it_says_so(shared: Shared, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "pandas", None)
     run = pl.bench.open(shared.whole)
     assert len(run.table(["value"])) == 24
-    with pytest.raises(pl.PatchlightError, match="pip install pandas"):
+    with pytest.raises(pl.PatchlightError, match=r"pip install 'patchlight\[pandas\]'"):
         run.frame()
 
 

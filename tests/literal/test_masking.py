@@ -415,7 +415,7 @@ def test_lime_superpixels_may_differ_in_number(monkeypatch: pytest.MonkeyPatch) 
 def test_superpixels_without_scikit_image(monkeypatch: pytest.MonkeyPatch) -> None:
     vit = shared("vit")
     monkeypatch.setitem(sys.modules, "skimage.segmentation", None)
-    with pytest.raises(pl.PatchlightError, match=r"need scikit-image; pip install 'patchlight\[lime\]'"):
+    with pytest.raises(pl.PatchlightError, match=r"need scikit-image: pip install 'patchlight\[lime\]'"):
         pl.explain(vit, images(vit), "lime", preset="paper")
 
 

@@ -255,5 +255,5 @@ def test_tables_for_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(table.columns) == ["image", "method", "metric", "value", "reason"]
     assert table.method.tolist() == ["genatt", "genatt", "ixg", "ixg"]
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(pl.PatchlightError, match="pip install pandas"):
+    with pytest.raises(pl.PatchlightError, match=r"pip install 'patchlight\[pandas\]'"):
         maps.to_frame()

@@ -15,6 +15,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+WEB = httpx.Client(verify=False, trust_env=False, timeout=120)
+"""One client for all: each that is made reads the certificates of the world first."""
+
 
 @dataclass
 class Server:
@@ -41,8 +44,10 @@ class Server:
         """Resident memory of the process, in MB."""
         return float(psutil.Process(self.process.pid).memory_info().rss / 2**20)
 
-    def open_files(self) -> set[str]:
-        return {file.path for file in psutil.Process(self.process.pid).open_files()}
+    def written(self) -> set[str]:
+        """The files that are open to write, besides what it prints into."""
+        files = psutil.Process(self.process.pid).open_files()
+        return {file.path for file in files if file.mode != "r"} - {str(self.log)}
 
 
 def free_port() -> int:
@@ -76,12 +81,12 @@ def serving(folder: Path, *options: str, model: str = "pocket", token: str = "")
             process.wait()
 
 
-def _wait(server: Server, headers: dict[str, str], seconds: float = 90) -> None:
+def _wait(server: Server, headers: dict[str, str], seconds: float = 240) -> None:
     """Until the server answers; what it printed, if it does not."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/api/model", headers=headers).status_code == 200:
+            if WEB.get(f"{server.url}/api/model", headers=headers).status_code == 200:
                 return
-        time.sleep(0.05)
+        time.sleep(0.1)
     raise RuntimeError(f"the server did not come up:\n{server.printed()}")

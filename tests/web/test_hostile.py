@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import io
 import json
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +18,11 @@ import httpx
 import pytest
 from PIL import Image, PngImagePlugin
 
+import patchlight as pl
+from patchlight.web.serve import Server as Here
+from patchlight.web.site import Site
 from tests.web import hostile
-from tests.web.server import Server, serving
+from tests.web.server import WEB, Server
 
 REFUSED = {400, 401, 403, 404, 405, 408, 409, 411, 413, 414, 415, 422, 429, 431, 503}
 IMAGE = {"Content-Type": "image/png"}
@@ -79,10 +85,10 @@ def lines(server: Server, *headers: str, start: str = "GET /api/model HTTP/1.1")
 
 @pytest.fixture(autouse=True)
 def goes_on(server: Server) -> Iterator[None]:
-    """Whatever a test does, the server answers afterwards, and has not grown by more than what the largest picture takes."""
+    """The server answers afterwards, and has not grown by more than what the largest picture takes."""
     before, printed = server.memory(), len(server.printed())
     yield
-    assert httpx.get(f"{server.url}/api/model", timeout=20).status_code == 200
+    assert WEB.get(f"{server.url}/api/model", timeout=20).status_code == 200
     assert server.memory() - before < 600
     assert "Traceback" not in server.printed()[printed:]
 
@@ -108,14 +114,15 @@ def test_a_gif_of_many_frames_is_its_first(client: httpx.Client) -> None:
     assert (answer.json()["width"], answer.json()["height"]) == (32, 32)
 
 
+@pytest.mark.page
 def test_many_large_pictures_at_once_take_turns(server: Server) -> None:
-    """Twelve pictures of almost as many pixels as are taken, 5 kB each: unpacked all at once they would be gigabytes."""
+    """Twelve pictures of almost as many pixels as are taken, 5 kB each: all at once they would be gigabytes."""
     data = [hostile.flat(6300) + bytes([i]) for i in range(12)]
     statuses: list[int] = []
     peak, before = [0.0], server.memory()
 
     def one(file: bytes) -> None:
-        answer = httpx.post(f"{server.url}/api/images", content=file, headers=IMAGE, timeout=120)
+        answer = WEB.post(f"{server.url}/api/images", content=file, headers=IMAGE, timeout=120)
         statuses.append(answer.status_code)
 
     threads = [threading.Thread(target=one, args=(file,)) for file in data]
@@ -360,7 +367,6 @@ def test_noise_instead_of_http_is_refused(server: Server) -> None:
 JSONS = {
     "nan": '{"image": "cat", "methods": [{"name": "genatt"}], "wait": NaN}',
     "infinity": '{"image": "cat", "methods": [{"name": "genatt"}], "wait": Infinity}',
-    "nan in a setting": '{"image": "cat", "methods": [{"name": "rise", "settings": {"keep": NaN}}], "wait": 1}',
     "a huge integer": '{"image": "cat", "target": ' + "9" * 4000 + "}",
     "an integer of many digits": '{"image": "cat", "target": ' + "9" * 100_000 + "}",
     "a huge exponent": '{"image": "cat", "target": 1e999999}',
@@ -395,6 +401,17 @@ def test_odd_json_is_refused_in_a_sentence(client: httpx.Client, route: str, nam
         headers={"Content-Type": "application/json"},
     )
     refused(answer, 400, 404, 413, 422)
+
+
+def test_a_setting_that_is_no_number_is_told_in_a_sentence(client: httpx.Client) -> None:
+    """JSON has no NaN, but many write it."""
+    for value in ("NaN", "Infinity", "1e400", "-1", '"x"', "null", "true"):
+        body = f'{{"image": "cat", "methods": [{{"name": "rise", "settings": {{"keep": {value}}}}}], "wait": 30}}'
+        answer = client.post("/api/explain", content=body, headers={"Content-Type": "application/json"})
+        if answer.status_code == 200:
+            assert "keep" in answer.json()["failures"]["rise"], value
+        else:
+            refused(answer, 400, 422)
 
 
 def test_bytes_that_are_no_text_are_refused(client: httpx.Client) -> None:
@@ -438,7 +455,7 @@ def test_slow_headers_do_not_keep_others_waiting(server: Server) -> None:
         for _ in range(200):
             line = stack.enter_context(socket.create_connection(server.address, timeout=10))
             line.sendall(b"GET /api/model HTTP/1.1\r\nHost: 127.0.0.1\r\nX-a: b\r\n")
-        assert httpx.get(f"{server.url}/api/model", timeout=10).status_code == 200
+        assert WEB.get(f"{server.url}/api/model", timeout=10).status_code == 200
 
 
 def test_slow_bodies_do_not_keep_others_waiting(server: Server) -> None:
@@ -458,7 +475,7 @@ def test_slow_bodies_do_not_keep_others_waiting(server: Server) -> None:
     try:
         time.sleep(0.5)
         body = {"image": "cat", "methods": [{"name": "genatt"}], "wait": 20}
-        assert httpx.post(f"{server.url}/api/explain", json=body, timeout=20).status_code == 200
+        assert WEB.post(f"{server.url}/api/explain", json=body, timeout=20).status_code == 200
     finally:
         over.set()
         for thread in threads:
@@ -510,15 +527,13 @@ def test_nothing_of_an_upload_is_on_disk_or_printed(client: httpx.Client, server
     comment = PngImagePlugin.PngInfo()
     comment.add_text("Comment", MARK)
     data = hostile.picture(200, pnginfo=comment, compress_level=0)
-    before = server.open_files()
     image = upload(client, data).json()["id"]
-    for kind in ("png", "pdf", "arrays", "report"):
-        body = {"image": image, "methods": [{"name": "genatt"}], "wait": 30, "kind": kind, "name": MARK}
-        job = client.post("/api/files", json=body).json()
-        assert job["state"] == "done", job
-        assert client.get(job["file"]).status_code == 200
+    body = {"image": image, "methods": [{"name": "genatt"}], "wait": 30, "kind": "arrays", "name": MARK}
+    job = client.post("/api/files", json=body).json()
+    assert job["state"] == "done", job
+    assert client.get(job["file"]).status_code == 200
     refused(upload(client, data[:-30_000] + MARK.encode()), 400, 422)
-    assert not [file for file in server.open_files() - before if not file.endswith(".py")]
+    assert not server.written()
     assert not list(server.temporary.rglob("*"))
     assert {file.name for file in server.log.parent.iterdir()} == {"log.txt", "tmp"}
     printed = server.printed()
@@ -558,30 +573,100 @@ def test_what_the_api_gives_is_not_kept_by_the_browser(client: httpx.Client) -> 
 
 
 @pytest.fixture(scope="module")
-def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(
-        tmp_path_factory.mktemp("closed") / "here", "--token", "correct-horse", token="correct-horse"
-    ) as running:
-        yield running
+def closed() -> Iterator[str]:
+    """A server in this process that wants a token."""
+    here = Here(Site(pl.load("pocket")), token="correct-horse")
+    here.start()
+    yield f"http://127.0.0.1:{here.port}"
+    here.stop()
 
 
-def test_without_the_token_nothing_is_told(closed: Server) -> None:
+def test_without_the_token_nothing_is_told(closed: str, capfd: pytest.CaptureFixture[str]) -> None:
     routes = ("/api/model", "/api/methods", "/api/images/cat", "/api/jobs/x", "/api/jobs/x/events", "/api/openapi.json")
-    wrong = [{}, *({"Authorization": word} for word in ("Bearer", "Bearer ", "Bearer wrong", "Bearer correct-hors"))]
-    wrong += [
-        {"Authorization": word} for word in ("Basic Y29ycmVjdC1ob3JzZQ==", "correct-horse", "Bearer correct-horse2")
+    words = [
+        "Bearer",
+        "Bearer wrong",
+        "Bearer correct-hors",
+        "Bearer correct-horse2",
+        "correct-horse",
+        "Basic correct-horse",
     ]
-    wrong += [{"Authorization": "Bearer \u00e9".encode("latin-1")}]
-    with httpx.Client(base_url=closed.url) as client:
+    wrong: list[dict[str, str]] = [{}, *({"Authorization": word} for word in words)]
+    with httpx.Client(base_url=closed, verify=False, trust_env=False) as client:
         for headers in wrong:
             for path in routes:
                 refused(client.get(path, headers=headers), 401)
             refused(client.post("/api/predict", json={"image": "cat"}, headers=headers), 401)
             refused(upload(client, hostile.picture(), **headers), 401)
+        refused(client.get("/api/model", headers={"Authorization": "Bearer \u00e9".encode("latin-1")}), 401)
         refused(client.get("/api/model?token=correct-horse"), 401)
         assert client.get("/").status_code == 200, "the page itself holds nothing"
         right = {"Authorization": "Bearer correct-horse"}
         assert client.get("/api/model", headers=right).status_code == 200
         assert client.post("/api/predict", json={"image": "cat"}, headers=right).status_code == 200
-    assert "correct-hors " not in closed.printed()
-    assert "Bearer" not in closed.printed()
+    printed = capfd.readouterr()
+    assert "horse" not in printed.out + printed.err
+
+
+def test_tokens_are_compared_in_constant_time(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `hmac.compare_digest`, whatever was given."""
+    compared: list[bytes] = []
+    real = hmac.compare_digest
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.extend([a, b])
+        return real(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    WEB.get(f"{closed}/api/model", headers={"Authorization": "Bearer wrong"})
+    assert [part for part in compared if part.endswith(b"wrong")]
+    assert [part for part in compared if part.endswith(b"correct-horse")]
+
+
+@pytest.mark.page
+def test_nothing_of_an_upload_is_written(closed: str) -> None:
+    """While an image is uploaded, explained and made into files, this process opens no file to write."""
+    right = {"Authorization": "Bearer correct-horse"}
+    with httpx.Client(base_url=closed, verify=False, trust_env=False, headers=right, timeout=120) as client:
+
+        def everything(seed: int) -> None:
+            image = upload(client, hostile.picture(300, seed=seed)).json()["id"]
+            client.get(f"/api/images/{image}")
+            for kind in ("png", "pdf", "arrays", "report"):
+                body = {"image": image, "methods": [{"name": "genatt"}], "wait": 60, "kind": kind}
+                job = client.post("/api/files", json=body).json()
+                assert job["state"] == "done", job
+                assert client.get(job["file"]).status_code == 200
+
+        everything(1)  # fonts and modules are found for the first time
+        with writing() as written:
+            everything(2)
+    assert not written, written
+
+
+WATCHED: list[list[str]] = []
+HOOKED: list[bool] = []
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[list[str]]:
+    """The files that this process opens to write, makes or renames meanwhile; an audit hook hears of all of them."""
+
+    def hear(event: str, details: tuple[object, ...]) -> None:
+        if not WATCHED:
+            return
+        if event == "open" and isinstance(details[0], str | bytes):
+            flags = details[2] if isinstance(details[2], int) else 0
+            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                WATCHED[-1].append(f"{details[0]!r}")
+        elif event in ("os.rename", "os.mkdir", "tempfile.mkstemp", "tempfile.mkdtemp", "os.truncate"):
+            WATCHED[-1].append(f"{event} {details!r}")
+
+    if not HOOKED:
+        HOOKED.append(True)
+        sys.addaudithook(hear)
+    WATCHED.append([])
+    try:
+        yield WATCHED[-1]
+    finally:
+        WATCHED.clear()

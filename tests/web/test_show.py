@@ -132,7 +132,7 @@ def test_what_cannot_be_shown_is_refused(vit: pl.Anatomy, asked: dict[str, Any],
 
 
 def test_the_extra_is_named_where_it_is_missing(vit: pl.Anatomy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setattr("patchlight.extras.find_spec", lambda name: None if name == "uvicorn" else object())
     with pytest.raises(PatchlightError, match=r"the page needs uvicorn: pip install 'patchlight\[web\]'"):
         pl.show(vit)
 

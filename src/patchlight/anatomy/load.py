@@ -21,6 +21,7 @@ from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
 from patchlight.anatomy.own import OWN, read_own
 from patchlight.anatomy.preprocessing import applied, read_preprocess
 from patchlight.errors import AssumedPreprocess, PatchlightError, first_line, nearest
+from patchlight.extras import missing_extra
 from patchlight.images import Preprocess
 from patchlight.listed import matching
 from patchlight.specs import PreprocessSpec
@@ -401,7 +402,7 @@ def _load_hf(
     try:
         import transformers
     except ImportError as error:
-        raise PatchlightError("'hf:' models need the transformers package: pip install patchlight[hf]") from error
+        raise missing_extra("'hf:' models need", "transformers", "hf") from error
     from patchlight.anatomy.hf import check_complete, check_floating, read_processor
     from patchlight.anatomy.hub import endpoint, unreachable
 

@@ -15,6 +15,7 @@ from patchlight.anatomy.hub import cached, endpoint, unreachable
 from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
 from patchlight.anatomy.timm import BeitAnatomy, EvaAnatomy, TimmAnatomy
 from patchlight.errors import PatchlightError, Unsupported, first_line, nearest
+from patchlight.extras import missing_extra
 from patchlight.images import Preprocess
 from patchlight.targets import Outputs
 
@@ -216,9 +217,7 @@ def create(name: str, tag: str | None, fetch: bool, options: dict[str, Any]) -> 
     try:
         import open_clip
     except ImportError as error:
-        raise PatchlightError(
-            "'open_clip:' models need the open_clip_torch package: pip install patchlight[open_clip]"
-        ) from error
+        raise missing_extra("'open_clip:' models need", "open_clip_torch", "open_clip") from error
     given: dict[str, Any] = {"pretrained_text": fetch, **options}
     local = Path(name).is_dir()
     if local:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from patchlight.errors import PatchlightError, nearest
+from patchlight.extras import missing_extra
 from patchlight.images import Preprocess
 from patchlight.specs import PreprocessSpec
 
@@ -95,9 +96,7 @@ def _from_folder(folder: Path) -> Preprocess:
     try:
         import transformers  # noqa: F401
     except ImportError as error:
-        raise PatchlightError(
-            f"the image processor in '{folder}' needs the transformers package: pip install patchlight[hf]"
-        ) from error
+        raise missing_extra(f"the image processor in '{folder}' needs", "transformers", "hf") from error
     from patchlight.anatomy.hf import read_processor
 
     return _as_processed(read_processor(str(folder), {"local_files_only": True}), f"'{folder}'")

@@ -16,6 +16,7 @@ from patchlight.bench.rows import Maps
 from patchlight.bench.statistics import Ranks, extremes
 from patchlight.bench.tables import LEGEND, Gathered
 from patchlight.errors import PatchlightError
+from patchlight.extras import missing_extra
 from patchlight.files import write_whole
 from patchlight.viz.page import PALETTE, data_url, page_style, page_template
 
@@ -117,7 +118,7 @@ def as_html(run: Gathered) -> str:
 
         template = page_template("patchlight.bench", "report.html")
     except ImportError as error:
-        raise PatchlightError("the report needs jinja2 and plotly: pip install 'patchlight[bench]'") from error
+        raise missing_extra("the report needs", "jinja2 and plotly", "bench") from error
     models = {model: _section(run, model, number) for number, model in enumerate(run.models)}
     return template.render(
         style=page_style(),

@@ -37,6 +37,7 @@ from patchlight.bench.rows import Before, Done
 from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources, assembled, lost, run_unit
 from patchlight.errors import PatchlightError
+from patchlight.extras import missing_extra
 from patchlight.plugins import load_plugin, loaded_files
 
 try:
@@ -44,7 +45,7 @@ try:
     from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
-    raise PatchlightError("--ray needs Ray: pip install 'patchlight[ray]'") from error
+    raise missing_extra("--ray needs", "Ray", "ray") from error
 
 AHEAD = 2
 """Tasks given to Ray for each that can run at once: none waits for its unit, and units are not taken long before."""

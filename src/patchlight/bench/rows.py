@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchlight.errors import PatchlightError
+from patchlight.extras import missing_extra
 from patchlight.images import Preprocess
 from patchlight.metrics.base import Evaluation
 
@@ -19,7 +19,7 @@ try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 except ImportError as error:
-    raise PatchlightError("the benchmark needs pyarrow, jinja2 and plotly: pip install 'patchlight[bench]'") from error
+    raise missing_extra("the benchmark needs", "pyarrow, jinja2 and plotly", "bench") from error
 
 FORMAT = 3
 TIMING = ("explain_seconds", "measure_seconds")

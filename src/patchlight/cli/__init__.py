@@ -13,6 +13,7 @@ import typer
 
 from patchlight.cli.bench import bench
 from patchlight.cli.diffmask import diffmask
+from patchlight.cli.doctor import doctor
 from patchlight.cli.evaluate import evaluate
 from patchlight.cli.explain import demo, explain
 from patchlight.cli.figure import figure
@@ -27,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (demo, explain, evaluate, recommend, serve, figure, methods, metrics, models):
+for command in (demo, explain, evaluate, recommend, serve, figure, methods, metrics, models, doctor):
     app.command()(command)
 
 app.add_typer(bench)

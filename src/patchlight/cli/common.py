@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shlex
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,6 +116,20 @@ def command_line(context: typer.Context) -> str:
         for one in value if isinstance(value, list | tuple) else [value]:
             words += option if one is True else [*option, str(one)]
     return shlex.join(["patchlight", str(context.command.name), *words])
+
+
+def program() -> str:
+    """What to type for this command: `patchlight` where a shell finds this one, else the way to it."""
+    here, found = Path(sys.argv[0]), shutil.which("patchlight")
+    if here.name == "__main__.py":
+        return f"{Path(sys.executable).name} -m patchlight"
+    if here.stem != "patchlight" or (found is not None and here.exists() and here.samefile(found)):
+        return "patchlight"
+    whole = here.absolute()
+    if not whole.is_relative_to(Path.cwd()):
+        return shlex.quote(str(whole))
+    near = str(whole.relative_to(Path.cwd()))
+    return shlex.quote(near if os.sep in near else os.path.join(os.curdir, near))
 
 
 def say(words: str) -> None:

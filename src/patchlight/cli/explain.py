@@ -38,6 +38,7 @@ from patchlight.cli.common import (
     load_model,
     of_model,
     print_json,
+    program,
     progress,
     read_class,
     read_settings,
@@ -45,6 +46,7 @@ from patchlight.cli.common import (
 )
 from patchlight.cli.complete import complete_methods, one_of
 from patchlight.errors import NotFinite, PatchlightError
+from patchlight.extras import EXTRAS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -55,7 +57,16 @@ if TYPE_CHECKING:
     from patchlight.truth import Trial
     from patchlight.viz.report import Section
 
-DEMO_METHODS = ("rollout", "genatt", "tokentm", "ixg.plus.libra", "random")
+DEMO_METHODS: dict[str, dict[str, Any]] = {
+    "diffmask": {},
+    "vit-cx": {},
+    "tis": {"samples": 256},
+    "decompx.skipplus": {},
+    "tokentm": {},
+    "random": {},
+}
+"""A method of each of the five papers, and what none may fall behind."""
+TWO_METHODS = ("genatt", "tokentm", "ixg.plus.libra")
 TWO_CLASSES = "dog-and-cat.jpg"
 BATCH, TABLE_ROWS = 16, 50
 
@@ -75,12 +86,14 @@ def demo(
             ]
             vit = load_model("pocket")
         items = [Item(photo, None, None) for photo in photos if photo.name != TWO_CLASSES]
-        methods: dict[str, dict[str, Any]] = {name: {} for name in DEMO_METHODS}
-        done = _run(Task(items, out / "patchlight-demo.png", methods), lambda: vit)
+        done = _run(Task(items, out / "patchlight-demo.png", DEMO_METHODS), lambda: vit)
         done.written.append(str(_two_classes(vit, pocket.PHOTOS / TWO_CLASSES, out / "patchlight-two-classes.png")))
         _report(done, as_json)
         if not as_json:
-            print("Your own image: patchlight explain photo.jpg --method genatt,rollout --out explained.png")
+            print(f"Your own image: {program()} explain photo.jpg --method genatt,rollout --out explained.png")
+            absent = EXTRAS["web"].missing()
+            first = f", after pip install 'patchlight[web]', which brings {', '.join(absent)}" if absent else ""
+            print(f"In a browser: {program()} serve, and open the address that it prints{first}")
 
 
 def explain(
@@ -213,7 +226,7 @@ def _two_classes(vit: Anatomy, photo: Path, path: Path) -> Path:
     from patchlight.engine import explain as engine_explain
     from patchlight.viz import figure
 
-    figure(photo, engine_explain(vit, photo, DEMO_METHODS[1:-1], target=[["dog", "cat"]]), vit=vit, path=path)
+    figure(photo, engine_explain(vit, photo, TWO_METHODS, target=[["dog", "cat"]]), vit=vit, path=path)
     return path
 
 

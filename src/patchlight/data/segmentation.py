@@ -23,6 +23,7 @@ from patchlight.data.base import (
 )
 from patchlight.data.imagenet import class_names, synset_indices
 from patchlight.errors import PatchlightError, spelled
+from patchlight.extras import missing_extra
 from patchlight.fingerprints import digest_of
 from patchlight.images import list_images, open_image, open_mask
 
@@ -55,7 +56,7 @@ def open_imagenet_s(path: str | Path, split: str = "validation", categories: str
 def open_imagenet_segmentation(path: str | Path) -> Data:
     """ImageNet-Segmentation (Guillaumin et al.): `gtsegs_ijcv.mat`, 4,276 images with one object each.
 
-    Read with h5py (`pip install patchlight[segmentation]`). An image has a label if its synset is one of ImageNet's
+    Read with h5py (`pip install 'patchlight[segmentation]'`). An image has a label if its synset is one of ImageNet's
     1,000; the papers explain the predicted class.
     """
     file = Path(path)
@@ -150,7 +151,7 @@ def _open_mat(file: Path) -> Any:
     try:
         import h5py
     except ImportError as error:
-        raise PatchlightError("gtsegs_ijcv.mat is read with h5py: pip install patchlight[segmentation]") from error
+        raise missing_extra("gtsegs_ijcv.mat needs", "h5py", "segmentation") from error
     try:
         return h5py.File(file, "r")
     except OSError as error:

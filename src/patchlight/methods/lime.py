@@ -12,6 +12,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill, Filling, fill_images
+from patchlight.extras import missing_extra
 from patchlight.methods.base import Ask, Estimate, Level, register_method
 from patchlight.methods.masking import MadeMasks, bernoulli, owners, removes_tokens, score_kept
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
@@ -30,9 +31,7 @@ def superpixels(image: Tensor, vit: Anatomy) -> Tensor:
     try:
         from skimage.segmentation import quickshift
     except ImportError:
-        raise PatchlightError(
-            "the superpixels of 'lime' need scikit-image; pip install 'patchlight[lime]', or use unit='patch'"
-        ) from None
+        raise missing_extra("the superpixels of 'lime' need", "scikit-image", "lime", "use unit='patch'") from None
     if len(image) != 3:
         raise PatchlightError(f"superpixels need colours, this model reads {len(image)} channels; use unit='patch'")
     mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (vit.preprocess.mean, vit.preprocess.std))

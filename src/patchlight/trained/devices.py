@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
+from patchlight.extras import missing_extra
 
 
 class Devices:
@@ -18,9 +18,7 @@ class Devices:
         try:
             from accelerate import Accelerator
         except ImportError as error:
-            raise PatchlightError(
-                "training needs accelerate, which is not installed; pip install patchlight[train]"
-            ) from error
+            raise missing_extra("training needs", "accelerate", "train") from error
         self._accelerator = Accelerator(cpu=vit.device.type == "cpu", device_placement=False)
         self._alone = self._accelerator.num_processes == 1
         self.rank = int(self._accelerator.process_index)

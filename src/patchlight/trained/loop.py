@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.errors import PatchlightError
+from patchlight.extras import missing_extra
 from patchlight.files import check_writable
 from patchlight.progress import Progress, Tell, telling
 from patchlight.trained.batches import epoch_of, length_of
@@ -198,7 +199,7 @@ def _tensorboard(out: Path, row: dict[str, Any]) -> None:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise PatchlightError("tensorboard is not installed; pip install patchlight[train]") from error
+        raise missing_extra("the setting tensorboard needs", "tensorboard", "train") from error
     with SummaryWriter(str(out)) as writer:
         for name in (key for key in row if key not in ("step", "steps", "seconds")):
             writer.add_scalar(name, row[name], row["step"])

@@ -16,6 +16,7 @@ from PIL import Image
 
 from patchlight.attribution import Attribution
 from patchlight.errors import PatchlightError, spelled
+from patchlight.extras import missing_extra
 from patchlight.statistics import constant
 from patchlight.viz.figures import colour_bar, percent, short
 from patchlight.viz.heat import blend, is_signed, robust_scale
@@ -175,7 +176,7 @@ def check_report() -> None:
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
-        raise PatchlightError("the report needs jinja2: pip install 'patchlight[web]'") from error
+        raise missing_extra("the report needs", "jinja2", "web") from error
 
 
 def report_html(sections: Sequence[Section], made: Made) -> str:

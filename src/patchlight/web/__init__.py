@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-from patchlight.errors import PatchlightError
+from patchlight.extras import EXTRAS, missing_extra
 
 
 def check_extra() -> None:
     """Refuse, in one sentence, to begin without the packages of the extra."""
-    missing = [name for name in ("fastapi", "uvicorn", "jinja2") if importlib.util.find_spec(name) is None]
+    missing = EXTRAS["web"].missing()
     if missing:
-        raise PatchlightError(f"the page needs {', '.join(missing)}: pip install 'patchlight[web]'")
+        raise missing_extra("the page needs", ", ".join(missing), "web")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ from patchlight.web.schemas import (
     Randoms,
 )
 from patchlight.web.schemas import Truth as TruthTold
-from patchlight.web.site import Asked, Site, finite, quantity_of
+from patchlight.web.site import Asked, Made, Site, finite, quantity_of
 
 
 def predict(site: Site, asked: Predict) -> Predicted:
@@ -95,8 +94,8 @@ def explained(site: Site, asked: Explain, held: Held, work: Work) -> dict[str, A
             continue
         kept = site.maps.get(_key(question, request, asked.seed))
         if kept is not None:
-            found[request.label] = kept
-            _told(work, kept, request.label, 0.0, [])
+            found[request.label] = kept.found
+            _told(work, kept)
         else:
             (quick if site.is_quick(request) else slow).append(request)
     if len(quick) > 1 and _together(site, question, quick, asked.seed, found, work):
@@ -136,10 +135,13 @@ def _explain(
         maps = explain(question.vit, question.held.tensor, requests, _target(question), seed=seed, progress=False)
     seconds = time.perf_counter() - begun
     for request in requests:
-        one = found[request.label] = site.maps.put(_key(question, request, seed), maps[request.label])
+        found[request.label] = maps[request.label]
+        own = [words.removeprefix(f"{request.name}: ") for words in said if words.startswith(f"{request.name}:")]
+        kept = Made(request.label, maps[request.label], seconds / len(requests), "; ".join(own))
+        site.maps.put(_key(question, request, seed), kept)
         if len(requests) == 1:
             site.seconds[request.label] = round(seconds, 3)
-        _told(work, one, request.label, seconds / len(requests), said)
+        _told(work, kept)
 
 
 def _target(question: Asked) -> int | tuple[int, int]:
@@ -155,10 +157,10 @@ def _failed(work: Work, name: str, error: PatchlightError) -> None:
     work.tell("job")
 
 
-def _told(work: Work, found: Attribution, label: str, seconds: float, said: Sequence[str]) -> None:
-    mine = [words.removeprefix(f"{found.method}: ") for words in said if words.startswith(f"{found.method}:")]
+def _told(work: Work, made: Made) -> None:
+    found = made.found
     told = Map(
-        method=label,
+        method=made.label,
         scores=numbers(found.scores[0]),
         error=None if found.error is None else numbers(found.error[0]),
         level=found.level,
@@ -168,8 +170,8 @@ def _told(work: Work, found: Attribution, label: str, seconds: float, said: Sequ
         against_label=found.opposed[0] if found.opposed else None,
         settings={key: value for key, value in found.settings.items() if key not in ("chunk", "precision", "compile")},
         seed=found.seed,
-        seconds=round(seconds, 3),
-        warning="; ".join(mine),
+        seconds=round(made.seconds, 3),
+        warning=made.warning,
     )
     work.job.maps.append(told)
     work.tell("map", told.model_dump_json())

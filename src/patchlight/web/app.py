@@ -19,7 +19,7 @@ from patchlight.evidence.fills import Painted
 from patchlight.web import answers
 from patchlight.web.album import Gone, Held
 from patchlight.web.files import make_file
-from patchlight.web.jobs import Busy, OutOfTime, Work, in_words, run
+from patchlight.web.jobs import Busy, Lane, OutOfTime, Work, in_words, run
 from patchlight.web.schemas import (
     Ablate,
     Ablated,
@@ -38,11 +38,19 @@ from patchlight.web.schemas import (
     Predicted,
     Problem,
 )
-from patchlight.web.site import QUICK, SLOW, Site
+from patchlight.web.site import Site
 
 T = TypeVar("T")
 LOG = logging.getLogger("patchlight.web")
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+FILES = ("image/png", "application/pdf", "application/zip", "text/html")
+"""What files are made of."""
+_EVENT = {
+    "type": "object",
+    "description": "The data is JSON: a Job, a Map, the random orders, a Truth.",
+    "properties": {"event": {"enum": ["job", "map", "random", "truth", "end"]}, "data": {"type": "string"}},
+    "required": ["event", "data"],
+}
 BEAT = 10.0
 """Seconds of silence after which a stream says that it is alive."""
 _WHY = {
@@ -101,11 +109,11 @@ def _facts(site: Site) -> APIRouter:
 
     @routes.get("/model", summary="The model, its classes, the bundled images and the limits")
     async def model() -> ModelFacts:
-        return await run(site.quick, QUICK, site.facts)
+        return await run(site.quick, site.facts)
 
     @routes.get("/methods", summary="Every method, whether it works on this model, and what it costs")
     async def methods() -> Methods:
-        return Methods(methods=await run(site.quick, QUICK, site.methods))
+        return Methods(methods=await run(site.quick, site.methods))
 
     @routes.post("/images", status_code=201, summary="Upload an image", openapi_extra=_IMAGE)
     async def upload(request: Request) -> ImageFacts:
@@ -113,7 +121,7 @@ def _facts(site: Site) -> APIRouter:
         if not (kind.startswith("image/") or kind == "application/octet-stream"):
             raise HTTPException(415, "give the bytes of an image, with its type as 'Content-Type: image/jpeg'")
         data = await request.body()
-        held = await run(site.quick, QUICK, lambda: site.album.add(data))
+        held = await run(site.quick, lambda: site.album.add(data))
         return ImageFacts(id=held.id, width=held.size[0], height=held.size[1])
 
     @routes.get(
@@ -139,15 +147,15 @@ def _answers(site: Site) -> APIRouter:
 
     @routes.post("/predict", summary="What the model says of an image")
     async def predict(asked: Predict) -> Predicted:
-        return await run(site.quick, QUICK, lambda: answers.predict(site, asked))
+        return await run(site.quick, lambda: answers.predict(site, asked))
 
     @routes.post("/ablate", summary="What it says when patches are painted over or their tokens removed")
     async def ablate(asked: Ablate) -> Ablated:
-        return await run(site.quick, QUICK, lambda: answers.ablate(site, asked))
+        return await run(site.quick, lambda: answers.ablate(site, asked))
 
     @routes.post("/inside", summary="Attention to each patch, and what the head says, block by block")
     async def inside(asked: Inside) -> InsideResult:
-        return await run(site.quick, QUICK, lambda: answers.inside(site, asked))
+        return await run(site.quick, lambda: answers.inside(site, asked))
 
     return routes
 
@@ -156,10 +164,9 @@ def _jobs(site: Site) -> APIRouter:
     routes = _router()
     later: dict[int | str, dict[str, Any]] = {202: {"model": Job, "description": "It goes on; look again, or listen"}}
 
-    async def begin(kind: Kind, asked: Explain, quick: bool, do: Callable[[Held, Work], None], to: Response) -> Job:
+    async def begin(kind: Kind, asked: Explain, lane: Lane, do: Callable[[Held, Work], None], to: Response) -> Job:
         held = site.album.find(asked.image)  # it stays until the job is over, whatever is uploaded meanwhile
-        lane, limit = (site.quick, QUICK) if quick else (site.slow, SLOW)
-        work = Work(kind, lane, limit, lambda work: do(held, work))
+        work = Work(kind, lane, lambda work: do(held, work))
         work.begin()
         site.jobs.add(work)
         if asked.wait:
@@ -173,21 +180,21 @@ def _jobs(site: Site) -> APIRouter:
             answers.explained(site, asked, held, work)
 
         quick = all(_is_quick(site, method) for method in asked.methods)
-        return await begin("explain", asked, quick, do, response)
+        return await begin("explain", asked, site.quick if quick else site.slow, do, response)
 
     @routes.post("/measure", summary="Deletion and insertion of methods and of random orders: a job", responses=later)
     async def measure(asked: MeasureAsked, response: Response) -> Job:
         def do(held: Held, work: Work) -> None:
             answers.measure(site, asked, held, work)
 
-        return await begin("measure", asked, False, do, response)
+        return await begin("measure", asked, site.slow, do, response)
 
     @routes.post("/files", summary="A picture, arrays or a report of maps: a job", responses=later)
     async def files(asked: FileAsked, response: Response) -> Job:
         def do(held: Held, work: Work) -> None:
             make_file(site, asked, held, work)
 
-        return await begin("file", asked, False, do, response)
+        return await begin("file", asked, site.files, do, response)
 
     def found(job: str) -> Work:
         work = site.jobs.find(job)
@@ -210,7 +217,7 @@ def _jobs(site: Site) -> APIRouter:
         "/jobs/{job}/events",
         summary="What a job tells, as server-sent events, from its beginning",
         response_class=StreamingResponse,
-        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+        responses={200: {"content": {"text/event-stream": {"schema": _EVENT}}}},
     )
     async def events(job: JobId) -> StreamingResponse:
         return StreamingResponse(_stream(found(job)), media_type="text/event-stream")
@@ -219,7 +226,7 @@ def _jobs(site: Site) -> APIRouter:
         "/jobs/{job}/file",
         summary="The file that a job has made",
         response_class=Response,
-        responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+        responses={200: {"content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in FILES}}},
     )
     async def file(job: JobId) -> Response:
         work = found(job)

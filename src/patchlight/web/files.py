@@ -18,7 +18,7 @@ from patchlight.viz.report import Explained, check_report, made_by, report_html,
 from patchlight.web.album import Held
 from patchlight.web.answers import explained, trial_of
 from patchlight.web.jobs import Work
-from patchlight.web.schemas import FileAsked, MeasureAsked
+from patchlight.web.schemas import FileAsked
 from patchlight.web.site import Asked, Site
 
 SHARPER = 2
@@ -70,8 +70,7 @@ def arrays(maps: Mapping[str, Attribution]) -> bytes:
 
 def report(site: Site, question: Asked, maps: Mapping[str, Attribution], asked: FileAsked, work: Work) -> bytes:
     """The maps with their test, and how all of it was made, as one HTML file."""
-    usual = MeasureAsked.model_validate({"image": asked.image, "methods": asked.methods, "seed": asked.seed})
-    trial = trial_of(site, question, usual)
+    trial = trial_of(site, question, asked)
     tested = truths(trial, {name: on_grid(att.scores, question.vit)[0] for name, att in maps.items()})
     section = section_of(
         Explained(
@@ -90,9 +89,11 @@ def report(site: Site, question: Asked, maps: Mapping[str, Attribution], asked: 
 
 
 def repeated(site: Site, question: Asked, asked: FileAsked) -> str:
-    """The command that makes the same report of the image under its name."""
+    """The command that makes the same report of the image under its name; none of a model that was given in Python."""
+    if not site.cli:
+        return ""
     image = f"./{asked.name}" if asked.name.startswith("-") else asked.name
-    words = ["patchlight", "explain", image, *shlex.split(site.cli or f"--model {shlex.quote(site.vit.name)}")]
+    words = ["patchlight", "explain", image, *shlex.split(site.cli)]
     for text in asked.texts or ():
         words += ["--text", text]
     words += ["--template", asked.template] if asked.texts and asked.template != "{}" else []

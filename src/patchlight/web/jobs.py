@@ -1,13 +1,14 @@
 """Work in lanes: bounded queues with a thread each, jobs that tell how far they are, and cancellation.
 
-Quick work (a forward or a few) and slow work (thousands) have a lane each, so that the page follows the hand while a
-slow method runs.
+Quick work (a forward or a few), slow work (thousands) and files have a lane each, so that the page follows the hand
+while a slow method runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import threading
 import time
@@ -23,8 +24,11 @@ from patchlight.progress import Watcher, watched
 from patchlight.web.schemas import Job, Kind, Progress
 
 T = TypeVar("T")
+LOG = logging.getLogger("patchlight.web")
 KEPT, FILES, MINUTES = 256, 16, 15
 """How many finished jobs are remembered, how many of them with their file, and for how long."""
+LAST = 10.0
+"""Seconds that are waited for the last piece of work of a lane that is closed."""
 TOLD = 0.1
 """Seconds between two words about progress."""
 
@@ -38,14 +42,15 @@ class OutOfTime(PatchlightError):
 
 
 class Lane:
-    """A thread that does one piece of work after another; at most `most` of them wait."""
+    """A thread that does one piece of work after another; at most `most` wait, and each may take `limit` seconds."""
 
-    def __init__(self, name: str, most: int, threads: int) -> None:
-        self._most, self._threads = most, threads
+    def __init__(self, name: str, most: int, limit: float, threads: int) -> None:
+        self._most, self.limit, self._threads = most, limit, threads
         self._waiting: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._open = True
-        threading.Thread(target=self._work, name=f"patchlight-{name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name=f"patchlight-{name}", daemon=True)
+        self._thread.start()
 
     def put(self, work: Callable[[], None]) -> None:
         with self._changed:
@@ -66,6 +71,10 @@ class Lane:
             self._waiting.clear()
             self._changed.notify()
 
+    def join(self) -> None:
+        """Wait for what is under way: a process that ends while torch computes in a thread is aborted."""
+        self._thread.join(LAST)
+
     def _work(self) -> None:
         torch.set_num_threads(self._threads)
         while True:
@@ -74,7 +83,10 @@ class Lane:
                 if not self._waiting:
                     return
                 work = self._waiting.popleft()
-            work()
+            try:
+                work()
+            except Exception:  # whatever it was, the next ones are done
+                LOG.exception("work failed that nobody waits for")
             del work
 
 
@@ -128,9 +140,9 @@ class Task(Generic[T]):
             self.loop.call_soon_threadsafe(now)
 
 
-async def run(lane: Lane, limit: float, function: Callable[[], T]) -> T:
+async def run(lane: Lane, function: Callable[[], T]) -> T:
     """What a function gives, computed in a lane."""
-    task = Task[T](lambda _: function(), limit, asyncio.get_running_loop())
+    task = Task[T](lambda _: function(), lane.limit, asyncio.get_running_loop())
     lane.put(task)
     try:
         return await task.done
@@ -147,8 +159,8 @@ Event = tuple[int, str, str]
 class Work(Task["Job"]):
     """A job: its state is told to whoever listens, and what happened before is told again."""
 
-    def __init__(self, kind: Kind, lane: Lane, limit: float, function: Callable[[Work], None]) -> None:
-        super().__init__(self._finish, limit, asyncio.get_running_loop())
+    def __init__(self, kind: Kind, lane: Lane, function: Callable[[Work], None]) -> None:
+        super().__init__(self._finish, lane.limit, asyncio.get_running_loop())
         self._lane, self._work = lane, function
         self.job = Job(id=secrets.token_urlsafe(16), kind=kind, state="waiting")
         self.file: tuple[bytes, str, str] | None = None

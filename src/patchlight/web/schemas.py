@@ -88,8 +88,8 @@ class Inside(Question):
     model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat"}]})
 
 
-class FileAsked(Explain):
-    """What is on the screen, as a file."""
+class FileAsked(MeasureAsked):
+    """What is on the screen, as a file; the fields of a test are for a report."""
 
     kind: Literal["png", "pdf", "arrays", "report"] = "png"
     name: Annotated[str, Field(max_length=100)] = Field("image", description="What a report calls the image.")

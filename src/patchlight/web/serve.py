@@ -132,7 +132,7 @@ class Server:
     def stop(self) -> None:
         self._server.should_exit = True
         if self._thread is not None:
-            self._thread.join(5)
+            self._thread.join(30)
 
 
 def _listening(host: str, port: int) -> socket.socket:

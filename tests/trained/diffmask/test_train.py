@@ -259,7 +259,7 @@ def test_bad_settings_and_models_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(PatchlightError, match="toy needs 4 of width 16"):
         pl.diffmask.train(toy(), batches(), Settings(**QUICK), initial=initial)
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(PatchlightError, match=r"pip install patchlight\[train\]"):
+    with pytest.raises(PatchlightError, match=r"pip install 'patchlight\[train\]'"):
         pl.diffmask.train(toy(), batches(), Settings(**QUICK))
 
 

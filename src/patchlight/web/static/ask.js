@@ -303,6 +303,16 @@ function drawTexts() {
   if (document.activeElement !== $("template")) $("template").value = state.template;
 }
 
+async function showPhoto() {
+  const box = $("ask-trouble"), { image } = state;
+  try {
+    trouble(box, "");
+    await loadPhoto();
+  } catch (error) {
+    if (image === state.image) trouble(box, error.message, error.status === 404 ? null : showPhoto);
+  }
+}
+
 /** Listen. */
 export function start() {
   watchFiles();
@@ -311,11 +321,11 @@ export function start() {
   $("search").addEventListener("focus", valuesOfAll);
   $("clear-target").addEventListener("click", () => set({ target: FRESH.target, against: FRESH.against }));
   $("clear-against").addEventListener("click", () => set({ against: null }));
-  on("texts template", drawTexts);
+  on("texts template model", drawTexts);
   on("image", () => {
     markPhoto();
     said.now = null;
-    loadPhoto().catch((error) => trouble($("ask-trouble"), error.message, error.status === 404 ? null : () => loadPhoto()));
+    showPhoto();
   });
   on("image target against texts template", (changed) => {
     if (changed.some((key) => key === "texts" || key === "template")) said.whole = said.now = null;

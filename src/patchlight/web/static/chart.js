@@ -9,6 +9,15 @@ export const series = (place) => `series s${place % SERIES}${place >= SERIES ? "
 
 const finite = (values) => values.filter((value) => value !== null && Number.isFinite(value));
 
+/** Round numbers from below the lowest to above the highest, four or five steps of 1, 2, 2.5 or 5 times a power of ten. */
+function ticks(low, high) {
+  const rough = (high - low) / 4;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 2.5, 5, 10].find((times) => times * power >= rough * 0.999);
+  const first = Math.floor(low / step + 1e-6), last = Math.ceil(high / step - 1e-6);
+  return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * step);
+}
+
 function bounds(result) {
   const curves = [result.random.curve, ...result.methods.map((truth) => truth.curve)];
   const all = finite(curves.flatMap((curve) => [...curve.deletion, ...curve.insertion]));
@@ -27,16 +36,17 @@ function path(values, x, y) {
   }).join("");
 }
 
-function panel(box, kind, title, result, step, low, high) {
+function panel(box, kind, title, result, step, marks) {
   const { left, top, width, height } = box;
-  const last = result.fractions.length - 1;
+  const last = result.fractions.length - 1, low = marks[0], high = marks[marks.length - 1];
   const x = (i) => left + result.fractions[i] * width;
   const y = (value) => top + height - ((value - low) / (high - low)) * height;
   const group = s("g", { class: "panel" }, s("text", { class: "title", x: left, y: top - 12 }, title));
-  for (let i = 0; i <= 4; i += 1) {
-    const value = low + ((high - low) * i) / 4;
+  for (const value of marks) {
     group.append(s("line", { class: "grid", x1: left, x2: left + width, y1: y(value), y2: y(value) }));
-    group.append(s("text", { class: "tick", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, result.quantity === "probability" ? `${Math.round(100 * value)} %` : number(value)));
+    group.append(s("text", { class: "tick", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, result.quantity === "probability" ? `${number(Number((100 * value).toFixed(6)))} %` : number(value)));
+  }
+  for (let i = 0; i <= 4; i += 1) {
     group.append(s("text", { class: "tick", x: left + (width * i) / 4, y: top + height + 18, "text-anchor": "middle" }, `${25 * i} %`));
   }
   group.append(s("path", { class: "random", d: path(result.random.curve[kind], x, y) }));
@@ -82,7 +92,7 @@ export function drawChart(svg, result, step) {
   const across = wide ? 2 : 1;
   const inner = (width - across * (PADDING.left + PADDING.right)) / across;
   const height = Math.min(240, Math.max(160, inner * 0.72));
-  const [low, high] = bounds(result);
+  const marks = ticks(...bounds(result));
   const box = (i) => ({
     left: PADDING.left + (wide ? i * (inner + PADDING.left + PADDING.right) : 0),
     top: PADDING.top + (wide ? 0 : i * (height + PADDING.top + PADDING.bottom)), width: inner, height,
@@ -92,8 +102,8 @@ export function drawChart(svg, result, step) {
   svg.setAttribute("viewBox", `0 0 ${width} ${total}`);
   svg.style.height = `${total}px`;
   svg.replaceChildren(
-    panel(box(0), "deletion", "Deletion (lower is better)", result, step, low, high),
-    panel(box(1), "insertion", "Insertion (higher is better)", result, step, low, high),
+    panel(box(0), "deletion", "Deletion (lower is better)", result, step, marks),
+    panel(box(1), "insertion", "Insertion (higher is better)", result, step, marks),
     strip({ left: PADDING.left, top: below, width: width - PADDING.left - PADDING.right }, result),
   );
   return (event) => {

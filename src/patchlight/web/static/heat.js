@@ -126,7 +126,7 @@ export function drawHeat(canvas, grey, { scores, rows, columns, covers }, scale,
     out[4 * p + 2] = colours[at + 2] * opacity + base;
     out[4 * p + 3] = 255;
   }
-  canvas.getContext("2d").putImageData(image, 0, 0);
+  canvas.getContext("2d", { willReadFrequently: true }).putImageData(image, 0, 0);
 }
 
 /** Draw the colours of a scale from left to right, as a legend. */
@@ -139,7 +139,7 @@ export function drawLegend(canvas, scale, colours) {
     const at = 3 * Math.round(255 * value);
     row.data.set([...table(name).subarray(at, at + 3), 255], 4 * i);
   }
-  canvas.getContext("2d").putImageData(row, 0, 0);
+  canvas.getContext("2d", { willReadFrequently: true }).putImageData(row, 0, 0);
 }
 
 /** Scores on the patches of a grid that covers a share of the picture: a map of pixels is averaged over each. */

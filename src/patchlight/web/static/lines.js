@@ -31,7 +31,7 @@ export function named(index, labels) {
  */
 export function pythonLines({ open, image, bundled, methods, target, against, labels, texts, template, seed }) {
   const lines = ["import patchlight as pl", ""];
-  lines.push(/^vit\s*=/.test(open) ? open : `vit = ${open}`);
+  lines.push(open ? `vit = ${open}` : "# vit is the model that was given to pl.show");
   if (texts.length) {
     const around = template === "{}" ? "" : `, template=${python(template)}`;
     lines.push(`vit = vit.ask(pl.heads.Texts([${texts.map(python).join(", ")}]${around}))`);

@@ -208,7 +208,10 @@ function drawBare(card) {
   for (const part of [card.parts.took, card.parts.here]) part.textContent = "";
   card.parts.note.hidden = true;
   card.canvas.setAttribute("aria-label", `${card.name}, not there yet`);
-  drawHeat(card.canvas, photo.grey, { scores: [0], rows: 1, columns: 1, covers: [1, 1] }, { low: 0, high: 1, signed: true }, { ...state, opacity: 0 });
+  const context = card.canvas.getContext("2d", { willReadFrequently: true });
+  context.filter = "grayscale(1)";
+  context.drawImage(photo.bitmap, 0, 0, card.canvas.width, card.canvas.height);
+  context.filter = "none";
 }
 
 function fit(card) {

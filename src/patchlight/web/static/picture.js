@@ -29,7 +29,9 @@ function luminance(source, width, height) {
   context.imageSmoothingQuality = "high";
   context.drawImage(source, 0, 0, width, height);
   const { data } = context.getImageData(0, 0, width, height);
-  return Uint8Array.from({ length: width * height }, (_, p) => 0.299 * data[4 * p] + 0.587 * data[4 * p + 1] + 0.114 * data[4 * p + 2]);
+  const grey = new Uint8Array(width * height);
+  for (let p = 0; p < grey.length; p += 1) grey[p] = 0.299 * data[4 * p] + 0.587 * data[4 * p + 1] + 0.114 * data[4 * p + 2];
+  return grey;
 }
 
 /** Load what the model sees of the state's image, and tell `photo` when it is there. */
@@ -97,7 +99,7 @@ function hatched(context) {
 export function drawWithout(canvas, removed, unit, fill) {
   const { bitmap: source, width, height } = photo;
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
-  const context = canvas.getContext("2d");
+  const context = canvas.getContext("2d", { willReadFrequently: true });
   context.drawImage(source, 0, 0);
   const painted = unit === "patch" && removed.length ? fillPicture(fill) : null;
   const pattern = painted ? null : hatched(context);

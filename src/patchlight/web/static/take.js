@@ -31,7 +31,7 @@ async function download(button) {
   button.disabled = true;
   $("files-hint").textContent = "Making the file…";
   try {
-    const asking = { ...question(), methods: state.methods, seed: state.seed, kind, name: (facts.name ?? state.image).slice(0, 100), wait: 2 };
+    const asking = { ...question(), methods: state.methods, seed: state.seed, unit: state.unit, fill: state.fill, kind, name: (facts.name ?? state.image).slice(0, 100), wait: 2 };
     const tell = (event, job) => {
       if (event === "job" && job.progress?.total) $("files-hint").textContent = `Making the file… ${Math.floor((100 * job.progress.done) / job.progress.total)} %`;
     };
@@ -64,7 +64,12 @@ async function copy(text, button) {
   setTimeout(() => (button.firstChild.textContent = old === "Copied" ? "Copy" : old), 1500);
 }
 
-const address = () => `${location.origin}${location.pathname}${location.search}#${written()}`;
+/** The address of this view; in a notebook's frame, of the whole page. */
+function address() {
+  const search = new URLSearchParams(location.search);
+  search.delete("embed");
+  return `${location.origin}${location.pathname}${search.size ? `?${search}` : ""}#${written()}`;
+}
 
 const draw = settled(() => {
   if (!facts.model) return;
@@ -79,7 +84,8 @@ const draw = settled(() => {
   };
   const ready = state.methods.length > 0;
   $("python").textContent = ready ? pythonLines(lines) : "# Choose a method first.";
-  $("cli").textContent = ready ? shellLine(lines) : "# Choose a method first.";
+  const shell = facts.model.cli ? shellLine(lines) : "# This model was given to pl.show; the command line opens models by name.";
+  $("cli").textContent = ready ? shell : "# Choose a method first.";
 }, 150);
 
 /** Listen. */

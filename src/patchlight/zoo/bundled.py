@@ -1,0 +1,53 @@
+"""Whether the files that come with Patchlight are whole: `sums.txt` beside this file, and pip's own list."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib import metadata
+from pathlib import Path
+
+ZOO = Path(__file__).resolve().parent
+SUMS = ZOO / "sums.txt"
+"""A SHA-256 and a file in each line, as `sha256sum` writes and checks them; `python -m tools.listed` makes it."""
+
+
+def made_sums(folder: Path = ZOO) -> str:
+    """The text of `sums.txt`: all files of the folder that are data."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".json", ".jpg"))
+    return "".join(f"{_sum(path).hex()}  {path.relative_to(folder).as_posix()}\n" for path in files)
+
+
+def expected() -> dict[Path, bytes]:
+    """The SHA-256 of every file that is known: the bundled model's, and the whole package's where pip installed it."""
+    lines = (line.split("  ", 1) for line in SUMS.read_text(encoding="utf-8").splitlines())
+    known = {ZOO / name: bytes.fromhex(value) for value, name in lines}
+    return _installed() | known
+
+
+def damaged() -> list[str]:
+    """The files that are missing, or are not the ones that were bundled."""
+    home = ZOO.parent
+    return [
+        f"{path.relative_to(home).as_posix()} is {'another' if path.is_file() else 'missing'}"
+        for path, value in expected().items()
+        if not path.is_file() or _sum(path) != value
+    ]
+
+
+def _installed() -> dict[Path, bytes]:
+    """What pip wrote down when it installed this very folder; nothing where the package is run from its source."""
+    try:
+        listed = metadata.distribution("patchlight").files or ()
+    except metadata.PackageNotFoundError:
+        return {}
+    found = {}
+    for file in listed:
+        path = Path(str(file.locate())).resolve()
+        if file.hash is not None and file.hash.mode == "sha256" and path.is_relative_to(ZOO.parent):
+            found[path] = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4))
+    return found
+
+
+def _sum(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
