@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from tools.docs import families, manual, measured, pictures, reference
+from tools.docs.links import broken
 from tools.docs.staging import ROOT, stage
 
 
@@ -31,9 +32,15 @@ def main(folder: Path) -> int:
     told("Sphinx: executing the tutorials, building the pages", start)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     words = ["-W", "--keep-going", "-q", "-b", "html", str(source), str(html)]
-    done = subprocess.run([sys.executable, "-m", "sphinx", *words], env=environment, check=False)
-    told(f"the documentation is in {html / 'index.html'}" if done.returncode == 0 else "it failed", start)
-    return done.returncode
+    if subprocess.run([sys.executable, "-m", "sphinx", *words], env=environment, check=False).returncode:
+        told("it failed", start)
+        return 1
+    wrong = list(broken(html))
+    told(f"links: {len(wrong)} lead nowhere", start)
+    for sentence in wrong:
+        print(sentence)
+    told(f"the documentation is in {html / 'index.html'}", start)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

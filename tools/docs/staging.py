@@ -82,6 +82,18 @@ def relinked(text: str, source: Path) -> str:
     return "".join([*pieces, outside(text[last:])])
 
 
+def pictured(text: str, source: Path) -> str:
+    """A page's text with the words of pictures that are not there in their place."""
+
+    def shown(match: re.Match[str]) -> str:
+        if (source.parent / match[2]).exists():
+            return match[0]
+        print(f"{source.name} shows {match[2]}, which is not there")
+        return f"*{match[1]}*"
+
+    return re.sub(r"!\[([^\]]*)\]\(([^)\s:]+)\)", shown, text)
+
+
 def examples() -> dict[str, str]:
     """The examples of CONTRIBUTING.md by name."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -110,6 +122,7 @@ def stage(folder: Path) -> None:
         if source.suffix != ".md":
             shutil.copyfile(source, target)
             continue
-        text = relinked(plain_fences(expanded(source.read_text(encoding="utf-8"))), source)
+        text = pictured(source.read_text(encoding="utf-8"), source)
+        text = relinked(plain_fences(expanded(text)), source)
         notebook = "{code-cell}" in text and not text.startswith("---\n")
         target.write_text(KERNEL + text if notebook else text, encoding="utf-8")
