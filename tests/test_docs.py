@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -100,7 +101,13 @@ def test_the_table_of_figures_is_what_there_is() -> None:
     assert lines[2:] == told, "docs/figures.md: its table is not that of list_figures()"
 
 
-WRITTEN = ("docs/reference/", "docs/gallery.md", "docs/results/index.md", "docs/results/speed.md", "docs/contributing.md")
+WRITTEN = (
+    "docs/reference/",
+    "docs/gallery.md",
+    "docs/results/index.md",
+    "docs/results/speed.md",
+    "docs/contributing.md",
+)
 """Pages that `make docs` writes or puts elsewhere; it checks the links to them itself."""
 EVERY = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
@@ -128,7 +135,9 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
         kind = block["kind"].split(" ")[0]
         if kind in ("", "{code-cell}", "sh") or kind in SHOWN or block["before"].startswith("<!-- not run: "):
             continue
-        assert kind == "python", f"{name}: a block of '{kind}' is not run; say why in a comment above, <!-- not run: … -->"
+        assert kind == "python", (
+            f"{name}: a block of '{kind}' is not run; say why in a comment above, <!-- not run: … -->"
+        )
         assert name in run, f"{name} has an example that no test runs; <!-- not run: … --> above it says why"
 
 

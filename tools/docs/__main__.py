@@ -30,8 +30,9 @@ def main(folder: Path) -> int:
     manual.write(source)
     measured.write(source)
     told("Sphinx: executing the tutorials, building the pages", start)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    words = ["-W", "--keep-going", "-q", "-b", "html", str(source), str(html)]
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": paths}
+    words = ["-W", "--keep-going", "-q", "-j", "2", "-b", "html", str(source), str(html)]
     if subprocess.run([sys.executable, "-m", "sphinx", *words], env=environment, check=False).returncode:
         told("it failed", start)
         return 1

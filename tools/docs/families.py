@@ -137,7 +137,7 @@ vit = pl.wrap(model, stage=2)
         "transformers",
         "Image classifiers of transformers",
         "transformers",
-        "ViT, DeiT, DINOv2, CLIP and SigLIP with a classifier. From the hub or a folder: `pl.load(\"hf:NAME\")`; images "
+        'ViT, DeiT, DINOv2, CLIP and SigLIP with a classifier. From the hub or a folder: `pl.load("hf:NAME")`; images '
         "are prepared as the model's own processor does.",
         _example("""
 import torch
@@ -186,7 +186,7 @@ vit = pl.wrap(model, head=pl.heads.Texts(torch.randn(2, 32), ["a dog", "a cat"])
         "torchvision",
         "ViT of torchvision",
         "torchvision",
-        "`pl.load(\"torchvision:vit_b_16\")`, or a model that you have.",
+        '`pl.load("torchvision:vit_b_16")`, or a model that you have.',
         _example("""
 import torch
 from torchvision.models import VisionTransformer
@@ -227,7 +227,12 @@ vit = pl.wrap(Mine().eval())
 )
 
 
+def _yes_or(reason: str | None) -> str:
+    return "yes" if reason is None else f"no, {as_markdown(reason)}"
+
+
 def page(kind: Kind) -> str:
+    """What a family's models are, an example with what it printed, and which methods work on it."""
     vit, printed = kind.run
     names = [one.name for one in pl.list_methods()]
     works = [name for name in names if name not in kind.refused]
@@ -243,8 +248,8 @@ def page(kind: Kind) -> str:
         f"This was run when the page was made, with random weights:\n\n```python\n{kind.example}```\n\n"
         f"```text\n{printed}```\n\n"
         "Tokens can be removed: "
-        f"{'yes' if vit.can_drop is None else 'no, ' + as_markdown(vit.can_drop)}. Attention can be read: "
-        f"{'yes' if vit.attention is None and vit.depth else 'no, ' + as_markdown(vit.attention or 'no blocks are open')}."
+        f"{_yes_or(vit.can_drop)}. Attention can be read: "
+        f"{_yes_or('no blocks are open' if not vit.depth else vit.attention)}."
         f"\n\n## What works\n\nOf the {len(names)} methods, {len(works)} work on this model: {links}.\n"
         + (f"\n{refused}" if kind.refused else "")
     )

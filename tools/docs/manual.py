@@ -35,7 +35,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "Explaining": ("explain", "list_methods", "Attribution", "Attributions"),
     "Measuring": ("evaluate", "compare", "list_metrics", "open_data", "Evaluation", "Evaluations", "Comparison"),
     "Choosing": ("recommend", "Verdict"),
-    "Showing": ("figure",),
+    "Showing": ("figure", "show"),
     "The raw evidence": ("trace", "Evidence"),
     "Trained explainers": ("diffmask.train", "diffmask.load", "diffmask.Settings", "shapley.train", "shapley.load"),
     "Runs of the benchmark": ("bench.open", "bench.Store"),
@@ -155,7 +155,13 @@ def _fields(model: type[BaseModel]) -> str:
         default = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
         needed = default is PydanticUndefined
         plain = not isinstance(default, BaseModel)
-        rows.append((code(name), as_markdown(_kind(field.annotation)), "needed" if needed else code(repr(default)) if plain else ""))
+        rows.append(
+            (
+                code(name),
+                as_markdown(_kind(field.annotation)),
+                "needed" if needed else code(repr(default)) if plain else "",
+            )
+        )
     return table(("key", "is", "default"), rows)
 
 
@@ -225,7 +231,7 @@ def error_page() -> str:
             ((code(f"pl.{name}"), as_markdown(paragraphs(found(name))[0])) for name in WARNINGS),
         ),
         "`Unsupported` is a `PatchlightError`, and that is a `ValueError`. Warnings point at your line, and "
-        "`warnings.filterwarnings(\"error\", category=pl.DegenerateMap)` makes an error of one.",
+        '`warnings.filterwarnings("error", category=pl.DegenerateMap)` makes an error of one.',
         "## What often happens",
         table(
             ("message", "what to do"),

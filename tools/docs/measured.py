@@ -17,7 +17,7 @@ def write(folder: Path) -> None:
     titles = {page.stem: page.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for page in pages}
     rows = ((f"[{as_markdown(title)}](../benchmarks/{stem}.md)",) for stem, title in titles.items())
     text = (
-        "# Speed\n\nWhat `make bench` and `python -m benchmarks.gpu` measured, each table with its command, machine and "
-        "date.\n\n" + table(("table",), rows) + "\n" + toctree(f"../benchmarks/{stem}" for stem in titles)
+        "# Speed\n\nWhat `make bench` and `python -m benchmarks.gpu` measured, each table with its command, machine "
+        "and date.\n\n" + table(("table",), rows) + "\n" + toctree(f"../benchmarks/{stem}" for stem in titles)
     )
     (folder / "results" / "speed.md").write_text(text, encoding="utf-8")

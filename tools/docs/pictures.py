@@ -14,7 +14,14 @@ from patchlight.zoo import pocket
 
 PHOTOS = ("dog-and-cat", "bird", "horse")
 TARGETS = {"dog-and-cat": "dog", "bird": "bird", "horse": "horse"}
-COMPOSED = ("ixg.plus.libra", "decompx.skipplus", "decompx.plus", "fullgrad-plus.libra", "attcat.libra", "genatt.rollout")
+COMPOSED = (
+    "ixg.plus.libra",
+    "decompx.skipplus",
+    "decompx.plus",
+    "fullgrad-plus.libra",
+    "attcat.libra",
+    "genatt.rollout",
+)
 """Names with a composition or rule that the gallery shows beside the plain ones."""
 SAMPLES = 96
 """The masks, coalitions or noises of methods that draw more, so that pages are made in minutes."""

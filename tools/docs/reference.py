@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import ABLATION
+from patchlight.evidence.rules import RULES
 from patchlight.methods.base import CAPTURED, COMPOSITIONS, METHODS, PASSES, Ablates, LayerMap, Method, OwnPasses
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import METRICS, Metric
 from patchlight.registry import Entry, Setting, in_words
-from patchlight.errors import PatchlightError
-from patchlight.evidence.rules import RULES
 from tools.docs.families import KINDS
 from tools.docs.pictures import COMPOSED, PHOTOS
 from tools.docs.staging import DOCS
@@ -220,7 +220,7 @@ def metric_page(metric: Metric) -> str:
     ]
     data = {"boxes", "masks", "boxes or masks"} & set(metric.needs)
     how = (
-        f'patchlight evaluate --method genatt,random --metric {metric.name} --data KIND:FOLDER'
+        f"patchlight evaluate --method genatt,random --metric {metric.name} --data KIND:FOLDER"
         if data
         else f"patchlight evaluate --method genatt,random --metric {metric.name} --images FOLDER"
     )

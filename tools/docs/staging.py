@@ -20,7 +20,6 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "src/patchlight/zoo/POCKET.md": "results/pocket.md",
     "src/patchlight/zoo/photos/LICENSES.md": "results/photographs.md",
-    "src/patchlight/web/static/icon.svg": "_static/icon.svg",
     "docs/results/README.md": "results/index.md",
 }
 """Where files are staged that are not where they lie under docs/."""
@@ -54,7 +53,8 @@ def staged_at(path: Path) -> Path | None:
 def sources() -> list[Path]:
     """Every file that is staged."""
     inside = [file for file in sorted(DOCS.rglob("*")) if file.is_file() and "__pycache__" not in file.parts]
-    return [*inside, *sorted((ROOT / "benchmarks" / "results").glob("*.md")), *(ROOT / name for name in ELSEWHERE)]
+    outside = [ROOT / name for name in ELSEWHERE if not name.startswith("docs/")]
+    return [*inside, *sorted((ROOT / "benchmarks" / "results").glob("*.md")), *outside]
 
 
 def relinked(text: str, source: Path) -> str:
