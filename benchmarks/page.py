@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from playwright.sync_api import Browser, TimeoutError
+from playwright.sync_api import Browser
 
 from benchmarks.common import record
 from tests.web.browser import Visit, browsing, visiting
@@ -63,18 +65,18 @@ def visits(
 def one_visit(visit: Visit, photo: str, poked: bool) -> list[float]:
     """Wait until the page is usable, choose an image, poke and slide; the milliseconds of the first map since then."""
     page = visit.page
-    page.wait_for_function("performance.getEntriesByName('usable', 'measure').length")
-    page.wait_for_function("performance.getEntriesByName('first-map', 'measure').length")
+    wait(visit, lambda: bool(visit.measures("usable") and visit.measures("first-map")))
     page.wait_for_timeout(1500)  # thumbnails, fills
     before = len(visit.measures("first-map"))
     visit.get(f"photo-{photo}").click()
-    page.wait_for_function(f"performance.getEntriesByName('first-map', 'measure').length > {before}")
+    wait(visit, lambda: len(visit.measures("first-map")) > before)
     first = visit.measures("first-map")[before:]
     if poked:
         page.wait_for_timeout(1000)
         poke(visit)
         visit.get("measure").click()
-        page.wait_for_function("!document.getElementById('measure').disabled", timeout=120_000)
+        wait(visit, visit.get("measure").is_disabled, 2)
+        wait(visit, visit.get("measure").is_enabled)
         for step in range(1, 11):
             visit.get("slider").fill(str(step))
             page.wait_for_timeout(100)
@@ -90,12 +92,14 @@ def poke(visit: Visit) -> None:
     for i in range(10):
         count = len(visit.measures("poke"))
         visit.page.mouse.click(box["x"] + (i + 0.5) * box["width"] / 10, box["y"] + box["height"] / 2)
-        try:
-            visit.page.wait_for_function(
-                f"performance.getEntriesByName('poke', 'measure').length > {count}", timeout=3000
-            )
-        except TimeoutError:  # the same patch was there already
-            continue
+        wait(visit, lambda count=count: len(visit.measures("poke")) > count, 2)  # type: ignore[misc]
+
+
+def wait(visit: Visit, true: Callable[[], bool], seconds: float = 120) -> None:
+    """Until it is so, or the time is over."""
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        visit.page.wait_for_timeout(20)
 
 
 if __name__ == "__main__":

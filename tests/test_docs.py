@@ -39,6 +39,7 @@ PAGES = (
     "figures",
     "verdict",
     "shapley",
+    "training",
     "page",
     "index",
 )

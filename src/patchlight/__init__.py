@@ -64,6 +64,7 @@ _HOMES = {
 }
 _ROOMS = {
     "bench": "patchlight.bench",
+    "callbacks": "patchlight.callbacks",
     "diffmask": "patchlight.trained.diffmask",
     "heads": "patchlight.heads",
     "shapley": "patchlight.trained.shapley",
@@ -73,6 +74,7 @@ __all__ = sorted([*_HOMES, *_ROOMS])
 
 if TYPE_CHECKING:
     from patchlight import bench as bench
+    from patchlight import callbacks as callbacks
     from patchlight import heads as heads
     from patchlight.anatomy.base import Anatomy as Anatomy
     from patchlight.anatomy.families import register_family as register_family

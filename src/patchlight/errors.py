@@ -52,6 +52,10 @@ class TrainingWarning(UserWarning):
     """Training has drifted into one of its failures, with what to change."""
 
 
+class LogSkipped(UserWarning):
+    """Something of a training was not logged, with the reason and what to change."""
+
+
 class Cancelled(Exception):
     """Who watches the work (`progress.watched`) asked to stop."""
 

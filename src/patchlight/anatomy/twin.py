@@ -23,6 +23,8 @@ from patchlight.evidence.taps import Activation
 _TENSORS = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = (*_TENSORS, "_modules", *_HOOKS)
+_AUTOCAST = "_original_forward"
+"""Where Accelerate keeps the forward that it has put an autocast around, of a model trained in mixed precision."""
 _ACTIVATION_NAME = re.compile(r"(.*_)?act(ivation)?(_fn)?|(quick_)?gelu")
 _SEEN_BY_TAPS = (nn.GELU, nn.SiLU, nn.ReLU, nn.Identity, nn.Dropout)
 _NOT_ELEMENTWISE = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.MultiheadAttention)
@@ -175,6 +177,8 @@ class _Copies:
                 table = original.__dict__[name]
                 state[name] = type(table)((k, self.moved(v, own)) for k, v in table.items())
             state["training"] = False
+            if _AUTOCAST in state:
+                state["forward"] = state.pop(_AUTOCAST)
             state.pop("_compiled_call_impl", None)  # it would run the original
             self.modules[id(original)].__dict__.update(state)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from patchlight.data import Data, Sample
 
 NOT_MEASURING = (
-    *("cli", "viz", "figures", "verdict", "web", "truth.py"),
+    *("cli", "viz", "figures", "verdict", "web", "callbacks", "truth.py", "extras.py"),
     *(f"bench/{room}.py" for room in ("card", "claims", "cleaner", "compare", "differences", "estimate", "events")),
     *(
         f"bench/{room}.py"

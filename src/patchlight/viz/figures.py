@@ -219,11 +219,16 @@ def figure_bytes(fig: Figure, path: str | Path) -> bytes:
         with matplotlib.rc_context({"svg.hashsalt": "patchlight", "pdf.fonttype": 42}):
             fig.savefig(out, format=kind, metadata=stamp)
         return out.getvalue()
+    options: dict[str, Any] = {"optimize": True} if kind == "png" else {"quality": 92}
+    figure_picture(fig).save(out, format=kind, dpi=(fig.dpi, fig.dpi), **options)
+    return out.getvalue()
+
+
+def figure_picture(fig: Figure) -> Image.Image:
+    """A figure as a picture."""
     fig.canvas.draw()
     pixels = np.asarray(fig.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
-    options: dict[str, Any] = {"optimize": True} if kind == "png" else {"quality": 92}
-    Image.fromarray(np.ascontiguousarray(pixels)).save(out, format=kind, dpi=(fig.dpi, fig.dpi), **options)
-    return out.getvalue()
+    return Image.fromarray(np.ascontiguousarray(pixels))
 
 
 def in_words(prediction: Prediction, probable: bool = True) -> str:

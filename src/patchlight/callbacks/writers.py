@@ -1,0 +1,99 @@
+"""Where a log goes: TensorBoard, Weights & Biases, a function, or several of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from patchlight.errors import PatchlightError
+
+Write = Callable[[int, Mapping[str, float], Mapping[str, Image.Image]], None]
+"""Called with a step, its numbers and its pictures, by their names."""
+
+
+def known(writer: Any) -> bool:
+    """Whether a writer is TensorBoard's or Weights & Biases'."""
+    return _is_tensorboard(writer) or _is_wandb(writer)
+
+
+def writing(writer: Any) -> Write:
+    """What writes to a SummaryWriter, a run of wandb, a folder (for TensorBoard), a function, or a list of these."""
+    if isinstance(writer, list | tuple) and writer:
+        return _to_all([writing(one) for one in writer])
+    if isinstance(writer, str | PathLike):
+        return _to_tensorboard(open_tensorboard(writer))
+    if _is_tensorboard(writer):
+        return _to_tensorboard(writer)
+    if _is_wandb(writer):
+        return _to_wandb(writer)
+    if callable(writer):
+        return writer  # type: ignore[no-any-return]
+    raise PatchlightError(
+        f"writer is {writer!r}; give a SummaryWriter of TensorBoard, a run of wandb, a folder for TensorBoard's files, "
+        "or a function of (step, numbers, pictures)"
+    )
+
+
+def open_tensorboard(folder: str | PathLike[str]) -> Any:
+    """A SummaryWriter of a folder."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise PatchlightError("tensorboard is not installed; pip install patchlight[train]") from error
+    return SummaryWriter(str(folder))
+
+
+def open_wandb() -> Any:
+    """The run of wandb that has begun."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise PatchlightError("wandb is not installed; pip install wandb") from error
+    if wandb.run is None:
+        raise PatchlightError("no run of wandb has begun; call wandb.init() first")
+    return wandb.run
+
+
+def _is_tensorboard(writer: Any) -> bool:
+    return hasattr(writer, "add_scalar") and hasattr(writer, "add_image")
+
+
+def _is_wandb(writer: Any) -> bool:
+    return hasattr(writer, "log") and type(writer).__module__.partition(".")[0] == "wandb"
+
+
+def _to_all(each: list[Write]) -> Write:
+    def write(step: int, numbers: Mapping[str, float], pictures: Mapping[str, Image.Image]) -> None:
+        for one in each:
+            one(step, numbers, pictures)
+
+    return write
+
+
+def _to_tensorboard(writer: Any) -> Write:
+    def write(step: int, numbers: Mapping[str, float], pictures: Mapping[str, Image.Image]) -> None:
+        for name, number in numbers.items():
+            writer.add_scalar(name, number, step)
+        for name, picture in pictures.items():
+            writer.add_image(name, np.asarray(picture), step, dataformats="HWC")
+        writer.flush()
+
+    return write
+
+
+def _to_wandb(run: Any) -> Write:
+    """A run counts its steps by itself, and others log to it too: ours stand on an axis of their own."""
+    run.define_metric("patchlight/step")
+    run.define_metric("patchlight/*", step_metric="patchlight/step")
+
+    def write(step: int, numbers: Mapping[str, float], pictures: Mapping[str, Image.Image]) -> None:
+        import wandb
+
+        shown = {name: wandb.Image(picture) for name, picture in pictures.items()}
+        run.log({"patchlight/step": step, **numbers, **shown})
+
+    return write
