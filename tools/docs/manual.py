@@ -152,7 +152,7 @@ def _fields(model: type[BaseModel]) -> str:
     for name, field in model.model_fields.items():
         if name == "stands_for":
             continue
-        default = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+        default = field.get_default(call_default_factory=True)
         needed = default is PydanticUndefined
         plain = not isinstance(default, BaseModel)
         rows.append(
