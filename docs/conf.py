@@ -19,8 +19,7 @@ nb_execution_mode = "force"
 nb_execution_in_temp = True
 nb_execution_timeout = 300
 nb_execution_show_tb = True
-nb_merge_streams = True
-nb_mime_priority_overrides = [("html", "text/html", 0)]
+nb_output_stderr = "remove"  # bars
 
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

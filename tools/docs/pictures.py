@@ -10,6 +10,7 @@ from PIL import Image
 
 import patchlight as pl
 from patchlight.methods.base import METHODS
+from patchlight.viz.heat import seen
 from patchlight.zoo import pocket
 
 PHOTOS = ("dog-and-cat", "bird", "horse")
@@ -46,7 +47,7 @@ def draw(folder: Path) -> dict[str, Any]:
     requests = asked((*METHODS, *COMPOSED))
     for photo in PHOTOS:
         path = pocket.PHOTOS / f"{photo}.jpg"
-        vit.preprocess.crop(Image.open(path).convert("RGB")).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(
+        seen(path, vit.preprocess.size, vit.preprocess).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(
             folder / f"photo-{photo}.jpg", quality=88
         )
         with warnings.catch_warnings():
