@@ -27,6 +27,8 @@ class Kind:
     family: str
     words: str
     example: str
+    tested: str
+    """What the project's own tests try on models of this kind, in words."""
 
     @cached_property
     def run(self) -> tuple[Any, str]:
@@ -73,6 +75,9 @@ import patchlight as pl
 model = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=10)      # or pl.load("vit_tiny_patch16_224")
 vit = pl.wrap(model)
 """),
+        "every method on small models of ViT (also wide, with one class, unfused), DeiT, distilled DeiT, DeiT "
+        "III, DINOv2 with registers, DINOv3, CLIP's and SigLIP's towers, FlexiViT, and registers with mean "
+        "pooling",
     ),
     Kind(
         "timm-beit-eva",
@@ -88,6 +93,7 @@ import patchlight as pl
 model = timm.create_model("eva02_tiny_patch14_224", depth=3, num_classes=10)
 vit = pl.wrap(model)
 """),
+        "every method on small models of BEiT, BEiT v2, EVA and EVA-02",
     ),
     Kind(
         "timm-relatives",
@@ -110,6 +116,8 @@ vit = pl.wrap(model)
             "ixg.plus",
             "occlusion",
         ),
+        "parts against the whole, and methods of each kind, on relative positions (three), a hybrid, NaFlex "
+        "(two poolings), Qwen's (two), Gemma's, CaiT, SAM's, XCiT and ConViT",
     ),
     Kind(
         "timm-staged",
@@ -132,6 +140,8 @@ vit = pl.wrap(model, stage=2)
             "ixg.plus.libra",
             "gradcam",
         ),
+        "every method on small models of Swin and PVTv2; parts against the whole, and methods of each kind, "
+        "on PiT (two), MViTv2, Hiera, LeViT, NesT, CoaT and EdgeNeXt",
     ),
     Kind(
         "transformers",
@@ -148,6 +158,8 @@ import patchlight as pl
 config = ViTConfig(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96, num_labels=10)
 vit = pl.wrap(ViTForImageClassification(config).eval())
 """),
+        "every method on small models of ViT (fused and eager), DeiT, DINOv2, CLIP and SigLIP, with "
+        "transformers 5 and 4.46",
     ),
     Kind(
         "transformers-clip",
@@ -164,6 +176,7 @@ import patchlight as pl
 config = Dinov2Config(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=224)
 vit = pl.wrap(Dinov2Model(config).eval(), head=pl.heads.Similar(torch.randn(2, 3, 224, 224), ["one", "another"]))
 """),
+        "parts against the whole for CLIP, SigLIP and the backbones, and heads of each kind",
     ),
     Kind(
         "open-clip",
@@ -181,6 +194,7 @@ text = {"context_length": 77, "vocab_size": 49408, "width": 48, "heads": 4, "lay
 model = open_clip.CLIP(embed_dim=32, vision_cfg=vision, text_cfg=text).eval()
 vit = pl.wrap(model, head=pl.heads.Texts(torch.randn(2, 32), ["a dog", "a cat"]))
 """),
+        "parts against the whole, sentences, tokenizers and refusals",
     ),
     Kind(
         "torchvision",
@@ -196,6 +210,7 @@ import patchlight as pl
 model = VisionTransformer(image_size=64, patch_size=16, num_layers=3, num_heads=4, hidden_dim=48, mlp_dim=96)
 vit = pl.wrap(model.eval())
 """),
+        "every method on a small model",
     ),
     Kind(
         "own",
@@ -223,6 +238,7 @@ class Mine(nn.Module):
 
 vit = pl.wrap(Mine().eval())
 """),
+        "modules with heads, poolings and outputs of several kinds, and those that must be refused",
     ),
 )
 
@@ -247,6 +263,7 @@ def page(kind: Kind) -> str:
         f"# {kind.title}\n\n{kind.words}\n\n{told}"
         f"This was run when the page was made, with random weights:\n\n```python\n{kind.example}```\n\n"
         f"```text\n{printed}```\n\n"
+        f"Tested: {kind.tested}.\n\n"
         "Tokens can be removed: "
         f"{_yes_or(vit.can_drop)}. Attention can be read: "
         f"{_yes_or('no blocks are open' if not vit.depth else vit.attention)}."

@@ -38,6 +38,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "Showing": ("figure", "show"),
     "The raw evidence": ("trace", "Evidence"),
     "Trained explainers": ("diffmask.train", "diffmask.load", "diffmask.Settings", "shapley.train", "shapley.load"),
+    "During training": ("callbacks.TrainingLog", "callbacks.log_maps"),
     "Runs of the benchmark": ("bench.open", "bench.Store"),
     "Adding": (
         "load_plugin",
