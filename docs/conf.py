@@ -10,6 +10,7 @@ author = "the Patchlight developers"
 copyright = "the Patchlight developers"
 version = release = patchlight.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
+smartquotes = False
 exclude_patterns = ["_static", "**.ipynb_checkpoints"]
 suppress_warnings = ["misc.highlighting_failure"]
 

@@ -48,7 +48,8 @@ class Kind:
 
 
 _SHOW = """
-maps = pl.explain(vit, torch.randn(1, {channels}, *vit.preprocess.size), ["{methods}"])
+images = torch.randn(1, {channels}, *vit.preprocess.size)
+maps = pl.explain(vit, images, ["{methods}"])
 print(vit)
 print({{name: tuple(att.grid) for name, att in maps.items()}})
 """
@@ -65,14 +66,14 @@ KINDS = (
         "ViT, DeiT, DeiT III, DINOv2 and FlexiViT of timm",
         "timm",
         "The plain Vision Transformers of timm: with a class token or mean pooling, with registers, distilled or not. "
-        "Everything works on them.",
+        "Everything works on them; the two trained methods want an explainer that was trained for the model.",
         _example("""
 import timm
 import torch
 
 import patchlight as pl
 
-model = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=10)      # or pl.load("vit_tiny_patch16_224")
+model = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=10)
 vit = pl.wrap(model)
 """),
         "every method on small models of ViT (also wide, with one class, unfused), DeiT, distilled DeiT, DeiT "
@@ -133,7 +134,12 @@ import torch
 
 import patchlight as pl
 
-model = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 2, 1), embed_dim=16, num_heads=(1, 2, 2, 4))
+model = timm.create_model(
+    "swin_tiny_patch4_window7_224",
+    depths=(1, 1, 2, 1),
+    embed_dim=16,
+    num_heads=(1, 2, 2, 4),
+)
 vit = pl.wrap(model, stage=2)
 """,
             "genatt",
@@ -155,7 +161,13 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import patchlight as pl
 
-config = ViTConfig(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96, num_labels=10)
+config = ViTConfig(
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=96,
+    num_labels=10,
+)
 vit = pl.wrap(ViTForImageClassification(config).eval())
 """),
         "every method on small models of ViT (fused and eager), DeiT, DINOv2, CLIP and SigLIP, with "
@@ -173,8 +185,13 @@ from transformers import Dinov2Config, Dinov2Model
 
 import patchlight as pl
 
-config = Dinov2Config(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=224)
-vit = pl.wrap(Dinov2Model(config).eval(), head=pl.heads.Similar(torch.randn(2, 3, 224, 224), ["one", "another"]))
+config = Dinov2Config(
+    hidden_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=224
+)
+vit = pl.wrap(
+    Dinov2Model(config).eval(),
+    head=pl.heads.Similar(torch.randn(2, 3, 224, 224), ["one", "another"]),
+)
 """),
         "parts against the whole for CLIP, SigLIP and the backbones, and heads of each kind",
     ),
@@ -189,8 +206,20 @@ import torch
 
 import patchlight as pl
 
-vision = {"image_size": 64, "patch_size": 16, "width": 48, "layers": 3, "head_width": 12}
-text = {"context_length": 77, "vocab_size": 49408, "width": 48, "heads": 4, "layers": 1}
+vision = {
+    "image_size": 64,
+    "patch_size": 16,
+    "width": 48,
+    "layers": 3,
+    "head_width": 12,
+}
+text = {
+    "context_length": 77,
+    "vocab_size": 49408,
+    "width": 48,
+    "heads": 4,
+    "layers": 1,
+}
 model = open_clip.CLIP(embed_dim=32, vision_cfg=vision, text_cfg=text).eval()
 vit = pl.wrap(model, head=pl.heads.Texts(torch.randn(2, 32), ["a dog", "a cat"]))
 """),
@@ -207,7 +236,14 @@ from torchvision.models import VisionTransformer
 
 import patchlight as pl
 
-model = VisionTransformer(image_size=64, patch_size=16, num_layers=3, num_heads=4, hidden_dim=48, mlp_dim=96)
+model = VisionTransformer(
+    image_size=64,
+    patch_size=16,
+    num_layers=3,
+    num_heads=4,
+    hidden_dim=48,
+    mlp_dim=96,
+)
 vit = pl.wrap(model.eval())
 """),
         "every method on a small model",
@@ -229,7 +265,9 @@ import patchlight as pl
 class Mine(nn.Module):
     def __init__(self):
         super().__init__()
-        self.backbone = timm.create_model("vit_tiny_patch16_224", num_classes=0, depth=3)
+        self.backbone = timm.create_model(
+            "vit_tiny_patch16_224", num_classes=0, depth=3
+        )
         self.head = nn.Sequential(nn.Linear(192, 32), nn.GELU(), nn.Linear(32, 5))
 
     def forward(self, images):
