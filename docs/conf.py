@@ -20,6 +20,7 @@ nb_execution_mode = "force"
 nb_execution_in_temp = True
 nb_execution_timeout = 300
 nb_execution_show_tb = True
+nb_render_markdown_format = "myst"
 nb_output_stderr = "remove"  # bars
 
 autodoc_typehints = "signature"
