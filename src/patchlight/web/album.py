@@ -23,8 +23,8 @@ from patchlight.web.schemas import Photo
 from patchlight.zoo.pocket import PHOTOS
 
 MOST_BYTES, MOST_PIXELS = 20 * 2**20, 40_000_000
-ROOM = 256 * 2**20
-"""Bytes of uploads that are kept."""
+ROOM = 64 * 2**20
+"""Bytes of uploads that are kept, packed: some hundreds."""
 SHARP, LONGEST = 448, 768
 """The longer side, about, of the pictures that are kept to be shown: of the cut that the model sees, and uncut."""
 
@@ -35,18 +35,27 @@ class Gone(PatchlightError):
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An image as the model is given it [1,C,H,W], and pictures of it: `seen` is the cut that the model sees."""
+    """An image as the model is given it [1,C,H,W], and pictures of it to be shown, packed."""
 
     id: str
     tensor: Tensor
-    whole: Image.Image
-    seen: Image.Image
     size: tuple[int, int]
+    packed_whole: bytes
+    packed_seen: bytes
+
+    @property
+    def whole(self) -> Image.Image:
+        """The image uncut."""
+        return Image.open(io.BytesIO(self.packed_whole))
+
+    @property
+    def seen(self) -> Image.Image:
+        """The cut that the model sees."""
+        return Image.open(io.BytesIO(self.packed_seen)).convert("RGB")
 
     @property
     def bytes(self) -> int:
-        pictures = 3 * sum(picture.width * picture.height for picture in (self.whole, self.seen))
-        return pictures + self.tensor.nbytes
+        return len(self.packed_whole) + len(self.packed_seen) + self.tensor.nbytes
 
 
 class Album:
@@ -100,7 +109,7 @@ class Album:
         sharp = replace(vit.preprocess, size=(scale * height, scale * width))
         whole = picture.copy()
         whole.thumbnail((LONGEST, LONGEST))
-        return Held(name, tensor, whole, sharp.crop(picture), picture.size)
+        return Held(name, tensor, picture.size, _packed(whole), _packed(sharp.crop(picture)))
 
     def picture(self, name: str, side: int, fill: Painted | None = None, whole: bool = False) -> bytes:
         """A PNG: what the model sees of an image, the image uncut, or a fill of it."""
@@ -142,6 +151,16 @@ def decoded(data: bytes) -> Image.Image:
     bare = Image.new("RGB", upright.size)
     bare.paste(upright)
     return bare
+
+
+def _packed(picture: Image.Image) -> bytes:
+    """A picture in few bytes, fit to be shown; a small one, which is shown magnified, to the bit."""
+    out = io.BytesIO()
+    if picture.width * picture.height < 2**16:
+        picture.save(out, "PNG")
+    else:
+        picture.save(out, "JPEG", quality=92, subsampling=0)
+    return out.getvalue()
 
 
 def _photo(about: dict[str, str]) -> Photo:
