@@ -2,6 +2,7 @@
 # make listed: bring the table of names that the command line reads up to date.
 # make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
 # make test-page: the page in a browser, its API under random, hostile and many clients. SOAK=no leaves out the many.
+# make docs: the documentation, into build/docs/html; tutorials are executed, links are checked, warnings are errors.
 # make figures: draw the pictures of README and docs again.
 # make dist: wheel and source archive, checked.   make test-wheel: that wheel alone in an empty environment.
 # make test-versions: the lowest and highest versions of what is required.   make release: is all ready? It uploads nothing.
@@ -11,7 +12,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .PHONY: demo test test-all test-cpus test-page test-transformers4 test-accelerator test-wheel test-versions \
-  lint listed bench figures dist release clean
+  lint listed bench figures docs dist release clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/patchlight demo
@@ -24,6 +25,7 @@ test-all: lint $(VENV)/.stamp-browser
 	$(MAKE) test-page
 	$(MAKE) test-transformers4
 	$(MAKE) test-cpus
+	$(MAKE) docs
 
 test-page: $(VENV)/.stamp-browser
 	$(BIN)/python -m pytest -rs tests/web
@@ -60,6 +62,9 @@ bench: $(VENV)/.stamp-dev
 figures: $(VENV)/.stamp-dev
 	$(BIN)/python -m tools.figures
 
+docs: $(VENV)/.stamp-docs
+	$(BIN)/python -m tools.docs
+
 dist: $(VENV)/.stamp-dev
 	$(BIN)/python -m tools.dist
 
@@ -75,6 +80,10 @@ $(VENV)/.stamp-run: requirements.txt pyproject.toml
 $(VENV)/.stamp-dev: $(VENV)/.stamp-run requirements-dev.txt
 	$(PIP) install --no-compile -r requirements-dev.txt
 	$(PIP) install --no-deps quantus==0.6.0  # without its opencv-python: the headless one is there
+	touch $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-dev requirements-docs.txt
+	$(PIP) install --no-compile -r requirements-docs.txt
 	touch $@
 
 # Debian's browser, where there is none and it may be installed; else the tests that need one are skipped.

@@ -6,10 +6,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import patchlight as pl
+from patchlight.cli import app
 from patchlight.cli.explain import _expanded
 from patchlight.figures import list_figures
 from patchlight.methods.requests import resolve
@@ -38,6 +41,7 @@ PAGES = (
     "shapley",
     "training",
     "page",
+    "index",
 )
 
 
@@ -98,14 +102,63 @@ def test_the_table_of_figures_is_what_there_is() -> None:
     assert lines[2:] == told, "docs/figures.md: its table is not that of list_figures()"
 
 
-@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda p: p.name)
+WRITTEN = (
+    "docs/reference/",
+    "docs/gallery.md",
+    "docs/results/index.md",
+    "docs/results/speed.md",
+    "docs/contributing.md",
+)
+"""Pages that `make docs` writes or puts elsewhere; it checks the links to them itself."""
+EVERY = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize("page", EVERY, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
+        target = (page.parent / link).resolve()
+        written = target.is_relative_to(ROOT) and target.relative_to(ROOT).as_posix().startswith(WRITTEN)
+        assert link.startswith("http") or written or target.exists(), f"{page.name} links to {link}"
 
 
-@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda p: p.name)
+FENCE = re.compile(r"^(?P<before>.*)\n```(?P<kind>.*)\n(?P<text>(?:.*\n)*?)```$", re.MULTILINE)
+SHOWN = ("toml", "json", "text", "bibtex", "{toctree}", "{contributing}")
+"""Kinds of block that are nothing to run, or (the last) a cell that is written when the documentation is made."""
+
+
+@pytest.mark.parametrize("page", EVERY, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_every_block_runs_or_says_why_not(page: Path) -> None:
+    """Python runs in a test above, cells when the documentation is made; commands are checked below."""
+    name = page.relative_to(ROOT).as_posix()
+    run = ["README.md", "docs/api.md", "CONTRIBUTING.md", *(f"docs/{one}.md" for one in PAGES)]
+    for block in FENCE.finditer(page.read_text(encoding="utf-8")):
+        kind = block["kind"].split(" ")[0]
+        if kind in ("", "{code-cell}", "sh") or kind in SHOWN or block["before"].startswith("<!-- not run: "):
+            continue
+        assert kind == "python", (
+            f"{name}: a block of '{kind}' is not run; say why in a comment above, <!-- not run: … -->"
+        )
+        assert name in run, f"{name} has an example that no test runs; <!-- not run: … --> above it says why"
+
+
+def _options(command: Any) -> set[str]:
+    return {word for one in command.params for word in (*one.opts, *one.secondary_opts)} | {"--help"}
+
+
+@pytest.mark.parametrize("page", EVERY, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_commands_have_the_words_they_are_shown_with(page: Path) -> None:
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"^(?:pip install .* && )?patchlight (.*)$", text, re.MULTILINE):
+        words = re.sub(r"[\[\]…]", "", line.partition(" #")[0]).split()
+        command: Any = typer.main.get_command(app)
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        wrong = {word.partition("=")[0] for word in words if word.startswith("--")} - _options(command)
+        assert not wrong - {"--version", "--install-completion"}, f"patchlight {line}: {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("page", EVERY, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_names_in_words_and_commands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert set(re.findall(r"\bpl\.(\w+)", text)) <= set(pl.__all__)

@@ -1,0 +1,296 @@
+"""Pages of methods and metrics, written from the registries, the docstrings and the measured tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from patchlight.errors import PatchlightError
+from patchlight.evidence.ablation import ABLATION
+from patchlight.evidence.rules import RULES
+from patchlight.methods.base import CAPTURED, COMPOSITIONS, METHODS, PASSES, Ablates, LayerMap, Method, OwnPasses
+from patchlight.methods.requests import resolve
+from patchlight.metrics.base import METRICS, Metric
+from patchlight.registry import Entry, Setting, in_words
+from tools.docs.families import KINDS
+from tools.docs.pictures import COMPOSED, PHOTOS
+from tools.docs.staging import DOCS
+from tools.docs.tables import measured
+from tools.docs.words import as_markdown, code, paragraphs, table, toctree
+
+COMMON = {*ABLATION, *PASSES, *CAPTURED}
+"""Settings that many have and `docs/methods.md` explains."""
+GROUPS: Mapping[str, str] = {
+    "attention": "Attention",
+    "tokentm": "Attention",
+    "transition": "Attention",
+    "eclip": "Attention",
+    "legrad": "Attention",
+    "gradients": "Gradients and decomposition",
+    "decompx": "Gradients and decomposition",
+    "decomposition": "Gradients and decomposition",
+    "relevance": "Relevance",
+    "cams": "Class activation maps",
+    "scorecam": "Class activation maps",
+    "diffmask": "Trained beside the model",
+    "vitshapley": "Trained beside the model",
+    "random": "Baseline",
+}
+"""The heading of a method, by the module it lives in; all others score variants of the image."""
+MASKED = "Masks and removal"
+ORDER = (
+    "Attention",
+    "Gradients and decomposition",
+    "Class activation maps",
+    "Relevance",
+    MASKED,
+    "Trained beside the model",
+    "Baseline",
+)
+
+
+def group(method: Method) -> str:
+    return GROUPS.get(method.function.__module__.rpartition(".")[2], MASKED)
+
+
+def references() -> Any:
+    """Papers by key, and which of them each method and metric is from."""
+    return json.loads((DOCS / "references.json").read_text(encoding="utf-8"))
+
+
+def bibtex(key: str, fields: Mapping[str, str]) -> str:
+    """A paper as BibTeX; what is not known is left out."""
+    inside = ",\n".join(f"  {name} = {{{value}}}" for name, value in fields.items() if name != "type")
+    return f"@{fields['type']}{{{key},\n{inside}\n}}"
+
+
+def cited(kind: str, entry: Entry) -> str:
+    """The papers of an entry as BibTeX."""
+    known = references()
+    keys = known[kind].get(entry.name, [])
+    if not keys:
+        return ""
+    blocks = "\n\n".join(bibtex(key, known["papers"][key]) for key in keys)
+    return f"```bibtex\n{blocks}\n```\n"
+
+
+def settings_table(settings: Mapping[str, Setting]) -> str:
+    """Settings with types and defaults: first its own, then those that many have."""
+    own = {name: one for name, one in settings.items() if name not in COMMON}
+    rest = {name: one for name, one in settings.items() if name in COMMON}
+    rows = ((code(name), code(in_words(one.kind)), code(repr(one.default))) for name, one in (own | rest).items())
+    return table(("setting", "type", "default"), rows) if settings else "It has none.\n"
+
+
+def presets_table(entry: Entry) -> str:
+    """Presets and what they set."""
+
+    def told(values: Mapping[str, Any]) -> str:
+        return ", ".join(code(f"{key}={value!r}") for key, value in values.items()) or "the defaults"
+
+    return table(("preset", "sets"), ((code(name), told(values)) for name, values in entry.presets.items()))
+
+
+def words_behind(method: Method) -> list[str]:
+    """The compositions and rules that may follow a method's name."""
+    found = []
+    for word in [*COMPOSITIONS, *(rule for rule in RULES if rule != "plain")]:
+        try:
+            resolve(f"{method.name}.{word}")
+        except PatchlightError:
+            continue
+        found.append(f".{word}")
+    return found
+
+
+def how_it_works(method: Method) -> str:
+    if isinstance(method, LayerMap):
+        return "read inside the shared forward (and backward) pass"
+    if isinstance(method, Ablates):
+        return "scores variants of the image"
+    assert isinstance(method, OwnPasses)
+    return "runs passes of its own"
+
+
+def facts(method: Method) -> str:
+    yes = {True: "yes", False: "no"}
+    behind = ", ".join(code(word) for word in words_behind(method)) or "nothing"
+    rows = [
+        ("paper", as_markdown(method.paper)),
+        ("also called", ", ".join(map(code, method.aliases)) or "–"),
+        ("cost", as_markdown(method.cost)),
+        ("how", how_it_works(method)),
+        ("resolution", ", ".join(map(code, method.levels)) + " (the first is the default)" * (len(method.levels) > 1)),
+        ("explains", f"the {method.score}" if method.class_specific else "no class in particular"),
+        ("depends on the seed", yes[method.stochastic]),
+        ("may be followed by", behind),
+        ("source", f"`{method.function.__module__.replace('.', '/')}.py`"),
+    ]
+    return table(("", ""), rows)
+
+
+def where(method: Method) -> str:
+    """On which of the families' small models it works."""
+    rows = (
+        (f"[{kind.title}](../families/{kind.name}.md)", as_markdown(kind.refused.get(method.name, "works")))
+        for kind in KINDS
+    )
+    return table(("models", ""), rows)
+
+
+def fared(method: Method) -> str:
+    """Its rows in the tables that were measured."""
+    found = measured(method.name)
+    if not found:
+        return "No measured table has a row of it yet; [Results](../../results/index.md) has those there are.\n"
+    parts = []
+    for one in found:
+        title = f"[{one.title}](../../results/{one.page}.md)" + (f", {one.heading}" if one.heading else "")
+        parts.append(f"{title}\n\n{table(one.head, one.rows)}")
+    return "\n".join(parts)
+
+
+def gallery_row(name: str) -> str:
+    cells = "".join(
+        f'<img src="../../_static/methods/{name}-{photo}.jpg" alt="{name} on the photograph {photo}" loading="lazy">'
+        for photo in PHOTOS
+    )
+    originals = "".join(
+        f'<img src="../../_static/methods/photo-{photo}.jpg" alt="the photograph {photo}" loading="lazy">'
+        for photo in PHOTOS
+    )
+    return f'<div class="maps">{originals}</div>\n<div class="maps">{cells}</div>\n'
+
+
+def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
+    text = "\n\n".join(map(as_markdown, paragraphs(method.function)))
+    given = ", ".join(f"{key}={value!r}" for key, value in drawn[method.name].items())
+    call = f'pl.explain(vit, photo, "{method.name}"{", " + given if given else ""})'
+    parts = [
+        f"# {method.name}",
+        text,
+        gallery_row(method.name),
+        f"`{call}` with the bundled model, for *dog*, *bird* and *horse*"
+        + (" (fewer samples than its default, so that this page is made quickly)." if given else "."),
+        facts(method),
+        "## Settings",
+        settings_table(method.settings(method.composition)),
+        "[What the common ones mean](../../methods.md#common-settings).",
+    ]
+    if method.presets:
+        parts += ["### Presets", presets_table(method)]
+    parts += ["## Where it works", where(method), "## How it fared", fared(method)]
+    bib = cited("methods", method)
+    if bib:
+        parts += ["## Paper", bib]
+    return "\n\n".join(parts) + "\n"
+
+
+def methods_index() -> str:
+    parts = [
+        "# All methods",
+        "A page for each method that is registered. [Methods and their names](../../methods.md) explains how names "
+        "compose; [Choose a method](../../howto/choose.md) says which to take.",
+    ]
+    for heading in ORDER:
+        rows = (
+            (f"[{name}]({name}.md)", as_markdown(one.summary), as_markdown(one.cost), as_markdown(one.paper))
+            for name, one in METHODS.items()
+            if group(one) == heading
+        )
+        parts += [f"## {heading}", table(("method", "what it shows", "cost", "paper"), rows)]
+    return "\n\n".join([*parts, toctree(METHODS)])
+
+
+def metric_page(metric: Metric) -> str:
+    settings = metric.settings
+    defaults = {key: one.default for key, one in settings.items()}
+    low, high = metric.limits(defaults)
+    needs = [*sorted(metric.needs), *(["a method (it explains images itself)"] if metric.explains else [])]
+    rows = [
+        ("paper", as_markdown(metric.paper)),
+        ("also called", ", ".join(map(code, metric.aliases)) or "–"),
+        ("better", "higher" if metric.rises(defaults) else "lower"),
+        ("bounds", f"{low:g} to {high:g}"),
+        ("needs", ", ".join(needs) or "images and maps alone"),
+        ("cost", as_markdown(metric.cost)),
+        ("source", f"`{metric.function.__module__.replace('.', '/')}.py`"),
+    ]
+    data = {"boxes", "masks", "boxes or masks"} & set(metric.needs)
+    how = (
+        f"patchlight evaluate --method genatt,random --metric {metric.name} --data KIND:FOLDER"
+        if data
+        else f"patchlight evaluate --method genatt,random --metric {metric.name} --images FOLDER"
+    )
+    parts = [
+        f"# {metric.name}",
+        "\n\n".join(map(as_markdown, paragraphs(metric.function))),
+        table(("", ""), rows),
+        f"```\n{how}\n```",
+        "## Settings",
+        settings_table(settings),
+    ]
+    if metric.presets:
+        parts += ["### Presets", presets_table(metric)]
+    bib = cited("metrics", metric)
+    return "\n\n".join([*parts, *(["## Paper", bib] if bib else [])]) + "\n"
+
+
+def metrics_index() -> str:
+    def better(metric: Metric) -> str:
+        return "higher" if metric.rises({key: one.default for key, one in metric.settings.items()}) else "lower"
+
+    rows = (
+        (f"[{name}]({name}.md)", better(one), ", ".join(sorted(one.needs)) or "–", as_markdown(one.summary))
+        for name, one in METRICS.items()
+    )
+    return (
+        "# All metrics\n\nA page for each metric that is registered. [Metrics](../../metrics.md) tells them apart, and "
+        "[Which metrics to believe](../../results/metric-consistency.md) is what we measured of them.\n\n"
+        + table(("metric", "better", "needs", "what it says"), rows)
+        + "\n"
+        + toctree(METRICS)
+    )
+
+
+def gallery(photo: str = PHOTOS[0]) -> str:
+    """One picture per method on one photograph."""
+
+    def tile(name: str, link: str) -> str:
+        return (
+            f'<a href="reference/methods/{link}.html"><img src="_static/methods/{name}-{photo}.jpg" alt="{name}" '
+            f'loading="lazy"><span>{name}</span></a>'
+        )
+
+    parts = [
+        "# Gallery",
+        "Every method on one photograph, with the bundled model, for the class *dog*. Methods without a class show the "
+        "same for *cat*. Each map is scaled by itself; "
+        "[reading a map without fooling yourself](start/reading.md) says what colours do not tell.",
+        f'<div class="gallery"><a href="_static/methods/photo-{photo}.jpg"><img '
+        f'src="_static/methods/photo-{photo}.jpg" alt="the photograph"><span>the photograph</span></a></div>',
+    ]
+    for heading in ORDER:
+        names = [name for name, one in METHODS.items() if group(one) == heading]
+        tiles = "\n".join(tile(name, name) for name in names)
+        parts += [f"## {heading}", f'<div class="gallery">\n{tiles}\n</div>']
+    tiles = "\n".join(tile(name, name.split(".")[0]) for name in COMPOSED)
+    parts += ["## With compositions and rules", f'<div class="gallery">\n{tiles}\n</div>']
+    return "\n\n".join(parts) + "\n"
+
+
+def write(folder: Path, drawn: Mapping[str, Mapping[str, Any]]) -> None:
+    """The pages of all methods and metrics, and the gallery, into the staged folder."""
+    pages: Iterable[tuple[str, str]] = [
+        ("reference/methods/index", methods_index()),
+        ("reference/metrics/index", metrics_index()),
+        ("gallery", gallery()),
+        *((f"reference/methods/{name}", method_page(method, drawn)) for name, method in METHODS.items()),
+        *((f"reference/metrics/{name}", metric_page(metric)) for name, metric in METRICS.items()),
+    ]
+    for name, text in pages:
+        path = folder / f"{name}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,58 @@
+"""Docstrings and tables as the Markdown and reStructuredText of pages."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_CODE = re.compile(r"(`[^`]+`)")
+
+
+def as_markdown(text: str) -> str:
+    """Plain words with `code` in them, nothing else of which is markup."""
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([\\*_<>\[\]|#~$])", r"\\\1", part) for part in _CODE.split(text)
+    )
+
+
+def as_rst(lines: Sequence[str]) -> list[str]:
+    """The lines of a docstring, plain words with `code` in them, as reStructuredText; examples (`>>>`) stay."""
+    found: list[str] = []
+    example = False
+    for line in lines:
+        example = line.lstrip().startswith(">>>") or (example and bool(line.strip()))
+        found.append(line if example else _rst_line(line))
+    return found
+
+
+def _rst_line(line: str) -> str:
+    return "".join(
+        f"`{part}`" if part.startswith("`") else re.sub(r"([\\*_|])", r"\\\1", part) for part in _CODE.split(line)
+    )
+
+
+def paragraphs(function: Any) -> list[str]:
+    """The paragraphs of a docstring, each in one line."""
+    text = inspect.getdoc(function) or ""
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if part.strip()]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table of cells that are Markdown already."""
+    cells = [[str(cell).replace("\n", " ") for cell in row] for row in rows]
+    lines = [list(head), ["---"] * len(head), *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def code(value: object) -> str:
+    """A value as code in a cell of a table; a dash for none."""
+    text = str(value).replace("|", "\\|").replace("\n", " ")
+    return f"`{text}`" if text else "–"
+
+
+def toctree(entries: Iterable[str], *, hidden: bool = True, caption: str = "") -> str:
+    """A toctree of pages."""
+    options = [":hidden:"] * hidden + [f":caption: {caption}"] * bool(caption)
+    return "\n".join(["```{toctree}", *options, "", *entries, "```", ""])
