@@ -110,12 +110,18 @@ def test_what_fails_leaves_the_rest(client: TestClient) -> None:
     assert "did you mean 'rollout'" in alone["error"]
 
 
+def test_a_method_is_asked_for_once(client: TestClient) -> None:
+    methods = [{"name": "rollout", "settings": {"start": 1}}, {"name": "rollout", "settings": {"start": 2}}]
+    assert "'rollout' is there 2 times" in post(client, "explain", 422, image="cat", methods=methods)["error"]
+
+
 @pytest.mark.parametrize(
     ("method", "settings", "words"),
     [
         ("tis", {"samples": 10**7}, "too much here"),
         ("tis", {"chunk": 10**6}, "cannot be"),
         ("genatt", {"compile": True}, "cannot be"),
+        ("rise", {"samples": True}, "cannot be true; give a number"),
         ("diffmask", {"explainer": "/etc"}, "cannot be '/etc' here"),
     ],
 )

@@ -66,7 +66,7 @@ class Album:
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._uploads: OrderedDict[str, Held] = OrderedDict()
-        self._photos: dict[str, Held] = {}
+        self._kept: dict[str, Held] = {}
         self.photos = [_photo(about) for about in json.loads((PHOTOS / "photos.json").read_text(encoding="utf-8"))]
         if vit.channels not in (1, 3):
             self.photos = []
@@ -78,27 +78,28 @@ class Album:
             if name in self._uploads:
                 self._uploads.move_to_end(name)
                 return self._uploads[name]
-        return self.keep(name, decoded(data))
-
-    def keep(self, name: str, picture: Image.Image) -> Held:
-        """Keep a picture under a name."""
-        held = self._held(name, picture)
+        held = self._held(name, decoded(data))
         with self._lock:
             self._uploads[name] = held
             while sum(one.bytes for one in self._uploads.values()) > ROOM and len(self._uploads) > 1:
                 self._uploads.popitem(last=False)
         return held
 
+    def keep(self, name: str, picture: Image.Image) -> Held:
+        """Keep a picture under a name for good: its owner cannot send it again."""
+        self._kept[name] = self._held(name, picture)
+        return self._kept[name]
+
     def find(self, name: str) -> Held:
         with self._lock:
             if name in self._uploads:
                 self._uploads.move_to_end(name)
                 return self._uploads[name]
+        if name in self._kept:
+            return self._kept[name]
         if name not in {photo.id for photo in self.photos}:
             raise Gone(f"no image '{name}' is here; upload it, again if it has been here before")
-        if name not in self._photos:
-            self._photos[name] = self._held(name, open_image(PHOTOS / f"{name}.jpg"))
-        return self._photos[name]
+        return self.keep(name, open_image(PHOTOS / f"{name}.jpg"))
 
     def _held(self, name: str, picture: Image.Image) -> Held:
         vit = self._vit

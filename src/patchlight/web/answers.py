@@ -82,8 +82,6 @@ def explained(site: Site, asked: Explain, held: Held, work: Work) -> dict[str, A
     quick: list[Request] = []
     slow: list[Request] = []
     for method in asked.methods:
-        if method.name in [request.label for request in (*quick, *slow)] or method.name in found:
-            continue
         try:
             request = site.request(method)
             reason = refusal(request.suited(question.vit), question.vit)

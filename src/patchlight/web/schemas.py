@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from patchlight.evidence.fills import Painted
 
@@ -48,13 +48,22 @@ class MethodAsked(Closed):
     settings: dict[Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")], bool | int | float | str | None] = {}
 
 
+def once_each(methods: list[MethodAsked]) -> list[MethodAsked]:
+    """The methods, unless one is there twice: maps are told by their names."""
+    names = [method.name for method in methods]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"a method is asked for once, and '{twice}' is there {names.count(twice)} times")
+    return methods
+
+
 class Predict(Question):
     most: Annotated[int, Field(ge=1, le=MOST_PREDICTIONS)] = 10
     model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat"}]})
 
 
 class Explain(Question):
-    methods: list[MethodAsked] = Field(min_length=1, max_length=MOST_METHODS)
+    methods: Annotated[list[MethodAsked], AfterValidator(once_each)] = Field(min_length=1, max_length=MOST_METHODS)
     seed: Seed = 0
     wait: Seconds = 0
     model_config = ConfigDict(

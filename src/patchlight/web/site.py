@@ -127,6 +127,8 @@ def check_setting(setting: Setting, value: Any) -> None:
     free = isinstance(value, str) and value not in _choices(setting.kind)
     if free or setting.name in ("chunk", "compile", "precision"):
         raise PatchlightError(f"the setting '{setting.name}' cannot be {value!r} here; use Python or the command line")
+    if isinstance(value, bool) and not isinstance(setting.default, bool):
+        raise PatchlightError(f"the setting '{setting.name}' cannot be {str(value).lower()}; give a number")
     usual = setting.default if isinstance(setting.default, int | float) else 0
     most = max(4 * abs(usual), 256)
     if isinstance(value, int | float) and not -most <= value <= most:

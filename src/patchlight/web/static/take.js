@@ -41,7 +41,8 @@ async function download(button) {
     const job = await follow("files", asking, tell);
     const { blob, name } = await file(job.id);
     save(blob, name ?? `${stem()}.${ENDINGS[kind]}`);
-    $("files-hint").textContent = `Saved ${name ?? `${stem()}.${ENDINGS[kind]}`}.`;
+    const without = Object.entries(job.failures ?? {}).map(([method, why]) => ` Without ${method}: ${why}`);
+    $("files-hint").textContent = `Saved ${name ?? `${stem()}.${ENDINGS[kind]}`}.${without.join("")}`;
   } catch (error) {
     $("files-hint").textContent = "";
     trouble(box, error.message, () => download(button));
