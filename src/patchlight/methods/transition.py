@@ -143,7 +143,7 @@ def value_ratio(b: Evidence) -> Tensor:
 @register_method(
     "bt-h",
     needs={"A", "G"},
-    paper="Chen et al., ICML 2023",
+    paper="Chen et al., TMLR 2022",
     aliases=("bt-head",),
     nonnegative=True,
     cost="21 forwards + 1 backward, attention matrices written out, + 20 backwards through the last block",
@@ -173,7 +173,7 @@ def bt_h(
 @register_method(
     "bt-t",
     needs={"A", "G", "v"},
-    paper="Chen et al., ICML 2023",
+    paper="Chen et al., TMLR 2022",
     aliases=("bt-token",),
     nonnegative=True,
     cost="21 forwards + 20 backwards through the last block",
