@@ -22,6 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from torch import Tensor
 
+from patchlight import __version__
 from patchlight.errors import PatchlightError
 from patchlight.files import write_whole
 from patchlight.frames import frame, stacked
@@ -43,8 +44,8 @@ _HEADER = 2**16
 
 @cache
 def _installed() -> tuple[tuple[str, str], ...]:
-    found = {"python": platform.python_version()}
-    for package in ("patchlight", "torch", "timm", "transformers", "torchvision"):
+    found = {"python": platform.python_version(), "patchlight": __version__}
+    for package in ("torch", "timm", "transformers", "torchvision"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

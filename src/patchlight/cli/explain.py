@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 DEMO_METHODS: dict[str, dict[str, Any]] = {
     "diffmask": {},
     "vit-cx": {},
-    "tis": {"samples": 256},
+    "tis": {"samples": 128},
     "decompx.skipplus": {},
     "tokentm": {},
     "random": {},

@@ -76,6 +76,8 @@ def serve(
             )
             said: dict[str, Any] = {"weights": weights, "labels": labels, "stage": stage, "preprocess": preprocess}
             said |= {"sigmoid": sigmoid, "pretrained": not no_pretrained, "device": device}
+            if not is_loopback(host):  # where this machine's folders are is nobody else's business
+                said = {key: Path(value.name) if isinstance(value, Path) else value for key, value in said.items()}
             site = Site(vit, in_python(model, said, asked), in_shell(model, said, asked))
         if token == "new":
             import secrets

@@ -129,6 +129,6 @@ def _plain(name: str) -> str:
     """A name that any disk and any header takes.
 
     >>> _plain("Mein Hund (2).jpg")
-    'Mein-Hund-2-jpg'
+    'Mein-Hund-2'
     """
-    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:60] or "image"
+    return re.sub(r"[^A-Za-z0-9]+", "-", re.sub(r"\.[A-Za-z]{1,5}$", "", name)).strip("-")[:60] or "image"

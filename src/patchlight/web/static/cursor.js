@@ -51,7 +51,8 @@ export function link(stage, canvas, { tell, act, follows = true } = {}) {
       if (tell) say(`${place(patch, facts.model.grid[1])}: ${tell(patch)}`);
     } else if (act && (event.key === " " || event.key === "Enter")) {
       event.preventDefault();
-      if (state.cursor !== null) act(state.cursor);
+      if (state.cursor === null) set({ cursor: moved(event.key) });
+      act(state.cursor);
     }
   });
   if (!follows) return;

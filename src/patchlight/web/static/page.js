@@ -29,6 +29,13 @@ function begin() {
   if (!given.methods.length) given.methods = model.methods.map((name) => ({ name, settings: {} }));
   if (!model.fills.includes(given.fill)) given.fill = model.fills[0] ?? FRESH.fill;
   if (model.no_tokens !== null) given.unit = "patch";
+  const classes = given.texts.length || model.classes, patches = model.grid[0] * model.grid[1];
+  const odd = [given.target, given.against].some((index) => index !== null && index >= classes) || (given.target !== null && given.target === given.against);
+  if (odd) {
+    given.target = given.against = null;
+    say("The link asks about a class that is not there; the prediction is explained instead.");
+  }
+  given.removed = given.removed.filter((patch) => patch < patches);
   if (given.image !== state.image) facts.name = facts.blob = null;
   setView(given);
 }

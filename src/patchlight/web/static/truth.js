@@ -190,6 +190,14 @@ export function start() {
     if (radio) radio.checked = true;
   });
   on("photo fill-picture", () => result && drawStep());
+  on("unit fill", (changed) => {
+    const asked = result?.asked;
+    if (!asked || changed.includes("tested")) return;
+    if (asked.unit === state.unit && (state.unit === "token" || asked.fill === state.fill)) return;
+    forget();
+    set({ tested: false, step: 0 });
+    say("Patches are removed in another way now: test again.");
+  });
   on("image target against texts template", (changed) => {
     forget();
     if (!changed.includes("tested")) set({ tested: false, step: 0 });
