@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from tests.families import FAMILIES, randomise
 from tests.strangers.table import command, refuses, row
 
+TORCHVISION = tuple(int(part) for part in torchvision.__version__.split(".")[:2])
 SHAPES = {"portrait": (90, 131), "landscape": (203, 117), "square": (64, 64), "tiny": (9, 13), "long": (257, 61)}
 FAMILY = {"ViT": "hf-vit", "DeiT": "hf-deit", "Bit": "hf-dinov2", "CLIP": "hf-clip", "Siglip": "hf-siglip"}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -138,6 +140,8 @@ def a_processor_that_scales_otherwise(_: Path) -> None:
 @row
 def every_resampling_of_a_processor(_: Path) -> None:
     for resample, name in enumerate(("nearest", "lanczos", "bilinear", "bicubic")):
+        if name == "lanczos" and TORCHVISION < (0, 27):  # before it, transformers takes bicubic in its place
+            continue
         assert all(p.interpolation == name for p in prepared("CLIP", shapes=("portrait",), resample=resample))
 
 
