@@ -79,9 +79,11 @@ def cluster_of(*cpus: int) -> Iterator[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> Iterator[None]:
-    """Ray reports nothing to anybody about what is begun here."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Ray reports nothing to anybody about what is begun here, and notes it where no other run of it looks."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="pl-") as folder:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_TMPDIR", folder)
+        Path(folder, "ray").mkdir()  # a cluster with a folder of its own does not make the common one
         yield
 
 
