@@ -274,6 +274,7 @@ def test_methods_are_compared(opened: Opened) -> None:
         maps = WEB.post(f"{visit.url}/api/explain", json=body, timeout=40).json()["maps"]
         ranks = [np.argsort(np.argsort(np.ravel(m["scores"]))) for m in sorted(maps, key=lambda m: str(m["method"]))]
         assert float(rho[1].replace("−", "-")) == pytest.approx(np.corrcoef(ranks)[0, 1], abs=0.02)
+        check_difference(visit, maps)
         canvas = visit.get("map-genatt").locator("canvas").first
         for control, value in (("opacity", "0.3"), ("colours", "cividis"), ("scale", "one")):
             before = pixels(canvas)
@@ -284,6 +285,26 @@ def test_methods_are_compared(opened: Opened) -> None:
         visit.get("smooth").uncheck()
         state = asked(visit)
         assert (state["opacity"], state["colours"], state["scale"], state["smooth"]) == ("0.3", "cividis", "one", "0")
+
+
+def check_difference(visit: Visit, maps: list[dict[str, Any]]) -> None:
+    """Its number under the cursor is that of the maps, each on its own scale; words and picture follow the colours."""
+
+    def scaled(scores: Any, patch: int) -> float:
+        flat = np.ravel(scores)
+        signed = flat.min() < -1e-3 * np.abs(flat).max()
+        sizes = np.sort(np.abs(flat) if signed else flat)
+        low, high = 0.0 if signed else sizes[0], sizes[int(0.99 * (len(sizes) - 1))]
+        return float(np.clip((flat[patch] - low) / (high - low), -1 if signed else 0, 1))
+
+    patch = int(asked(visit)["cursor"])
+    one, other = (scaled(next(m["scores"] for m in maps if m["method"] == name), patch) for name in ("genatt", "ixg"))
+    shown = visit.get("difference-here").inner_text().replace("−", "-")
+    assert float(shown) == pytest.approx(one - other, rel=0.01, abs=0.002)
+    before = pixels(visit.get("difference"))
+    visit.get("colours").select_option("purple-orange")
+    until(visit, lambda: pixels(visit.get("difference")) != before, "other colours of the difference")
+    expect(visit.get("correlation")).to_contain_text("Orange: more in genatt; purple: more in ixg")
 
 
 @pytest.mark.page
