@@ -373,7 +373,7 @@ def test_the_test_of_truth(opened: Opened, server: Server) -> None:
             name = truth["genatt"]["predictions"][step]["predictions"][0]["label"]
             expect(rows.filter(has_text=name).first).to_contain_text(want[name])
         assert visit.asked[before:] == [], "a step of the slider asks the server"
-        assert len(visit.measures("slider")) >= 3
+        until(visit, lambda: len(visit.measures("slider")) >= 3, "what the steps took")
         picture = pixels(visit.get("step-picture"))
         visit.get("truth-random").locator("input").check()
         until(visit, lambda: pixels(visit.get("step-picture")) != picture or True)
@@ -383,6 +383,13 @@ def test_the_test_of_truth(opened: Opened, server: Server) -> None:
             visit, lambda: len(patches(asked(visit).get("removed", ""))) == measured["removed"][5], "poking from there"
         )
         assert sorted(truth["random"]["order"][: measured["removed"][5]]) == patches(asked(visit)["removed"])
+        hint = visit.page.locator("#truth-hint")
+        expect(hint).to_contain_text("step by step")
+        choose(visit, "rollout")
+        expect(hint).to_contain_text("test again")
+        visit.get("measure").click()
+        expect(visit.get("truth-rollout")).to_be_visible()
+        expect(hint).to_contain_text("step by step")
 
 
 @pytest.mark.page
