@@ -494,6 +494,38 @@ def test_a_file_brings_an_own_image_back(opened: Opened, tmp_path: Path) -> None
 
 
 @pytest.mark.page
+def test_a_view_that_does_not_fit_is_shown_as_far_as_it_does(opened: Opened) -> None:
+    """A file of another model: classes, patches and fills that are not here are left out, and it is said."""
+    state = "image=dog&target=500&methods=genatt&fill=plaid&removed=3,9999&cursor=9999"
+    file = json.dumps({"patchlight": 1, "state": state, "name": None}).encode()
+    with opened("#methods=genatt&cursor=9999") as visit:
+        ready(visit)
+        assert "cursor" not in asked(visit)
+        visit.give("drop", "drop", ("view.patchlight.json", "application/json", file))
+        until(visit, lambda: asked(visit).get("image") == "dog", "the view")
+        assert asked(visit) == {"image": "dog", "methods": "genatt", "removed": "3"}
+        expect(visit.get("verdict")).to_contain_text("Still dog")
+
+
+@pytest.mark.page
+def test_back_goes_to_the_image_before(opened: Opened) -> None:
+    """Also to one of one's own, with its name."""
+    with opened("#image=cat&methods=genatt") as visit:
+        ready(visit)
+        visit.give("drop", "drop", ("my dog.png", "image/png", hostile.picture(240, seed=6)))
+        expect(visit.page.locator("#file-name")).to_have_text("my dog.png")
+        until(visit, lambda: asked(visit)["image"] != "cat", "the upload")
+        visit.get("photo-ship").click()
+        until(visit, lambda: "image=ship" in visit.page.url, "another image")
+        visit.page.go_back()
+        expect(visit.page.locator("#file-name")).to_have_text("my dog.png")
+        until(visit, lambda: "my dog.png" in visit.get("python").inner_text(), "its name")
+        visit.page.go_back()
+        expect(visit.get("photo-cat")).to_have_attribute("aria-pressed", "true")
+        ready(visit)
+
+
+@pytest.mark.page
 def test_files_are_taken_along(opened: Opened) -> None:
     with opened("#image=cat&methods=genatt,ixg") as visit:
         ready(visit, "genatt", "ixg")

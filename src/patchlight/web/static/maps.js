@@ -1,12 +1,11 @@
 /** The maps: quick methods are asked together, slow ones each by itself; every map is drawn as soon as it is there. */
 import { follow } from "./api.js";
-import { asked } from "./ask.js";
 import { link, strongest } from "./cursor.js";
 import { $, duration, h, number, onFrame, place, say } from "./dom.js";
 import { commonScale, drawHeat, drawLegend, flat, onPatches, robustScale } from "./heat.js";
 import { covers, photo } from "./picture.js";
 import { toggle } from "./poke.js";
-import { facts, label, on, question, set, state, tell } from "./state.js";
+import { facts, on, question, set, state, tell } from "./state.js";
 
 /** Seconds that the server may take before it answers with a job instead of maps. */
 const WAIT = 0.2;
@@ -299,6 +298,3 @@ export function start() {
   show();
   draw();
 }
-
-/** The title of what is explained, for files. */
-export const aboutTarget = () => (asked() === null ? "" : label(asked()));

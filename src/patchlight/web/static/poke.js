@@ -4,7 +4,7 @@ import { showNow } from "./ask.js";
 import { link, patchUnder } from "./cursor.js";
 import { $, onFrame, place, say } from "./dom.js";
 import { drawWithout, fillPicture, photo } from "./picture.js";
-import { facts, on, question, set, state } from "./state.js";
+import { facts, on, own, question, set, state } from "./state.js";
 
 const MOST = 200;
 const past = [], future = [];
@@ -166,7 +166,7 @@ const draw = onFrame(() => {
   if (!photo || !facts.model) return;
   const removed = gone();
   drawWithout($("poke"), removed, state.unit, state.fill);
-  const name = facts.name ?? facts.model.photos.find((each) => each.id === photo.id)?.subject ?? "the picture";
+  const name = own().name ?? facts.model.photos.find((each) => each.id === photo.id)?.subject ?? "the picture";
   const [rows, columns] = facts.model.grid;
   $("poke").setAttribute("aria-label", `${name}: ${rows} rows and ${columns} columns of patches, ${removed.length} of ${rows * columns} removed`);
 });
@@ -193,8 +193,6 @@ export function drawChoices() {
   $("unit").querySelector("[value=token]").disabled = refused !== null;
   $("no-tokens").hidden = refused === null;
   $("no-tokens").textContent = refused ? `Tokens cannot be removed: ${refused}` : "";
-  const fill = fills.includes(state.fill) ? state.fill : fills[0] ?? state.fill;
-  set({ fill, unit: refused === null ? state.unit : "patch" });
   drawControls();
 }
 
