@@ -566,6 +566,21 @@ def test_the_lines_of_code_make_the_same_maps(
         check_lines(visit, server, {"image": sent.value.json()["id"]}, tmp_path / "own")
 
 
+@pytest.mark.page
+def test_the_lines_of_code_make_the_same_test(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with opened("#image=cat&methods=genatt,ixg&fill=black&tested=1") as visit:
+        shown = {name: visit.get(f"truth-{name}").locator(".score") for name in ("genatt", "ixg")}
+        expect(shown["ixg"]).to_be_visible()
+        lines = visit.get("python").inner_text().splitlines()
+        space: dict[str, Any] = {}
+        exec("\n".join([*lines[:-1], f"found = {lines[-1].removeprefix('print')}"]), space)
+        for name, score in shown.items():
+            value = float(score.inner_text().replace("−", "-"))
+            assert float(space["found"][name].values[0]) == pytest.approx(value, rel=0.01, abs=1e-3)
+        assert "--report" not in visit.get("cli").inner_text(), "the command tests with another fill"
+
+
 def check_lines(visit: Visit, server: Server, question: dict[str, Any], folder: Path) -> None:
     text = visit.get("python").inner_text()
     space: dict[str, Any] = {}

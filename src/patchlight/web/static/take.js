@@ -4,6 +4,7 @@ import { asked } from "./ask.js";
 import { $, say, settled, trouble } from "./dom.js";
 import { pythonLines, shellLine } from "./lines.js";
 import { facts, labels, on, own, question, read, saved, state, written } from "./state.js";
+import { STEPS } from "./truth.js";
 
 const ENDINGS = { png: "png", pdf: "pdf", arrays: "zip", report: "html" };
 
@@ -105,6 +106,7 @@ const draw = settled(() => {
   const lines = {
     open: facts.model.python, options: facts.model.cli, image: bundled() ? `${state.image}.jpg` : own().name ?? "photo.jpg", bundled: bundled(), methods: state.methods,
     target: state.against === null ? state.target : asked(), against: state.against, labels: labels(), texts: state.texts, template: state.template, seed: state.seed,
+    test: state.tested && { steps: STEPS, unit: state.unit, fill: state.fill },
   };
   const ready = state.methods.length > 0;
   $("python").textContent = ready ? pythonLines(lines) : "# Choose a method first.";

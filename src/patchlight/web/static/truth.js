@@ -6,7 +6,9 @@ import { drawWithout, photo } from "./picture.js";
 import { fillName, replace } from "./poke.js";
 import { label, on, question, set, state } from "./state.js";
 
-const STEPS = 16, SHOWN = 5;
+/** How many removals the test makes. */
+export const STEPS = 16;
+const SHOWN = 5;
 let job = null;
 /** What came back, with what was asked: {asked, fractions, removed, quantity, random, methods}. */
 let result = null;
