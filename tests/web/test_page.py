@@ -336,6 +336,7 @@ def test_poking_in_every_way(opened: Opened, server: Server) -> None:
         stroke = [patch for patch in range(count) if patch not in stroke]
         says()
         visit.get("only").check()
+        expect(visit.get("remove").locator("+ span")).to_have_text("Show")
         stroke = [patch for patch in range(count) if patch not in stroke]
         says()
         visit.get("only").uncheck()

@@ -46,7 +46,7 @@ export function toggle(patch) {
   const added = !removed.delete(patch);
   if (added) removed.add(patch);
   change(removed);
-  say(`${place(patch, facts.model.grid[1])} ${added ? "removed" : "put back"}.`);
+  say(`${place(patch, facts.model.grid[1])} ${state.only ? (added ? "shown" : "hidden") : added ? "removed" : "put back"}.`);
 }
 
 /** One step back. */
@@ -171,17 +171,24 @@ const draw = onFrame(() => {
   $("poke").setAttribute("aria-label", `${name}: ${rows} rows and ${columns} columns of patches, ${removed.length} of ${rows * columns} removed`);
 });
 
+/** Whether the hint was followed once. */
+let poked = false;
+
 function drawButtons() {
   $("undo").disabled = !past.length;
   $("redo").disabled = !future.length;
   $("reset").disabled = !state.removed.length;
-  if (state.removed.length) $("poke-hint").classList.add("done");
+  poked ||= state.removed.length > 0;
+  $("poke-hint").classList.toggle("done", state.only ? state.removed.length > 0 : poked);
 }
 
 function drawControls() {
   $("unit").value = state.unit;
   $("fill").value = state.fill;
   $("only").checked = state.only;
+  $("mode-remove").nextElementSibling.textContent = state.only ? "Show" : "Remove";
+  $("mode-back").nextElementSibling.textContent = state.only ? "Hide" : "Put back";
+  $("poke-hint").textContent = state.only ? "Drag over what to show" : "Drag to remove patches";
   $("fill-field").classList.toggle("off", state.unit === "token");
   $("fill").disabled = state.unit === "token";
 }
