@@ -696,6 +696,7 @@ def test_a_phone(opened: Opened, scheme: str) -> None:
         box = visit.get("poke").bounding_box()
         assert box is not None
         assert box["width"] <= 390
+        assert visit.get("status").evaluate("e => getComputedStyle(e).display") != "none", "nothing is read out"
         visit.page.touchscreen.tap(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         until(visit, lambda: bars(visit) != whole, "poking by a finger")
         visit.get("measure").click()
