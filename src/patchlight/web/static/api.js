@@ -115,7 +115,10 @@ export function picture(id, options, signal) {
 /** Show a picture in an <img>: by address where that is enough, else by its bytes. */
 export async function showPicture(img, id, options) {
   if (!guarded()) img.src = new URL(`images/${id}?${new URLSearchParams(options)}`, ROOT).href;
-  else img.src = URL.createObjectURL(await picture(id, options));
+  else {
+    img.src = URL.createObjectURL(await picture(id, options));
+    img.addEventListener("load", () => URL.revokeObjectURL(img.src), { once: true });
+  }
 }
 
 /** The bytes of a finished file, and the name that the server gives it. */
