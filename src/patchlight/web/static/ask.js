@@ -257,6 +257,7 @@ function draw() {
     }
     $("verdict").classList.toggle("changed", Boolean(now) && top.index !== first.index);
   }
+  $("says-hint").hidden = indices.length < 2;
   find();
   drawWhy();
 }
@@ -268,7 +269,7 @@ function drawWhy() {
   if (index === null) title.textContent = "Why?";
   else if (state.against === null) title.textContent = `Why ${label(index)}?`;
   else title.textContent = `Why ${label(index)} rather than ${label(state.against)}?`;
-  $("clear-target").hidden = state.target === null || (said.whole && state.target === said.whole.predictions[0]?.index && state.against === null);
+  $("clear-target").hidden = state.target === null || state.target === said.whole?.predictions[0]?.index;
   $("clear-against").hidden = state.against === null;
 }
 

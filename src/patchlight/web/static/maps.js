@@ -121,7 +121,7 @@ function cardOf(method) {
   const fact = facts.methods.get(name);
   const canvas = h("canvas", { width: 336, height: 336, role: "application", "aria-roledescription": "heat map", "aria-label": `${name}, not there yet` });
   const stage = h("div", { class: "stage" }, canvas);
-  const here = h("span", { class: "here" }), took = h("span", { class: "took" });
+  const here = h("span", { class: "here" }), took = h("span", { class: "took", title: "Seconds it took" });
   const legend = h("canvas", { class: "legend", width: 128, height: 1, "aria-hidden": "true" });
   const low = h("span", {}), high = h("span", {});
   const note = h("p", { class: "note", hidden: true });
@@ -138,10 +138,10 @@ function cardOf(method) {
     name, state: "new", key: "", work: null, progress: null, error: "", drawn: "", shows: "", canvas,
     parts: { here, took, legend, low, high, note, bar, count, working, sentence, failed, stage },
     element: h("li", { class: "card", "data-testid": `map-${name}`, "data-state": "new" },
-      h("div", { class: "card-head" }, h("h3", { title: fact ? `${fact.summary} (${fact.paper})` : name }, name), took, close),
+      h("div", { class: "card-head" }, h("h3", { title: fact ? `${fact.summary} (${fact.paper})` : name }, name), close),
       stage,
       h("div", { class: "scale" }, low, legend, high),
-      here, note, working, failed),
+      h("div", { class: "card-foot" }, here, took), note, working, failed),
   };
   link(stage, canvas, { act: toggle, tell: (patch) => {
     const map = shownIn(card);
@@ -167,7 +167,8 @@ function drawCard(card) {
   parts.working.hidden = cardState !== "working";
   parts.failed.hidden = !["failed", "cancelled"].includes(cardState);
   if (!parts.failed.hidden) {
-    const text = cardState === "cancelled" ? "Cancelled." : card.error;
+    const calm = cardState === "cancelled", text = calm ? "Cancelled." : card.error;
+    parts.failed.classList.toggle("calm", calm);
     if (parts.sentence.textContent !== text) parts.sentence.textContent = text;
   }
   if (!parts.working.hidden) drawProgress(card);
