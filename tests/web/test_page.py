@@ -855,9 +855,13 @@ def test_a_server_that_is_gone_is_told(browser: Browser) -> None:
         visit.page.route("**/api/**", lambda route: route.abort())
         visit.get("photo-dog").click()
         expect(visit.page.locator("#says-trouble")).to_contain_text("serve")
+        expect(visit.page.locator("#compare-title")).to_have_text("Why?")
+        expect(visit.page.locator("#inside-trouble")).to_be_visible()
         visit.page.unroute_all()
         visit.page.locator("#says-trouble button").click()
         expect(visit.get("prediction").first).to_be_visible()
+        expect(visit.page.locator(".trouble:visible, .failed:visible")).to_have_count(0)
+        ready(visit)
 
 
 @pytest.mark.page

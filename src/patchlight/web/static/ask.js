@@ -1,7 +1,7 @@
 /** Asking: an image, and a class; and what the model says of it, as bars that follow the hand. */
 import { Problem, post, showPicture, upload } from "./api.js";
 import { $, h, say, settled, told, trouble } from "./dom.js";
-import { loadPhoto } from "./picture.js";
+import { loadPhoto, photo } from "./picture.js";
 import { FRESH, facts, label, labels, on, opened, own, question, remember, set, setView, state } from "./state.js";
 
 const SHOWN = 10;
@@ -232,6 +232,8 @@ function draw() {
   list.classList.toggle("stale", Boolean(whole) && whole.image !== undefined && whole.image !== state.image);
   if (!whole) {
     list.replaceChildren();
+    $("says-hint").hidden = true;
+    drawWhy();
     $("verdict").textContent = state.image ? "…" : "Choose an image to begin.";
     return;
   }
@@ -350,6 +352,10 @@ export function start() {
     if (changed.some((key) => key === "texts" || key === "template")) said.whole = said.now = null;
     draw();
     predict();
+  });
+  on("returned", () => {
+    if (photo?.id !== state.image) showPhoto();
+    if (!$("says-trouble").hidden) predict();
   });
   drawTexts();
 }

@@ -117,6 +117,7 @@ export function start() {
     clearTimeout(timer);
     timer = setTimeout(look, 400);
   });
+  on("returned", () => $("inside-trouble").hidden || look());
   on("cursor maps", draw);
   on("colours", () => (makeBlocks(), draw()));
 }

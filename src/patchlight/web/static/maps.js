@@ -68,7 +68,7 @@ async function work(methods) {
   for (const method of methods) Object.assign(cardOf(method), { state: "working", error: "", work: job, progress: null, key: keys.get(method.name) });
   draw();
   const mine = (name) => cards.get(name)?.key === keys.get(name) && cards.get(name).work === job;
-  const fail = (name, sentence) => mine(name) && Object.assign(cards.get(name), { state: "failed", error: sentence, work: null });
+  const fail = (name, sentence, lost = false) => mine(name) && Object.assign(cards.get(name), { state: "failed", error: sentence, work: null, lost });
   const hear = (event, data) => {
     if (event === "map" && keys.has(data.method)) {
       if (kept.get(keys.get(data.method))?.map && !mine(data.method)) return;
@@ -93,16 +93,16 @@ async function work(methods) {
       if (mine(name)) Object.assign(cards.get(name), { state: end.state === "cancelled" ? "cancelled" : "failed", work: null, error: end.error || "No map came back." });
   } catch (error) {
     for (const name of keys.keys()) {
-      if (!job.signal.aborted) fail(name, error.message);
+      if (!job.signal.aborted) fail(name, error.message, error.status === 0);
       else if (mine(name)) Object.assign(cards.get(name), { state: "cancelled", work: null });
     }
   }
   draw();
 }
 
-function retry(name) {
-  const card = cards.get(name);
-  card.state = "new";
+/** Ask again for maps that failed. */
+function retry(failed) {
+  for (const card of failed) card.state = "new";
   askMissing();
 }
 
@@ -130,12 +130,12 @@ function cardOf(method) {
   const stop = h("button", { type: "button", class: "quiet", "data-testid": `cancel-${name}`, "aria-label": `Cancel ${name}`, onclick: () => cancel(name) }, "Cancel");
   const working = h("div", { class: "working", hidden: true }, bar, count, stop);
   const sentence = h("span", {});
-  const repeat = h("button", { type: "button", class: "quiet", "data-testid": `retry-${name}`, "aria-label": `Try ${name} again`, onclick: () => retry(name) }, "Try again");
+  const repeat = h("button", { type: "button", class: "quiet", "data-testid": `retry-${name}`, "aria-label": `Try ${name} again`, onclick: () => retry([cards.get(name)]) }, "Try again");
   const failed = h("div", { class: "failed", hidden: true, role: "alert" }, sentence, " ", repeat);
   const close = h("button", { type: "button", class: "close", "aria-label": `Take ${name} off`, title: "Take off",
     onclick: () => set({ methods: state.methods.filter((each) => each.name !== name) }) }, "×");
   const card = {
-    name, state: "new", key: "", work: null, progress: null, error: "", drawn: "", shows: "", canvas,
+    name, state: "new", key: "", work: null, progress: null, error: "", lost: false, drawn: "", shows: "", canvas,
     parts: { here, took, legend, low, high, note, bar, count, working, sentence, failed, stage },
     element: h("li", { class: "card", "data-testid": `map-${name}`, "data-state": "new" },
       h("div", { class: "card-head" }, h("h3", { title: fact ? `${fact.summary} (${fact.paper})` : name }, name), close),
@@ -295,6 +295,7 @@ export function start() {
   on("opacity colours scale smooth seed", show);
   on("opacity colours scale smooth photo", draw);
   on("image target against texts template methods seed model", soon);
+  on("returned", () => retry([...cards.values()].filter((card) => card.state === "failed" && card.lost)));
   on("cursor", drawNumbers);
   show();
   draw();

@@ -233,4 +233,5 @@ export function start() {
   on("image", () => ((past.length = future.length = 0), drawButtons()));
   on("image target against texts template", () => gone().length && ablate());
   on("photo fill-picture model", draw);
+  on("returned", () => $("poke-veil").hidden || ablate());
 }
