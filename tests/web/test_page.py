@@ -308,6 +308,33 @@ def check_difference(visit: Visit, maps: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.page
+def test_another_image_moves_nothing(opened: Opened) -> None:
+    """While its maps are awaited, cards, and the difference of two, keep their places."""
+    with opened("#image=cat&methods=genatt,ixg&pair=genatt,ixg") as visit:
+        ready(visit, "genatt", "ixg")
+        expect(visit.get("difference")).to_be_visible()
+        section = visit.page.locator("#compare")
+
+        def height() -> float:
+            return float(section.evaluate("e => e.getBoundingClientRect().height"))
+
+        visit.page.wait_for_timeout(300)
+        before = height()
+        slow: list[Any] = []
+        visit.page.route("**/api/explain", lambda route: slow.append(route))
+        visit.get("photo-dog").click()
+        until(visit, lambda: bool(slow), "the question")
+        expect(visit.get("map-genatt")).to_have_attribute("data-state", "working")
+        visit.page.wait_for_timeout(300)
+        assert height() == pytest.approx(before, abs=2)
+        for route in slow:
+            route.continue_()
+        ready(visit, "genatt", "ixg")
+        visit.page.wait_for_timeout(300)
+        assert height() == pytest.approx(before, abs=2)
+
+
+@pytest.mark.page
 def test_poking_in_every_way(opened: Opened, server: Server) -> None:
     with opened("#image=horse&methods=genatt") as visit:
         ready(visit)

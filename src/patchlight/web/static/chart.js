@@ -71,7 +71,7 @@ function strip(box, result) {
   const [least, most] = [Math.min(...all), Math.max(...all)];
   const room = (most - least || 1) * 0.06;
   const x = (value) => left + ((value - least + room) / (most - least + 2 * room || 1)) * width;
-  const group = s("g", { class: "strip" }, s("text", { class: "title", x: left, y: top - 10 }, "Insertion less deletion (higher is better)"));
+  const group = s("g", { class: "strip" }, s("text", { class: "title", x: left, y: top - 10 }, `Insertion less deletion${width < 300 ? "" : " (higher is better)"}`));
   group.append(s("line", { class: "grid", x1: left, x2: left + width, y1: top + 12, y2: top + 12 }));
   if (low !== null && high !== null) {
     group.append(s("rect", { class: "band", x: x(low), y: top, width: Math.max(2, x(high) - x(low)), height: 24, rx: 3 }));

@@ -39,13 +39,15 @@ function drawChoices(names) {
 
 const draw = onFrame(() => {
   const maps = new Map(there());
-  const names = [...maps.keys()];
+  const names = state.methods.map((method) => method.name);
   $("pair").hidden = names.length < 2;
   drawChoices(names);
   drawMatrix(maps);
   const [a, b] = (state.pair ?? []).map((name) => maps.get(name));
-  $("pair-figure").hidden = !a || !b || !photo;
-  if (!a || !b || !photo) return say("");
+  const missing = !a || !b || !photo, chosen = state.pair?.every((name) => names.includes(name));
+  $("pair-figure").hidden = missing && !(figure && chosen);
+  $("pair-figure").classList.toggle("stale", missing);
+  if (missing) return say(chosen ? "Waiting for their maps…" : "");
   const rho = spearman(a.patches, b.patches);
   const raw = state.scale === "one";
   const of = (map) => Float64Array.from(map.patches, raw ? (score) => score : (score) => scaled(score, scaleOf(map)));
