@@ -121,7 +121,7 @@ function cardOf(method) {
   const fact = facts.methods.get(name);
   const canvas = h("canvas", { width: 336, height: 336, role: "application", "aria-roledescription": "heat map", "aria-label": `${name}, not there yet` });
   const stage = h("div", { class: "stage" }, canvas);
-  const here = h("span", { class: "here" }), took = h("span", { class: "took", title: "Seconds it took" });
+  const here = h("span", { class: "here" }), took = h("span", { class: "took", title: "How long it took; quick methods share one pass" });
   const legend = h("canvas", { class: "legend", width: 128, height: 1, "aria-hidden": "true" });
   const low = h("span", {}), high = h("span", {});
   const note = h("p", { class: "note", hidden: true });

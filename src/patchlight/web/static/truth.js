@@ -16,7 +16,7 @@ let result = null;
 const key = () => JSON.stringify(question());
 
 async function measure(sanity) {
-  if (!state.image || !state.methods.length) return say("Choose an image and a method first.");
+  if (!state.image || !state.methods.length) return trouble($("truth-trouble"), "Choose an image and a method first.");
   job?.abort();
   const mine = (job = new AbortController());
   const asked = { ...question(), methods: state.methods, seed: state.seed, steps: STEPS, unit: state.unit, fill: state.fill, sanity, wait: 0 };
