@@ -274,6 +274,7 @@ def test_methods_are_compared(opened: Opened) -> None:
         maps = WEB.post(f"{visit.url}/api/explain", json=body, timeout=40).json()["maps"]
         ranks = [np.argsort(np.argsort(np.ravel(m["scores"]))) for m in sorted(maps, key=lambda m: str(m["method"]))]
         assert float(rho[1].replace("−", "-")) == pytest.approx(np.corrcoef(ranks)[0, 1], abs=0.02)
+        check_difference(visit, maps)
         canvas = visit.get("map-genatt").locator("canvas").first
         for control, value in (("opacity", "0.3"), ("colours", "cividis"), ("scale", "one")):
             before = pixels(canvas)
@@ -284,6 +285,53 @@ def test_methods_are_compared(opened: Opened) -> None:
         visit.get("smooth").uncheck()
         state = asked(visit)
         assert (state["opacity"], state["colours"], state["scale"], state["smooth"]) == ("0.3", "cividis", "one", "0")
+
+
+def check_difference(visit: Visit, maps: list[dict[str, Any]]) -> None:
+    """Its number under the cursor is that of the maps, each on its own scale; words and picture follow the colours."""
+
+    def scaled(scores: Any, patch: int) -> float:
+        flat = np.ravel(scores)
+        signed = flat.min() < -1e-3 * np.abs(flat).max()
+        sizes = np.sort(np.abs(flat) if signed else flat)
+        low, high = 0.0 if signed else sizes[0], sizes[int(0.99 * (len(sizes) - 1))]
+        return float(np.clip((flat[patch] - low) / (high - low), -1 if signed else 0, 1))
+
+    patch = int(asked(visit)["cursor"])
+    one, other = (scaled(next(m["scores"] for m in maps if m["method"] == name), patch) for name in ("genatt", "ixg"))
+    shown = visit.get("difference-here").inner_text().replace("−", "-")
+    assert float(shown) == pytest.approx(one - other, rel=0.01, abs=0.002)
+    before = pixels(visit.get("difference"))
+    visit.get("colours").select_option("purple-orange")
+    until(visit, lambda: pixels(visit.get("difference")) != before, "other colours of the difference")
+    expect(visit.get("correlation")).to_contain_text("Orange: more in genatt; purple: more in ixg")
+
+
+@pytest.mark.page
+def test_another_image_moves_nothing(opened: Opened) -> None:
+    """While its maps are awaited, cards, and the difference of two, keep their places."""
+    with opened("#image=cat&methods=genatt,ixg&pair=genatt,ixg") as visit:
+        ready(visit, "genatt", "ixg")
+        expect(visit.get("difference")).to_be_visible()
+        section = visit.page.locator("#compare")
+
+        def height() -> float:
+            return float(section.evaluate("e => e.getBoundingClientRect().height"))
+
+        visit.page.wait_for_timeout(300)
+        before = height()
+        slow: list[Any] = []
+        visit.page.route("**/api/explain", lambda route: slow.append(route))
+        visit.get("photo-dog").click()
+        until(visit, lambda: bool(slow), "the question")
+        expect(visit.get("map-genatt")).to_have_attribute("data-state", "working")
+        visit.page.wait_for_timeout(300)
+        assert height() == pytest.approx(before, abs=2)
+        for route in slow:
+            route.continue_()
+        ready(visit, "genatt", "ixg")
+        visit.page.wait_for_timeout(300)
+        assert height() == pytest.approx(before, abs=2)
 
 
 @pytest.mark.page
@@ -315,6 +363,7 @@ def test_poking_in_every_way(opened: Opened, server: Server) -> None:
         stroke = [patch for patch in range(count) if patch not in stroke]
         says()
         visit.get("only").check()
+        expect(visit.get("remove").locator("+ span")).to_have_text("Show")
         stroke = [patch for patch in range(count) if patch not in stroke]
         says()
         visit.get("only").uncheck()
@@ -352,7 +401,7 @@ def test_the_test_of_truth(opened: Opened, server: Server) -> None:
             name = truth["genatt"]["predictions"][step]["predictions"][0]["label"]
             expect(rows.filter(has_text=name).first).to_contain_text(want[name])
         assert visit.asked[before:] == [], "a step of the slider asks the server"
-        assert len(visit.measures("slider")) >= 3
+        until(visit, lambda: len(visit.measures("slider")) >= 3, "what the steps took")
         picture = pixels(visit.get("step-picture"))
         visit.get("truth-random").locator("input").check()
         until(visit, lambda: pixels(visit.get("step-picture")) != picture or True)
@@ -362,6 +411,13 @@ def test_the_test_of_truth(opened: Opened, server: Server) -> None:
             visit, lambda: len(patches(asked(visit).get("removed", ""))) == measured["removed"][5], "poking from there"
         )
         assert sorted(truth["random"]["order"][: measured["removed"][5]]) == patches(asked(visit)["removed"])
+        hint = visit.page.locator("#truth-hint")
+        expect(hint).to_contain_text("step by step")
+        choose(visit, "rollout")
+        expect(hint).to_contain_text("test again")
+        visit.get("measure").click()
+        expect(visit.get("truth-rollout")).to_be_visible()
+        expect(hint).to_contain_text("step by step")
 
 
 @pytest.mark.page
@@ -466,6 +522,38 @@ def test_a_file_brings_an_own_image_back(opened: Opened, tmp_path: Path) -> None
 
 
 @pytest.mark.page
+def test_a_view_that_does_not_fit_is_shown_as_far_as_it_does(opened: Opened) -> None:
+    """A file of another model: classes, patches and fills that are not here are left out, and it is said."""
+    state = "image=dog&target=500&methods=genatt&fill=plaid&removed=3,9999&cursor=9999"
+    file = json.dumps({"patchlight": 1, "state": state, "name": None}).encode()
+    with opened("#methods=genatt&cursor=9999") as visit:
+        ready(visit)
+        assert "cursor" not in asked(visit)
+        visit.give("drop", "drop", ("view.patchlight.json", "application/json", file))
+        until(visit, lambda: asked(visit).get("image") == "dog", "the view")
+        assert asked(visit) == {"image": "dog", "methods": "genatt", "removed": "3"}
+        expect(visit.get("verdict")).to_contain_text("Still dog")
+
+
+@pytest.mark.page
+def test_back_goes_to_the_image_before(opened: Opened) -> None:
+    """Also to one of one's own, with its name."""
+    with opened("#image=cat&methods=genatt") as visit:
+        ready(visit)
+        visit.give("drop", "drop", ("my dog.png", "image/png", hostile.picture(240, seed=6)))
+        expect(visit.page.locator("#file-name")).to_have_text("my dog.png")
+        until(visit, lambda: asked(visit)["image"] != "cat", "the upload")
+        visit.get("photo-ship").click()
+        until(visit, lambda: "image=ship" in visit.page.url, "another image")
+        visit.page.go_back()
+        expect(visit.page.locator("#file-name")).to_have_text("my dog.png")
+        until(visit, lambda: "my dog.png" in visit.get("python").inner_text(), "its name")
+        visit.page.go_back()
+        expect(visit.get("photo-cat")).to_have_attribute("aria-pressed", "true")
+        ready(visit)
+
+
+@pytest.mark.page
 def test_files_are_taken_along(opened: Opened) -> None:
     with opened("#image=cat&methods=genatt,ixg") as visit:
         ready(visit, "genatt", "ixg")
@@ -504,6 +592,21 @@ def test_the_lines_of_code_make_the_same_maps(
             visit.give("drop", "drop", ("it's mine.png", "image/png", mine))
         until(visit, lambda: "mine.png" in visit.get("python").inner_text(), "the upload")
         check_lines(visit, server, {"image": sent.value.json()["id"]}, tmp_path / "own")
+
+
+@pytest.mark.page
+def test_the_lines_of_code_make_the_same_test(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with opened("#image=cat&methods=genatt,ixg&fill=black&tested=1") as visit:
+        shown = {name: visit.get(f"truth-{name}").locator(".score") for name in ("genatt", "ixg")}
+        expect(shown["ixg"]).to_be_visible()
+        lines = visit.get("python").inner_text().splitlines()
+        space: dict[str, Any] = {}
+        exec("\n".join([*lines[:-1], f"found = {lines[-1].removeprefix('print')}"]), space)
+        for name, score in shown.items():
+            value = float(score.inner_text().replace("−", "-"))
+            assert float(space["found"][name].values[0]) == pytest.approx(value, rel=0.01, abs=1e-3)
+        assert "--report" not in visit.get("cli").inner_text(), "the command tests with another fill"
 
 
 def check_lines(visit: Visit, server: Server, question: dict[str, Any], folder: Path) -> None:
@@ -620,6 +723,7 @@ def test_a_phone(opened: Opened, scheme: str) -> None:
         box = visit.get("poke").bounding_box()
         assert box is not None
         assert box["width"] <= 390
+        assert visit.get("status").evaluate("e => getComputedStyle(e).display") != "none", "nothing is read out"
         visit.page.touchscreen.tap(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         until(visit, lambda: bars(visit) != whole, "poking by a finger")
         visit.get("measure").click()
@@ -778,9 +882,13 @@ def test_a_server_that_is_gone_is_told(browser: Browser) -> None:
         visit.page.route("**/api/**", lambda route: route.abort())
         visit.get("photo-dog").click()
         expect(visit.page.locator("#says-trouble")).to_contain_text("serve")
+        expect(visit.page.locator("#compare-title")).to_have_text("Why?")
+        expect(visit.page.locator("#inside-trouble")).to_be_visible()
         visit.page.unroute_all()
         visit.page.locator("#says-trouble button").click()
         expect(visit.get("prediction").first).to_be_visible()
+        expect(visit.page.locator(".trouble:visible, .failed:visible")).to_have_count(0)
+        ready(visit)
 
 
 @pytest.mark.page

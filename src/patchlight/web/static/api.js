@@ -1,4 +1,5 @@
 /** Talking with the server: errors as sentences, patience when it is busy, jobs whose parts are told as they are finished. */
+import { tell } from "./state.js";
 
 const ROOT = new URL("api/", document.baseURI);
 const PATIENCE = 20;
@@ -52,6 +53,9 @@ async function sentenceOf(response) {
   return `The server answered ${response.status}${response.statusText ? ` (${response.statusText})` : ""}.`;
 }
 
+/** Whether the last request had no answer; the first that has one tells `returned`, so that what failed is asked for again. */
+let lost = false;
+
 async function once(path, { method = "GET", body, type, signal, patience = signal, keepalive = false } = {}) {
   const headers = {};
   if (token) headers.Authorization = `Bearer ${token}`;
@@ -62,7 +66,12 @@ async function once(path, { method = "GET", body, type, signal, patience = signa
       response = await fetch(new URL(path, ROOT), { method, body, headers, signal, keepalive, cache: "no-cache" });
     } catch (error) {
       if (signal?.aborted) throw error;
+      lost = true;
       throw new Problem("The server does not answer; is “patchlight serve” still running?", 0);
+    }
+    if (lost) {
+      lost = false;
+      setTimeout(() => tell("returned"));
     }
     if (response.ok) return response;
     if (response.status !== 429 || tries >= PATIENCE) throw new Problem(await sentenceOf(response), response.status);
@@ -115,7 +124,10 @@ export function picture(id, options, signal) {
 /** Show a picture in an <img>: by address where that is enough, else by its bytes. */
 export async function showPicture(img, id, options) {
   if (!guarded()) img.src = new URL(`images/${id}?${new URLSearchParams(options)}`, ROOT).href;
-  else img.src = URL.createObjectURL(await picture(id, options));
+  else {
+    img.src = URL.createObjectURL(await picture(id, options));
+    img.addEventListener("load", () => URL.revokeObjectURL(img.src), { once: true });
+  }
 }
 
 /** The bytes of a finished file, and the name that the server gives it. */

@@ -1,8 +1,8 @@
 /** Asking: an image, and a class; and what the model says of it, as bars that follow the hand. */
 import { Problem, post, showPicture, upload } from "./api.js";
 import { $, h, say, settled, told, trouble } from "./dom.js";
-import { loadPhoto } from "./picture.js";
-import { FRESH, facts, label, labels, on, opened, question, set, setView, state } from "./state.js";
+import { loadPhoto, photo } from "./picture.js";
+import { FRESH, facts, label, labels, on, opened, own, question, remember, set, setView, state } from "./state.js";
 
 const SHOWN = 10;
 
@@ -17,9 +17,14 @@ let choices = 0;
 export function choosePhoto(id) {
   choices += 1;
   performance.mark("image-chosen");
-  facts.name = facts.blob = null;
   trouble($("ask-trouble"), "");
-  set({ image: id, target: null, against: null, removed: [], only: false, tested: false, step: 0, cursor: null });
+  choose(id);
+}
+
+/** Another image: what was asked of the one before it, and removed from it, is over. */
+function choose(image) {
+  const { target, against, removed, only, tested, step, cursor } = FRESH;
+  set({ image, target, against, removed, only, tested, step, cursor });
 }
 
 /** A file is dropped, pasted or chosen: an image, or a state that was saved. */
@@ -34,9 +39,10 @@ export async function takeFile(file) {
     say("Sending the image…");
     const given = await upload(file);
     if (mine !== choices) return;
-    Object.assign(facts, { name: file.name || "pasted.png", blob: file });
-    set({ image: given.id, target: null, against: null, removed: [], only: false, tested: false, step: 0, cursor: null });
-    say(`Asking about ${facts.name}.`);
+    const name = file.name || "pasted.png";
+    remember(given.id, name, file);
+    choose(given.id);
+    say(`Asking about ${name}.`);
   } catch (error) {
     if (mine !== choices) return;
     say("");
@@ -47,12 +53,12 @@ export async function takeFile(file) {
 const megabytes = (bytes) => `${(bytes / 1e6).toFixed(1)} MB`;
 
 async function takeState(file, mine) {
+  if (!facts.model) throw new Problem("The page is not ready yet; try again in a moment.", 0);
   const { state: given, name, blob } = opened(await file.text());
   if (blob) given.image = (await upload(blob)).id;
   if (mine !== choices) return;
-  Object.assign(facts, { name, blob });
-  setView({ ...given, methods: given.methods.length ? given.methods : state.methods });
-  say("The saved view is back.");
+  if (blob) remember(given.image, name, blob);
+  say(setView(given) ? "The saved view is back, but it asks about a class that is not there; the prediction is explained instead." : "The saved view is back.");
 }
 
 function watchFiles() {
@@ -110,6 +116,10 @@ export function loadThumbnails() {
 function markPhoto() {
   for (const button of $("photos").querySelectorAll("button"))
     button.setAttribute("aria-pressed", String(button.dataset.photo === state.image));
+  const { name } = own();
+  $("file-name").textContent = name ?? "Your image";
+  $("file-how").textContent = name ? "or drop, paste or choose another" : "drop, paste or choose";
+  $("file-name").parentElement.parentElement.classList.toggle("own", Boolean(name));
 }
 
 /** Ask what the model says of the whole image. */
@@ -222,6 +232,8 @@ function draw() {
   list.classList.toggle("stale", Boolean(whole) && whole.image !== undefined && whole.image !== state.image);
   if (!whole) {
     list.replaceChildren();
+    $("says-hint").hidden = true;
+    drawWhy();
     $("verdict").textContent = state.image ? "…" : "Choose an image to begin.";
     return;
   }
@@ -247,6 +259,7 @@ function draw() {
     }
     $("verdict").classList.toggle("changed", Boolean(now) && top.index !== first.index);
   }
+  $("says-hint").hidden = indices.length < 2;
   find();
   drawWhy();
 }
@@ -258,7 +271,7 @@ function drawWhy() {
   if (index === null) title.textContent = "Why?";
   else if (state.against === null) title.textContent = `Why ${label(index)}?`;
   else title.textContent = `Why ${label(index)} rather than ${label(state.against)}?`;
-  $("clear-target").hidden = state.target === null || (said.whole && state.target === said.whole.predictions[0]?.index && state.against === null);
+  $("clear-target").hidden = state.target === null || state.target === said.whole?.predictions[0]?.index;
   $("clear-against").hidden = state.against === null;
 }
 
@@ -339,6 +352,10 @@ export function start() {
     if (changed.some((key) => key === "texts" || key === "template")) said.whole = said.now = null;
     draw();
     predict();
+  });
+  on("returned", () => {
+    if (photo?.id !== state.image) showPhoto();
+    if (!$("says-trouble").hidden) predict();
   });
   drawTexts();
 }

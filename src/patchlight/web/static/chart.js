@@ -4,8 +4,11 @@ import { h, number, s, told } from "./dom.js";
 const PADDING = { left: 46, right: 12, top: 30, bottom: 34 };
 const SERIES = 8;
 
-/** The class of a method's colour and dash, by its place. */
-export const series = (place) => `series s${place % SERIES}${place >= SERIES ? " dashed" : ""}`;
+/** The classes of a method's colour and dash, by its place: what colour tells, the dash tells too. */
+export const series = (place) => `s${place % SERIES} d${(place + (place >= SERIES ? 4 : 0)) % SERIES}`;
+
+/** A short piece of a method's curve, for a legend. */
+export const sample = (place) => s("svg", { class: "sample", viewBox: "0 0 30 6", width: 30, height: 6, "aria-hidden": "true" }, s("path", { class: `curve ${series(place)}`, d: "M1 3H29" }));
 
 const finite = (values) => values.filter((value) => value !== null && Number.isFinite(value));
 
@@ -36,7 +39,7 @@ function path(values, x, y) {
   }).join("");
 }
 
-function panel(box, kind, title, result, step, marks) {
+function panel(box, kind, title, result, step, marks, shown) {
   const { left, top, width, height } = box;
   const last = result.fractions.length - 1, low = marks[0], high = marks[marks.length - 1];
   const x = (i) => left + result.fractions[i] * width;
@@ -50,7 +53,7 @@ function panel(box, kind, title, result, step, marks) {
     group.append(s("text", { class: "tick", x: left + (width * i) / 4, y: top + height + 18, "text-anchor": "middle" }, `${25 * i} %`));
   }
   group.append(s("path", { class: "random", d: path(result.random.curve[kind], x, y) }));
-  result.methods.forEach((truth, i) => group.append(s("path", { class: `curve ${series(i)}`, "data-method": truth.method, d: path(truth.curve[kind], x, y) })));
+  result.methods.forEach((truth, i) => group.append(s("path", { class: `curve ${series(i)}${truth.method === shown ? " shown" : ""}`, "data-method": truth.method, d: path(truth.curve[kind], x, y) })));
   const at = Math.min(step, last);
   group.append(s("line", { class: "now", x1: x(at), x2: x(at), y1: top, y2: top + height }));
   result.methods.forEach((truth, i) => {
@@ -68,7 +71,7 @@ function strip(box, result) {
   const [least, most] = [Math.min(...all), Math.max(...all)];
   const room = (most - least || 1) * 0.06;
   const x = (value) => left + ((value - least + room) / (most - least + 2 * room || 1)) * width;
-  const group = s("g", { class: "strip" }, s("text", { class: "title", x: left, y: top - 10 }, "Insertion less deletion (higher is better)"));
+  const group = s("g", { class: "strip" }, s("text", { class: "title", x: left, y: top - 10 }, `Insertion less deletion${width < 300 ? "" : " (higher is better)"}`));
   group.append(s("line", { class: "grid", x1: left, x2: left + width, y1: top + 12, y2: top + 12 }));
   if (low !== null && high !== null) {
     group.append(s("rect", { class: "band", x: x(low), y: top, width: Math.max(2, x(high) - x(low)), height: 24, rx: 3 }));
@@ -85,13 +88,13 @@ function strip(box, result) {
   return group;
 }
 
-/** Draw all of it; gives what tells the step at a point of the chart. */
-export function drawChart(svg, result, step) {
+/** Draw all of it, the curves of the method `shown` thicker; gives what tells the step at a point of the chart. */
+export function drawChart(svg, result, step, shown) {
   const width = Math.max(280, Math.round(svg.clientWidth || 640));
   const wide = width >= 470;
   const across = wide ? 2 : 1;
   const inner = (width - across * (PADDING.left + PADDING.right)) / across;
-  const height = Math.min(240, Math.max(160, inner * 0.72));
+  const height = wide ? Math.min(300, Math.max(220, inner * 1.1)) : Math.min(240, Math.max(160, inner * 0.72));
   const marks = ticks(...bounds(result));
   const box = (i) => ({
     left: PADDING.left + (wide ? i * (inner + PADDING.left + PADDING.right) : 0),
@@ -102,8 +105,8 @@ export function drawChart(svg, result, step) {
   svg.setAttribute("viewBox", `0 0 ${width} ${total}`);
   svg.style.height = `${total}px`;
   svg.replaceChildren(
-    panel(box(0), "deletion", "Deletion (lower is better)", result, step, marks),
-    panel(box(1), "insertion", "Insertion (higher is better)", result, step, marks),
+    panel(box(0), "deletion", "Deletion (lower is better)", result, step, marks, shown),
+    panel(box(1), "insertion", "Insertion (higher is better)", result, step, marks, shown),
     strip({ left: PADDING.left, top: below, width: width - PADDING.left - PADDING.right }, result),
   );
   return (event) => {

@@ -11,6 +11,9 @@ const TABLES = {
 };
 const DIVERGING = new Set(["red-blue", "purple-orange"]);
 
+/** What the ends of a signed map's colours are called: below zero, above zero. */
+export const ends = (colours) => (colours === "purple-orange" ? ["purple", "orange"] : ["blue", "red"]);
+
 /** Opacity at the lowest score, as a fraction of the highest's: bright photographs must not pass for heat. */
 const FAINTEST = 0.5;
 /** How far into a diverging table the strongest score goes: its ends are too dark to tell from a dark photograph. */
@@ -32,6 +35,9 @@ function table(name) {
   }
   return ready.get(name);
 }
+
+/** The colours for scores that are never signed: a table of two sides would leave half of itself unused. */
+export const oneSided = (colours) => (DIVERGING.has(colours) ? "auto" : colours);
 
 /** The table for a map: automatic by its sign, and what was chosen where that fits. */
 function suited(colours, signed) {

@@ -1,7 +1,7 @@
 /** Looking inside: attention to the patch under the cursor, block by block, and what the model would have said after each. */
 import { post } from "./api.js";
-import { $, h, number, onFrame, place, s, told, trouble } from "./dom.js";
-import { drawHeat, robustScale } from "./heat.js";
+import { $, h, number, onFrame, place, told, trouble } from "./dom.js";
+import { drawHeat, oneSided, robustScale } from "./heat.js";
 import { there } from "./maps.js";
 import { cell, covers } from "./picture.js";
 import { facts, label, on, question, set, state } from "./state.js";
@@ -54,7 +54,7 @@ function makeBlocks() {
     const canvas = h("canvas", { width: SIDE, height: Math.round((SIDE * high) / wide), "aria-hidden": "true" });
     const scores = Float64Array.from(values, (value) => value ?? 0);
     const shape = { scores, rows: high, columns: wide, covers: [1, 1] };
-    drawHeat(canvas, new Uint8Array(canvas.width * canvas.height), shape, { ...robustScale(scores), low: 0, signed: false }, { colours: state.colours, opacity: 1, smooth: false });
+    drawHeat(canvas, new Uint8Array(canvas.width * canvas.height), shape, { ...robustScale(scores), low: 0, signed: false }, { colours: oneSided(state.colours), opacity: 1, smooth: false });
     const mark = h("span", { class: "mark", "aria-hidden": "true", hidden: true });
     const bar = h("span", { class: "fill" }), value = h("span", { class: "value" });
     const stage = h("div", { class: "stage", onpointerdown: (event) => point(event, canvas), onpointermove: (event) => point(event, canvas) }, canvas, mark);
@@ -106,14 +106,7 @@ function drawLens() {
       h("th", { scope: "row" }, String(block.block)), h("td", { class: "top-class" }, top ? label(top.index) : "–"), h("td", { class: "value" }, told(top?.value, quantity)),
       h("td", { class: "lens-bar" }, h("span", { class: "track", "aria-hidden": "true" }, bar)), h("td", { class: "value" }, told(values[i], quantity)));
   });
-  box.replaceChildren(spark(values.map(share)), h("table", {}, h("thead", {}, head), h("tbody", {}, body)));
-}
-
-function spark(shares) {
-  const width = 240, height = 36;
-  const x = (i) => 4 + (i / Math.max(1, shares.length - 1)) * (width - 8), y = (share) => height - 4 - share * (height - 8);
-  const line = shares.map((share, i) => `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(share).toFixed(1)}`).join("");
-  return s("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, s("path", { d: line }), shares.map((share, i) => s("circle", { cx: x(i), cy: y(share), r: 2 })));
+  box.replaceChildren(h("table", {}, h("thead", {}, head), h("tbody", {}, body)));
 }
 
 let timer = 0;
@@ -124,7 +117,7 @@ export function start() {
     clearTimeout(timer);
     timer = setTimeout(look, 400);
   });
+  on("returned", () => $("inside-trouble").hidden || look());
   on("cursor maps", draw);
-  on("colours", makeBlocks);
-  on("colours", draw);
+  on("colours", () => (makeBlocks(), draw()));
 }

@@ -26,10 +26,11 @@ export function named(index, labels) {
 }
 
 /**
- * What is asked: {open, image, bundled, methods, target, against, labels, texts, template, seed}; `open` is the line that opens the
- * model, `image` a file's name, `bundled` whether it is one of the package's photographs.
+ * What is asked: {open, image, bundled, methods, target, against, labels, texts, template, seed, test}; `open` is the line that
+ * opens the model, `image` a file's name, `bundled` whether it is one of the package's photographs, `test` the {steps, unit,
+ * fill} of the test of truth where it was made.
  */
-export function pythonLines({ open, image, bundled, methods, target, against, labels, texts, template, seed }) {
+export function pythonLines({ open, image, bundled, methods, target, against, labels, texts, template, seed, test }) {
   const lines = ["import patchlight as pl", ""];
   lines.push(open ? `vit = ${open}` : "# vit is the model that was given to pl.show");
   if (texts.length) {
@@ -46,11 +47,15 @@ export function pythonLines({ open, image, bundled, methods, target, against, la
   if (target !== null) asked = against === null ? `, target=${name(target)}` : `, target=(${name(target)}, ${name(against)})`;
   lines.push(`maps = pl.explain(vit, image, ${list}${asked}${seed ? `, seed=${seed}` : ""})`);
   lines.push('pl.figure(image, maps, vit=vit, path="explained.png")');
+  if (test) {
+    const fill = test.unit === "patch" ? `, fill=${python(test.fill)}` : "";
+    lines.push(`print(pl.evaluate(vit, image, maps, "ins-del", unit=${python(test.unit)}${fill}, steps=${test.steps}))`);
+  }
   return lines.join("\n");
 }
 
-/** The same for a shell; `options` are those that open the model. */
-export function shellLine({ options, image, bundled, methods, target, against, labels, texts, template, seed }) {
+/** The same for a shell, whose report holds the test where patches are painted as is usual; `options` open the model. */
+export function shellLine({ options, image, bundled, methods, target, against, labels, texts, template, seed, test }) {
   const path = bundled ? `"$(python -c 'import patchlight; print(patchlight.__path__[0])')"/zoo/photos/${image}` : shell(image.startsWith("-") ? `./${image}` : image);
   const parts = [`patchlight explain ${path}`, `--method ${shell(methods.map(({ name }) => name).join(","))}`];
   if (options) parts.push(options);
@@ -62,5 +67,6 @@ export function shellLine({ options, image, bundled, methods, target, against, l
     for (const [key, value] of Object.entries(settings ?? {})) parts.push(`--set ${shell(`${name}.${key}=${value === null ? "none" : value}`)}`);
   if (seed) parts.push(`--seed ${seed}`);
   parts.push("--out explained.png");
+  if (test?.unit === "patch" && test.fill === "image-mean") parts.push("--report report.html");
   return parts.join(" ");
 }

@@ -1,12 +1,11 @@
 /** The maps: quick methods are asked together, slow ones each by itself; every map is drawn as soon as it is there. */
 import { follow } from "./api.js";
-import { asked } from "./ask.js";
 import { link, strongest } from "./cursor.js";
 import { $, duration, h, number, onFrame, place, say } from "./dom.js";
 import { commonScale, drawHeat, drawLegend, flat, onPatches, robustScale } from "./heat.js";
 import { covers, photo } from "./picture.js";
 import { toggle } from "./poke.js";
-import { facts, label, on, question, set, state, tell } from "./state.js";
+import { facts, on, question, set, state, tell } from "./state.js";
 
 /** Seconds that the server may take before it answers with a job instead of maps. */
 const WAIT = 0.2;
@@ -69,7 +68,7 @@ async function work(methods) {
   for (const method of methods) Object.assign(cardOf(method), { state: "working", error: "", work: job, progress: null, key: keys.get(method.name) });
   draw();
   const mine = (name) => cards.get(name)?.key === keys.get(name) && cards.get(name).work === job;
-  const fail = (name, sentence) => mine(name) && Object.assign(cards.get(name), { state: "failed", error: sentence, work: null });
+  const fail = (name, sentence, lost = false) => mine(name) && Object.assign(cards.get(name), { state: "failed", error: sentence, work: null, lost });
   const hear = (event, data) => {
     if (event === "map" && keys.has(data.method)) {
       if (kept.get(keys.get(data.method))?.map && !mine(data.method)) return;
@@ -94,16 +93,16 @@ async function work(methods) {
       if (mine(name)) Object.assign(cards.get(name), { state: end.state === "cancelled" ? "cancelled" : "failed", work: null, error: end.error || "No map came back." });
   } catch (error) {
     for (const name of keys.keys()) {
-      if (!job.signal.aborted) fail(name, error.message);
+      if (!job.signal.aborted) fail(name, error.message, error.status === 0);
       else if (mine(name)) Object.assign(cards.get(name), { state: "cancelled", work: null });
     }
   }
   draw();
 }
 
-function retry(name) {
-  const card = cards.get(name);
-  card.state = "new";
+/** Ask again for maps that failed. */
+function retry(failed) {
+  for (const card of failed) card.state = "new";
   askMissing();
 }
 
@@ -122,7 +121,7 @@ function cardOf(method) {
   const fact = facts.methods.get(name);
   const canvas = h("canvas", { width: 336, height: 336, role: "application", "aria-roledescription": "heat map", "aria-label": `${name}, not there yet` });
   const stage = h("div", { class: "stage" }, canvas);
-  const here = h("span", { class: "here" }), took = h("span", { class: "took" });
+  const here = h("span", { class: "here" }), took = h("span", { class: "took", title: "How long it took; quick methods share one pass" });
   const legend = h("canvas", { class: "legend", width: 128, height: 1, "aria-hidden": "true" });
   const low = h("span", {}), high = h("span", {});
   const note = h("p", { class: "note", hidden: true });
@@ -131,18 +130,18 @@ function cardOf(method) {
   const stop = h("button", { type: "button", class: "quiet", "data-testid": `cancel-${name}`, "aria-label": `Cancel ${name}`, onclick: () => cancel(name) }, "Cancel");
   const working = h("div", { class: "working", hidden: true }, bar, count, stop);
   const sentence = h("span", {});
-  const repeat = h("button", { type: "button", class: "quiet", "data-testid": `retry-${name}`, "aria-label": `Try ${name} again`, onclick: () => retry(name) }, "Try again");
+  const repeat = h("button", { type: "button", class: "quiet", "data-testid": `retry-${name}`, "aria-label": `Try ${name} again`, onclick: () => retry([cards.get(name)]) }, "Try again");
   const failed = h("div", { class: "failed", hidden: true, role: "alert" }, sentence, " ", repeat);
   const close = h("button", { type: "button", class: "close", "aria-label": `Take ${name} off`, title: "Take off",
     onclick: () => set({ methods: state.methods.filter((each) => each.name !== name) }) }, "×");
   const card = {
-    name, state: "new", key: "", work: null, progress: null, error: "", drawn: "", shows: "", canvas,
+    name, state: "new", key: "", work: null, progress: null, error: "", lost: false, drawn: "", shows: "", canvas,
     parts: { here, took, legend, low, high, note, bar, count, working, sentence, failed, stage },
     element: h("li", { class: "card", "data-testid": `map-${name}`, "data-state": "new" },
-      h("div", { class: "card-head" }, h("h3", { title: fact ? `${fact.summary} (${fact.paper})` : name }, name), took, close),
+      h("div", { class: "card-head" }, h("h3", { title: fact ? `${fact.summary} (${fact.paper})` : name }, name), close),
       stage,
       h("div", { class: "scale" }, low, legend, high),
-      here, note, working, failed),
+      h("div", { class: "card-foot" }, here, took), note, working, failed),
   };
   link(stage, canvas, { act: toggle, tell: (patch) => {
     const map = shownIn(card);
@@ -168,7 +167,8 @@ function drawCard(card) {
   parts.working.hidden = cardState !== "working";
   parts.failed.hidden = !["failed", "cancelled"].includes(cardState);
   if (!parts.failed.hidden) {
-    const text = cardState === "cancelled" ? "Cancelled." : card.error;
+    const calm = cardState === "cancelled", text = calm ? "Cancelled." : card.error;
+    parts.failed.classList.toggle("calm", calm);
     if (parts.sentence.textContent !== text) parts.sentence.textContent = text;
   }
   if (!parts.working.hidden) drawProgress(card);
@@ -295,10 +295,8 @@ export function start() {
   on("opacity colours scale smooth seed", show);
   on("opacity colours scale smooth photo", draw);
   on("image target against texts template methods seed model", soon);
+  on("returned", () => retry([...cards.values()].filter((card) => card.state === "failed" && card.lost)));
   on("cursor", drawNumbers);
   show();
   draw();
 }
-
-/** The title of what is explained, for files. */
-export const aboutTarget = () => (asked() === null ? "" : label(asked()));

@@ -30,7 +30,7 @@ function makeRow(fact) {
     h("li", { class: fact.supported ? "" : "refused" },
       h("label", { for: id }, box, h("span", { class: "method-name" }, fact.name),
         h("span", { class: fact.quick ? "speed quick" : "speed slow", title: fact.cost }, speed)),
-      h("p", { class: "about", id: `${id}-about` }, about, " ",
+      h("p", { class: "about", id: `${id}-about` }, about.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part)), " ",
         h("span", { class: "cost" }, [fact.cost, fact.paper].filter(Boolean).join(" · ")))),
     { box, fact, words: [fact.name, fact.summary, fact.paper, fact.cost].join(" ").toLowerCase() },
   );

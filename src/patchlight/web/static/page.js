@@ -7,7 +7,7 @@ import * as maps from "./maps.js";
 import * as methods from "./methods.js";
 import * as pair from "./pair.js";
 import * as poke from "./poke.js";
-import { FRESH, facts, on, read, setView, state, tell } from "./state.js";
+import { facts, on, read, setView, state, tell } from "./state.js";
 import * as take from "./take.js";
 import * as truth from "./truth.js";
 
@@ -21,23 +21,11 @@ function drawFacts() {
   $("foot").textContent = `Patchlight ${model.version}. Nothing leaves this server, and nothing of your images is written to its disk.`;
 }
 
-/** The state that the address and the model give. */
+/** The view that the address gives; without an image in it, the one that is there stays. */
 function begin() {
   const given = read(location.hash);
-  const { model } = facts;
-  given.image ??= model.image;
-  if (!given.methods.length) given.methods = model.methods.map((name) => ({ name, settings: {} }));
-  if (!model.fills.includes(given.fill)) given.fill = model.fills[0] ?? FRESH.fill;
-  if (model.no_tokens !== null) given.unit = "patch";
-  const classes = given.texts.length || model.classes, patches = model.grid[0] * model.grid[1];
-  const odd = [given.target, given.against].some((index) => index !== null && index >= classes) || (given.target !== null && given.target === given.against);
-  if (odd) {
-    given.target = given.against = null;
-    say("The link asks about a class that is not there; the prediction is explained instead.");
-  }
-  given.removed = given.removed.filter((patch) => patch < patches);
-  if (given.image !== state.image) facts.name = facts.blob = null;
-  setView(given);
+  const image = given.image ?? state.image ?? facts.model.image;
+  if (setView({ ...given, image })) say("The link asks about a class that is not there; the prediction is explained instead.");
 }
 
 function watchTheme() {

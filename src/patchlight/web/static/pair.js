@@ -1,18 +1,30 @@
 /** Any two maps: their difference as a picture, and how much their orders agree. */
 import { link, strongest } from "./cursor.js";
 import { $, h, number, onFrame } from "./dom.js";
-import { drawHeat, robustScale, scaled, spearman } from "./heat.js";
+import { drawHeat, drawLegend, ends, robustScale, scaled, spearman } from "./heat.js";
 import { scaleOf, there } from "./maps.js";
 import { covers, photo } from "./picture.js";
 import { facts, on, set, state } from "./state.js";
 
-let canvas = null, difference = null;
+let figure = null, difference = null;
 
 function makeFigure() {
-  canvas = h("canvas", { width: 336, height: 336, role: "application", "aria-roledescription": "heat map", "data-testid": "difference", "aria-label": "Difference" });
+  const canvas = h("canvas", { width: 336, height: 336, role: "application", "aria-roledescription": "heat map", "data-testid": "difference", "aria-label": "Difference" });
   const stage = h("div", { class: "stage" }, canvas);
+  const legend = h("canvas", { class: "legend", width: 128, height: 1, "aria-hidden": "true" });
+  const low = h("span", {}), high = h("span", {}), here = h("span", { class: "here", "data-testid": "difference-here" });
   link(stage, canvas, { tell: (patch) => (difference ? number(difference[patch]) : "not there yet") });
-  $("pair-figure").replaceChildren(stage);
+  $("pair-figure").replaceChildren(stage, h("div", { class: "scale" }, low, legend, high), here);
+  return { canvas, legend, low, high, here };
+}
+
+/** The words are read out when they change, so they are touched only then. */
+function say(words) {
+  if ($("pair-words").textContent !== words) $("pair-words").textContent = words;
+}
+
+function drawHere() {
+  if (figure) figure.here.textContent = difference && state.cursor !== null ? number(difference[state.cursor]) : "";
 }
 
 function drawChoices(names) {
@@ -27,27 +39,33 @@ function drawChoices(names) {
 
 const draw = onFrame(() => {
   const maps = new Map(there());
-  const names = [...maps.keys()];
+  const names = state.methods.map((method) => method.name);
   $("pair").hidden = names.length < 2;
   drawChoices(names);
   drawMatrix(maps);
   const [a, b] = (state.pair ?? []).map((name) => maps.get(name));
-  $("pair-figure").hidden = !a || !b || !photo;
-  $("pair-words").textContent = "";
-  if (!a || !b || !photo) return;
+  const missing = !a || !b || !photo, chosen = state.pair?.every((name) => names.includes(name));
+  $("pair-figure").hidden = missing && !(figure && chosen);
+  $("pair-figure").classList.toggle("stale", missing);
+  if (missing) return say(chosen ? "Waiting for their maps…" : "");
   const rho = spearman(a.patches, b.patches);
   const raw = state.scale === "one";
   const of = (map) => Float64Array.from(map.patches, raw ? (score) => score : (score) => scaled(score, scaleOf(map)));
   const one = of(a), other = of(b);
   difference = one.map((score, patch) => score - other[patch]);
-  const [nameA, nameB] = state.pair;
+  const [nameA, nameB] = state.pair, [less, more] = ends(state.colours);
   const words = rho === null ? "one of them is constant, so their orders cannot be compared" : `Spearman's rank correlation ${number(Number(rho.toFixed(3)))}`;
-  $("pair-words").textContent = `${nameA} and ${nameB}: ${words}. Red: more in ${nameA}; blue: more in ${nameB} (${raw ? "raw scores" : "each on its own scale"}).`;
-  if (!canvas) makeFigure();
+  say(`${nameA} and ${nameB}: ${words}. ${more[0].toUpperCase()}${more.slice(1)}: more in ${nameA}; ${less}: more in ${nameB} (${raw ? "raw scores" : "each on its own scale"}).`);
+  figure ??= makeFigure();
+  const { canvas, legend, low, high } = figure;
   if (canvas.width !== photo.mapWidth || canvas.height !== photo.mapHeight) Object.assign(canvas, { width: photo.mapWidth, height: photo.mapHeight });
   const [rows, columns] = facts.model.grid;
   const scale = { ...robustScale(difference.map(Math.abs)), low: 0, signed: true };
   drawHeat(canvas, photo.grey, { scores: difference, rows, columns, covers: covers() }, scale, state);
+  drawLegend(legend, scale, state.colours);
+  low.textContent = number(-scale.high);
+  high.textContent = number(scale.high);
+  drawHere();
   canvas.setAttribute("aria-label", `${nameA} less ${nameB}. Most in ${nameA}: ${strongest(difference)}`);
 });
 
@@ -77,5 +95,6 @@ export function start() {
     set({ pair: pair.some(Boolean) ? pair : null });
   };
   for (const id of ["pair-a", "pair-b"]) $(id).addEventListener("change", choose);
-  on("maps methods pair scale opacity smooth photo", draw);
+  on("maps methods pair scale colours opacity smooth photo", draw);
+  on("cursor", drawHere);
 }

@@ -4,7 +4,7 @@ import { showNow } from "./ask.js";
 import { link, patchUnder } from "./cursor.js";
 import { $, onFrame, place, say } from "./dom.js";
 import { drawWithout, fillPicture, photo } from "./picture.js";
-import { facts, on, question, set, state } from "./state.js";
+import { facts, on, own, question, set, state } from "./state.js";
 
 const MOST = 200;
 const past = [], future = [];
@@ -46,7 +46,7 @@ export function toggle(patch) {
   const added = !removed.delete(patch);
   if (added) removed.add(patch);
   change(removed);
-  say(`${place(patch, facts.model.grid[1])} ${added ? "removed" : "put back"}.`);
+  say(`${place(patch, facts.model.grid[1])} ${state.only ? (added ? "shown" : "hidden") : added ? "removed" : "put back"}.`);
 }
 
 /** One step back. */
@@ -166,22 +166,29 @@ const draw = onFrame(() => {
   if (!photo || !facts.model) return;
   const removed = gone();
   drawWithout($("poke"), removed, state.unit, state.fill);
-  const name = facts.name ?? facts.model.photos.find((each) => each.id === photo.id)?.subject ?? "the picture";
+  const name = own().name ?? facts.model.photos.find((each) => each.id === photo.id)?.subject ?? "the picture";
   const [rows, columns] = facts.model.grid;
   $("poke").setAttribute("aria-label", `${name}: ${rows} rows and ${columns} columns of patches, ${removed.length} of ${rows * columns} removed`);
 });
+
+/** Whether the hint was followed once. */
+let poked = false;
 
 function drawButtons() {
   $("undo").disabled = !past.length;
   $("redo").disabled = !future.length;
   $("reset").disabled = !state.removed.length;
-  if (state.removed.length) $("poke-hint").classList.add("done");
+  poked ||= state.removed.length > 0;
+  $("poke-hint").classList.toggle("done", state.only ? state.removed.length > 0 : poked);
 }
 
 function drawControls() {
   $("unit").value = state.unit;
   $("fill").value = state.fill;
   $("only").checked = state.only;
+  $("mode-remove").nextElementSibling.textContent = state.only ? "Show" : "Remove";
+  $("mode-back").nextElementSibling.textContent = state.only ? "Hide" : "Put back";
+  $("poke-hint").textContent = state.only ? "Drag over what to show" : "Drag to remove patches";
   $("fill-field").classList.toggle("off", state.unit === "token");
   $("fill").disabled = state.unit === "token";
 }
@@ -193,8 +200,6 @@ export function drawChoices() {
   $("unit").querySelector("[value=token]").disabled = refused !== null;
   $("no-tokens").hidden = refused === null;
   $("no-tokens").textContent = refused ? `Tokens cannot be removed: ${refused}` : "";
-  const fill = fills.includes(state.fill) ? state.fill : fills[0] ?? state.fill;
-  set({ fill, unit: refused === null ? state.unit : "patch" });
   drawControls();
 }
 
@@ -228,4 +233,5 @@ export function start() {
   on("image", () => ((past.length = future.length = 0), drawButtons()));
   on("image target against texts template", () => gone().length && ablate());
   on("photo fill-picture model", draw);
+  on("returned", () => $("poke-veil").hidden || ablate());
 }

@@ -38,8 +38,18 @@ export const FRESH = {
 /** The state itself: read it freely, change it with `set`. */
 export const state = { ...FRESH };
 
-/** Facts that do not belong into a link: the model, the methods, and the name and bytes of an image of one's own. */
-export const facts = { model: null, methods: new Map(), name: null, blob: null };
+/** Facts that do not belong into a link: the model, the methods, and names and bytes of images that were given here, by id. */
+export const facts = { model: null, methods: new Map(), given: new Map() };
+
+/** The name and bytes of an image of one's own; null where they are not known. */
+export const own = () => facts.given.get(state.image) ?? { name: null, blob: null };
+
+/** Remember what an image of one's own is called. */
+export function remember(id, name, blob) {
+  facts.given.delete(id);
+  facts.given.set(id, { name, blob });
+  if (facts.given.size > 8) facts.given.delete(facts.given.keys().next().value);
+}
 
 const listeners = [];
 
@@ -58,11 +68,24 @@ export function set(change) {
   for (const [keys, act] of listeners) if (changed.some((key) => keys.has(key))) act(changed);
 }
 
-/** Change to a whole view, of a link or a file, whose test is run even if the view before had one; tells `view`. */
+/**
+ * Change to a whole view, of a link or a file, as far as this model can show it; its test is run even if the view before had
+ * one. Tells `view`; gives whether a class was asked about that is not there.
+ */
 export function setView(view) {
+  const { model } = facts, patches = model.grid[0] * model.grid[1], classes = view.texts.length || model.classes;
+  const odd = [view.target, view.against].some((index) => index !== null && index >= classes) || (view.target !== null && view.target === view.against);
   set({ tested: false });
-  set(view);
+  set({
+    ...view, ...(odd && { target: null, against: null }),
+    methods: view.methods.length ? view.methods : model.methods.map((name) => ({ name, settings: {} })),
+    fill: [view.fill, FRESH.fill, ...model.fills].find((fill) => model.fills.includes(fill)) ?? FRESH.fill,
+    unit: model.no_tokens === null ? view.unit : FRESH.unit,
+    removed: view.removed.filter((patch) => patch < patches),
+    cursor: view.cursor !== null && view.cursor < patches ? view.cursor : null,
+  });
   tell("view");
+  return odd;
 }
 
 /** Tell everyone that something outside of the state has changed (`facts`). */
@@ -169,7 +192,7 @@ export function read(fragment) {
 /** The whole state with the bytes of an image of one's own (null: it is bundled), as the text of a `.patchlight.json` file. */
 export async function saved(blob) {
   const image = blob && (await dataAddress(blob));
-  const file = { patchlight: 1, state: written(), name: facts.name, image: image || undefined };
+  const file = { patchlight: 1, state: written(), name: own().name, image: image || undefined };
   return JSON.stringify(file, null, 1);
 }
 

@@ -3,7 +3,8 @@ import { file, follow, picture } from "./api.js";
 import { asked } from "./ask.js";
 import { $, say, settled, trouble } from "./dom.js";
 import { pythonLines, shellLine } from "./lines.js";
-import { facts, labels, on, question, saved, state, written } from "./state.js";
+import { facts, labels, on, own, question, read, saved, state, written } from "./state.js";
+import { STEPS } from "./truth.js";
 
 const ENDINGS = { png: "png", pdf: "pdf", arrays: "zip", report: "html" };
 
@@ -11,10 +12,10 @@ const ENDINGS = { png: "png", pdf: "pdf", arrays: "zip", report: "html" };
 const bundled = () => Boolean(facts.model?.photos.some((photo) => photo.id === state.image));
 
 /** What the image is called in a report: its file's name, under which the report's command asks for it. */
-const fileName = () => (bundled() ? `${state.image}.jpg` : facts.name ?? "image").slice(0, 100);
+const fileName = () => (bundled() ? `${state.image}.jpg` : own().name ?? "image").slice(0, 100);
 
 function stem() {
-  const name = (facts.name ?? state.image ?? "image").replace(/\.[A-Za-z0-9]{1,5}$/, "");
+  const name = (own().name ?? state.image ?? "image").replace(/\.[A-Za-z0-9]{1,5}$/, "");
   return name.replace(/[^\p{L}\p{N}_-]+/gu, "-").slice(0, 60) || "image";
 }
 
@@ -57,7 +58,7 @@ async function saveState() {
   trouble(box, "");
   if (!state.image) return trouble(box, "Choose an image first.");
   try {
-    const image = bundled() ? null : facts.blob ?? (await picture(state.image, { whole: 1, side: 1024 }));
+    const image = bundled() ? null : own().blob ?? (await picture(state.image, { whole: 1, side: 1024 }));
     save(new Blob([await saved(image)], { type: "application/json" }), `${stem()}.patchlight.json`);
   } catch (error) {
     trouble(box, error.message, saveState);
@@ -88,16 +89,24 @@ function address() {
   return `${location.origin}${location.pathname}${search.size ? `?${search}` : ""}#${written()}`;
 }
 
+/** The view goes into the address; another image is a step that “back” goes back from, but not in a notebook's frame. */
+function writeAddress() {
+  const { image } = read(location.hash);
+  const step = image !== null && image !== state.image && window === window.top;
+  history[step ? "pushState" : "replaceState"](null, "", `${location.pathname}${location.search}#${written()}`);
+}
+
 const draw = settled(() => {
   if (!facts.model) return;
-  if (state.image) history.replaceState(null, "", `${location.pathname}${location.search}#${written()}`);
+  if (state.image) writeAddress();
   $("permalink").value = address();
   $("link-hint").textContent = bundled()
     ? "The whole state is in the link."
     : "This link works while this server still holds your image; save the view as a file to keep it with the image.";
   const lines = {
-    open: facts.model.python, options: facts.model.cli, image: bundled() ? `${state.image}.jpg` : facts.name ?? "photo.jpg", bundled: bundled(), methods: state.methods,
+    open: facts.model.python, options: facts.model.cli, image: bundled() ? `${state.image}.jpg` : own().name ?? "photo.jpg", bundled: bundled(), methods: state.methods,
     target: state.against === null ? state.target : asked(), against: state.against, labels: labels(), texts: state.texts, template: state.template, seed: state.seed,
+    test: state.tested && { steps: STEPS, unit: state.unit, fill: state.fill },
   };
   const ready = state.methods.length > 0;
   $("python").textContent = ready ? pythonLines(lines) : "# Choose a method first.";

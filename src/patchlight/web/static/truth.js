@@ -1,12 +1,14 @@
 /** The test of truth: what a map ranks highest is removed step by step; after one answer every step of the slider is local. */
 import { follow } from "./api.js";
-import { chartTable, drawChart, series } from "./chart.js";
+import { chartTable, drawChart, sample } from "./chart.js";
 import { $, h, number, onFrame, say, told, trouble } from "./dom.js";
 import { drawWithout, photo } from "./picture.js";
 import { fillName, replace } from "./poke.js";
 import { label, on, question, set, state } from "./state.js";
 
-const STEPS = 16, SHOWN = 5;
+/** How many removals the test makes. */
+export const STEPS = 16;
+const SHOWN = 5;
 let job = null;
 /** What came back, with what was asked: {asked, fractions, removed, quantity, random, methods}. */
 let result = null;
@@ -14,7 +16,7 @@ let result = null;
 const key = () => JSON.stringify(question());
 
 async function measure(sanity) {
-  if (!state.image || !state.methods.length) return say("Choose an image and a method first.");
+  if (!state.image || !state.methods.length) return trouble($("truth-trouble"), "Choose an image and a method first.");
   job?.abort();
   const mine = (job = new AbortController());
   const asked = { ...question(), methods: state.methods, seed: state.seed, steps: STEPS, unit: state.unit, fill: state.fill, sanity, wait: 0 };
@@ -73,6 +75,16 @@ function forget() {
   result = null;
   $("truth-body").hidden = true;
   trouble($("truth-trouble"), "");
+  drawHint();
+}
+
+const WHAT = $("truth-hint").textContent;
+
+/** What the test does, or that it was made for other methods than those chosen now. */
+function drawHint() {
+  const asked = result && JSON.stringify([result.asked.methods, result.asked.seed]);
+  const old = asked && asked !== JSON.stringify([state.methods, state.seed]);
+  $("truth-hint").textContent = old ? "What is chosen has changed since this test; test again to have it here." : WHAT;
 }
 
 const shown = () => result.methods.find((truth) => truth.method === state.shown) ?? result.methods[0];
@@ -81,6 +93,7 @@ const show = onFrame(() => {
   if (!result) return;
   $("truth-body").hidden = false;
   $("slider").max = result.fractions.length - 1;
+  drawHint();
   drawTruths();
   $("chart-table").replaceChildren(chartTable(result));
   drawStep();
@@ -93,7 +106,7 @@ function drawTruths() {
     return h("li", { "data-testid": `truth-${truth.method}`, class: truth.better ? "better" : "" },
       h("label", { for: id },
         h("input", { type: "radio", name: "shown", id, value: truth.method, checked: truth.method === current, onchange: () => set({ shown: truth.method }) }),
-        h("span", { class: `swatch ${series(i)}`, "aria-hidden": "true" }),
+        sample(i),
         h("span", { class: "method-name" }, truth.method),
         h("span", { class: "score" }, number(truth.curve.score))),
       h("p", { class: "words" }, truth.words),
@@ -121,7 +134,7 @@ function drawStep() {
   if (photo && photo.id === state.image) drawWithout($("step-picture"), gone, unit, fill);
   $("step-picture").setAttribute("aria-label", `The picture: ${words}`);
   drawPredictions(truth.predictions[step]);
-  stepAt = drawChart($("chart"), result, step);
+  stepAt = drawChart($("chart"), result, step, truth.method);
   const removal = unit === "token" ? "tokens really removed" : `patches painted with ${fillName(fill)}`;
   const target = truth.predictions[0]?.asked?.[0];
   const about = target ? `${label(target.index)}${state.against === null ? "" : ` less ${label(state.against)}`}` : "the class asked about";
@@ -202,11 +215,6 @@ export function start() {
     forget();
     if (!changed.includes("tested")) set({ tested: false, step: 0 });
   });
-  on("methods unit fill seed", () => {
-    if (!result) return;
-    const { methods, unit, fill, seed } = result.asked;
-    const same = JSON.stringify([methods, unit, fill, seed]) === JSON.stringify([state.methods, state.unit, state.fill, state.seed]);
-    $("truth-hint").textContent = same ? "" : "What is chosen has changed since this test; test again to have it here.";
-  });
-  new ResizeObserver(onFrame(() => result && (stepAt = drawChart($("chart"), result, Math.min(state.step, result.fractions.length - 1))))).observe($("chart").parentElement);
+  on("methods seed", drawHint);
+  new ResizeObserver(onFrame(drawStep)).observe($("chart").parentElement);
 }
