@@ -32,8 +32,8 @@ def poke(page: Page, url: str) -> None:
 def truth(page: Page, url: str) -> None:
     """Curves of all maps and of random orders."""
     page.goto(f"{url}#image=cat&methods={METHODS}&tested=1&step=5&shown=posterior")
-    page.get_by_test_id("truth-posterior").wait_for(timeout=120_000)
-    page.get_by_test_id("measure").scroll_into_view_if_needed()
+    page.get_by_test_id(f"truth-{METHODS.split(',')[-1]}").wait_for(timeout=120_000)
+    page.wait_for_function("!document.querySelector('[data-testid=measure]').disabled", timeout=120_000)
     page.evaluate("document.querySelector('[data-testid=measure]').closest('section').scrollIntoView()")
 
 
@@ -44,6 +44,10 @@ def _maps_are_there(page: Page) -> None:
     )
 
 
+VIEWS = {"compare": (compare, 800), "poke": (poke, 800), "truth": (truth, 1280)}
+"""What is photographed, and how high it is."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--browser", default="/usr/bin/chromium")
@@ -52,8 +56,8 @@ def main() -> None:
     server.start()
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=given.browser, args=["--no-sandbox"])
-        for name, view in {"compare": compare, "poke": poke, "truth": truth}.items():
-            page = browser.new_page(viewport={"width": 1200, "height": 800}, bypass_csp=True)  # to wait for words
+        for name, (view, height) in VIEWS.items():
+            page = browser.new_page(viewport={"width": 1200, "height": height}, bypass_csp=True)  # to wait for words
             view(page, server.url)
             page.wait_for_timeout(1000)
             page.screenshot(path=DOCS / f"page-{name}.png")
