@@ -105,6 +105,17 @@ def test_a_bomb_is_refused_before_it_is_decoded(name: str, client: httpx.Client)
     refused(upload(client, data), 400, 413, 415, 422)
 
 
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(client: httpx.Client) -> None:
+    """A megabyte of them would keep a decoder busy for an hour, and nothing could stop it."""
+    data = hostile.repeating(4000, 2000)
+    begin = time.monotonic()
+    answer = upload(client, data)
+    assert time.monotonic() - begin < 5
+    refused(answer, 400)
+    assert "scans" in answer.json()["error"]
+    assert upload(client, hostile.repeating(200, 10)).status_code == 201
+
+
 def test_a_text_that_unfolds_is_not_kept(client: httpx.Client) -> None:
     data = hostile.unfolding()
     assert len(data) < 500_000
