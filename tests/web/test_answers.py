@@ -119,6 +119,7 @@ def test_a_method_is_asked_for_once(client: TestClient) -> None:
     ("method", "settings", "words"),
     [
         ("tis", {"samples": 10**7}, "too much here"),
+        ("rise", {"grid": 256}, "at most 28 are taken"),
         ("tis", {"chunk": 10**6}, "cannot be"),
         ("genatt", {"compile": True}, "cannot be"),
         ("rise", {"samples": True}, "cannot be true; give a number"),
@@ -129,6 +130,15 @@ def test_what_a_stranger_may_not_say(client: TestClient, method: str, settings: 
     told = post(client, "explain", image="cat", methods=[{"name": method, "settings": settings}], wait=60)
     assert told["state"] == "failed"
     assert words in told["error"]
+
+
+def test_settings_that_were_told_can_be_asked_for(client: TestClient) -> None:
+    first = post(client, "explain", image="cat", methods=[{"name": "gradcam"}], wait=60)["maps"][0]
+    assert first["settings"]["layer"] == "blocks[-1].norm1"
+    methods = [{"name": "gradcam", "settings": first["settings"]}]
+    second = post(client, "explain", image="cat", methods=methods, wait=60)
+    assert second["state"] == "done", second["error"]
+    assert second["maps"][0]["scores"] == first["scores"]
 
 
 def test_poking_paints_or_really_removes(client: TestClient, vit: pl.Anatomy) -> None:
