@@ -631,6 +631,27 @@ def test_a_large_body_counts_until_it_is_answered(monkeypatch: pytest.MonkeyPatc
     assert asyncio.run(statuses()) == [200, 200, 429, 200, 200]
 
 
+def test_who_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether an answer is still written or all are: what waits to be read holds no line for ever."""
+    monkeypatch.setattr("patchlight.web.serve.READ_SECONDS", 0.5)
+    monkeypatch.setattr("patchlight.web.serve.HEAD_SECONDS", 0.5)
+    here = Here(Site(pl.load("pocket")))
+    here._server.config.timeout_keep_alive = 1
+    here.start()
+    with contextlib.ExitStack() as stack:
+        for path, times in (("/api/images/cat?side=1024", 30), ("/static/none", 1)):
+            line = stack.enter_context(socket.socket())
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect(("127.0.0.1", here.port))
+            line.sendall(times * f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        until = time.monotonic() + 20
+        time.sleep(1)
+        while (left := len(here._server.server_state.connections)) and time.monotonic() < until:
+            time.sleep(0.1)
+    here.stop()
+    assert left == 0
+
+
 def test_without_the_token_nothing_is_told(closed: str, capfd: pytest.CaptureFixture[str]) -> None:
     routes = ("/api/model", "/api/methods", "/api/images/cat", "/api/jobs/x", "/api/jobs/x/events", "/api/openapi.json")
     words = [
