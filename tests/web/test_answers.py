@@ -69,6 +69,12 @@ def test_an_upload_is_what_the_file_is(client: TestClient) -> None:
     assert again.json()["id"] == sent.json()["id"]
 
 
+def test_json_without_its_type_is_told_what_is_missing(client: TestClient) -> None:
+    answer = client.post("/api/predict", content=b'{"image": "cat"}')
+    assert answer.status_code == 422
+    assert "Content-Type: application/json" in answer.json()["error"]
+
+
 def test_maps(client: TestClient, vit: pl.Anatomy) -> None:
     names = ["genatt", "decompx.skipplus", "posterior"]
     told = post(client, "explain", image="cat", target=3, against=5, methods=[{"name": n} for n in names], wait=60)
@@ -279,6 +285,14 @@ def test_jobs_are_forgotten_before_they_fill_the_memory(client: TestClient, monk
     monkeypatch.setattr("patchlight.web.jobs.ROOM", 0)
     third = post(client, "explain", image="ship", methods=[{"name": "ixg"}], wait=30)["id"]
     assert [client.get(f"/api/jobs/{job}").status_code for job in (first, second, third)] == [404, 404, 200]
+
+
+def test_jobs_are_forgotten_after_a_while(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody has asked for anything since."""
+    job = post(client, "explain", image="ship", methods=[{"name": "ixg"}], wait=30)["id"]
+    assert client.get(f"/api/jobs/{job}").status_code == 200
+    monkeypatch.setattr("patchlight.web.jobs.MINUTES", 0)
+    assert client.get(f"/api/jobs/{job}").status_code == 404
 
 
 def test_a_queue_that_is_full_says_so(client: TestClient) -> None:

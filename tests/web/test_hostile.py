@@ -584,6 +584,8 @@ def test_headers_are_on_every_answer(client: httpx.Client) -> None:
         if expected != 200:
             refused(answer, expected)
     refused(client.post("/api/model"), 405)
+    assert client.head("/").status_code == 200
+    assert int(client.head("/static/style.css").headers["content-length"]) > 0
 
 
 def test_what_the_api_gives_is_not_kept_by_the_browser(client: httpx.Client) -> None:
