@@ -19,7 +19,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, MeasuredScore
-from patchlight.metrics.deletion import count_cells, measured, removed_logits, scored, thresholds
+from patchlight.metrics.deletion import check_tokens, count_cells, measured, removed_logits, scored, thresholds
 from patchlight.targets import Targets
 
 CHANCE = 0.05
@@ -80,6 +80,10 @@ class Trial:
     randoms: int = 20
     seed: int = 0
     chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.unit == "token":
+            check_tokens(self.vit, left=0)
 
     @property
     def removed(self) -> Tensor:

@@ -75,6 +75,12 @@ def test_json_without_its_type_is_told_what_is_missing(client: TestClient) -> No
     assert "Content-Type: application/json" in answer.json()["error"]
 
 
+@pytest.mark.parametrize("wrong", [{"target": True}, {"target": "3"}, {"seed": True}, {"wait": "5"}, {"wait": True}])
+def test_numbers_are_no_words_and_no_booleans(client: TestClient, wrong: dict[str, Any]) -> None:
+    told = post(client, "explain", 422, image="cat", methods=[{"name": "ixg"}], **wrong)
+    assert told["error"] == f"{next(iter(wrong))}: give a number"
+
+
 def test_maps(client: TestClient, vit: pl.Anatomy) -> None:
     names = ["genatt", "decompx.skipplus", "posterior"]
     told = post(client, "explain", image="cat", target=3, against=5, methods=[{"name": n} for n in names], wait=60)
@@ -218,6 +224,17 @@ def test_other_models_say_what_they_lack(family: str) -> None:
             assert (
                 "cannot drop tokens" in post(client, "ablate", 400, image="cat", removed=[[0]], unit="token")["error"]
             )
+    site.close()
+
+
+def test_what_cannot_be_tested_is_told_before_any_map_is_made() -> None:
+    site = Site(build("reg4-gap"))
+    with TestClient(guarded(site), base_url="http://localhost") as client:
+        asked = {"image": "cat", "methods": [{"name": "ixg"}], "unit": "token", "wait": 60}
+        for told in (post(client, "measure", **asked), post(client, "files", **asked, kind="report")):
+            assert told["state"] == "failed"
+            assert "unit='patch' fills patches instead" in told["error"]
+            assert told["maps"] == []
     site.close()
 
 
