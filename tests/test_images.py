@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -117,6 +118,18 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path, suffix: str) -> None:
     assert np.asarray(open_image(path))[0, :, 0].tolist() == [0, 1, 100, 255]
     Image.fromarray(levels // 257).save(path)
     assert np.asarray(open_image(path)).max() <= 1, "a nearly black 16-bit image stays nearly black"
+
+
+def test_sixteen_bits_take_little_more_memory_than_eight() -> None:
+    image = Image.fromarray(np.full((1000, 1000), 25700, dtype=np.uint16))
+    tracemalloc.start()
+    try:
+        grey = open_image(image)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert grey.getpixel((0, 0)) == (100, 100, 100)
+    assert peak < 14e6, f"{peak / 1e6:.0f} bytes a pixel, of which 8 are one array of float64"
 
 
 def test_floats_and_wide_integers() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import patchlight as pl
+from patchlight.anatomy.load import wrap
 from patchlight.evidence.fills import fill_images
 from patchlight.targets import Targets
 from patchlight.truth import Trial, sanity_words, truths
@@ -81,6 +82,34 @@ def test_words_say_what_the_numbers_say() -> None:
     assert untold.of(good).words.startswith("Nothing can be told here")
     lucky = [untold.of(scores) for scores in torch.rand(3, *vit.grid)]
     assert not any(truth.better for truth in lucky), "what cannot be told is not called better"
+
+
+def test_few_random_orders_prove_nothing() -> None:
+    """Of two orders a third is the worst of three in every third case: neither better nor worse is said."""
+    vit = pl.load("pocket")
+    good = pl.explain(vit, CAT, "posterior", target=3).scores[0]
+    trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[3]])), steps=8, randoms=2)
+    assert trial.of(good).words.startswith("Not clearly better than random here: it beats 2 of 2")
+    assert trial.of(-good).words.startswith("No better than random here: it beats 0 of 2")
+
+
+def test_outputs_have_no_scale_of_their_own() -> None:
+    """A regression in kilometres is told what one in metres is told."""
+
+    def said(scale: float) -> tuple[str, bool]:
+        model = build("vit").model
+        head: nn.Linear = model.head  # type: ignore[assignment]
+        with torch.no_grad():
+            head.weight.mul_(scale)
+            head.bias.mul_(scale)
+        vit = wrap(model, regression=True)
+        image = images(vit)[:1]
+        scores = torch.rand(*vit.grid, generator=torch.Generator().manual_seed(3))
+        truth = Trial(vit, image, Targets(torch.tensor([[1]])), steps=4).of(scores)
+        return truth.words.partition("(")[0], truth.better
+
+    assert "random here" in said(1.0)[0]
+    assert said(1e-4) == said(1.0) == said(1e4)
 
 
 def test_what_the_curves_are_of_is_told() -> None:

@@ -19,13 +19,13 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, MeasuredScore
-from patchlight.metrics.deletion import count_cells, measured, removed_logits, scored, thresholds
+from patchlight.metrics.deletion import check_tokens, count_cells, measured, removed_logits, scored, thresholds
 from patchlight.targets import Targets
 
 CHANCE = 0.05
 """How often a random order may do as well as a map that is called better than random."""
 STIRS = 0.02
-"""The model must be moved by as much, or no order can be told from another."""
+"""The model must be moved by as much, or no order can be told from another; an output, by that share of its size."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,10 @@ class Trial:
     seed: int = 0
     chunk: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.unit == "token":
+            check_tokens(self.vit, left=0)
+
     @property
     def removed(self) -> Tensor:
         """How many patches are removed at each step [P], from none to all."""
@@ -135,19 +139,27 @@ class Trial:
         mine = float(curves.scores[0])
         beaten = int((random < mine).sum())
         all_values = torch.cat([curves.deletion, curves.insertion, self.random.deletion, self.random.insertion])
-        stirred = float(all_values.max() - all_values.min()) >= STIRS
-        better = stirred and (1 + len(random) - beaten) / (1 + len(random)) <= CHANCE
+        size = float(all_values.abs().max()) if self.quantity == "output" else 1.0
+        stirred = float(all_values.max() - all_values.min()) >= STIRS * size > 0
+        better = stirred and _rarely(len(random) - beaten, len(random))
         return Truth(curves, beaten, len(random), better, self._words(curves, beaten, stirred, better))
 
     def _words(self, curves: Curves, beaten: int, stirred: bool, better: bool) -> str:
-        numbers = f"{float(curves.scores[0]):.2f} against {float(self.random.scores.mean()):.2f}"
+        digits = ".3g" if self.quantity == "output" else ".2f"
+        numbers = f"{float(curves.scores[0]):{digits}} against {float(self.random.scores.mean()):{digits}}"
         count = len(self.random.scores)
         if not stirred:
             return "Nothing can be told here: the model says nearly the same whatever is removed."
         if better:
             return f"Better than random here: it beats {beaten} of {count} random orders ({numbers} on average)."
-        how = "Not clearly better" if beaten > count / 2 else "No better" if beaten else "Worse"
+        worse = "Worse" if _rarely(beaten, count) else "No better"
+        how = "Not clearly better" if beaten > count / 2 else worse
         return f"{how} than random here: it beats {beaten} of {count} random orders ({numbers} on average)."
+
+
+def _rarely(others: int, count: int) -> bool:
+    """Whether a random order stands so near to the end of `count` others, with so many beyond, by chance alone."""
+    return (1 + others) / (1 + count) <= CHANCE
 
 
 def truths(trial: Trial, maps: Mapping[str, Tensor]) -> dict[str, Truth]:

@@ -529,3 +529,10 @@ def test_a_report_is_one_file(folder: Path) -> None:
 def test_a_report_tells_what_it_needs_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "pip install 'patchlight[web]'" in refused("explain", "photos", "--report", "r.html")
+
+
+@pytest.mark.parametrize("token", ["schlüssel", " around ", "two\nlines"])
+def test_a_token_that_no_header_carries_is_refused(token: str) -> None:
+    pytest.importorskip("fastapi")
+    assert "printable ASCII" in refused("serve", "--token", token)
+    assert "the token is empty" in refused("serve", "--token", " ")

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import default_batch_size
+from patchlight.errors import Cancelled
 from patchlight.evidence import passes
 from patchlight.evidence.passes import FEATURES, PIXELS, LayerJob, fitting, rows_at_once, run_pass
 from patchlight.evidence.record import PARTS, Evidence
 from patchlight.evidence.rules import RULES
 from patchlight.methods.requests import resolve
+from patchlight.progress import Watcher
+from patchlight.progress import watched as watched_by
 from patchlight.targets import Targets
 from tests.families import build, images, shared
 from tests.literal.plain import Written, states
@@ -435,3 +438,21 @@ def test_the_batch_of_methods_that_run_passes_comes_from_free_memory(monkeypatch
     assert sizes == {"genatt": 32, "ixg": 16, "rollout": 8, "tis": 32}
     assert [fitting(vit, True), fitting(vit), fitting(vit, written=True)] == [34, 17, 14]
     assert default_batch_size(vit) == 32, "what else is done with the images is not known"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_pass_stops_between_two_blocks(backward: bool) -> None:
+    """Who asks to stop does not wait for the blocks that are left, nor for the backward through them."""
+    vit, batch = model()
+    done: list[Tensor] = []
+
+    def seen(e: Evidence) -> None:
+        done.append(e.g if backward else e.x)
+
+    jobs = [job("g" if backward else "x", *range(vit.depth), function=seen)]
+    with watched_by(Watcher(cancelled=lambda: bool(done))), pytest.raises(Cancelled):
+        run_pass(vit, batch, CLASSES, jobs=jobs)
+    assert len(done) == 1
+    done.clear()
+    run_pass(vit, batch, CLASSES, jobs=jobs)
+    assert len(done) == vit.depth, "and the next pass is whole"

@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.errors import Cancelled
 from patchlight.methods.base import METHODS, Ask
 from patchlight.methods.relevance import Relevance
 from patchlight.methods.requests import resolve
+from patchlight.progress import Watcher, watched
 from tests.close import close, ranked
 from tests.families import images, shared
 from tests.literal.plain import maps
@@ -126,3 +128,21 @@ def test_auto_is_tf32_on_cuda_but_for_lrp() -> None:
     auto = {name: METHODS[name].precision for name in ("lrp", "partial-lrp", "transatt")}
     assert auto == {"lrp": "full", "partial-lrp": "tf32", "transatt": "tf32"}
     assert resolve("transatt").precision(shared("vit")) == "full", "on a CPU"
+
+
+@pytest.mark.parametrize("name", ["lrp", "transatt", "partial-lrp"])
+def test_relevance_stops_between_two_blocks(name: str) -> None:
+    vit = shared("vit")
+    looks: list[int] = []
+
+    def asked(enough: int) -> bool:
+        looks.append(len(looks))
+        return len(looks) > enough
+
+    with watched(Watcher(cancelled=lambda: asked(10**6))):
+        pl.explain(vit, images(vit, 1), name, progress=False)
+    assert len(looks) > vit.depth
+    for enough in range(len(looks)):
+        looks.clear()
+        with watched(Watcher(cancelled=lambda enough=enough: asked(enough))), pytest.raises(Cancelled):  # type: ignore[misc]
+            pl.explain(vit, images(vit, 1), name, progress=False)

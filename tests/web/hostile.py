@@ -81,6 +81,13 @@ def bombs() -> dict[str, bytes]:
     }
 
 
+def repeating(side: int, times: int) -> bytes:
+    """A progressive JPEG whose last scan, of 14 bytes, comes again and again: each goes over all pixels."""
+    whole = encoded(Image.new("L", (side, side), 127), "JPEG", progressive=True)
+    scan, end = whole[whole.rindex(b"\xff\xda") : -2], whole[-2:]
+    return whole[:-2] + times * scan + end
+
+
 def unfolding() -> bytes:
     """A small picture with a comment of 256 MB in 256 kB."""
     header = struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 0)

@@ -69,6 +69,18 @@ def test_an_upload_is_what_the_file_is(client: TestClient) -> None:
     assert again.json()["id"] == sent.json()["id"]
 
 
+def test_json_without_its_type_is_told_what_is_missing(client: TestClient) -> None:
+    answer = client.post("/api/predict", content=b'{"image": "cat"}')
+    assert answer.status_code == 422
+    assert "Content-Type: application/json" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("wrong", [{"target": True}, {"target": "3"}, {"seed": True}, {"wait": "5"}, {"wait": True}])
+def test_numbers_are_no_words_and_no_booleans(client: TestClient, wrong: dict[str, Any]) -> None:
+    told = post(client, "explain", 422, image="cat", methods=[{"name": "ixg"}], **wrong)
+    assert told["error"] == f"{next(iter(wrong))}: give a number"
+
+
 def test_maps(client: TestClient, vit: pl.Anatomy) -> None:
     names = ["genatt", "decompx.skipplus", "posterior"]
     told = post(client, "explain", image="cat", target=3, against=5, methods=[{"name": n} for n in names], wait=60)
@@ -119,6 +131,7 @@ def test_a_method_is_asked_for_once(client: TestClient) -> None:
     ("method", "settings", "words"),
     [
         ("tis", {"samples": 10**7}, "too much here"),
+        ("rise", {"grid": 256}, "at most 28 are taken"),
         ("tis", {"chunk": 10**6}, "cannot be"),
         ("genatt", {"compile": True}, "cannot be"),
         ("rise", {"samples": True}, "cannot be true; give a number"),
@@ -129,6 +142,15 @@ def test_what_a_stranger_may_not_say(client: TestClient, method: str, settings: 
     told = post(client, "explain", image="cat", methods=[{"name": method, "settings": settings}], wait=60)
     assert told["state"] == "failed"
     assert words in told["error"]
+
+
+def test_settings_that_were_told_can_be_asked_for(client: TestClient) -> None:
+    first = post(client, "explain", image="cat", methods=[{"name": "gradcam"}], wait=60)["maps"][0]
+    assert first["settings"]["layer"] == "blocks[-1].norm1"
+    methods = [{"name": "gradcam", "settings": first["settings"]}]
+    second = post(client, "explain", image="cat", methods=methods, wait=60)
+    assert second["state"] == "done", second["error"]
+    assert second["maps"][0]["scores"] == first["scores"]
 
 
 def test_poking_paints_or_really_removes(client: TestClient, vit: pl.Anatomy) -> None:
@@ -205,6 +227,17 @@ def test_other_models_say_what_they_lack(family: str) -> None:
     site.close()
 
 
+def test_what_cannot_be_tested_is_told_before_any_map_is_made() -> None:
+    site = Site(build("reg4-gap"))
+    with TestClient(guarded(site), base_url="http://localhost") as client:
+        asked = {"image": "cat", "methods": [{"name": "ixg"}], "unit": "token", "wait": 60}
+        for told in (post(client, "measure", **asked), post(client, "files", **asked, kind="report")):
+            assert told["state"] == "failed"
+            assert "unit='patch' fills patches instead" in told["error"]
+            assert told["maps"] == []
+    site.close()
+
+
 @pytest.mark.parametrize("kind", ["transformers-CLIPModel", "open_clip-custom"])
 def test_sentences_are_classes(kind: str) -> None:
     pytest.importorskip(kind.split("-")[0])
@@ -269,6 +302,14 @@ def test_jobs_are_forgotten_before_they_fill_the_memory(client: TestClient, monk
     monkeypatch.setattr("patchlight.web.jobs.ROOM", 0)
     third = post(client, "explain", image="ship", methods=[{"name": "ixg"}], wait=30)["id"]
     assert [client.get(f"/api/jobs/{job}").status_code for job in (first, second, third)] == [404, 404, 200]
+
+
+def test_jobs_are_forgotten_after_a_while(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody has asked for anything since."""
+    job = post(client, "explain", image="ship", methods=[{"name": "ixg"}], wait=30)["id"]
+    assert client.get(f"/api/jobs/{job}").status_code == 200
+    monkeypatch.setattr("patchlight.web.jobs.MINUTES", 0)
+    assert client.get(f"/api/jobs/{job}").status_code == 404
 
 
 def test_a_queue_that_is_full_says_so(client: TestClient) -> None:

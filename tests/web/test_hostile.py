@@ -105,6 +105,17 @@ def test_a_bomb_is_refused_before_it_is_decoded(name: str, client: httpx.Client)
     refused(upload(client, data), 400, 413, 415, 422)
 
 
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(client: httpx.Client) -> None:
+    """A megabyte of them would keep a decoder busy for an hour, and nothing could stop it."""
+    data = hostile.repeating(4000, 2000)
+    begin = time.monotonic()
+    answer = upload(client, data)
+    assert time.monotonic() - begin < 5
+    refused(answer, 400)
+    assert "scans" in answer.json()["error"]
+    assert upload(client, hostile.repeating(200, 10)).status_code == 201
+
+
 def test_a_text_that_unfolds_is_not_kept(client: httpx.Client) -> None:
     data = hostile.unfolding()
     assert len(data) < 500_000
@@ -573,6 +584,8 @@ def test_headers_are_on_every_answer(client: httpx.Client) -> None:
         if expected != 200:
             refused(answer, expected)
     refused(client.post("/api/model"), 405)
+    assert client.head("/").status_code == 200
+    assert int(client.head("/static/style.css").headers["content-length"]) > 0
 
 
 def test_what_the_api_gives_is_not_kept_by_the_browser(client: httpx.Client) -> None:
@@ -618,6 +631,27 @@ def test_a_large_body_counts_until_it_is_answered(monkeypatch: pytest.MonkeyPatc
             return [*await asyncio.gather(*asked), await one(100_000)]
 
     assert asyncio.run(statuses()) == [200, 200, 429, 200, 200]
+
+
+def test_who_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether an answer is still written or all are: what waits to be read holds no line for ever."""
+    monkeypatch.setattr("patchlight.web.serve.READ_SECONDS", 0.5)
+    monkeypatch.setattr("patchlight.web.serve.HEAD_SECONDS", 0.5)
+    here = Here(Site(pl.load("pocket")))
+    here._server.config.timeout_keep_alive = 1
+    here.start()
+    with contextlib.ExitStack() as stack:
+        for path, times in (("/api/images/cat?side=1024", 30), ("/static/none", 1)):
+            line = stack.enter_context(socket.socket())
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect(("127.0.0.1", here.port))
+            line.sendall(times * f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        until = time.monotonic() + 20
+        time.sleep(1)
+        while (left := len(here._server.server_state.connections)) and time.monotonic() < until:
+            time.sleep(0.1)
+    here.stop()
+    assert left == 0
 
 
 def test_without_the_token_nothing_is_told(closed: str, capfd: pytest.CaptureFixture[str]) -> None:

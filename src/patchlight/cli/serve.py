@@ -65,6 +65,11 @@ def serve(
         check_extra()
         if token is not None and not token.strip():
             raise PatchlightError("the token is empty; give a secret, or 'new', which draws one")
+        if token is not None and (token != token.strip() or not (token.isascii() and token.isprintable())):
+            raise PatchlightError(
+                "the token cannot be sent in a header: give printable ASCII without space around it, or 'new', which "
+                "draws one"
+            )
         asked = asked_by(text, template, similar_to)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # lanes compute at once, and must not wait busily
         with progress(f"loading {model}"):

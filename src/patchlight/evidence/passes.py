@@ -250,6 +250,7 @@ class Runner:
         with self.running(pixels, self.records[PIXELS], frozenset(), in_block=False):
             x = self.embed(x).to(vit.dtype) if tokens is None else tokens
         for layer in range(vit.depth):
+            watching().check()
             if layer == self._end_of_stage:
                 x = self._feature_map(x)
             x = self._merge(layer, x)
@@ -389,6 +390,7 @@ class Runner:
 
     def _hook(self, layer: int) -> Callable[[Tensor], None]:
         def arrived(gradient: Tensor) -> None:
+            watching().check()
             self._gradient(layer, gradient)
 
         return arrived

@@ -23,6 +23,7 @@ from patchlight.evidence.passes import Pass
 from patchlight.evidence.precision import Decided, rounding
 from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.compositions import ADDITIVE, LAST
+from patchlight.progress import watching
 from patchlight.registry import Settings
 from patchlight.targets import score_of
 
@@ -251,6 +252,7 @@ class Relevance:
             self.embedded, self.positions = _embedded(ends, self.images)
             x = self.embedded + self.positions
             for layer in range(vit.depth):
+                watching().check()
                 inside, y = self.block(layer, self.exact)(x, self.rows(layer))
                 if self.full:
                     self.tokens[layer] = x
@@ -294,6 +296,7 @@ class Relevance:
         """
         R, g, y = R.to(self.like), None if g is None else g.to(self.like), self.last.to(self.like)
         for layer in reversed(range(first, self.vit.depth)):
+            watching().check()
             block, G, rows = self.block(layer, self.like), None, self.rows(layer)
             further = down or layer > first
             with torch.no_grad(), rounding(self.vit, "full" if self.full else "tf32"):

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from patchlight.anatomy.base import Anatomy
 from patchlight.errors import Unsupported
 from patchlight.evidence.ablation import Count, RankRanges, TokenSubsets, Unit
 from patchlight.evidence.fills import Fill, fill_images
@@ -109,7 +110,7 @@ def ranged_logits(
         return ask.ablation.logits(variants).view(count, len(begin), -1)
 
     def tokens() -> Tensor:
-        _check_tokens(ask, begin, end)
+        check_tokens(ask.vit, count_cells(ask, unit) - int((end - begin).max()))
         order = ask.ranks(unit, upsampling, lowest_first).flatten(1).argsort(1)
         owner = torch.arange(len(order))
         kept = [torch.cat([order[:, :a], order[:, b:]], 1) for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
@@ -124,13 +125,11 @@ def ranged_logits(
     return logits
 
 
-def _check_tokens(ask: Measure, begin: Tensor, end: Tensor) -> None:
-    """Refuse a model that cannot drop tokens, or one that would be left with none at all."""
-    vit = ask.vit
+def check_tokens(vit: Anatomy, left: int) -> None:
+    """Refuse a model that cannot drop tokens, or one that would be `left` with none at all."""
     if vit.can_drop is not None:
         raise Unsupported(f"{vit.name} cannot drop tokens: {vit.can_drop}; unit='patch' fills patches instead")
-    left = count_cells(ask, "token") - (end - begin)
-    if (vit.prefix == 0 or vit.pooling in ("avg", "max")) and int(left.min()) == 0:
+    if (vit.prefix == 0 or vit.pooling in ("avg", "max")) and left == 0:
         raise Unsupported(
             f"{vit.name} reads its class off the patches, so nothing is left to classify once all are dropped; "
             f"unit='patch' fills patches instead"

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import io
 import json
+import re
 import secrets
 import threading
 from collections import OrderedDict
@@ -25,6 +26,8 @@ from patchlight.zoo.pocket import PHOTOS
 MOST_BYTES, MOST_PIXELS = 20 * 2**20, 40_000_000
 ROOM = 64 * 2**20
 """Bytes of uploads that are kept, packed: some hundreds."""
+MOST_SCANS = 100
+"""Times that a JPEG may go over its pixels, which takes 14 bytes each time; cameras and programs stay at a dozen."""
 SHARP, LONGEST = 448, 768
 """The longer side, about, of the pictures that are kept to be shown: of the cut that the model sees, and uncut."""
 
@@ -134,6 +137,8 @@ class Album:
 
 def decoded(data: bytes) -> Image.Image:
     """The picture in some bytes, upright, without anything else that the file says of itself."""
+    if sum(1 for _ in _SCANS.finditer(data)) > MOST_SCANS:
+        raise PatchlightError(f"the image is a JPEG of more than {MOST_SCANS} scans; save it anew")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
@@ -152,6 +157,10 @@ def decoded(data: bytes) -> Image.Image:
     bare = Image.new("RGB", upright.size)
     bare.paste(upright)
     return bare
+
+
+_SCANS = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e]")
+"""How every scan of a JPEG begins."""
 
 
 def _packed(picture: Image.Image) -> bytes:

@@ -45,6 +45,7 @@ LOG = logging.getLogger("patchlight.web")
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = ("image/png", "application/pdf", "application/zip", "text/html")
 """What files are made of."""
+UPLOADS = ("image/*", "application/octet-stream")
 _EVENT = {
     "type": "object",
     "description": "The data is JSON: a Job, a Map, the random orders, a Truth.",
@@ -75,7 +76,7 @@ ImagePath = Annotated[str, Path(pattern=r"^[a-z0-9-]{1,64}$")]
 _IMAGE: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {"image/*": {"schema": {"type": "string", "format": "binary"}}},
+        "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in UPLOADS},
     }
 }
 
@@ -277,8 +278,8 @@ def _static(app: FastAPI) -> None:
         data, kind = contents[name]
         return Response(data, media_type=kind)
 
-    app.add_api_route("/", index, include_in_schema=False)
-    app.add_api_route("/static/{name}", static, include_in_schema=False)
+    for path, answer in (("/", index), ("/static/{name}", static)):
+        app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 async def _told(request: Request, error: Exception) -> JSONResponse:
@@ -307,4 +308,6 @@ def _wrong(error: RequestValidationError) -> str:
     words = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return "the body is no JSON"
+    if first["type"] == "model_attributes_type" and not place:
+        return "the body is no JSON object, sent with 'Content-Type: application/json'"
     return f"{place}: {words}" if place else words

@@ -40,6 +40,8 @@ def make_file(site: Site, asked: FileAsked, held: Held, work: Work) -> None:
     if asked.kind == "report":
         check_report()
     question = site.understood(asked, held)
+    if asked.kind == "report":
+        trial_of(site, question, asked)  # what cannot be tested is refused before any map is made
     maps = explained(site, asked, held, work)
     if asked.kind == "report":
         data = report(site, question, maps, asked, work)

@@ -223,6 +223,11 @@ class Work(Task["Job"]):
         with self._lock:
             return sum(len(data) for _, _, data in self._events)
 
+    @property
+    def old(self) -> bool:
+        """Whether it was over long ago."""
+        return self.over is not None and time.monotonic() - self.over > 60 * MINUTES
+
     def _finish(self, task: Task[Job]) -> Job:
         self._work(self)
         return self.job
@@ -265,18 +270,17 @@ class Board:
         self._jobs[work.job.id] = work
 
     def find(self, name: str) -> Work | None:
-        return self._jobs.get(name)
+        work = self._jobs.get(name)
+        return None if work is None or work.old else work
 
     def all(self) -> list[Work]:
         return list(self._jobs.values())
 
     def _forget(self) -> None:
-        now = time.monotonic()
         finished = [key for key, work in self._jobs.items() if work.over is not None]
-        old = [key for key in finished if now - (self._jobs[key].over or now) > 60 * MINUTES]
         told = sum(work.letters for work in self._jobs.values())
         for key in finished:
-            if key in old or len(self._jobs) > KEPT or told > ROOM:
+            if self._jobs[key].old or len(self._jobs) > KEPT or told > ROOM:
                 told -= self._jobs.pop(key).letters
         for work in [work for work in self._jobs.values() if work.file is not None][:-FILES]:
             work.file = work.job.file = None

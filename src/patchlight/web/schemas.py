@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from patchlight.evidence.fills import Painted
 
 MOST_METHODS, MOST_VARIANTS, MOST_TEXTS, MOST_PREDICTIONS, MOST_PATCHES = 16, 64, 64, 1000, 65_536
 NAME = r"^[A-Za-z0-9_.+-]{1,100}$"
-Index = Annotated[int, Field(ge=0, lt=2**31)]
-Seed = Annotated[int, Field(ge=0, lt=2**31)]
-Seconds = Annotated[float, Field(ge=0, le=60, description="How long to wait for the end before a job is answered.")]
+
+
+def _number(value: Any) -> Any:
+    """What is given for a number, unless it is true, false or a word."""
+    if isinstance(value, bool | str):
+        raise ValueError("give a number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_number)]
+Index = Annotated[Whole, Field(ge=0, lt=2**31)]
+Seed = Annotated[Whole, Field(ge=0, lt=2**31)]
+Seconds = Annotated[
+    float,
+    BeforeValidator(_number),
+    Field(ge=0, le=60, description="How long to wait for the end before a job is answered."),
+]
 ImageId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$", description="A bundled image, or what an upload gave.")]
 Text = Annotated[str, Field(min_length=1, max_length=300)]
 Number = float | None
@@ -58,7 +72,7 @@ def once_each(methods: list[MethodAsked]) -> list[MethodAsked]:
 
 
 class Predict(Question):
-    most: Annotated[int, Field(ge=1, le=MOST_PREDICTIONS)] = 10
+    most: Annotated[Whole, Field(ge=1, le=MOST_PREDICTIONS)] = 10
     model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat"}]})
 
 
@@ -79,17 +93,17 @@ class Ablate(Question):
     )
     unit: Removal = "patch"
     fill: Painted = "image-mean"
-    most: Annotated[int, Field(ge=1, le=MOST_PREDICTIONS)] = 10
+    most: Annotated[Whole, Field(ge=1, le=MOST_PREDICTIONS)] = 10
     model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat", "removed": [[27, 28, 35, 36]]}]})
 
 
 class MeasureAsked(Explain):
     """Deletion and insertion of methods' maps, and of random orders."""
 
-    steps: Annotated[int, Field(ge=2, le=64)] = 16
+    steps: Annotated[Whole, Field(ge=2, le=64)] = 16
     unit: Removal = "patch"
     fill: Painted = "image-mean"
-    randoms: Annotated[int, Field(ge=2, le=100)] = Field(20, description="Random orders to compare with.")
+    randoms: Annotated[Whole, Field(ge=2, le=100)] = Field(20, description="Random orders to compare with.")
     sanity: bool = Field(False, description="Also ask whether the maps change when the weights are randomised.")
 
 

@@ -17,14 +17,16 @@ from patchlight.web.app import create_app
 from patchlight.web.guard import App, Guard
 from patchlight.web.site import Site
 
-HEAD_SECONDS, MOST_CONNECTIONS = 10.0, 256
-"""How long the head of a request may take to arrive, and how many may be connected."""
+HEAD_SECONDS, READ_SECONDS, MOST_CONNECTIONS = 10.0, 30.0, 256
+"""How long the head of a request may take to arrive, how long a client may leave what it was sent unread, and how many
+may be connected."""
 
 
 class Patient(H11Protocol):
-    """HTTP/1.1, patient for so long: a connection that does not finish the head of a request is closed."""
+    """HTTP/1.1, patient for so long: who does not finish the head of a request, or reads no answer, is let go."""
 
     _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -40,8 +42,19 @@ class Patient(H11Protocol):
         if not self._at_work:
             self._expect_head(HEAD_SECONDS + self.timeout_keep_alive)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_head(None)
+        if self._unread is not None:
+            self._unread.cancel()
         super().connection_lost(exc)
 
     @property
@@ -56,7 +69,7 @@ class Patient(H11Protocol):
 
     def _late(self) -> None:
         if not self._at_work and not self.transport.is_closing():
-            self.transport.close()
+            self.transport.abort()  # not closed, which would wait until all that was sent is read
 
 
 def guarded(site: Site, hosts: frozenset[str] = frozenset(), token: str | None = None, embedded: bool = False) -> App:

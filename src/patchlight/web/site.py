@@ -124,13 +124,13 @@ class Made:
 
 def check_setting(setting: Setting, value: Any) -> None:
     """Refuse what a stranger may not say: paths, how much is computed at once, and numbers beyond reason."""
-    free = isinstance(value, str) and value not in _choices(setting.kind)
+    free = isinstance(value, str) and value != setting.default and value not in _choices(setting.kind)
     if free or setting.name in ("chunk", "compile", "precision"):
         raise PatchlightError(f"the setting '{setting.name}' cannot be {value!r} here; use Python or the command line")
     if isinstance(value, bool) and not isinstance(setting.default, bool):
         raise PatchlightError(f"the setting '{setting.name}' cannot be {str(value).lower()}; give a number")
     usual = setting.default if isinstance(setting.default, int | float) else 0
-    most = max(4 * abs(usual), 256)
+    most = max(4 * abs(usual), 0 if setting.name == "grid" else 256)  # of a grid, memory takes the square
     if isinstance(value, int | float) and not -most <= value <= most:
         raise PatchlightError(f"{setting.name} {value} is too much here; at most {most:g} are taken")
 
