@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import threading
 import time
@@ -78,7 +79,15 @@ def guarded(site: Site, hosts: frozenset[str] = frozenset(), token: str | None =
 
 
 def is_loopback(host: str) -> bool:
-    return host in ("localhost", "127.0.0.1", "::1") or host.startswith("127.")
+    """Whether only this machine reaches what listens there.
+
+    >>> is_loopback("127.0.0.2"), is_loopback("127.example.org")
+    (True, False)
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Server:
