@@ -28,6 +28,14 @@ class Unsupported(PatchlightError):
     """A method asked of a model that lacks what the method needs."""
 
 
+class NoClassifier(PatchlightError):
+    """A model, `vit`, that has no classes of its own and was given no others."""
+
+    def __init__(self, sentence: str, vit: Any) -> None:
+        super().__init__(sentence)
+        self.vit = vit
+
+
 class AssumedPreprocess(UserWarning):
     """A model that does not say how its pictures are prepared: its family's published preprocessing is assumed."""
 

@@ -24,9 +24,10 @@ from playwright.sync_api import Browser, Locator, expect
 import patchlight as pl
 from patchlight.web.serve import Server as Here
 from patchlight.web.site import Site
+from tests.pairs import folder
 from tests.web import hostile
 from tests.web.browser import Visit, browsing, chromium, serious, visiting
-from tests.web.server import WEB, Server
+from tests.web.server import WEB, Server, serving
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="there is no Chromium here: apt-get install chromium")
 EVIL = "<img src=x onerror=alert(1)>"
@@ -844,6 +845,36 @@ def test_a_label_of_markup_is_text(opened: Opened) -> None:
         with visit.page.expect_download() as download:
             visit.get("download-report").click()
         assert EVIL not in Path(str(download.value.path())).read_text(encoding="utf-8")
+
+
+@pytest.mark.page
+def test_sentences_are_the_classes(opened: Opened, tmp_path: Path) -> None:
+    """An image-text model opened without any is asked about the photographs, and then about what is typed."""
+    where = folder("CLIPModel", tmp_path / "clip")
+    typed = ["a cat", "a dog on a lawn"]
+    with (
+        serving(tmp_path / "work", model=f"hf:{where}") as own,
+        opened("#image=dog&methods=genatt,legrad", url=own.url) as visit,
+    ):
+        ready(visit, "genatt", "legrad")
+        first = visit.get("texts").input_value().splitlines()
+        assert "a photo of a cat" in first
+        assert set(bars(visit)) == set(first)
+        visit.get("texts").fill("\n".join(typed))
+        visit.get("template").fill("this is {}")
+        until(visit, lambda: set(bars(visit)) == set(typed), "asking about what was typed")
+        until(visit, lambda: asked(visit).get("template") == "this is {}", "the template")
+        vit = pl.load(f"hf:{where}", texts=typed, template="this is {}")
+        photo = Path(pl.__path__[0]) / "zoo" / "photos" / "dog.jpg"
+        predicted = [{"label": label, "value": value} for label, value in vit.predict(photo)[0]]
+        until(visit, lambda: agree(bars(visit), told({"predictions": predicted})), "the library's probabilities")
+        visit.page.locator("[data-label='a cat']").get_by_test_id("explain-class").click()
+        visit.page.locator("[data-label='a dog on a lawn']").get_by_test_id("against-class").click()
+        expect(visit.page.locator("#compare-title")).to_have_text("Why a cat rather than a dog on a lawn?")
+        ready(visit, "genatt", "legrad").get("measure").click()
+        expect(visit.get("truth-legrad")).to_be_visible()
+        assert "a dog on a lawn" in visit.get("python").inner_text()
+        assert "--template 'this is {}'" in visit.get("cli").inner_text()
 
 
 @pytest.mark.page

@@ -170,6 +170,6 @@ def test_a_browser_shows_the_page_inside_another_sites(vit: pl.Anatomy, tmp_path
         page = browser.new_page()
         page.goto((tmp_path / "notebook.html").as_uri())
         inside = page.frame_locator("iframe")
-        inside.get_by_text("Why dog rather than cat?").wait_for(timeout=60_000)
-        inside.get_by_text("The map of rollout is there.").wait_for(timeout=60_000)
+        inside.get_by_text("Why dog rather than cat?").wait_for(timeout=180_000)
+        inside.locator("[data-testid=map-rollout][data-state=done]").wait_for(timeout=180_000)
         assert "token" not in page.frames[1].url, "it is taken out of the address"

@@ -20,7 +20,7 @@ from patchlight.anatomy.hf import as_processed
 from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
 from patchlight.anatomy.own import OWN, read_own
 from patchlight.anatomy.preprocessing import applied, read_preprocess
-from patchlight.errors import AssumedPreprocess, PatchlightError, first_line, nearest
+from patchlight.errors import AssumedPreprocess, NoClassifier, PatchlightError, first_line, nearest
 from patchlight.extras import missing_extra
 from patchlight.images import Preprocess
 from patchlight.listed import matching
@@ -100,10 +100,11 @@ def _asked(anatomy: Anatomy, head: Head | None, texts: Sequence[str] | None, tem
     head = head if texts is None else Texts(texts, template=template)
     if head is None:
         if anatomy.classes == 0:
-            raise PatchlightError(
+            raise NoClassifier(
                 f"{anatomy.name} has no classifier, so there are no classes to explain; give head= one of pl.heads: "
                 "Similar(images), Prototypes(features, labels), Linear(weight, bias, labels), Neurons(block, channels) "
-                "or, of an image-text model, Texts(sentences); on the command line --similar-to or --text"
+                "or, of an image-text model, Texts(sentences); on the command line --similar-to or --text",
+                anatomy,
             )
         return anatomy
     if not isinstance(head, Head):

@@ -31,7 +31,7 @@ from patchlight.cli.common import (
     progress,
     say,
 )
-from patchlight.errors import PatchlightError
+from patchlight.errors import NoClassifier, PatchlightError
 from patchlight.web import check_extra
 
 
@@ -74,11 +74,15 @@ def serve(
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # lanes compute at once, and must not wait busily
         with progress(f"loading {model}"):
             from patchlight.web.serve import Server, is_loopback
-            from patchlight.web.site import Site
+            from patchlight.web.site import Site, begun_with_sentences
 
-            vit = load_model(
-                model, weights, labels, device, stage, asked, **of_model(preprocess, sigmoid, no_pretrained)
-            )
+            try:
+                vit = load_model(
+                    model, weights, labels, device, stage, asked, **of_model(preprocess, sigmoid, no_pretrained)
+                )
+            except NoClassifier as found:
+                vit = begun_with_sentences(found)
+                asked["texts"] = vit.labels
             said: dict[str, Any] = {"weights": weights, "labels": labels, "stage": stage, "preprocess": preprocess}
             said |= {"sigmoid": sigmoid, "pretrained": not no_pretrained, "device": device}
             if not is_loopback(host):  # where this machine's folders are is nobody else's business

@@ -32,6 +32,9 @@ SHARP, LONGEST = 448, 768
 """The longer side, about, of the pictures that are kept to be shown: of the cut that the model sees, and uncut."""
 
 
+TOLD = ("label", "subject", "credit", "licence")
+
+
 class Gone(PatchlightError):
     """An image that is not there, or no longer."""
 
@@ -70,9 +73,7 @@ class Album:
         self._lock = threading.Lock()
         self._uploads: OrderedDict[str, Held] = OrderedDict()
         self._kept: dict[str, Held] = {}
-        self.photos = [_photo(about) for about in json.loads((PHOTOS / "photos.json").read_text(encoding="utf-8"))]
-        if vit.channels not in (1, 3):
-            self.photos = []
+        self.photos = bundled_photos() if vit.channels in (1, 3) else []
 
     def add(self, data: bytes) -> Held:
         """Keep an upload; what is no image, or has too many pixels, is refused before it is decoded."""
@@ -173,6 +174,7 @@ def _packed(picture: Image.Image) -> bytes:
     return out.getvalue()
 
 
-def _photo(about: dict[str, str]) -> Photo:
-    told = {key: about[key] for key in ("label", "subject", "credit", "licence")}
-    return Photo(id=about["file"].removesuffix(".jpg"), **told)
+def bundled_photos() -> list[Photo]:
+    """What is told of each bundled photograph."""
+    told = json.loads((PHOTOS / "photos.json").read_text(encoding="utf-8"))
+    return [Photo(id=about["file"].removesuffix(".jpg"), **{key: about[key] for key in TOLD}) for about in told]

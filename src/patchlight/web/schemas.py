@@ -264,6 +264,8 @@ class ModelFacts(BaseModel):
     labels: list[str]
     quantity: Literal["probability", "cosine", "output"]
     takes_texts: bool
+    texts: list[str] = Field(description="The sentences that its classes are, where one template was put around them.")
+    template: str
     no_tokens: str | None = Field(description="Why tokens cannot be removed; null where they can.")
     fills: list[str]
     photos: list[Photo]

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 from PIL import Image
 
 from patchlight.anatomy.load import wrap
-from patchlight.errors import PatchlightError, integer, known_keywords
+from patchlight.errors import NoClassifier, PatchlightError, integer, known_keywords
 from patchlight.images import Picture, open_image
 from patchlight.methods.requests import check_supported, resolve
 from patchlight.targets import Target, resolve_targets
@@ -98,7 +98,7 @@ def show(
     if image is not None and not isinstance(image, Picture):
         kind = type(image).__name__
         raise PatchlightError(f"image is a {kind}; give a path, a PIL image or the name of a bundled photograph")
-    opened = wrap(vit)
+    opened = _opened(vit)
     state = [*_asked(opened, methods, target), *([("seed", str(seed))] if seed else [])]
     picture = _bundled_or_opened(image)
     server = _server(vit, opened, port)
@@ -144,6 +144,15 @@ def _named(methods: Any) -> dict[str, dict[str, Any]]:
     raise PatchlightError(
         f"methods {methods!r} are none; give a name, a list of names, or a dict of names and settings"
     )
+
+
+def _opened(vit: Anatomy | nn.Module) -> Anatomy:
+    try:
+        return wrap(vit)
+    except NoClassifier as found:
+        from patchlight.web.site import begun_with_sentences
+
+        return begun_with_sentences(found)
 
 
 def _bundled_or_opened(image: Picture | None) -> str | Image.Image | None:

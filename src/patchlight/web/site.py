@@ -19,7 +19,7 @@ from patchlight import __version__
 from patchlight.anatomy.base import Anatomy
 from patchlight.attribution import Attribution
 from patchlight.engine import explain
-from patchlight.errors import PatchlightError, Unsupported, hearing
+from patchlight.errors import NoClassifier, PatchlightError, Unsupported, hearing
 from patchlight.evidence.fills import Painted
 from patchlight.heads import Texts
 from patchlight.methods.base import Ablates
@@ -27,7 +27,7 @@ from patchlight.methods.requests import MethodInfo, Request, list_methods, refus
 from patchlight.registry import Setting
 from patchlight.targets import Targets, class_index, predicted
 from patchlight.truth import Trial
-from patchlight.web.album import MOST_BYTES, MOST_PIXELS, Album, Held
+from patchlight.web.album import MOST_BYTES, MOST_PIXELS, Album, Held, bundled_photos
 from patchlight.web.jobs import Board, Lane
 from patchlight.web.schemas import MethodAsked, MethodFacts, ModelFacts, Predicted, Prediction, Question
 
@@ -40,6 +40,15 @@ CHUNK = 0.2
 """Seconds that a chunk of variants takes, about: how long cancelled work goes on."""
 QUICK, SLOW = 60.0, 900.0
 """Seconds that a piece of work may take."""
+
+
+def begun_with_sentences(found: NoClassifier) -> Anatomy:
+    """An image-text model without classes, asked about what is on the bundled photographs; others can be typed."""
+    vit: Anatomy = found.vit
+    if _is(vit, "encode_texts"):
+        raise found
+    labels = dict.fromkeys(photo.label for photo in bundled_photos())
+    return vit.ask(Texts([f"a photo of a {label}" for label in labels]))
 
 
 class Kept(Generic[V]):
@@ -293,6 +302,8 @@ class Site:
     def facts(self) -> ModelFacts:
         vit = self.vit
         works = {method.name for method in self.methods() if method.supported}
+        head = {} if vit.head is None else vit.head.about()
+        templates = head.get("templates", [])
         return ModelFacts(
             name=vit.name,
             library=vit.library,
@@ -306,6 +317,8 @@ class Site:
             labels=[vit.label(i) for i in range(vit.outcomes)],
             quantity=quantity_of(vit),
             takes_texts=self._takes_texts,
+            texts=head["texts"] if len(templates) == 1 else [],
+            template=templates[0] if len(templates) == 1 else "{}",
             no_tokens=vit.can_drop,
             fills=list(get_args(Painted)),
             photos=self.album.photos,

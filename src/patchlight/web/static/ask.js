@@ -303,11 +303,15 @@ async function valuesOfAll() {
   }
 }
 
+/** The sentences that are the classes now, and their template: those typed, else those that the model was opened with. */
+const sentences = () => (state.texts.length || !facts.model ? state : facts.model);
+
 function watchTexts() {
   const read = () => {
     const texts = [...new Set($("texts").value.split("\n").map((line) => line.trim().slice(0, 300)).filter(Boolean))].slice(0, 64);
     const template = $("template").value || "{}";
-    if (JSON.stringify([texts, template]) === JSON.stringify([state.texts, state.template])) return;
+    const same = (now) => JSON.stringify([texts, template]) === JSON.stringify([now.texts, now.template]);
+    if (same(state) || same(sentences())) return;
     set({ texts, template, target: null, against: null });
   };
   const later = settled(read, 600);
@@ -320,8 +324,8 @@ function watchTexts() {
 
 function drawTexts() {
   $("texts-form").hidden = !facts.model?.takes_texts;
-  if (document.activeElement !== $("texts")) $("texts").value = state.texts.join("\n");
-  if (document.activeElement !== $("template")) $("template").value = state.template;
+  if (document.activeElement !== $("texts")) $("texts").value = sentences().texts.join("\n");
+  if (document.activeElement !== $("template")) $("template").value = sentences().template;
 }
 
 async function showPhoto() {
