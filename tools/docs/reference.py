@@ -14,6 +14,7 @@ from patchlight.methods.base import CAPTURED, COMPOSITIONS, METHODS, PASSES, Abl
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import METRICS, Metric
 from patchlight.registry import Entry, Setting, in_words
+from tools.docs import formulas
 from tools.docs.families import KINDS
 from tools.docs.pictures import COMPOSED, PHOTOS
 from tools.docs.staging import DOCS
@@ -164,13 +165,18 @@ def gallery_row(name: str) -> str:
     return f'<div class="maps">{originals}</div>\n<div class="maps">{cells}</div>\n'
 
 
+def told(kind: str, entry: Entry) -> str:
+    """What an entry is: the summary, its formulas, and all else of its docstring."""
+    summary, *rest = map(as_markdown, paragraphs(entry.function))
+    return "\n\n".join(filter(None, [summary, formulas.block(kind, entry.name), *rest]))
+
+
 def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
-    text = "\n\n".join(map(as_markdown, paragraphs(method.function)))
     given = ", ".join(f"{key}={value!r}" for key, value in drawn[method.name].items())
     call = f'pl.explain(vit, photo, "{method.name}"{", " + given if given else ""})'
     parts = [
         f"# {method.name}",
-        text,
+        told("methods", method),
         gallery_row(method.name),
         f"`{call}` with the bundled model, for *dog*, *bird* and *horse*"
         + (" (fewer samples than its default, so that this page is made quickly)." if given else "."),
@@ -201,6 +207,7 @@ def methods_index() -> str:
             if group(one) == heading
         )
         parts += [f"## {heading}", table(("method", "what it shows", "cost", "paper"), rows)]
+    parts += [formulas.symbols()]
     return "\n\n".join([*parts, toctree(METHODS)])
 
 
@@ -226,7 +233,7 @@ def metric_page(metric: Metric) -> str:
     )
     parts = [
         f"# {metric.name}",
-        "\n\n".join(map(as_markdown, paragraphs(metric.function))),
+        told("metrics", metric),
         table(("", ""), rows),
         f"```\n{how}\n```",
         "## Settings",
