@@ -22,6 +22,7 @@ def decompx(b: Evidence) -> Tensor:
 
     With attention A, the norms' deviations and the ratios GELU(h)/h held constant, y_c = sum_j <J_s[j], x_s[j]> +
     const: the map is a_j = <J_s[j], x_s[j]>. J_s for every s is the gradient under the `libra` rule, so one forward and
-    one backward replace N forwards for each start. `.plus` and `.skipplus` sum over starts.
+    one backward replace N forwards for each start. `.plus` and `.skipplus` sum over starts. Of a gated MLP (SwiGLU)
+    each factor gets half of the product, so that the sum holds there too.
     """
     return token_ixg(b)

@@ -187,7 +187,7 @@ def smoothgrad(
     level: Level = "pixel",
     tolerance: Tolerance | None = None,
 ) -> Estimate:
-    """SmoothGrad: the mean of `samples` gradients at x + noise, noise ~ N(0, sigma^2), then `reduce` over the channels.
+    """SmoothGrad: the mean of `samples` gradients at x + N(0, (sigma range)^2), then `reduce` over the channels.
 
     `relative`: sigma is a fraction of the image's range max - min, as in the paper; else it is absolute. `base` is
     averaged: the signed gradient, its absolute value, or noisy input times gradient (give reduce="sum" with it). The

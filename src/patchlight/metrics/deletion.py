@@ -211,7 +211,7 @@ def insertion(
 
     Each of the `steps` shows ceil(HW / steps) more pixels (or patches, or tokens: `unit`) of the upsampled map's order,
     one each where `steps` is None; `first` adds the bare fill as a point. Preset `rise`: 225 points, trapezoids, the
-    predicted class, RISE's blur. Preset `tis`: 224 points without the bare fill, their mean, the class given; fills by
+    predicted class, RISE's blur. Preset `tis`: 224 points without the bare fill, their mean, the true class; fills by
     its words (blur, random, black, mean). Preset `vit-shapley`: tokens one by one, from none to all, the mean of the
     points, the true class. `score`: p(class), or of a head without probabilities the logit. Curve [B,P] over the
     fraction shown. P forwards an image.

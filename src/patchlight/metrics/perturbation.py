@@ -392,7 +392,8 @@ def token_deletion(
 
     At each of `points` fractions r the int(r N) highest of N patch tokens leave the sequence after the position
     embedding; prefix tokens stay, and the whole image is a further point at 0. `quantity`: `accuracy` (lower is better)
-    or `aopc`, p(y|x) - p(y|x_r) (higher is better; `score` as for the metric `aopc`).
+    or `aopc`, p(y|x) - p(y|x_r) (higher is better; `score` as for the metric `aopc`). The area is divided by the
+    range of fractions, so that it is a mean.
 
     Preset `skipplus`: 10 % to 90 %, in per cent, accuracy as 100 - area, so that higher is always better. Preset
     `skipplus-code`: as released, trapezoids over [0, 0.9] that end at 90 per cent, nothing subtracted. Curve [B,P+1].
