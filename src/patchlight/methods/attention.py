@@ -211,7 +211,7 @@ def attixg(b: Evidence, pair: Literal["output", "input"] = "output", last: bool 
     composable="it is the sum over the blocks already; 'attixg.plus' and 'attixg.skipplus' are its layer maps summed",
 )
 def attcat(b: Evidence, pair: Literal["output", "input"] = "output", last: bool = False) -> Tensor:
-    """AttCAT: sum_l AttnFrom_l * IxG_l as `attixg` has them (at outputs, without the last block): `attixg.plus`. Signed."""
+    """AttCAT: sum_l AttnFrom_l * IxG_l as `attixg` has them (at outputs, without the last): `attixg.plus`. Signed."""
     return attixg(b, pair, last)
 
 

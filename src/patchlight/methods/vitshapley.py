@@ -58,7 +58,7 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
 def vit_shapley(ask: Ask, explainer: Any = None) -> Tensor:
     """Shapley values of the patches as a trained network gives them: sum phi = v(all) - v(none), exactly. Signed.
 
-    phi = tanh(MLP(block(LN(x_L)))), of the model or of a copy that was trained for it, with the same number added to each
+    phi = tanh(MLP(block(LN(x_L)))), of the model or of a copy that was trained for it, with one number added to every
     patch's so that the sum holds; v(S) is the probability that the surrogate (a copy that was trained to do without
     patches, or the model itself) gives a class on the patches of S alone, so other scores are not to be had. All
     classes come from one pass. `explainer` is a `pl.shapley.ViTShapley` or the folder of one; the bundled model brings
