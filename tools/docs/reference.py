@@ -15,6 +15,7 @@ from patchlight.methods.requests import resolve
 from patchlight.metrics.base import METRICS, Metric
 from patchlight.registry import Entry, Setting, in_words
 from tools.docs.families import KINDS
+from tools.docs.formulas import formula, formulas
 from tools.docs.pictures import COMPOSED, PHOTOS
 from tools.docs.staging import DOCS
 from tools.docs.tables import measured
@@ -40,6 +41,10 @@ GROUPS: Mapping[str, str] = {
 }
 """The heading of a method, by the module it lives in; all others score variants of the image."""
 MASKED = "Masks and removal"
+LETTERS = (
+    "*A* attention, *G* its gradient, *x* tokens, *g* their gradient, *h* of *H* heads, *l* of *L* blocks, *s* the "
+    "score, *a* the map ([all letters](../../methods.md#letters))."
+)
 ORDER = (
     "Attention",
     "Gradients and decomposition",
@@ -145,10 +150,13 @@ def fared(method: Method) -> str:
     found = measured(method.name)
     if not found:
         return "No measured table has a row of it yet; [Results](../../results/index.md) has those there are.\n"
-    parts = []
+    parts = ["Bold: the best of the whole table; †: statistically tied with it; its page says what is in brackets.\n"]
     for one in found:
         title = f"[{one.title}](../../results/{one.page}.md)" + (f", {one.heading}" if one.heading else "")
-        parts.append(f"{title}\n\n{table(one.head, one.rows)}")
+        lines = [one.head, *one.rows]
+        if len(one.rows) < len(one.head) - 1:
+            lines = [list(column) for column in zip(*lines, strict=True)]  # narrow, so that it is read on a phone
+        parts.append(f"{title}\n\n{table(lines[0], lines[1:])}")
     return "\n".join(parts)
 
 
@@ -165,16 +173,19 @@ def gallery_row(name: str) -> str:
 
 
 def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
-    text = "\n\n".join(map(as_markdown, paragraphs(method.function)))
+    summary, *details = map(as_markdown, paragraphs(method.function))
     given = ", ".join(f"{key}={value!r}" for key, value in drawn[method.name].items())
     call = f'pl.explain(vit, photo, "{method.name}"{", " + given if given else ""})'
     parts = [
         f"# {method.name}",
-        text,
+        summary,
+        formula(formulas()[method.name]),
+        LETTERS,
         gallery_row(method.name),
         f"`{call}` with the bundled model, for *dog*, *bird* and *horse*"
         + (" (fewer samples than its default, so that this page is made quickly)." if given else "."),
         facts(method),
+        *(["## In detail, and where paper and code differ", *details] if details else []),
         "## Settings",
         settings_table(method.settings(method.composition)),
         "[What the common ones mean](../../methods.md#common-settings).",
