@@ -104,6 +104,17 @@ def commands(command: Any, name: str = "patchlight") -> Iterator[tuple[str, Any]
         yield from commands(one, f"{name} {word}")
 
 
+def _argument(one: Any) -> str:
+    """An argument as `--help` calls it."""
+    return str(one.metavar or one.name.upper()).strip("[]").removesuffix("...")
+
+
+def _used(one: Any) -> str:
+    """An argument as it stands in a command: in brackets where it may be left out."""
+    word = _argument(one) + "..." * (one.nargs == -1)
+    return word if one.required else f"[{word}]"
+
+
 def command_line() -> str:
     """Every command, its arguments and options, from typer."""
     parts = [
@@ -115,9 +126,9 @@ def command_line() -> str:
     for name, command in commands(typer.main.get_command(app)):
         given = [one for one in command.params if one.param_type_name == "argument"]
         options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
-        usage = " ".join([name, *(one.name.upper() + "..." * (one.nargs == -1) for one in given), "[OPTIONS]"])
+        usage = " ".join([name, *map(_used, given), "[OPTIONS]"])
         parts += [f"## {name}", as_markdown(" ".join((command.help or "").split())), f"```text\n{usage}\n```"]
-        rows = [(code(one.name.upper()), as_markdown(one.help or ""), "") for one in given]
+        rows = [(code(_argument(one)), as_markdown(one.help or ""), "") for one in given]
         rows += [
             (
                 ", ".join(code(word) for word in (*one.opts, *one.secondary_opts)),

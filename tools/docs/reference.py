@@ -146,10 +146,13 @@ def fared(method: Method) -> str:
     found = measured(method.name)
     if not found:
         return "No measured table has a row of it yet; [Results](../../results/index.md) has those there are.\n"
-    parts = []
+    parts = ["Bold: the best of the whole table; †: statistically tied with it; its page says what is in brackets.\n"]
     for one in found:
         title = f"[{one.title}](../../results/{one.page}.md)" + (f", {one.heading}" if one.heading else "")
-        parts.append(f"{title}\n\n{table(one.head, one.rows)}")
+        lines = [one.head, *one.rows]
+        if len(one.rows) < len(one.head) - 1:
+            lines = [list(column) for column in zip(*lines, strict=True)]  # narrow, so that it is read on a phone
+        parts.append(f"{title}\n\n{table(lines[0], lines[1:])}")
     return "\n".join(parts)
 
 
@@ -165,22 +168,19 @@ def gallery_row(name: str) -> str:
     return f'<div class="maps">{originals}</div>\n<div class="maps">{cells}</div>\n'
 
 
-def told(kind: str, entry: Entry) -> str:
-    """What an entry is: the summary, its formulas, and all else of its docstring."""
-    summary, *rest = map(as_markdown, paragraphs(entry.function))
-    return "\n\n".join(filter(None, [summary, formulas.block(kind, entry.name), *rest]))
-
-
 def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
+    summary, *details = map(as_markdown, paragraphs(method.function))
     given = ", ".join(f"{key}={value!r}" for key, value in drawn[method.name].items())
     call = f'pl.explain(vit, photo, "{method.name}"{", " + given if given else ""})'
     parts = [
         f"# {method.name}",
-        told("methods", method),
+        summary,
+        formulas.block("methods", method.name),
         gallery_row(method.name),
         f"`{call}` with the bundled model, for *dog*, *bird* and *horse*"
         + (" (fewer samples than its default, so that this page is made quickly)." if given else "."),
         facts(method),
+        *(["## In detail, and where paper and code differ", *details] if details else []),
         "## Settings",
         settings_table(method.settings(method.composition)),
         "[What the common ones mean](../../methods.md#common-settings).",
@@ -231,9 +231,12 @@ def metric_page(metric: Metric) -> str:
         if data
         else f"patchlight evaluate --method genatt,random --metric {metric.name} --images FOLDER"
     )
+    summary, *details = map(as_markdown, paragraphs(metric.function))
     parts = [
         f"# {metric.name}",
-        told("metrics", metric),
+        summary,
+        formulas.block("metrics", metric.name),
+        *details,
         table(("", ""), rows),
         f"```\n{how}\n```",
         "## Settings",
