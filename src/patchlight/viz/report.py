@@ -103,11 +103,12 @@ class Shown:
 
 @dataclass(frozen=True)
 class Section:
-    """One image of a report, as small as it is shown."""
+    """One image of a report, as small as it is shown; `size` is of its pictures, `pixels` of what the model is given."""
 
     name: str
     photo: str
     size: tuple[int, int]
+    pixels: tuple[int, int]
     predictions: list[tuple[str, str, float | None]]
     asked: str
     shown: list[Shown]
@@ -151,6 +152,7 @@ def section_of(image: Explained) -> Section:
         name=spelled(image.name),
         photo=data_url(image.picture.convert("RGB")),
         size=image.picture.size,
+        pixels=(trial.image.shape[-1], trial.image.shape[-2]),
         predictions=[
             (label, percent(value) if probable else f"{value:.3g}", value if probable else None)
             for label, value in image.predictions
