@@ -103,7 +103,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Section:
-    """One image of a report, as small as it is shown; `size` is of its pictures, `pixels` of what the model is given."""
+    """One image of a report, as small as it is shown; `size` is of its pictures, `pixels` of the model's input."""
 
     name: str
     photo: str
