@@ -339,14 +339,16 @@ def test_weights_that_are_spread_over_processes_are_not_touched(process_group: N
     assert not found
 
 
+@pytest.mark.parametrize("place", [lambda net: net, torch.nn.Sequential], ids=["itself", "inside another"])
 @pytest.mark.parametrize("own", [True, False], ids=["own parameters", "one flat parameter"])
-def test_weights_that_are_flattened_are_not_touched(process_group: None, own: bool) -> None:
+def test_weights_that_are_flattened_are_not_touched(process_group: None, own: bool, place: Any) -> None:
     """What is left of a model in FullyShardedDataParallel may be memory that was given back: reading it would crash."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     net = model()
     log, found = logged(net)
-    FullyShardedDataParallel(net, use_orig_params=own, device_id=torch.device("cpu"))
+    trained = FullyShardedDataParallel(place(net), use_orig_params=own, device_id=torch.device("cpu"))
+    log.opened(lambda: None, trained)
     with pytest.warns(LogSkipped, match="spread over processes"):
         log(0)
     assert not found

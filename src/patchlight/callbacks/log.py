@@ -132,7 +132,7 @@ class TrainingLog:
     def opened(self, writer: Callable[[], Any], trained: nn.Module) -> None:
         """Before a trainer's first step: `writer` gives one where none was given, and `trained` holds the model."""
         mine = {id(p) for p in self.vit.model.parameters()}
-        if not any(id(p) in mine for p in trained.parameters()):
+        if mine and not any(id(p) in mine for p in trained.parameters()):
             raise PatchlightError(
                 f"{self.vit.name}, which was given to the callback, has no weight of the model that is trained; give "
                 "the same object to both"
@@ -206,7 +206,8 @@ def _rank() -> int:
 
 def _check_whole(model: nn.Module) -> None:
     """Refuse weights that are spread over processes: to gather them, all would have to take part."""
-    if any(type(p).__name__ == "DTensor" or any(hasattr(p, mark) for mark in _SPREAD) for p in model.parameters()):
+    held = list(model.parameters())  # none: they are in the one flat parameter of a module around it
+    if not held or any(type(p).__name__ == "DTensor" or any(hasattr(p, mark) for mark in _SPREAD) for p in held):
         raise PatchlightError(
             "the model's weights are spread over processes (FSDP, ZeRO-3, tensor parallelism), and no process has a "
             "whole model to explain; train with DistributedDataParallel, or explain checkpoints"
