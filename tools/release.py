@@ -27,6 +27,19 @@ def told_versions() -> dict[str, str]:
     }
 
 
+def told_days() -> dict[str, str]:
+    """The day of the release by the file that tells it."""
+    changes = re.search(r"^## \[\d\S*\] - (\d{4}-\d\d-\d\d)$", _read("CHANGELOG.md"), re.MULTILINE)
+    cited = re.search(r"^date-released: (\S+)$", _read("CITATION.cff"), re.MULTILINE)
+    return {"CHANGELOG.md": changes[1] if changes else "none", "CITATION.cff": cited[1] if cited else "none"}
+
+
+def unreleased() -> str:
+    """What the changelog tells of a version after this one."""
+    found = re.search(r"^## \[Unreleased\]$(.*?)(?=^## |\Z)", _read("CHANGELOG.md"), re.MULTILINE | re.DOTALL)
+    return found[1].strip() if found else ""
+
+
 def obstacles() -> Iterator[str]:
     """Why this tree is not to be released."""
     changed = git("status", "--porcelain")
@@ -35,6 +48,11 @@ def obstacles() -> Iterator[str]:
     versions = told_versions()
     if len(set(versions.values())) > 1:
         yield f"versions differ: {versions}"
+    days = told_days()
+    if len(set(days.values())) > 1:
+        yield f"days of the release differ: {days}"
+    if unreleased():
+        yield f"CHANGELOG.md has changes under [Unreleased]; they belong under [{__version__}]"
     if f"v{__version__}" in git("tag", "--list").split():
         yield f"there is a tag v{__version__} already"
 

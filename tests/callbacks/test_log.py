@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import subprocess
 import sys
@@ -193,6 +194,38 @@ def test_steps_beyond_the_budget_are_left_out_and_that_is_told_once(monkeypatch:
     assert found[3][0]["patchlight/seconds"] == 10
 
 
+def test_the_time_that_writing_takes_is_the_logs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(step: int, numbers: Any, pictures: Any) -> None:
+        nonlocal now
+        told[step] = numbers["patchlight/seconds"]
+        now += 10
+
+    now, told = 0.0, {}
+    monkeypatch.setattr(budget, "monotonic", lambda: now)
+    log = TrainingLog(model(), images(), slow, every=1, metric=None, budget=0.5)
+    log(0)
+    now = 39.0
+    with pytest.warns(LogSkipped, match=r"step 1 is not logged: it takes 10 s, and 9.5 s of a budget of 50 %"):
+        log(1)
+    now = 40.0
+    log(2)
+    assert told == {0: 0, 2: 0}, "what a log took is told before it is written"
+
+
+def test_a_writer_that_fails_stops_the_log_and_not_the_training() -> None:
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    log = TrainingLog(model(), images(), full, every=1, metric=None, budget=None)
+    with pytest.warns(
+        LogSkipped, match=r"step 0 is not logged: its writer failed with OSError: .*No space left"
+    ) as told:
+        walk(log, 0, 1)
+    assert len(told) == 1
+    with pytest.raises(pl.PatchlightError, match="its writer failed"):
+        log.log(2)
+
+
 def test_a_log_that_takes_too_long_is_cut_off_and_that_is_told_once() -> None:
     log, found = logged(model(), seconds=1e-9)
     with pytest.warns(LogSkipped, match=r"the maps of step 0 took over 1e-09 s; give more seconds=") as told:
@@ -306,6 +339,21 @@ def test_weights_that_are_spread_over_processes_are_not_touched(process_group: N
     assert not found
 
 
+@pytest.mark.parametrize("place", [lambda net: net, torch.nn.Sequential], ids=["itself", "inside another"])
+@pytest.mark.parametrize("own", [True, False], ids=["own parameters", "one flat parameter"])
+def test_weights_that_are_flattened_are_not_touched(process_group: None, own: bool, place: Any) -> None:
+    """What is left of a model in FullyShardedDataParallel may be memory that was given back: reading it would crash."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    net = model()
+    log, found = logged(net)
+    trained = FullyShardedDataParallel(place(net), use_orig_params=own, device_id=torch.device("cpu"))
+    log.opened(lambda: None, trained)
+    with pytest.warns(LogSkipped, match="spread over processes"):
+        log(0)
+    assert not found
+
+
 TWO = """
 import sys, torch
 from pathlib import Path
@@ -328,8 +376,12 @@ def test_two_processes_train_as_without_and_one_logs(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     for word in ("log", "plain"):
-        subprocess.run([*launch, str(tmp_path), word], check=True, timeout=300, capture_output=True)
+        done = subprocess.run(
+            [*launch, str(tmp_path), word], env=environment, timeout=300, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
     states = [torch.load(tmp_path / f"{word}-{rank}.pt") for word in ("log", "plain") for rank in (0, 1)]
     for other in states[1:]:
         assert all(torch.equal(states[0][key], other[key]) for key in other)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import html
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -523,6 +526,26 @@ def test_a_report_is_one_file(folder: Path) -> None:
     other = Path("out/r.html").read_bytes()
     assert other.replace(b" --out pictures", b"") == before, "the same command gives the same report"
     assert "'r.txt' is no report" in refused("explain", "photos", "--report", "r.txt")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_report_says_which_files_are_in_it_and_which_are_not(folder: Path) -> None:
+    """Files of one name are told apart, each by what it holds; what could not be read is told in the report itself."""
+    (folder / "photos" / "text.jpg").write_text("hello")
+    (folder / "other").mkdir()
+    noise(50, 50).save(folder / "other" / "a.jpg")
+    given = ("photos/a.jpg", "other/a.jpg", "photos/cats", "photos/text.jpg")
+    told = json.loads(run("explain", *given, "--report", "r.html", "--json", code=3).stdout)
+    page = Path("r.html").read_text()
+    names = re.findall(r'<h2 id="image-\d+">(.*?)</h2>', page)
+    assert names == ["photos/a.jpg", "other/a.jpg", "cats/a.jpg", "cats/a.png"]
+    for image in told["images"]:
+        assert hashlib.sha256(Path(image["path"]).read_bytes()).hexdigest() in page
+    (failed,) = told["errors"]
+    assert "Asked for, and not in this report" in page
+    assert failed["error"] in html.unescape(page)
+    run("explain", "photos/cats", "--report", "whole.html")
+    assert "not in this report" not in Path("whole.html").read_text()
 
 
 @pytest.mark.usefixtures("tiny", "folder")

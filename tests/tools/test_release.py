@@ -15,6 +15,7 @@ ROOT = dist.ROOT
 
 def test_versions_agree() -> None:
     assert set(release.told_versions().values()) == {__version__}
+    assert len(set(release.told_days().values())) == 1
 
 
 def test_the_changelog_keeps_its_form() -> None:
@@ -30,12 +31,24 @@ def test_what_stops_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"status": " M README.md", "tag": f"v0.9.0\nv{__version__}"}
     monkeypatch.setattr(release, "git", lambda *words: answers[words[0]])
     monkeypatch.setattr(release, "told_versions", lambda: {"a": "1.0.0", "b": "0.9.0"})
+    monkeypatch.setattr(release, "told_days", lambda: {"a": "2026-01-01", "b": "2026-01-02"})
+    monkeypatch.setattr(release, "unreleased", lambda: "- A thing.")
     told = list(release.obstacles())
-    assert len(told) == 3
+    assert len(told) == 5
     assert "README.md" in told[0]
     answers.update(status="", tag="")
     monkeypatch.setattr(release, "told_versions", lambda: {"a": "1.0.0"})
+    monkeypatch.setattr(release, "told_days", lambda: {"a": "2026-01-01"})
+    monkeypatch.setattr(release, "unreleased", lambda: "")
     assert list(release.obstacles()) == []
+
+
+def test_what_is_unreleased_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = "## [Unreleased]\n\n- A thing.\n\n## [1.0.0] - 2026-01-01\n\n- Another.\n"
+    monkeypatch.setattr(release, "_read", lambda name: later)
+    assert release.unreleased() == "- A thing."
+    monkeypatch.setattr(release, "_read", lambda name: later.replace("- A thing.\n\n", ""))
+    assert release.unreleased() == ""
 
 
 def test_pythons_are_the_same_everywhere() -> None:

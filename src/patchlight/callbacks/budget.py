@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import monotonic
 
 from patchlight.errors import PatchlightError
@@ -40,13 +40,16 @@ class Budget:
         return f"it takes {self.last:.3g} s, and {left:.3g} s of a budget of {100 * self.share:g} % are left"
 
     @contextlib.contextmanager
-    def spending(self) -> Iterator[None]:
-        """Inside, time is spent; what runs longer than `seconds` is cancelled, at the next chunk of variants."""
+    def spending(self) -> Iterator[Callable[[], float]]:
+        """Inside, time is spent; what runs longer than `seconds` is cancelled, at the next chunk of variants.
+
+        What it gives tells the seconds since.
+        """
         begin = monotonic()
         limit = self.seconds
         try:
             with watched(Watcher(cancelled=lambda: limit is not None and monotonic() - begin > limit)):
-                yield
+                yield lambda: monotonic() - begin
         finally:
             self.last = monotonic() - begin
             self.spent += self.last

@@ -36,6 +36,8 @@ from patchlight.viz.figures import MAX_ROWS
 
 FLOOR = "random"
 """The method whose number says what a map that knows nothing gets."""
+_SPREAD = ("ds_id", "_is_flat_param", "_fsdp_flattened")
+"""What DeepSpeed's ZeRO-3 and FullyShardedDataParallel set on parameters of which a process holds a part."""
 _TRIES = 2
 """How often a part that takes too long is begun: the first time may be slow for other reasons."""
 
@@ -118,17 +120,19 @@ class TrainingLog:
         _check_whole(self.vit.model)
         if self.vit.device.type == "cuda":
             torch.cuda.synchronize(self.vit.device)  # what the training has still to compute is not the log's time
-        with _own_draws(self.vit.device):
+        with _own_draws(self.vit.device), self._budget.spending() as taken:
             numbers: dict[str, float] = {}
             pictures: dict[str, Image.Image] = {}
-            with self._budget.spending():
-                self._fill(step, numbers, pictures)
-            self._write(step, {**numbers, "patchlight/seconds": self._budget.last}, pictures)
+            self._fill(step, numbers, pictures)
+            try:
+                self._write(step, {**numbers, "patchlight/seconds": taken()}, pictures)
+            except Exception as error:  # a full disk or an absent server, say: whatever a writer may raise
+                raise PatchlightError(f"its writer failed with {type(error).__name__}: {first_line(error)}") from error
 
     def opened(self, writer: Callable[[], Any], trained: nn.Module) -> None:
         """Before a trainer's first step: `writer` gives one where none was given, and `trained` holds the model."""
         mine = {id(p) for p in self.vit.model.parameters()}
-        if not any(id(p) in mine for p in trained.parameters()):
+        if mine and not any(id(p) in mine for p in trained.parameters()):
             raise PatchlightError(
                 f"{self.vit.name}, which was given to the callback, has no weight of the model that is trained; give "
                 "the same object to both"
@@ -202,8 +206,8 @@ def _rank() -> int:
 
 def _check_whole(model: nn.Module) -> None:
     """Refuse weights that are spread over processes: to gather them, all would have to take part."""
-    spread = any(type(p).__name__ in ("DTensor", "FlatParameter") or hasattr(p, "ds_id") for p in model.parameters())
-    if spread:
+    held = list(model.parameters())  # none: they are in the one flat parameter of a module around it
+    if not held or any(type(p).__name__ == "DTensor" or any(hasattr(p, mark) for mark in _SPREAD) for p in held):
         raise PatchlightError(
             "the model's weights are spread over processes (FSDP, ZeRO-3, tensor parallelism), and no process has a "
             "whole model to explain; train with DistributedDataParallel, or explain checkpoints"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import warnings
@@ -182,11 +183,12 @@ def explain(
 
 @dataclass(frozen=True)
 class Item:
-    """An image to explain, and where its picture and its raw scores go."""
+    """An image to explain, where its picture and its raw scores go, and what a report calls it."""
 
     path: Path
     picture: Path | None
     maps: Path | None
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -322,9 +324,11 @@ def _plan(paths: Sequence[str], folder: Path | None, save: str | None) -> list[I
     if not images:
         raise PatchlightError(f"no images in '{paths[0]}' besides earlier output")
     items = []
-    for (path, _), name in zip(images.values(), _distinct([within for _, within in images.values()]), strict=True):
+    shared = Counter(within for _, within in images.values())
+    for (path, within), name in zip(images.values(), _distinct([w for _, w in images.values()]), strict=True):
         picture = folder / name.with_name(f"{name.name}.png") if folder is not None else None
-        items.append(Item(path, picture, Path(save) / name if save is not None else None))
+        called = str(within if shared[within] == 1 else path)
+        items.append(Item(path, picture, Path(save) / name if save is not None else None, called))
     return items
 
 
@@ -394,7 +398,7 @@ def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
             _draw([one.picture for one, _, _ in rows], together, [top for _, _, top in rows], vit, task.figure)
             done.written.append(str(task.figure))
         if task.report is not None and report.sections:
-            report.write(task.report, done.warnings)
+            report.write(task.report, done.warnings, [failed["error"] for failed in done.errors])
             done.written.append(str(task.report))
     return done
 
@@ -418,16 +422,18 @@ class _Report:
         against = None if att.against is None else att.against[:, None]
         trial = Trial(self._vit, one.tensor, Targets(att.target[:, None], against), seed=self._task.seed)
         found = truths(trial, {name: on_grid(att.scores, self._vit)[0] for name, att in maps.items()})
-        self.sections.append(section_of(Explained(one.item.path.name, one.picture, top, maps, trial, found)))
+        file = hashlib.sha256(one.item.path.read_bytes()).hexdigest()
+        image = Explained(one.item.name, one.picture, top, maps, trial, found, sha256=file)
+        self.sections.append(section_of(image))
         self._first = self._first or (maps, trial)
 
-    def write(self, path: Path, warnings: Sequence[str]) -> None:
+    def write(self, path: Path, warnings: Sequence[str], left_out: Sequence[str]) -> None:
         from patchlight.files import write_whole
         from patchlight.viz.report import made_by, report_html
 
         assert self._first is not None
         known = [words for words in warnings if "the map of image" not in words]  # its section says which one
-        page = report_html(self.sections, made_by(*self._first, self._task.command, known))
+        page = report_html(self.sections, made_by(*self._first, self._task.command, known, left_out))
         write_whole(path, page.encode(errors="backslashreplace"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,7 +43,8 @@ class Explained:
     """What a report is given about one image.
 
     `picture` is what the model sees of it, every map is of one class, and `truths` are what the `trial` says of them.
-    `sanity` is how similar a map is to those of a model with random weights, where that was asked.
+    `sanity` is how similar a map is to those of a model with random weights, where that was asked; `sha256` is of the
+    file that the image was read from, where there was one.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Explained:
     truths: Mapping[str, Truth]
     failures: Mapping[str, str] = field(default_factory=dict)
     sanity: Mapping[str, float] = field(default_factory=dict)
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,12 @@ class Shown:
 
 @dataclass(frozen=True)
 class Section:
-    """One image of a report, as small as it is shown."""
+    """One image of a report, as small as it is shown; `size` is of its pictures, `pixels` of the model's input."""
 
     name: str
     photo: str
     size: tuple[int, int]
+    pixels: tuple[int, int]
     predictions: list[tuple[str, str, float | None]]
     asked: str
     shown: list[Shown]
@@ -113,6 +117,7 @@ class Section:
     notes: list[str]
     failures: dict[str, str]
     hash: str
+    sha256: str
     signed: bool
 
 
@@ -120,7 +125,8 @@ class Section:
 class Made:
     """How everything in a report was made: `facts` about the model and the test, and the methods with their settings.
 
-    `removed` says in words what removing a patch means, and `command` is what makes the same report.
+    `removed` says in words what removing a patch means, and `command` is what makes the same report. `left_out` are
+    sentences about images that were asked for and could not be explained.
     """
 
     model: str
@@ -129,6 +135,7 @@ class Made:
     methods: list[dict[str, str]]
     command: str
     warnings: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
 
 def section_of(image: Explained) -> Section:
@@ -145,6 +152,7 @@ def section_of(image: Explained) -> Section:
         name=spelled(image.name),
         photo=data_url(image.picture.convert("RGB")),
         size=image.picture.size,
+        pixels=(trial.image.shape[-1], trial.image.shape[-2]),
         predictions=[
             (label, percent(value) if probable else f"{value:.3g}", value if probable else None)
             for label, value in image.predictions
@@ -161,6 +169,7 @@ def section_of(image: Explained) -> Section:
         notes=_notes(image, first),
         failures=dict(image.failures),
         hash=first.images[0] if first.images else "",
+        sha256=image.sha256,
         signed=any(is_signed(att.scores) for att in image.maps.values()),
     )
 
@@ -196,8 +205,17 @@ def report_html(sections: Sequence[Section], made: Made) -> str:
     )
 
 
-def made_by(maps: Mapping[str, Attribution], trial: Trial, command: str, warnings: Sequence[str] = ()) -> Made:
-    """How maps of a model and their test were made; `command` makes the same report, `warnings` came on the way."""
+def made_by(
+    maps: Mapping[str, Attribution],
+    trial: Trial,
+    command: str,
+    warnings: Sequence[str] = (),
+    left_out: Sequence[str] = (),
+) -> Made:
+    """How maps of a model and their test were made, today; `command` makes the same report, `warnings` came on the way.
+
+    `left_out` are sentences about images that could not be explained.
+    """
     from patchlight.methods.requests import list_methods
 
     known = {info.name: info for info in list_methods()}
@@ -218,6 +236,7 @@ def made_by(maps: Mapping[str, Attribution], trial: Trial, command: str, warning
         )
     shown = first.preprocess
     facts = {
+        "Date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "Model": f"{first.model}: {vit.depth} blocks, {vit.grid[0]}×{vit.grid[1]} patches, {vit.outcomes} classes",
         "Weights": f"{first.weights or 'not known'} (Patchlight's hash of every weight)",
         "Classes": "the model's own" if not first.head else ", ".join(f"{k}: {v}" for k, v in first.head.items()),
@@ -229,7 +248,9 @@ def made_by(maps: Mapping[str, Attribution], trial: Trial, command: str, warning
         f"{trial.randoms} random orders, seed {trial.seed}",
         "Versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
     }
-    return Made(first.model, removed_words(trial.unit, str(trial.fill)), facts, rows, command, tuple(warnings))
+    removed = removed_words(trial.unit, str(trial.fill))
+    said = tuple(map(spelled, left_out))
+    return Made(first.model, removed, facts, rows, spelled(command), tuple(warnings), said)
 
 
 def removed_words(unit: str, fill: str) -> str:
