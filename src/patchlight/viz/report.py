@@ -34,6 +34,16 @@ value may be left once every patch is gone before that is told."""
 WIDTH, HEIGHT, EDGES = 460, 250, (48, 12, 12, 42)
 """Of a chart, and its edges: left, top, right, bottom."""
 DASHES = ("", "7 3", "2 3")
+_PAINT = {
+    "zero": "the mean colour of the data that the model was trained on",
+    "black": "black",
+    "image-mean": "the image's mean grey",
+    "channel-mean": "the image's mean colour",
+    "blur-rise": "a blurred copy of the image",
+    "blur-tis": "a blurred copy of the image",
+    "noise": "noise",
+}
+"""What each fill paints, in words."""
 BAND = (0.05, 0.95)
 """The quantiles of the random orders between which a chart is shaded."""
 
@@ -257,11 +267,12 @@ def removed_words(unit: str, fill: str) -> str:
     """What removing a patch means.
 
     >>> removed_words("patch", "image-mean")
-    "a removed patch is painted over ('image-mean')"
+    "a removed patch is painted over with the image's mean grey (fill 'image-mean')"
     """
     if unit == "token":
         return "a removed patch's token is taken out of the model's input"
-    return f"a removed patch is painted over ('{fill}')"
+    paint = f" with {_PAINT[fill]}" if fill in _PAINT else ""
+    return f"a removed patch is painted over{paint} (fill '{fill}')"
 
 
 def _shown(image: Explained, name: str, place: int) -> Shown:
