@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -167,7 +168,7 @@ def test_how_it_was_made_is_there(explained: Explained) -> None:
     assert "discard=0.0" in page
     assert datetime.now(UTC).strftime(">%Y-%m-%d.</span>") in page
     assert "cut as the model sees it, which is given 64×64 pixels" in page
-    assert "4 removals; a removed patch is painted over (&#39;image-mean&#39;); 3 random orders, seed 0" in page
+    assert f"4 removals; {removed_words('patch', 'image-mean')}; 3 random orders, seed 0" in unescape(page)
     assert "patchlight explain &#39;a &lt;i&gt;.jpg&#39;" in page
     assert removed_words("token", "zero") == "a removed patch's token is taken out of the model's input"
 
