@@ -26,6 +26,7 @@ from patchlight.viz.page import PALETTE, data_url, page_style, page_template, ro
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from patchlight.anatomy.base import Anatomy
     from patchlight.truth import Trial, Truth
 
 SURE, CLOSE, LEFT = 0.5, 0.1, 0.5
@@ -249,7 +250,7 @@ def made_by(
         "Date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "Model": f"{first.model}: {vit.depth} blocks, {vit.grid[0]}×{vit.grid[1]} patches, {vit.outcomes} classes",
         "Weights": f"{first.weights or 'not known'} (Patchlight's hash of every weight)",
-        "Classes": "the model's own" if not first.head else ", ".join(f"{k}: {v}" for k, v in first.head.items()),
+        "Classes": _own_classes(vit) if not first.head else ", ".join(f"{k}: {v}" for k, v in first.head.items()),
         "Images": "as they were given"
         if shown is None
         else f"{shown.size[0]}×{shown.size[1]} pixels, {shown.fit}, {shown.interpolation}, "
@@ -261,6 +262,12 @@ def made_by(
     removed = removed_words(trial.unit, str(trial.fill))
     said = tuple(map(spelled, left_out))
     return Made(first.model, removed, facts, rows, spelled(command), tuple(warnings), said)
+
+
+def _own_classes(vit: Anatomy) -> str:
+    """That the classes are the model's own, and how the first of them are called."""
+    named = ", ".join(vit.label(index) for index in range(min(3, vit.outcomes)))
+    return f"the model's own: {named}{', …' if vit.outcomes > 3 else ''}"
 
 
 def removed_words(unit: str, fill: str) -> str:
