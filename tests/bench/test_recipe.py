@@ -8,6 +8,7 @@ import pytest
 
 from patchlight.bench.recipe import Quick, override, parse, quickened, read_recipe
 from patchlight.errors import PatchlightError
+from patchlight.methods.base import METHODS
 from patchlight.recipes import bundled, key_lines
 from patchlight.specs import MetricSpec, PreprocessSpec
 from tests.bench.small import text
@@ -156,3 +157,13 @@ def test_what_is_said_about_models_goes_to_each_in_order(tmp_path: Path) -> None
     assert (found.labels, found.preprocess, found.sigmoid, found.pretrained) == ("l.txt", prepared, True, None)
     with pytest.raises(PatchlightError, match="2 preprocess were given for 1 model"):
         override(parse(text(tmp_path)), about={"preprocess": [prepared, prepared]})
+
+
+@pytest.mark.parametrize("name", ["tokentm-readings", "tokentm-readings-segmentation"])
+def test_every_reading_of_tokentm_is_measured(name: str) -> None:
+    """Both recipes have the same rows: each preset under its own name, and two rows to compare with."""
+    methods = read_recipe(name)[0].methods
+    assert methods == read_recipe("tokentm-readings")[0].methods
+    readings = {label: spec.settings["preset"] for label, spec in methods.items() if spec.method == "tokentm"}
+    assert readings == {preset: preset for preset in METHODS["tokentm"].presets}
+    assert {spec.method for spec in methods.values()} == {"tokentm", "genatt", "random"}

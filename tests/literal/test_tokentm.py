@@ -1,7 +1,8 @@
-"""TokenTM as written: N x N matrices, one D-wide image per head, in float64; and what it reduces to."""
+"""TokenTM and all its readings as written: N x N matrices, one D-wide image per head, in float64."""
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.evidence.passes import Trace
+from patchlight.methods.base import METHODS
 from patchlight.methods.requests import refusal, resolve
 from patchlight.methods.tokentm import necc, transformation_weight
+from tests.close import close
 from tests.families import build, images, shared
 from tests.literal.rows import TARGETS, maps, read_rows
+from tests.reference import deit_tiny, inputs, reference
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 GENATT = {"use_necc": False, "use_length": False, "init": "identity", "include_ffn": False}
@@ -67,13 +71,20 @@ def _literal(vit: Anatomy, t: Trace, i: int, s: dict[str, Any]) -> Tensor:
     return read_rows(vit, c)
 
 
-RESIDUAL = {"where": "residual", "ffn_where": "residual", "head_fusion": "mean_first"}
+READINGS: dict[str, dict[str, Any]] = {
+    "third-party": {"where": "ov", "ov_input": "x", "ffn_where": "branch", "head_fusion": "per_head", "necc_scale": 1},
+    "ov-ln1": {"where": "ov", "ov_input": "ln1", "ffn_where": "branch", "head_fusion": "per_head", "necc_scale": 1},
+    "attention-residual": {"where": "residual", "ffn_where": "branch", "head_fusion": "per_head", "necc_scale": 1},
+    "ffn-residual": {"where": "ov", "ffn_where": "residual", "head_fusion": "per_head", "necc_scale": 1},
+    "mean-heads": {"where": "ov", "ffn_where": "branch", "head_fusion": "mean_first", "necc_scale": 1},
+    "necc-n": {"where": "ov", "ffn_where": "branch", "head_fusion": "per_head", "necc_scale": "N"},
+    "ov-ln1-necc-n": {"where": "ov", "ov_input": "ln1", "head_fusion": "per_head", "necc_scale": "N"},
+    "libragrad": {"where": "residual", "ffn_where": "residual", "head_fusion": "mean_first", "necc_scale": 1},
+}
+"""What each preset is, written out once more for the literal version."""
+FAMILIES = ["vit", "deit3", "reg4-gap"]
 SETTINGS: list[dict[str, Any]] = [
     {},
-    RESIDUAL,
-    {"ov_input": "ln1"},
-    {"where": "residual"},
-    {"head_fusion": "mean_first"},
     {"ffn_where": "residual", "necc_scale": "N"},
     {"necc_scale": 3.0, "use_length": False},
     {"use_necc": False, "sign": "signed"},
@@ -83,21 +94,47 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("family", ["vit", "deit3", "reg4-gap"])
-def test_literal(family: str, settings: dict[str, Any]) -> None:
+def _compare(family: str, asked: dict[str, Any], literal: dict[str, Any]) -> None:
+    """The maps of `tokentm` with some settings are those of the literal version with some others."""
     vit = shared(family, torch.float64)
     batch = images(vit, 2)
-    ours = maps(vit, batch, "tokentm", **settings)
+    ours = maps(vit, batch, "tokentm", **asked)
     with pl.trace(vit, batch, target=TARGETS[:2]) as t:
         for i in range(2):
-            torch.testing.assert_close(ours[i], _literal(vit, t, i, settings), **CLOSE)
+            torch.testing.assert_close(ours[i], _literal(vit, t, i, literal), **CLOSE)
 
 
-def test_the_preset_is_the_residual_reading() -> None:
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_literal(family: str, settings: dict[str, Any]) -> None:
+    _compare(family, settings, settings)
+
+
+@pytest.mark.parametrize("preset", METHODS["tokentm"].presets)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_preset_is_its_reading(family: str, preset: str) -> None:
+    _compare(family, {"preset": preset}, READINGS[preset])
+
+
+def test_readings_are_all_there_and_all_differ() -> None:
+    assert set(METHODS["tokentm"].presets) == set(READINGS)
     vit = shared("vit", torch.float64)
     batch = images(vit)
-    assert torch.equal(maps(vit, batch, "tokentm", preset="libragrad"), maps(vit, batch, "tokentm", **RESIDUAL))
+    drawn = {preset: maps(vit, batch, "tokentm", preset=preset) for preset in READINGS}
+    for first, other in combinations(drawn, 2):
+        assert not torch.allclose(drawn[first], drawn[other], rtol=1e-3), f"{first} and {other} are the same"
+    torch.testing.assert_close(maps(vit, batch, "tokentm"), drawn["third-party"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "theirs"), [("third-party", "tokentm_literal_card_ov"), ("libragrad", "lg_plain_tokentm")]
+)
+def test_the_literal_version_is_the_reference(preset: str, theirs: str) -> None:
+    """The two readings that exist as code, on deit_tiny: the literal version has the outputs of that code."""
+    known = reference(theirs)
+    vit = deit_tiny(torch.float64)
+    with pl.trace(vit, inputs(1).double(), target=[int(known["target"][0])]) as t:
+        close(_literal(vit, t, 0, READINGS[preset]), known["maps"][0], 1e-4)
 
 
 @pytest.mark.parametrize("family", ["vit", "siglip", "beit", "hf-clip", "torchvision"])

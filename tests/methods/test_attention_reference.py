@@ -27,7 +27,7 @@ ONE_PASS: dict[str, tuple[str, dict[str, Any]]] = {
     "rollout_vitexplain_mean_0.9": ("rollout", {"preset": "vit-explain"}),
     "attn_gradcam": ("attcam", {}),
     "attcat_authors_input_pairing": ("attcat", {"pair": "input"}),
-    "tokentm_literal_card_ov": ("tokentm", {}),
+    "tokentm_literal_card_ov": ("tokentm", {"preset": "third-party"}),
     "lg_meanattn_last": ("rawatt", {}),
     "lg_meanattn_plus": ("rawatt.plus", {}),
     "lg_rollout_half_nonorm": ("rawatt.rollout", {"normalise": "none"}),

@@ -19,7 +19,12 @@ _ENTRY: dict[str | None, Entry] = {"relu": "relu(AG)", "signed": "AG", None: "A"
 
 
 def _updates(maps: LayerMaps, init: Literal["length", "identity"] = "length", readout: Readout = "pooling") -> Tensor:
-    """r <- (r * (1 + w_FFN)) (I + M_l) from the last block to the first, then times the length of each x_0 token."""
+    """r <- (r * (1 + w_FFN)) (I + M_l) from the last block to the first, then times the length of each x_0 token.
+
+    Args:
+        init: What C_0 is. "length": the lengths of the tokens x_0. "identity": the identity matrix.
+        readout: Which rows of the last C are read: those that the classifier pools, or others.
+    """
     row = maps.start_row(readout)
     length = row
     for layer in reversed(range(maps.vit.depth)):
@@ -74,6 +79,26 @@ def _ov_image(b: Evidence, source: Tensor) -> tuple[Tensor, Tensor]:
     return ((value @ gram) * value).sum(-1).clamp(min=0).sqrt(), (value * pulled).sum(-1)
 
 
+_THIRD_PARTY: dict[str, object] = {
+    "where": "ov",
+    "ov_input": "x",
+    "ffn_where": "branch",
+    "head_fusion": "per_head",
+    "necc_scale": 1.0,
+}
+READINGS: dict[str, dict[str, object]] = {
+    "third-party": _THIRD_PARTY,
+    "ov-ln1": {**_THIRD_PARTY, "ov_input": "ln1"},
+    "attention-residual": {**_THIRD_PARTY, "where": "residual"},
+    "ffn-residual": {**_THIRD_PARTY, "ffn_where": "residual"},
+    "mean-heads": {**_THIRD_PARTY, "head_fusion": "mean_first"},
+    "necc-n": {**_THIRD_PARTY, "necc_scale": "N"},
+    "ov-ln1-necc-n": {**_THIRD_PARTY, "ov_input": "ln1", "necc_scale": "N"},
+    "libragrad": {**_THIRD_PARTY, "where": "residual", "ffn_where": "residual", "head_fusion": "mean_first"},
+}
+# Presets set all five open choices, so that a reading stays what it is if the defaults ever change.
+
+
 @register_method(
     "tokentm",
     paper="Wu et al., CVPR 2024",
@@ -81,7 +106,7 @@ def _ov_image(b: Evidence, source: Tensor) -> tuple[Tensor, Tensor]:
     combine=UPDATES,
     composable="each block is a matrix and a diagonal update, and its own product chains them from the token lengths",
     refuses=no_linear_values,
-    presets={"libragrad": {"where": "residual", "ffn_where": "residual", "head_fusion": "mean_first"}},
+    presets=READINGS,
 )
 def tokentm(
     b: Evidence,
@@ -96,16 +121,41 @@ def tokentm(
     sign: Literal["relu", "signed"] = "relu",
     include_ffn: bool = True,
 ) -> Update:
-    """Token transformation: the CLS row of prod_l (I + W_FFN)(I + mean_h ReLU(G_l) * (A_l W_l)) diag(L(x_0)).
+    """TokenTM, in a reconstructed reading: attention weighted by its gradient and by what it does to each token.
 
-    W is diagonal: w_i = L(E~_i)/L(E_i) * NECC_i, with NECC the softmax over tokens of cos(E, E~) times `necc_scale`
-    (a number, or "N" for the number of tokens). E is the block's input. Attention: E~ is the OV image E W_V^h W_O^h of
-    each head, without biases (`where="residual"`: the tokens after attention and its skip); `ov_input="ln1"` feeds it
-    the normed tokens. Feed-forward: from its input to its branch output, layer scale included (`ffn_where="residual"`:
-    to the block's output). `head_fusion="mean_first"` averages A, ReLU(G) and W over heads before the product.
-    `sign="signed"` leaves G as it is, `gradient=False` leaves it out; `init="identity"` starts without the lengths of
-    x_0. Without NECC, lengths and feed-forward, from the identity, this is `genatt`. Preset `libragrad` is that code's
-    reading. One forward, one backward, and two extra projections per block.
+        C_0     = diag(L(x_0))
+        C_{l+1} = (I + diag(w_FFN)) (I + mean_h [ReLU(G_h) * (A_h diag(w_h))]) C_l        for each block l
+        w_i     = L(E~_i) / L(E_i) * exp(cos(E_i, E~_i)) / sum_k exp(cos(E_k, E~_k)) * necc_scale
+
+    The map is the CLS row of the last C. L is the Euclidean length of a token; E_i is token i before attention or the
+    MLP and E~_i after it; the softmax over tokens k is called NECC. One forward, one backward, and two extra
+    projections per block. Without NECC, lengths and MLP, and with `init="identity"`, this is `genatt`.
+
+    This is a reading, not the paper's own text: the main paper was not available. The formulas are reconstructed from
+    the paper's supplement, from summaries, and from two re-implementations that disagree. Both agree on C_0, w and the
+    order of the updates. Five choices are open: where E~ of attention is measured (`where`), the input of the value and
+    output maps (`ov_input`), whether E~ of the MLP includes the skip (`ffn_where`), how heads are combined
+    (`head_fusion`), and the scale of NECC (`necc_scale`).
+
+    Each preset is one reading. `third-party` (the defaults) is a re-implementation that cites the paper's equation
+    numbers; `libragrad` is the one in the code of LibraGrad. The others change `third-party`: `ov-ln1`,
+    `attention-residual`, `ffn-residual`, `mean-heads` and `necc-n` change one open choice each, `ov-ln1-necc-n` two.
+
+    Args:
+        where: Where E~ of attention is measured. "ov": the image E W_V W_O of each token under the value and output
+            maps of each head, without biases. "residual": the token after attention and its skip connection.
+        ov_input: What the value and output maps are applied to with `where="ov"`. "x": the block's input. "ln1": the
+            output of the first norm, which is what the model applies them to.
+        ffn_where: Where E~ of the MLP is measured. "branch": its output before the skip, layer scale included.
+            "residual": the block's output.
+        head_fusion: "per_head": the product is formed for each head, then averaged. "mean_first": A, ReLU(G) and w are
+            averaged over heads before the product.
+        use_necc: Whether w includes NECC.
+        necc_scale: Factor of NECC: a number, or "N" for the number of tokens, which makes NECC 1 on average.
+        use_length: Whether w includes the ratio of lengths.
+        gradient: Whether attention is weighted by its gradient.
+        sign: "relu": the positive part of the gradient. "signed": the gradient itself.
+        include_ffn: Whether the update of the MLP is included.
     """
     length = b.x.norm(dim=-1)
     scale = float(b.x.shape[1]) if necc_scale == "N" else float(necc_scale)
