@@ -9,10 +9,11 @@ import pytest
 import patchlight as pl
 from patchlight.methods.base import METHODS
 from patchlight.metrics.base import METRICS
+from patchlight.registry import settings_of
 from tools.docs import manual, reference, tables
 from tools.docs.links import broken
 from tools.docs.staging import DOCS, ROOT, expanded, relinked, sources, stage, staged_at
-from tools.docs.words import as_markdown, as_rst, table
+from tools.docs.words import arguments, as_blocks, as_markdown, as_rst, table
 
 
 def test_links_are_turned_to_where_pages_are_staged() -> None:
@@ -60,6 +61,38 @@ def test_words_are_not_markup() -> None:
         r"x\_",
     ]
     assert table(("a", "b"), [("1", 2)]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+
+
+def test_args_become_the_words_of_settings() -> None:
+    def example() -> None:
+        """A line.
+
+            f(x) = x_1 +
+                x_2
+
+        Words
+        of `x_1`.
+
+        Args:
+            first: What it is,
+                and more: this.
+            other: Another.
+        """
+
+    assert as_blocks(example) == ["A line.", "```text\nf(x) = x_1 +\n    x_2\n```", "Words of `x_1`."]
+    assert arguments(example) == {"first": "What it is, and more: this.", "other": "Another."}
+
+
+def test_the_page_of_tokentm_says_what_it_is() -> None:
+    """It is called a reading, and each setting and preset is explained."""
+    method = METHODS["tokentm"]
+    page = reference.method_page(method, {"tokentm": {}})
+    assert "the main paper was not available" in page
+    assert "two re-implementations that disagree" in page
+    words = arguments(method.function)
+    assert set(words) == set(settings_of(method.function))
+    assert all(as_markdown(line) in page for line in words.values())
+    assert all(f"`{preset}`" in page.partition("## Settings")[0] for preset in method.presets)
 
 
 def test_rows_of_measured_tables_are_found() -> None:

@@ -19,7 +19,7 @@ from tools.docs.families import KINDS
 from tools.docs.pictures import COMPOSED, PHOTOS
 from tools.docs.staging import DOCS
 from tools.docs.tables import measured
-from tools.docs.words import as_markdown, code, paragraphs, table, toctree
+from tools.docs.words import arguments, as_blocks, as_markdown, code, table, toctree
 
 COMMON = {*ABLATION, *PASSES, *CAPTURED}
 """Settings that many have and `docs/methods.md` explains."""
@@ -77,12 +77,16 @@ def cited(kind: str, entry: Entry) -> str:
     return f"```bibtex\n{blocks}\n```\n"
 
 
-def settings_table(settings: Mapping[str, Setting]) -> str:
-    """Settings with types and defaults: first its own, then those that many have."""
+def settings_table(settings: Mapping[str, Setting], words: Mapping[str, str]) -> str:
+    """Settings with types, defaults and, where there are any, words: first its own, then those that many have."""
     own = {name: one for name, one in settings.items() if name not in COMMON}
     rest = {name: one for name, one in settings.items() if name in COMMON}
-    rows = ((code(name), code(in_words(one.kind)), code(repr(one.default))) for name, one in (own | rest).items())
-    return table(("setting", "type", "default"), rows) if settings else "It has none.\n"
+    head = ("setting", "type", "default", "what it does")[: 4 if words else 3]
+    rows = (
+        (code(name), code(in_words(one.kind)), code(repr(one.default)), as_markdown(words.get(name, "")))[: len(head)]
+        for name, one in (own | rest).items()
+    )
+    return table(head, rows) if settings else "It has none.\n"
 
 
 def presets_table(entry: Entry) -> str:
@@ -169,7 +173,8 @@ def gallery_row(name: str) -> str:
 
 
 def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
-    summary, *details = map(as_markdown, paragraphs(method.function))
+    summary, *details = as_blocks(method.function)
+    words = {**(arguments(method.composition.function) if method.composition else {}), **arguments(method.function)}
     given = ", ".join(f"{key}={value!r}" for key, value in drawn[method.name].items())
     call = f'pl.explain(vit, photo, "{method.name}"{", " + given if given else ""})'
     parts = [
@@ -182,7 +187,7 @@ def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
         facts(method),
         *(["## In detail, and where paper and code differ", *details] if details else []),
         "## Settings",
-        settings_table(method.settings(method.composition)),
+        settings_table(method.settings(method.composition), words),
         "[What the common ones mean](../../methods.md#common-settings).",
     ]
     if method.presets:
@@ -231,7 +236,7 @@ def metric_page(metric: Metric) -> str:
         if data
         else f"patchlight evaluate --method genatt,random --metric {metric.name} --images FOLDER"
     )
-    summary, *details = map(as_markdown, paragraphs(metric.function))
+    summary, *details = as_blocks(metric.function)
     parts = [
         f"# {metric.name}",
         summary,
@@ -240,7 +245,7 @@ def metric_page(metric: Metric) -> str:
         table(("", ""), rows),
         f"```\n{how}\n```",
         "## Settings",
-        settings_table(settings),
+        settings_table(settings, arguments(metric.function)),
     ]
     if metric.presets:
         parts += ["### Presets", presets_table(metric)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Sequence
+from textwrap import dedent
 from typing import Any
 
 _CODE = re.compile(r"(`[^`]+`)")
@@ -33,10 +34,34 @@ def _rst_line(line: str) -> str:
     )
 
 
+def _blocks(function: Any) -> list[str]:
+    """What blank lines separate in a docstring."""
+    return [part for part in re.split(r"\n\s*\n", inspect.getdoc(function) or "") if part.strip()]
+
+
 def paragraphs(function: Any) -> list[str]:
     """The paragraphs of a docstring, each in one line."""
-    text = inspect.getdoc(function) or ""
-    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if part.strip()]
+    return [" ".join(part.split()) for part in _blocks(function)]
+
+
+def as_blocks(function: Any) -> list[str]:
+    """A docstring as blocks of Markdown: paragraphs, and indented formulas line by line. `Args:` is left out."""
+    return [
+        f"```text\n{dedent(part)}\n```" if part.startswith(" ") else as_markdown(" ".join(part.split()))
+        for part in _blocks(function)
+        if not part.startswith("Args:")
+    ]
+
+
+def arguments(function: Any) -> dict[str, str]:
+    """The lines of a docstring's `Args:` section, by the name of the setting."""
+    found: dict[str, str] = {}
+    for part in _blocks(function):
+        if part.startswith("Args:"):
+            for entry in re.split(r"\n {4}(?! )", part)[1:]:
+                name, _, words = entry.partition(":")
+                found[name] = " ".join(words.split())
+    return found
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
