@@ -18,10 +18,13 @@ from typer.testing import CliRunner
 from patchlight.bench.html import as_html
 from patchlight.bench.local import run
 from patchlight.bench.recipe import override
+from patchlight.bench.statistics import gaps
 from patchlight.bench.store import Store
 from patchlight.bench.tables import Gathered, as_csv, as_latex, as_markdown, gather
 from patchlight.cli import app
 from patchlight.errors import PatchlightError
+from patchlight.metrics.ranking import SAMPLES
+from patchlight.statistics import bootstrap_weights, percentiles
 from tests.bench.small import pictures, recipe, replaced
 
 
@@ -62,6 +65,27 @@ def test_markdown_scales_and_marks(gathered: Gathered) -> None:
     assert f"{100 * cell.mean:.1f}" in next(line for line in table.splitlines() if line.startswith("| GenAtt"))
     assert "(0.500)" in table
     assert table.count("**") == 2 * sum(c.mark == "best" for c in gathered.cells)
+
+
+def test_differences_to_a_method_are_paired(gathered: Gathered) -> None:
+    """Each is the difference of the two means; the interval is that of the images' differences, resampled."""
+    found = gaps(gathered.results, gathered.recipe, "Pocket", "GenAtt")
+    columns = gathered.results.columns
+    weights = bootstrap_weights(6, SAMPLES)
+    for (method, metric), gap in found.items():
+        own, other = (columns["Pocket", name, metric] for name in (method, "GenAtt"))
+        apart = own.values - other.values
+        assert gap.value == pytest.approx(float(apart.mean()), abs=1e-12)
+        assert (gap.low, gap.high) == pytest.approx(percentiles(weights @ apart / 6), abs=1e-12)
+        better = gap.low > 0 if own.higher_is_better else gap.high < 0
+        assert gap.standing == ("" if gap.low <= 0 <= gap.high else "better" if better else "worse")
+    assert {method for method, _ in found} == set(gathered.recipe.methods) - {"GenAtt"}
+    table = as_markdown(gathered, "GenAtt")
+    assert "| difference to GenAtt | Ins ↑ | Del ↓ |" in table
+    assert f"{100 * found['Random', 'Del'].value:+.1f} [" in table
+    assert "difference to" not in as_markdown(gathered)
+    with pytest.raises(PatchlightError, match="the run has no method 'GenAt'; did you mean 'GenAtt'"):
+        as_markdown(gathered, "GenAt")
 
 
 def test_latex_is_escaped(gathered: Gathered) -> None:
@@ -134,10 +158,14 @@ def test_the_commands_print_and_refuse(out: Path, tmp_path: Path) -> None:
     assert printed.stdout.startswith("model,method,metric,mean,")
     table = CliRunner().invoke(app, ["bench", "report", str(out)])
     assert ("note: " in printed.stderr, "note: " in table.stderr) == ("- Note: " in table.stdout, False), "told once"
+    differences = CliRunner().invoke(app, ["bench", "report", str(out), "--against", "GenAtt"]).stdout
+    assert "difference to GenAtt" in differences
     for wrong in (
         ["report", str(tmp_path / "none")],
         ["status", str(tmp_path)],
         ["report", str(out), "--csv", "--latex"],
+        ["report", str(out), "--csv", "--against", "GenAtt"],
+        ["report", str(out), "--html", str(page), "--against", "GenAtt"],
     ):
         assert CliRunner().invoke(app, ["bench", *wrong]).exit_code == 2
     with pytest.raises(PatchlightError, match="there is no run"):

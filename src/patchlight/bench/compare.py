@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from patchlight.bench.differences import Difference, differences
 from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
+from patchlight.bench.statistics import SIGNS, Standing, standing
 from patchlight.bench.store import Store
 from patchlight.bench.tables import markdown_table
 from patchlight.errors import PatchlightError
@@ -28,9 +29,6 @@ from patchlight.statistics import FEWEST, Resamples, percentiles
 Key = tuple[str, str, str]
 """The labels of a model, a method and a metric."""
 Pair = tuple[Evaluation, Evaluation]
-Standing = Literal["better", "worse", ""]
-"""How the second run stands to the first."""
-SIGNS: dict[Standing, str] = {"better": " ▲", "worse": " ▼", "": ""}
 LEGEND = (
     "On the images where both have a value; [95 % interval of the paired bootstrap difference over images]; ▲ the "
     "second is better at 5 %, ▼ worse"
@@ -144,11 +142,9 @@ def _compared(key: Key, pair: Pair, spread: Tensor, note: str) -> Compared:
     count = int(both.sum())
     first, second = (float(own.resampled(both.double()[None])[0]) for own in pair)
     low, high = percentiles(spread) if count >= FEWEST else (math.nan, math.nan)
-    standing: Standing = ""
-    if low > 0 or high < 0:
-        standing = "better" if (low > 0) == one.higher_is_better else "worse"
     equal = int((one.values == other.values)[both].sum())
-    return Compared(*key, first, second, second - first, low, high, count, equal, standing, note)
+    stands = standing(low, high, one.higher_is_better)
+    return Compared(*key, first, second, second - first, low, high, count, equal, stands, note)
 
 
 def _note(key: Key, told: Sequence[Difference]) -> str:

@@ -6,14 +6,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 from torch import Tensor
 
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
+from patchlight.errors import PatchlightError, nearest
 from patchlight.metrics.base import intervals
-from patchlight.metrics.ranking import ALPHA, SAMPLES, compared, friedman, placed
-from patchlight.statistics import Mark, Resamples
+from patchlight.metrics.ranking import ALPHA, SAMPLES, compared, friedman, paired_differences, placed
+from patchlight.statistics import FEWEST, Mark, Resamples, percentiles
+
+Standing = Literal["better", "worse", ""]
+"""How a number stands to the one it is compared with; nothing where the interval of the difference contains 0."""
+SIGNS: dict[Standing, str] = {"better": " ▲", "worse": " ▼", "": ""}
+
+
+def standing(low: float, high: float, higher_is_better: bool) -> Standing:
+    """Better or worse, from the interval of a difference."""
+    if low <= 0 <= high or math.isnan(low):
+        return ""
+    return "better" if (low > 0) == higher_is_better else "worse"
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,39 @@ def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[Cell
                     measure_seconds=float(column.measure_seconds.nanmean()),
                 )
             )
+    return found
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How much more a method has than another, on the images where both have a value, with its interval."""
+
+    value: float
+    low: float
+    high: float
+    standing: Standing
+
+
+def gaps(
+    results: Results, recipe: Recipe, model: str, against: str, samples: int = SAMPLES
+) -> dict[tuple[str, str], Gap]:
+    """The difference of every method to the method `against`, by method and metric.
+
+    Intervals are 95 % intervals of the paired bootstrap over images, NaN with fewer than six images.
+    """
+    if against not in recipe.methods:
+        raise PatchlightError(f"the run has no method '{against}'; {nearest(against, recipe.methods)}")
+    resamples = Resamples(len(results.images[model]), samples)
+    found = {}
+    for metric in recipe.metrics:
+        first = results.columns[model, against, metric]
+        others = {m: results.columns[model, m, metric] for m in recipe.methods if m != against}
+        spread = paired_differences(first, others, resamples)
+        for method, other in others.items():
+            both = first.exist & other.exist
+            value = float((other.resampled(both.double()[None]) - first.resampled(both.double()[None]))[0])
+            low, high = percentiles(-spread[method]) if int(both.sum()) >= FEWEST else (math.nan, math.nan)
+            found[method, metric] = Gap(value, low, high, standing(low, high, first.higher_is_better))
     return found
 
 

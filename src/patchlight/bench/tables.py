@@ -15,7 +15,7 @@ from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
 from patchlight.bench.rows import TIMING
-from patchlight.bench.statistics import Cell, Ranks, cells, ranks
+from patchlight.bench.statistics import SIGNS, Cell, Gap, Ranks, cells, gaps, ranks
 from patchlight.bench.store import Store
 from patchlight.errors import PatchlightError
 from patchlight.files import cell as csv_cell
@@ -25,6 +25,7 @@ LEGEND = (
     "Best in bold, where Friedman's test tells the methods apart at 5 %; † statistically tied with it (paired "
     "bootstrap over images); [95 % interval]; s/image: seconds of an explanation (/ n: of a pass that n methods share)"
 )
+GAPS = "On the same images; [95 % interval of the paired bootstrap over images]; ▲ better at 5 %, ▼ worse"
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,10 @@ class Gathered:
     def arrow(self, metric: str) -> str:
         return "↑" if self.higher(metric) else "↓"
 
-    def number(self, value: float, metric: str) -> str:
-        """A value as its table shows it."""
+    def number(self, value: float, metric: str, sign: str = "") -> str:
+        """A value as its table shows it; with sign="+" a difference."""
         own = self.recipe.metrics[metric]
-        return "–" if math.isnan(value) else f"{value * own.scale:.{own.digits}f}"
+        return "–" if math.isnan(value) else f"{value * own.scale:{sign}.{own.digits}f}"
 
     def shown(self, model: str, method: str, metric: str) -> Shown:
         """A cell as its table shows it; the paper's number is printed scaled already."""
@@ -177,8 +178,8 @@ def _plain(value: Any) -> Any:
     return "" if value is None or (isinstance(value, float) and math.isnan(value)) else csv_cell(value)
 
 
-def as_markdown(run: Gathered) -> str:
-    """A table for each model, then ranks and failures."""
+def as_markdown(run: Gathered, against: str | None = None) -> str:
+    """A table for each model, then the differences to the method `against`, ranks and failures."""
     lines = [f"# {run.recipe.name}", ""]
     lines += [f"{run.recipe.paper}", ""] if run.recipe.paper else []
     metrics, methods = list(run.recipe.metrics), list(run.recipe.methods)
@@ -190,7 +191,8 @@ def as_markdown(run: Gathered) -> str:
         cells = {m: [_markdown_cell(run.shown(model, m, n)) for n in metrics] for m in methods}
         lines += markdown_table(head, [[m, *cells[m], run.seconds_shown(model, m)] for m in methods])
         undefined = [f"- {_markdown(line)}." for line in run.undefined(model)]
-        lines += ["", *undefined, *([""] if undefined else []), *_rank_lines(run, model)]
+        lines += ["", *undefined, *([""] if undefined else [])]
+        lines += [*_gap_lines(run, model, against), *_rank_lines(run, model)]
     lines += [f"- {count} values failed: {_markdown(reason)}." for reason, count in run.results.failures.items()]
     lines += [f"- Note: {_markdown(note)}." for note in run.notes]
     return "\n".join(lines).rstrip() + "\n"
@@ -225,6 +227,21 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
 def _markdown(text: str) -> str:
     """Words on one line of Markdown, in which neither a table nor HTML can begin."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _gap_lines(run: Gathered, model: str, against: str | None) -> list[str]:
+    if against is None:
+        return []
+    found = gaps(run.results, run.recipe, model, against)
+    metrics = list(run.recipe.metrics)
+
+    def cell(gap: Gap, metric: str) -> str:
+        interval = "" if math.isnan(gap.low) else f" [{run.number(gap.low, metric)}, {run.number(gap.high, metric)}]"
+        return f"{run.number(gap.value, metric, '+')}{interval}{SIGNS[gap.standing]}"
+
+    rows = [[m, *(cell(found[m, n], n) for n in metrics)] for m in run.recipe.methods if m != against]
+    head = [f"difference to {against}", *(f"{n} {run.arrow(n)}" for n in metrics)]
+    return [f"{GAPS}.", "", *markdown_table(head, rows), ""]
 
 
 def _rank_lines(run: Gathered, model: str) -> list[str]:

@@ -152,6 +152,9 @@ def report(
     latex: Annotated[bool, typer.Option("--latex", help="Print the tables as LaTeX.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the numbers as CSV, timing columns last.")] = False,
     per_image: Annotated[bool, typer.Option("--per-image", help="Print a line of CSV for each value.")] = False,
+    against: Annotated[
+        str | None, typer.Option(help="A method of the run: add every other method's difference to it (Markdown).")
+    ] = None,
     plugin: Plugin = None,
     debug: Debug = False,
 ) -> None:
@@ -162,6 +165,8 @@ def report(
             raise PatchlightError(f"{printing[0]} and {printing[1]} both print; give one of them")
         if per_image and html is not None:
             raise PatchlightError("--per-image prints CSV and writes no report; leave out --html")
+        if against is not None and (printing or html is not None):
+            raise PatchlightError(f"--against adds a table to the Markdown; leave out {(*printing, '--html')[0]}")
         if per_image:
             print_per_image(folder)
             return
@@ -175,7 +180,7 @@ def report(
                 write_html(gathered, html)
             say(f"wrote {html}")
         if latex or csv or html is None:
-            print(as_latex(gathered) if latex else as_csv(gathered) if csv else as_markdown(gathered), end="")
+            print(as_latex(gathered) if latex else as_csv(gathered) if csv else as_markdown(gathered, against), end="")
         for note in gathered.notes if latex or csv or html is not None else ():  # Markdown has them
             say(f"note: {note}")
 
