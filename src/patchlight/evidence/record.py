@@ -147,8 +147,8 @@ class Evidence:
     gradient. q, k, v: queries (times the scores' scale, in models that put it there), keys and values as they enter
     attention [B,H,N,d]; dO: the gradient of its output A v [B,H,N,d], so that G = dO v^T. n, gn: output of the first
     norm and its gradient. o, go: output of the attention module (behind its output projection, before layer scale and
-    skip) and its gradient. u: tokens after attention and its skip. bias: sum over the block's biases b of <b, ds/dz> per
-    token [B,N]. p: the projected patches [B,P,D], before positions; every block has the same.
+    skip) and its gradient. u: tokens after attention and its skip. bias: sum over the block's biases b of <b, ds/dz>
+    per token [B,N]. p: the projected patches [B,P,D], before positions; every block has the same.
     `matrix` gives a mean over the heads of A, G or both that is only written where it must be: whoever needs a row of
     it, and not all of A or G, asks for that.
     `index` and `depth` say which block of how many, `tokens` is N, and `prefix` of them stand before the patches.

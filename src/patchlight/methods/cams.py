@@ -211,8 +211,9 @@ def gradcam(b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", e
 
     `layer` is a place in a block: "blocks[3].norm1", or "input", "attention" (the attention module's output, before
     layer scale and residual sum) or "output" behind the dot; a number is that block's input. The default is the output
-    of the last block's first norm. `prefix="exclude"` leaves CLS out of the mean. `eigen` replaces the sum over channels by the first principal component of w_k a_ik. Presets: `skipplus`
-    (input of the last block, CLS in the mean), `diffmask` (eigen; `gradcam-aug` adds its augmentations).
+    of the last block's first norm. `prefix="exclude"` leaves CLS out of the mean. `eigen` replaces the sum over
+    channels by the first principal component of w_k a_ik. Presets: `skipplus` (input of the last block, CLS in the
+    mean), `diffmask` (eigen; `gradcam-aug` adds its augmentations).
     """
     a, g = activations(b, layer)
     return apply_weights(a, counted(g, b, prefix).mean(1), b, eigen)

@@ -234,7 +234,17 @@ METRICS: Registry[Metric] = Registry(
     "metric",
     [
         f"patchlight.metrics.{room}"
-        for room in ("complexity", "deletion", "facts", "gap", "groups", "localisation", "perturbation", "robustness", "sanity")
+        for room in (
+            "complexity",
+            "deletion",
+            "facts",
+            "gap",
+            "groups",
+            "localisation",
+            "perturbation",
+            "robustness",
+            "sanity",
+        )
     ],
 )
 
