@@ -104,7 +104,7 @@ def _marked(value: float, best: float) -> str:
     "vitcx-2",
     paper=f"{PAPER}, Figure 2",
     shows="attention maps of CLS, feature maps, and the image through the masks that these make",
-    stand_in="ViT-B/16; heads and channels that the paper does not name",
+    stand_in="ViT-B/16 and one image",
     quick={"columns": 2},
 )
 def feature_maps_and_masks(
