@@ -208,7 +208,7 @@ def sensitivity(
         "sigma": (sorted(deviations or [0.0, 0.05, 0.1, 0.2, 0.4]), "deviation σ of the noise"),
         "layer": ([float(b) for b in sorted(set(several))], "block that is read"),
     }
-    asked_of = {name: [_setting(name, value) for value in values] for name, (values, _) in studies.items()}
+    asked_of = {name: [_setting(name, value, depth) for value in values] for name, (values, _) in studies.items()}
     methods = {str(own): own for all_of in asked_of.values() for own in all_of}
     with warnings.catch_warnings():  # one cluster may hold every mask
         warnings.simplefilter("ignore", DegenerateMap)
@@ -247,10 +247,11 @@ def _spread(depth: int) -> list[int]:
     return sorted({round(float(b)) for b in np.linspace(0, depth - 1, min(5, depth))})
 
 
-def _setting(name: str, value: float) -> dict[str, Any]:
+def _setting(name: str, value: float, depth: int) -> dict[str, Any]:
     """ViT-CX with one setting of its own, those of the paper written out, so that the same are measured once."""
-    own: dict[str, Any] = {"method": "vit-cx", "distance": DISTANCE, "sigma": SIGMA, "layer": "blocks[-1].norm1"}
-    return {**own, name: f"blocks[{value:.0f}].norm1" if name == "layer" else value}
+    usual: dict[str, Any] = {"distance": DISTANCE, "sigma": SIGMA, "layer": depth - 1}
+    chosen = {**usual, name: value}
+    return {"method": "vit-cx", **chosen, "layer": f"blocks[{chosen['layer']:.0f}].norm1"}
 
 
 def _counts(drawing: Drawing, distances: Sequence[float], layer: str = "blocks[-1].norm1") -> Tensor:
