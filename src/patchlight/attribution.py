@@ -96,6 +96,8 @@ class Attribution:
     """Of a method that draws, the standard error of each of its scores, of the same shape; NaN where not known."""
     samples: tuple[int, ...] = ()
     """How many masks, coalitions or noises were drawn for each image; empty where a method draws none."""
+    facts: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Other numbers that the method reports, by name one for each image: "masks" of ViT-CX, after clustering."""
     photos: tuple[Tensor, ...] = ()
     """What the model saw of the first images, small, for display alone: uint8 [3,h,w], at most 16; not saved."""
 
@@ -144,6 +146,7 @@ class Attribution:
         changed = {"scores": self.scores[images], "target": self.target[images], "labels": labels}
         changed |= {"images": self.images[images], "photos": _leading(self.photos, rows)}
         changed |= {"samples": self.samples[images], "error": None if self.error is None else self.error[images]}
+        changed |= {"facts": {name: values[images] for name, values in self.facts.items()}}
         if self.against is not None:
             changed |= {"against": self.against[images], "against_labels": self.against_labels[images]}
         return replace(self, **changed)  # type: ignore[arg-type]
@@ -168,6 +171,11 @@ class Attribution:
             images=tuple(image for part in parts for image in part.images),
             error=torch.cat(error) if len(error) == len(parts) else None,
             samples=tuple(c for part in parts for c in part.samples) if all(p.samples for p in parts) else (),
+            facts={
+                name: tuple(value for part in parts for value in part.facts[name])
+                for name in parts[0].facts
+                if all(name in part.facts for part in parts)
+            },
             photos=_joined_photos(parts),
         )
 
@@ -426,6 +434,9 @@ def _check_fit(att: Attribution) -> None:
             raise ValueError(f"{name} are not finite numbers")
     if len(att.samples) not in (0, len(att)):
         raise ValueError(f"samples are {len(att.samples)} counts for {len(att)} images")
+    for name, numbers in att.facts.items():
+        if len(numbers) != len(att) or not all(map(math.isfinite, numbers)):
+            raise ValueError(f"facts.{name} is not one finite number for each of {len(att)} images")
     for name, size in (("image_size", att.image_size), ("extent", att.extent or att.image_size)):
         if min(size) < 1 or math.prod(size) > MAX_PIXELS:
             raise ValueError(f"{name} is {list(size)}")

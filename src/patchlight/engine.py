@@ -115,7 +115,7 @@ def _explained(
             photos.see(batch)
             for kept, one, scores in zip(chunks, found, _in_stacks(maps, lambda stack: stack.float()), strict=True):
                 error = None if one.error is None else one.error.detach().float().cpu()
-                kept.append(Estimate(scores, error, one.samples))
+                kept.append(replace(one, maps=scores, error=error))
             broken = _in_stacks(maps, lambda stack: ~stack.isfinite().flatten(2).all(2)) if finite else []
             for request, lost in zip(asked, broken, strict=False):
                 _check_finite(request, vit, batch, used, lost, begin)
@@ -454,6 +454,7 @@ def attribution_of(
         scores=scores if several else scores[:, 0],
         error=error if several or error is None else error[:, 0],
         samples=() if found.samples is None else tuple(found.samples.tolist()),
+        facts={name: tuple(values.tolist()) for name, values in found.facts.items()},
         target=targets.index if several else targets.index[:, 0],
         against=None if targets.against is None else targets.against[:, 0],
         method=request.name,

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import patchlight as pl
 from patchlight.evidence.record import Record
 from patchlight.evidence.rules import RULES
-from patchlight.evidence.taps import Activation, Taps, current, watch_norm
+from patchlight.evidence.taps import Activation, Taps, current, watch_tokens
 from tests.evidence.test_rules import Block, drawn
 
 CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
@@ -213,9 +213,9 @@ def test_norms_show_what_enters_and_leaves_them() -> None:
 
     for norm in (nn.LayerNorm(4).double(), Own()):
         first, second = norm, nn.LayerNorm(4).double()
-        watch_norm(first, "n")
-        watch_norm(second, "u")
-        watch_norm(None, "n")
+        watch_tokens(first, "n")
+        watch_tokens(second, "u")
+        watch_tokens(None, "n")
         _, before, record, _ = tapped(lambda x, a=first, b=second: b(3 * a(x)), "n gn u")
         torch.testing.assert_close(before["n"], first(TOKENS).detach(), **CLOSE)
         torch.testing.assert_close(before["u"], 3 * first(TOKENS).detach(), **CLOSE)

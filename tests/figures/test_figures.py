@@ -341,6 +341,18 @@ def test_the_command_draws(tmp_path: Path) -> None:
     run(*asked, "--force")
 
 
+def test_the_command_writes_numbers(tmp_path: Path) -> None:
+    out, table = str(tmp_path / "fig.png"), tmp_path / "numbers.json"
+    asked = ("figure", "vitcx-4", "--set", "random_masks=4", "--images", str(PHOTOS[0]), "--images", str(PHOTOS[1]))
+    run(*asked, "--out", out, "--numbers", str(table))
+    rows = [row for row in json.loads(table.read_text()) if row["quantity"] == "mSim, mean over images"]
+    assert {row["series"] for row in rows} == {"pocket", "random masks (RISE)"}
+    assert all(0 < row["value"] <= 1 and row["images"] == 2 for row in rows)
+    assert "exists already" in run(*asked, "--out", f"{out}2.png", "--numbers", str(table), code=2).stderr
+    wrong = run(*asked, "--out", out, "--force", "--numbers", str(tmp_path / "n.txt"), code=2).stderr
+    assert "name a .csv or .json file" in wrong
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

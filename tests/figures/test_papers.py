@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.data.counting import counting_grids
 from patchlight.figures import draw
 from patchlight.figures.diffmask import TINY, grids_to_show, make_counting, read_counting
+from patchlight.figures.masks import asked
+from patchlight.figures.numbers import numbers_of
+from patchlight.methods.cams import feature_maps
 from patchlight.trained.diffmask import DiffMask
 from patchlight.zoo import pocket
 
@@ -83,19 +88,52 @@ def test_a_counting_task_is_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_below_maps_stand_deletion_and_insertion(vit: pl.Anatomy) -> None:
+    """Both over zeros after normalisation; the numbers also have insertion into RISE's blurred image."""
     fig = draw("vitcx-1", vit, PHOTOS[:1], steps=8, methods=["genatt", "rollout"], progress=False)
     att = pl.explain(vit, PHOTOS[:1], ["genatt", "rollout"], progress=False)
+    metrics = {"Del": ("deletion", "zero"), "Ins": ("insertion", "zero"), "Ins (blur)": ("insertion", "blur-rise")}
     values = {
-        (name, metric): pl.evaluate(vit, PHOTOS[:1], one, metric, preset="rise", steps=8, progress=False).mean
+        (name, label): pl.evaluate(vit, PHOTOS[:1], one, m, preset="rise", steps=8, fill=fill, progress=False).mean
         for name, one in att.items()
-        for metric in ("deletion", "insertion")
+        for label, (m, fill) in metrics.items()
     }
-    least = min(values[name, "deletion"] for name in att)
-    most = max(values[name, "insertion"] for name in att)
+    least = min(values[name, "Del"] for name in att)
+    most = max(values[name, "Ins"] for name in att)
     for name in att:
-        deletion, insertion = values[name, "deletion"], values[name, "insertion"]
+        deletion, insertion = values[name, "Del"], values[name, "Ins"]
         stars = ["*" if deletion == least else "", "*" if insertion == most else ""]
         assert f"{deletion:.3f}{stars[0]} / {insertion:.3f}{stars[1]}" in words(fig)
+    told = {(one.series, one.quantity): one.value for one in numbers_of(fig)}
+    assert told == pytest.approx(values)
+
+
+def test_the_study_of_settings_inserts_into_an_empty_canvas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros are what the model is given in column Ins; the blurred image is a line of its own."""
+    vit, seen = pl.load("pocket"), []
+    embed = type(vit).embed
+    monkeypatch.setattr(vit, "embed", lambda x: (seen.append(x.clone()), embed(vit, x))[1])
+    quick = {"steps": 2, "distances": [0.5], "deviations": [0.1], "blocks": [-1]}
+    fig = draw("vitcx-sensitivity", vit, PHOTOS[:1], progress=False, **quick)
+    empty = int((torch.cat(seen).flatten(1) == 0).all(1).sum())
+    assert empty == 2 * 2, "of two maps, where insertion begins and where deletion ends"
+    series = {one.series for one in numbers_of(fig)}
+    assert series == {"Ins ↑", "Del ↓", "Ins (blur) ↑", "masks"}
+    (remaining,) = (one for one in numbers_of(fig) if one.series == "masks")
+    assert (remaining.x, remaining.quantity) == ("0.5", "masks that remain")
+
+
+def test_figure_2_shows_attention_feature_maps_and_masks(vit: pl.Anatomy) -> None:
+    fig = draw("vitcx-2", vit, PHOTOS[:1], channels=[3, 40], columns=2, progress=False)
+    told = words(fig)
+    assert {"channel 3", "channel 40", f"block {vit.depth - 1}, head 0"} <= set(told)
+    shown = [axes.images[0].get_array() for axes in fig.axes]
+    assert len(shown) == 7, "the image, and two of each"
+    batch = vit.batch(PHOTOS[:1])
+    features, _ = feature_maps(asked(vit, batch[0]))
+    mask = F.interpolate(features[:, [3]], batch.shape[-2:], mode="bilinear")[0, 0]
+    mask = (mask - mask.min()) / (mask.max() - mask.min())
+    expected = np.asarray(vit.preprocess.picture((batch * mask)[0]))
+    assert np.abs(shown[5].astype(int) - expected.astype(int)).max() <= 1
 
 
 @pytest.mark.slow

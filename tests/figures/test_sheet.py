@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from patchlight.figures.sheet import COLUMN, PAGE, Cell, Row, in_bands, mean_interval, pictures, sheet, style, wrapped
+from patchlight.errors import PatchlightError
+from patchlight.figures.numbers import numbers_of, write_numbers
+from patchlight.figures.sheet import (
+    COLUMN,
+    PAGE,
+    Cell,
+    Row,
+    in_bands,
+    line,
+    mean_interval,
+    pictures,
+    sheet,
+    style,
+    wrapped,
+)
 from patchlight.viz.figures import inches
 
 
@@ -73,3 +91,39 @@ def test_bands_are_about_as_long() -> None:
 def test_no_two_lines_look_alike() -> None:
     looks = [tuple(style(i)[key] for key in ("color", "linestyle")) for i in range(32)]
     assert len(set(looks)) == 32
+
+
+def test_a_figure_keeps_the_numbers_it_shows(tmp_path: Path) -> None:
+    """Lines with their intervals, and numbers below pictures, with the words that the axes have in the end."""
+    fig = sheet("a note", 1.5, COLUMN)
+    axes = fig.subplots()
+    values = torch.randn(8, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    line(axes, [1.0, 2.0], values, "a", 0)
+    line(axes, [0, 1], values[:3], "=b", 1, ["first", "second"])
+    axes.set_title("panel")
+    axes.set_ylabel("some\nquantity")
+    mean, low, high = mean_interval(values)
+    found = numbers_of(fig)
+    assert [(one.panel, one.series, one.x, one.quantity, one.images) for one in found] == [
+        ("panel", "a", "1", "some quantity", 8),
+        ("panel", "a", "2", "some quantity", 8),
+        ("panel", "=b", "first", "some quantity", 3),
+        ("panel", "=b", "second", "some quantity", 3),
+    ]
+    assert [one.value for one in found[:2]] == mean.tolist()
+    assert [(one.low, one.high) for one in found[:2]] == list(zip(low.tolist(), high.tolist(), strict=True))
+    rows = list(csv.DictReader(write_numbers(fig, tmp_path / "n.csv").read_text().splitlines()))
+    assert [float(row["value"]) for row in rows] == [one.value for one in found]
+    assert (rows[2]["series"], rows[2]["low"]) == ("'=b", ""), "no formula of a spreadsheet; too few images"
+    told = json.loads(write_numbers(fig, tmp_path / "n.json").read_text())
+    assert told[2]["low"] is None
+    assert told[0]["high"] == found[0].high
+    with pytest.raises(PatchlightError, match=r"a \.csv or \.json file"):
+        write_numbers(fig, tmp_path / "n.xlsx")
+
+
+def test_numbers_below_pictures_are_kept() -> None:
+    picture = Image.new("RGB", (20, 20))
+    rows = [Row([Cell(picture, "dog"), None, Cell(picture, "genatt", "0.5", {"Del": 0.5})])]
+    (number,) = numbers_of(pictures("a note", rows))
+    assert (number.panel, number.series, number.quantity, number.value) == ("dog", "genatt", "Del", 0.5)

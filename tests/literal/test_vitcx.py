@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.bench.recipe import read_recipe
 from patchlight.engine import compute
+from patchlight.evidence.fills import fill_images
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask
 from patchlight.methods.requests import refusal, resolve
@@ -308,3 +311,62 @@ def test_settings_are_checked() -> None:
     for wrong in ({"distance": 0.0}, {"sigma": -1.0}, {"variant": 6}, {"samples": 0}):
         with pytest.raises(pl.PatchlightError, match="is not valid"):
             resolve("vit-cx", wrong)
+
+
+@pytest.mark.parametrize("table", ["vitcx-table-1", "vitcx-table-2"])
+def test_the_tables_insert_into_an_empty_canvas(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the model is given in column Ins: zeros after normalisation, then pixels of the image, nothing else."""
+    vit = build("vit")
+    batch = images(vit, 1)
+    assert (batch != 0).all(), "so that a zero is canvas"
+    metrics = read_recipe(table)[0].metrics
+
+    def shown(label: str) -> Tensor:
+        """The variants [P,C,H,W] of one image, from the bare canvas to the whole image."""
+        seen: list[Tensor] = []
+        embed = type(vit).embed
+        monkeypatch.setattr(vit, "embed", lambda x: (seen.append(x), embed(vit, x))[1])
+        spec = metrics[label].changed(steps=4)
+        pl.evaluate(vit, batch, torch.rand(1, *vit.grid), {label: {"metric": spec.metric, **spec.settings}})
+        (variants,) = [x for x in seen if len(x) == 5]
+        return variants
+
+    canvas = shown("Ins")
+    assert (canvas[0] == 0).all()
+    assert ((canvas == 0) | (canvas == batch)).all()
+    assert [round(float((one != 0).double().mean()), 3) for one in canvas] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    blurred = shown("Ins (blur)")
+    torch.testing.assert_close(blurred[:1], fill_images("blur-rise", batch, vit))
+    assert (blurred[0] != 0).all()
+
+
+@pytest.mark.parametrize("variant", ["full", 1, 2])
+def test_the_number_of_masks_is_reported(variant: Any, tmp_path: Path) -> None:
+    """K of each image by itself: in the attribution, in parts of it, on disk, and as a metric."""
+    vit = shared("vit", torch.float64)
+    batch = images(vit, 3)
+    settings = {"distance": 0.25, "variant": variant, "random_masks": 24}
+    att = pl.explain(vit, batch, "vit-cx", 1, batch_size=2, **settings)
+    channels, _ = scaled(feature_maps(asked(vit, batch, [1]))[0], vit.extent)
+    literal = [len(merged(cosine_distances(one, vit.extent), 0.25)) for one in channels]
+    expected = {"full": literal, 1: [48] * 3, 2: [24] * 3}[variant]
+    assert list(att.facts["masks"]) == expected
+    assert variant != "full" or len(set(expected)) > 1
+    assert att[1].facts == {"masks": (expected[1],)}
+    assert att[1:].facts == {"masks": tuple(expected[1:])}
+    assert pl.Attribution.joined([att[:1], att[1:]]).facts == att.facts
+    assert pl.Attribution.load(att.save(tmp_path / "att")).facts == att.facts
+    both = {"given": att, "made": {"method": "vit-cx", **settings}}
+    for found in pl.evaluate(vit, batch, both, "fact", 1, batch_size=2).values():
+        assert found.values.tolist() == expected
+    rows = pl.explain(vit, batch, "vit-cx", [[0, 1]] * 3, **settings)
+    assert list(rows.facts["masks"]) == expected, "a fact of the image, however many classes"
+
+
+def test_a_method_without_that_number_has_no_value() -> None:
+    vit = shared("vit")
+    with pytest.warns(pl.UndefinedMetric, match="'masks' is not known"):
+        found = pl.evaluate(vit, images(vit, 2), "genatt", "fact", 1)
+    assert found.count == 0
+    with pytest.warns(pl.UndefinedMetric, match="reported are masks"):
+        pl.evaluate(vit, images(vit, 2), ["vit-cx"], "fact", 1, fact="clusters")

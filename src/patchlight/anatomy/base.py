@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.errors import PatchlightError, Unsupported
-from patchlight.evidence.taps import watch_norm
+from patchlight.evidence.taps import watch_tokens
 from patchlight.images import Preprocess, to_batch
 from patchlight.targets import Kind, Names, Outputs, probabilities
 
@@ -201,13 +201,14 @@ class Anatomy(ABC):
         self.net, self.overflows = net, False
 
     def watch(self) -> None:
-        """Have taps see the twin's norms, and `projecting` its patches."""
+        """Have taps see the twin's norms and attention outputs, and `projecting` its patches."""
         if self._products:
             multiply_patches(self.net)
         for index in range(self.depth):
             parts = self.parts(index)
-            watch_norm(parts.norm1, "n")
-            watch_norm(parts.norm2, "u")
+            watch_tokens(parts.norm1, "n")
+            watch_tokens(parts.out, "o")
+            watch_tokens(parts.norm2, "u")
         projection = self.projection()
         if projection is not None:
             projection.register_forward_hook(_projected)

@@ -79,7 +79,8 @@ class DescribedAnatomy(Anatomy):
 
     def parts(self, index: int) -> Parts:
         block = self.blocks[index]
-        return Parts(getattr(block, "norm1", None), getattr(block, "norm2", None))
+        projection = getattr(getattr(block, "attn", None), "proj", None)
+        return Parts(getattr(block, "norm1", None), getattr(block, "norm2", None), projection)
 
 
 def _inner(function: Any) -> Any:

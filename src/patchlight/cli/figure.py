@@ -79,6 +79,9 @@ def figure(
     other_weights: Annotated[Path | None, typer.Option(help="Weights of the second model.")] = None,
     explainer: Annotated[Path | None, typer.Option(help="Folder of a trained explainer, where one is needed.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write: .pdf, .svg or .png; by default NAME.pdf.")] = None,
+    numbers: Annotated[
+        Path | None, typer.Option(help="File for the numbers that the figure shows: .csv or .json.")
+    ] = None,
     settings: Settings = None,
     plugin: Plugin = None,
     seed: Seed = 0,
@@ -96,7 +99,7 @@ def figure(
             return
         row = _row(_rows(bool(plugin)), name)
         path = out or Path(f"{row['name']}.pdf")
-        _check(path, images, force)
+        _check(path, numbers, images, force)
         own = read_settings([row["name"]], settings or [], "figure")[row["name"]]
         _check_settings(row, own)
         with progress("loading the model"):
@@ -109,15 +112,16 @@ def figure(
 
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
-            drawn = draw(
-                row["name"], vit, shown, path, target=asked, other=second, explainer=explainer, seed=seed, **own
-            )
+            given = {"target": asked, "other": second, "explainer": explainer, "numbers": numbers, "seed": seed}
+            drawn = draw(row["name"], vit, shown, path, **given, **own)
         width, height = (round(float(side), 2) for side in drawn.get_size_inches())
         if as_json:
             about = {"figure": row["name"], "model": vit.name, "seed": seed, "settings": own}
-            print_json({**about, "written": str(path), "inches": [width, height]})
+            table = None if numbers is None else str(numbers)
+            print_json({**about, "written": str(path), "inches": [width, height], "numbers": table})
         else:
-            print(f"Wrote {path} ({width} x {height} inches)")
+            beside = "" if numbers is None else f" and {numbers}"
+            print(f"Wrote {path} ({width} x {height} inches){beside}")
 
 
 def _bundled() -> list[Path]:
@@ -133,13 +137,14 @@ def _spread(data: Data, count: int | None) -> Data:
     return data.select([i * len(data) // count for i in range(count)])
 
 
-def _check(path: Path, images: list[Path] | None, force: bool) -> None:
+def _check(path: Path, numbers: Path | None, images: list[Path] | None, force: bool) -> None:
     """Refuse, before anything slow is imported, what cannot be read or written."""
     missing = next((given for given in images or () if not given.exists()), None)
     if missing is not None:
         raise PatchlightError(f"no image or folder at '{missing}'")
-    if path.is_dir() or (path.exists() and not force):
-        raise PatchlightError(f"'{path}' exists already; choose another place, or --force to replace it")
+    for written in filter(None, (path, numbers)):
+        if written.is_dir() or (written.exists() and not force):
+            raise PatchlightError(f"'{written}' exists already; choose another place, or --force to replace it")
     from patchlight.viz.figures import figure_format
 
     figure_format(path)

@@ -15,11 +15,11 @@ from patchlight.evidence.rows import Attention, Entry, Matrix, Rows, head_mean, 
 from patchlight.evidence.stages import Local, Merging, Reach
 
 T = TypeVar("T")
-BACKWARD = frozenset({"g", "gy", "gn", "G", "dO", "bias"})
+BACKWARD = frozenset({"g", "gy", "gn", "go", "G", "dO", "bias"})
 """Parts of the evidence that take a backward."""
 ATTENTION = frozenset({"A", "G", "q", "k", "v", "dO"})
 """Parts that are seen of a block's attention."""
-TAPPED = ATTENTION | {"n", "gn", "u", "bias"}
+TAPPED = ATTENTION | {"n", "gn", "o", "go", "u", "bias"}
 """Parts that are seen inside a block, as it runs."""
 PARTS = frozenset({"x", "y", "p"}) | TAPPED | BACKWARD
 
@@ -79,7 +79,7 @@ class Record:
 
     def complete(self) -> None:
         """Gradients that never came are zero: the score does not depend on that tensor."""
-        for gradient, of in (("gy", "x"), ("gn", "n"), ("G", "A")):
+        for gradient, of in (("gy", "x"), ("gn", "n"), ("go", "o"), ("G", "A")):
             if gradient not in self.seen and of in self.seen:
                 self.seen[gradient] = torch.zeros_like(self.seen[of])
         if "dO" not in self.seen and "v" in self.seen:
@@ -146,16 +146,17 @@ class Evidence:
     x, y: tokens entering and leaving [B,N,D]; g, gy: their gradients. A: attention [B,H,N,N] (to, from); G: its
     gradient. q, k, v: queries (times the scores' scale, in models that put it there), keys and values as they enter
     attention [B,H,N,d]; dO: the gradient of its output A v [B,H,N,d], so that G = dO v^T. n, gn: output of the first
-    norm and its gradient. u: tokens after attention and its skip. bias: sum over the block's biases b of <b, ds/dz> per
-    token [B,N]. p: the projected patches [B,P,D], before positions; every block has the same.
+    norm and its gradient. o, go: output of the attention module (behind its output projection, before layer scale and
+    skip) and its gradient. u: tokens after attention and its skip. bias: sum over the block's biases b of <b, ds/dz>
+    per token [B,N]. p: the projected patches [B,P,D], before positions; every block has the same.
     `matrix` gives a mean over the heads of A, G or both that is only written where it must be: whoever needs a row of
     it, and not all of A or G, asks for that.
     `index` and `depth` say which block of how many, `tokens` is N, and `prefix` of them stand before the patches.
     `only_read`: q and dO have fewer rows than N, those that are read and no others.
     """
 
-    x, y, A, q, k, v, n, u, p = (_Part() for _ in range(9))
-    g, gy, gn, G, dO, bias = (_Part() for _ in range(6))
+    x, y, A, q, k, v, n, o, u, p = (_Part() for _ in range(10))
+    g, gy, gn, go, G, dO, bias = (_Part() for _ in range(7))
 
     def __init__(self, record: Record, needs: Iterable[str] = PARTS, reader: str = "this layer map") -> None:
         self._record, self._needs, self._reader = record, needs, reader

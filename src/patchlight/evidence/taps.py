@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +31,16 @@ def current() -> Taps | None:
     return getattr(_LOCAL, "tap", None)
 
 
-def watch_norm(norm: nn.Module | None, what: str) -> None:
-    """Have taps see a norm of a twin, whatever it computes; `what` it shows is "n" or "u"."""
+def watch_tokens(module: nn.Module | None, part: Literal["n", "o", "u"]) -> None:
+    """Have taps see the tokens at a module of a twin: its output, or for "u" (the second norm) its input."""
 
     def seen(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
         tap = None if torch.compiler.is_compiling() else current()
         if tap is not None:
-            tap.norm(what, given[0], out)
+            tap.tokens(part, given[0] if part == "u" else out)
 
-    if norm is not None:
-        norm.register_forward_hook(seen)
+    if module is not None:
+        module.register_forward_hook(seen)
 
 
 def watch_reach(attention: nn.Module, reach: Reach, until: nn.Module | None = None) -> None:
@@ -266,6 +266,7 @@ class Taps(TorchFunctionMode):
             ]
             mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], kwargs.get("attn_mask"))
             out = F.linear(mixed.transpose(1, 2).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
+        self.tokens("o", out)
         return out.transpose(0, 1), None
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
@@ -299,19 +300,17 @@ class Taps(TorchFunctionMode):
     ) -> Tensor:
         return self._biased(rules.layer_norm(input, normalized_shape, weight, bias, eps, self.rule), bias)
 
-    def norm(self, what: str, given: Tensor, out: Tensor) -> None:
-        """The first norm of a block gives n and its gradient, the second is given u."""
-        if what == "u":
-            if "u" in self.needs:
-                self.record.seen["u"] = given.detach().flatten(1, -2)
-            return
-        if "n" in self.needs:
-            self.record.seen["n"] = out.detach().flatten(1, -2)
-        if "gn" in self.needs and out.requires_grad:
-            out.register_hook(self._see_gn)
+    def tokens(self, part: str, value: Tensor) -> None:
+        """Record tokens inside a block [B,N,D] (or [B,h,w,D]) under the letter `part`, and their gradient."""
+        dtype, gradient_part = self.record.x.dtype, f"g{part}"
+        if part in self.needs:
+            self.record.seen[part] = value.detach().to(dtype).flatten(1, -2)
 
-    def _see_gn(self, gradient: Tensor) -> None:
-        self.record.seen["gn"] = gradient.flatten(1, -2)
+        def see_gradient(gradient: Tensor) -> None:
+            self.record.seen[gradient_part] = gradient.to(dtype).flatten(1, -2)
+
+        if gradient_part in self.needs and value.requires_grad:
+            value.register_hook(see_gradient)
 
     def rms_norm(
         self,

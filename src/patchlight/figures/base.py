@@ -25,6 +25,7 @@ from patchlight.data import Data, Sample
 from patchlight.data.base import load_batch
 from patchlight.engine import default_batch_size, explain
 from patchlight.errors import PatchlightError, integer, warn
+from patchlight.figures.numbers import check_numbers_path, write_numbers
 from patchlight.figures.sheet import PAGE, Row, pictures, sheet
 from patchlight.files import check_writable, write_whole
 from patchlight.images import list_images, open_image, to_batch
@@ -338,6 +339,7 @@ def draw(
     masks: Tensor | None = None,
     other: Anatomy | nn.Module | None = None,
     explainer: str | Path | None = None,
+    numbers: str | Path | None = None,
     seed: int = 0,
     progress: Progress | bool = True,
     **settings: Any,
@@ -349,7 +351,8 @@ def draw(
     per image and `masks` [B,H,W], both on the model's input. `target`: the class to explain; by default the true ones
     where all are known, else the predictions. `other` is a second model, `explainer` the folder of a trained one, for
     figures that need them. Further keywords are the figure's settings. With `path` it is also written there, whole or
-    not at all: pdf (fonts embedded), svg or png (300 dots an inch).
+    not at all: pdf (fonts embedded), svg or png (300 dots an inch). `numbers` is a .csv or .json file for the numbers
+    that the figure shows.
 
     >>> draw("skipplus-2", vit, "photos/", "fig.pdf", shown=2)      # doctest: +SKIP
     """
@@ -359,6 +362,9 @@ def draw(
     if path is not None:
         figure_format(path)
         check_writable(path)
+    if numbers is not None:
+        check_numbers_path(numbers)
+        check_writable(numbers)
     vit = wrap(vit)
     given = {"labels": labels, "boxes": boxes, "masks": masks}
     with telling(progress, f"drawing {entry.name}"):
@@ -376,10 +382,12 @@ def draw(
     fig: ShownFigure = entry.function(drawing, **own)
     if path is not None:
         write_whole(path, figure_bytes(fig, path))
+    if numbers is not None:
+        write_numbers(fig, numbers)
     return fig
 
 
-_OPTIONS = ("target", "labels", "boxes", "masks", "other", "explainer", "seed", "progress", "path")
+_OPTIONS = ("target", "labels", "boxes", "masks", "other", "explainer", "numbers", "seed", "progress", "path")
 
 
 def _check_needs(entry: FigureEntry, drawing: Drawing) -> None:

@@ -103,11 +103,17 @@ class Impact:
 
 
 def impact(
-    vit: Anatomy, image: Tensor, target: int, distance: float = DISTANCE, sigma: float = SIGMA, seed: int = 0
+    vit: Anatomy,
+    image: Tensor,
+    target: int,
+    distance: float = DISTANCE,
+    sigma: float = SIGMA,
+    seed: int = 0,
+    layer: int | str = NORM1,
 ) -> Impact:
-    """The masks of an image [C,H,W] and their scores for a class: 1 + 2 K forwards."""
+    """The masks of an image [C,H,W] at a layer and their scores for a class: 1 + 2 K forwards."""
     ask = asked(vit, image, target, seed)
-    channels, clean = channel_masks(ask)
+    channels, clean = channel_masks(ask, layer)
     masks = clustered(channels, vit.extent, distance).masks
     owner, own = torch.zeros(len(masks), dtype=torch.long), torch.full((1, 1), clean, device=vit.device)
     scores = causal_scores(ask, upsampled(masks, ask.images, vit.extent), owner, own, draws(ask), sigma)

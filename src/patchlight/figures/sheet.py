@@ -6,8 +6,8 @@ Lines are in Okabe and Ito's colours, which colour-blind readers tell apart; ban
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from patchlight.figures.numbers import record
 from patchlight.statistics import FEWEST, bootstrap_weights
 from patchlight.viz.figures import SCALES, colour_bar, inches
 
@@ -38,11 +39,12 @@ DASHES = ("-", "--", "-.", ":")
 
 @dataclass(frozen=True)
 class Cell:
-    """A picture with words above and below it."""
+    """A picture with words above and below it; `numbers` are those in the words, by what they are."""
 
     picture: Image.Image
     title: str = ""
     caption: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,17 @@ def pictures(
         y -= foot + GAP
     _write_scales(write, place, scales, bottom)
     _write_note(fig, lines, width, height)
+    _record_cells(fig, rows)
     return fig
+
+
+def _record_cells(fig: ShownFigure, rows: Sequence[Row]) -> None:
+    """Keep the numbers below pictures; a row without a label goes by the title of its first picture."""
+    for row in rows:
+        panel = row.label or next((cell.title for cell in row.cells if cell is not None), "")
+        for cell in row.cells:
+            for quantity, value in ({} if cell is None else cell.numbers).items():
+                record(fig, cell.title if cell is not None else "", value, panel=panel, quantity=quantity)
 
 
 def _above(row: Row, side: float, which: str) -> list[list[str]]:
@@ -203,9 +215,23 @@ def mean_interval(values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
     return mean, low, high
 
 
-def line(axes: Axes, x: Sequence[float] | Tensor, values: Tensor, label: str, index: int, **more: Any) -> None:
-    """The mean of values [B,P] over x [P], in the colour of a number, with its interval as a band."""
+def line(
+    axes: Axes,
+    x: Sequence[float] | Tensor,
+    values: Tensor,
+    label: str,
+    index: int,
+    names: Sequence[Any] | None = None,
+    **more: Any,
+) -> None:
+    """The mean of values [B,P] over x [P], in the colour of a number, with its interval as a band.
+
+    The numbers are kept with the figure; `names` are the places on the axis by name.
+    """
     mean, low, high = mean_interval(values)
+    places = torch.as_tensor(x).tolist() if names is None else names
+    for place, *own in zip(places, mean.tolist(), low.tolist(), high.tolist(), strict=True):
+        record(axes, label, own[0], (own[1], own[2]), x=place, images=len(values))
     where = torch.as_tensor(x).double().cpu()
     looks = {**style(index), **more}
     axes.plot(where.numpy(), mean.numpy(), label=label, **looks)

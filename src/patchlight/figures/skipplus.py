@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
+from patchlight.figures.numbers import record
 from patchlight.figures.panels import tell_bands
 from patchlight.figures.sheet import COLOURS, COLUMN, Cell, Row, dots, in_bands, line, style, tidy
 from patchlight.methods.compositions import block_index, half
@@ -423,7 +424,14 @@ def _charts(drawing: Drawing, methods: Mapping[str, Any] | Sequence[str], points
         tell_bands(drawing, "bars")
     models = _models(drawing)
     found = [own.evaluate(own.working(_labelled(methods)), _metrics(own, points)) for own in models]
-    return (_radar if chart == "radar" else _dots)(drawing, models, found)
+    fig = (_radar if chart == "radar" else _dots)(drawing, models, found)
+    for own, evaluations in zip(models, found, strict=True):
+        for label, measured in evaluations.items():
+            for metric, one in measured.items():
+                mean, *interval = _percent(one, metric)
+                about = {"images": one.count, "panel": own.vit.name, "quantity": metric}
+                record(fig, label, mean, (interval[0], interval[1]), **about)
+    return fig
 
 
 def _colour(label: str) -> str:

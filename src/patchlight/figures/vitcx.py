@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,17 @@ from torch import Tensor
 from patchlight.anatomy.files import read_weights
 from patchlight.errors import PatchlightError
 from patchlight.evidence.ablation import Count
+from patchlight.evidence.passes import LayerJob
 from patchlight.figures.base import Drawing, Methods, register_figure
 from patchlight.figures.masks import SIGMA, Impact, asked, channel_masks, impact, similarities
-from patchlight.figures.panels import coloured, explained, of_prediction
-from patchlight.figures.sheet import COLOURS, COLUMN, Cell, Row, pictures, tidy
+from patchlight.figures.numbers import record
+from patchlight.figures.panels import coloured, explained, of_prediction, stretched
+from patchlight.figures.sheet import COLOURS, COLUMN, Cell, Row, mean_interval, pictures, tidy
 from patchlight.images import Preprocess
+from patchlight.methods.base import Ask
+from patchlight.methods.cams import NORM1, feature_maps
 from patchlight.methods.rise import draw_grids
-from patchlight.methods.vitcx import scaled
+from patchlight.methods.vitcx import scaled, upsampled
 from patchlight.progress import telling
 from patchlight.statistics import spearman
 
@@ -35,15 +40,26 @@ METHODS: dict[str, Any] = {
     "ViT-CX": "vit-cx",
 }
 """The columns of Figure 1, by the paper's names."""
-FAITHFUL = {"Del": "deletion", "Ins": "insertion"}
+EMPTY = "zero"
+"""The empty canvas that the paper inserts pixels into: 0 after normalisation."""
 
 
-def impacts(drawing: Drawing, sigma: float = SIGMA) -> list[Impact]:
+def faithful(steps: int) -> dict[str, dict[str, Any]]:
+    """Deletion and insertion as the paper measures them, in `steps` steps, and insertion into RISE's blurred image."""
+    rise = {"preset": "rise", "steps": steps}
+    return {
+        "Del": {"metric": "deletion", **rise},
+        "Ins": {"metric": "insertion", **rise, "fill": EMPTY},
+        "Ins (blur)": {"metric": "insertion", **rise},
+    }
+
+
+def impacts(drawing: Drawing, sigma: float = SIGMA, layer: str = NORM1) -> list[Impact]:
     """The masks of every image and what they cause."""
     found = []
     with telling(drawing.progress, "masking") as tell:
         for i, (image, index) in enumerate(zip(drawing.images, drawing.classes.tolist(), strict=True)):
-            found.append(impact(drawing.vit, image, index, sigma=sigma, seed=drawing.seed))
+            found.append(impact(drawing.vit, image, index, sigma=sigma, seed=drawing.seed, layer=layer))
             tell(i + 1, len(drawing))
     return found
 
@@ -58,28 +74,90 @@ def impacts(drawing: Drawing, sigma: float = SIGMA) -> list[Impact]:
 def examples(drawing: Drawing, shown: Count = 4, steps: Count = 224, methods: Methods | None = None) -> Figure:
     """A row for every image: the maps of the predicted class, and below each how faithful it is.
 
-    Deletion (lower is better) and insertion (higher is better) as RISE measures them, in `steps` steps; the best of a
-    row is marked with *.
+    Deletion (lower is better) and insertion into an empty canvas (zeros after normalisation; higher is better) in
+    `steps` steps; the best of a row is marked with *. The numbers also have insertion into RISE's blurred image.
     """
     drawing = of_prediction(drawing)
     maps = explained(drawing, METHODS if methods is None else methods)
-    metrics = {name: {"metric": m, "preset": "rise", "steps": steps} for name, m in FAITHFUL.items()}
-    found = drawing.evaluate(maps, metrics)
+    found = drawing.evaluate(maps, faithful(steps))
     rows = []
     for i, picture in enumerate(drawing.pictures):
         cells = [Cell(picture, drawing.name_of(int(drawing.classes[i])), "Del / Ins")]
-        values = {name: [float(own[name].values[i]) for own in found.values()] for name in metrics}
-        best = {"Del": min(values["Del"]), "Ins": max(values["Ins"])}
-        for n, (label, att) in enumerate(maps.items()):
-            words = " / ".join(_marked(own[n], best[name]) for name, own in values.items())
-            cells.append(Cell(drawing.heat(i, att.scores[i], True, att), label, words))
+        values = {label: {name: float(one.values[i]) for name, one in own.items()} for label, own in found.items()}
+        best = {"Del": min(own["Del"] for own in values.values()), "Ins": max(own["Ins"] for own in values.values())}
+        for label, att in maps.items():
+            words = " / ".join(_marked(values[label][name], best[name]) for name in best)
+            cells.append(Cell(drawing.heat(i, att.scores[i], True, att), label, words, values[label]))
         rows.append(Row(cells))
-    drawing.say("below: deletion AUC (lower is better) / insertion AUC (higher is better), * the best of its row")
+    drawing.say(
+        "below: deletion AUC (lower is better) / insertion AUC over an empty canvas, zeros after normalisation (higher "
+        "is better), * the best of its row"
+    )
     return drawing.rows(rows)
 
 
 def _marked(value: float, best: float) -> str:
     return f"{value:.3f}{'*' if value == best else ''}"
+
+
+@register_figure(
+    "vitcx-2",
+    paper=f"{PAPER}, Figure 2",
+    shows="attention maps of CLS, feature maps, and the image through the masks that these make",
+    stand_in="ViT-B/16 and one image",
+    quick={"columns": 2},
+)
+def feature_maps_and_masks(
+    drawing: Drawing, shown: Count = 1, columns: Count = 5, layer: str = NORM1, channels: list[int] | None = None
+) -> Figure:
+    """For each image: (a) attention of CLS to the patches by head, (b) feature maps, (c) the image through their masks.
+
+    Heads are those of the last block, then of the blocks before it. Feature maps are `channels` of `layer`, by default
+    `columns` of them, evenly spread. A mask is its feature map, upsampled and stretched to [0, 1].
+    """
+    rows = []
+    for i, image in enumerate(drawing.images):
+        ask = asked(drawing.vit, image)
+        features = feature_maps(ask, layer)[0][0]
+        chosen = _spread(len(features), columns) if channels is None else channels
+        masks = scaled(features[chosen].double(), drawing.vit.extent)[0]
+        through = ask.images * upsampled(masks, ask.images, drawing.vit.extent)(torch.arange(len(chosen)))
+        looked = _attention_maps(drawing, ask, columns)
+        pairs = {
+            "(a) attention": [Cell(stretched(one), name) for name, one in looked.items()],
+            "(b) feature maps": [Cell(stretched(features[k]), f"channel {k}") for k in chosen],
+            "(c) through masks": [Cell(drawing.vit.preprocess.picture(one)) for one in through],
+        }
+        first: list[Cell | None] = [Cell(drawing.pictures[i], "image")]
+        for label, cells in pairs.items():
+            if cells:
+                rows.append(Row([*first, *cells], label))
+                first = [None]
+    drawing.say(f"(a) and (b) from their lowest value (dark) to their highest; (b) of {layer}")
+    return drawing.rows(rows, signed=())
+
+
+def _attention_maps(drawing: Drawing, ask: Ask, count: int) -> dict[str, Tensor]:
+    """Attention of CLS to the patches [h,w] by block and head, from the last block on; of all tokens without a CLS."""
+    vit = drawing.vit
+    if vit.attention is not None or vit.hierarchical or vit.depth == 0:
+        drawing.say(f"(a) left out: the attention of {vit.name} cannot be read")
+        return {}
+    layers = tuple(range(vit.depth - 1, max(-1, vit.depth - 1 - -(-count // vit.heads)), -1))
+    rows = slice(0, 1) if vit.prefix else slice(None)
+    seen = ask.run([LayerJob(lambda b: b.A[0, :, rows, b.prefix :].mean(1), frozenset({"A"}), layers)])
+    found = {
+        f"block {layer}, head {head}": one.unflatten(0, vit.grid)
+        for layer in layers
+        for head, one in enumerate(seen.at(layer))
+    }
+    return dict(list(found.items())[:count])
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """`count` of `total` places, evenly spread; all where there are fewer."""
+    count = min(count, total)
+    return [(2 * i + 1) * total // (2 * count) for i in range(count)]
 
 
 @register_figure(
@@ -91,17 +169,21 @@ def _marked(value: float, best: float) -> str:
     quick={"random_masks": 50},
 )
 def mask_similarity(
-    drawing: Drawing, random_masks: Count = 200, cnn: str = "resnet50", cnn_weights: str | None = None
+    drawing: Drawing,
+    random_masks: Count = 200,
+    cnn: str = "resnet50",
+    cnn_weights: str | None = None,
+    layer: str = NORM1,
 ) -> Figure:
-    """Similarities of the masks that a ViT's channels make, beside those of other masks.
+    """Similarities of the masks that a ViT's channels at `layer` make, beside those of other masks.
 
     (a) all pairs of the first image, (b) the mean of each image. Beside them RISE's random masks; the masks of a CNN
     (`cnn`, a name of timm) where its weights are given (`cnn_weights`, a safetensors file); and those of a second
     model, where one is given.
     """
-    sources = {drawing.vit.name: _alike(drawing)}
+    sources = {drawing.vit.name: _alike(drawing, layer)}
     if drawing.other is not None:
-        sources[drawing.other.name] = _alike(drawing.of(drawing.other))
+        sources[drawing.other.name] = _alike(drawing.of(drawing.other), layer)
     if cnn_weights is not None:
         sources[cnn] = _alike_of_cnn(drawing, cnn, cnn_weights)
     else:
@@ -128,15 +210,19 @@ def _histograms(axes: Axes, samples: Mapping[str, Tensor], density: bool = False
         axes.hist(array, histtype="stepfilled", alpha=0.2, **shown)
         axes.hist(array, histtype="step", linewidth=1.1, label=label, **shown)
         axes.axvline(float(array.mean()), color=COLOURS[n], linewidth=0.8, linestyle="--")
+        words = "Sim(i, j), mean of the pairs" if density else "mSim, mean over images"
+        whole, low, high = (float(one) for one in mean_interval(values[:, None]))
+        interval = (math.nan, math.nan) if density else (low, high)
+        record(axes, label, whole, interval, images=1 if density else len(array), quantity=words)
     axes.set_xlim(0, 1)
 
 
-def _alike(drawing: Drawing) -> list[Tensor]:
+def _alike(drawing: Drawing, layer: str = NORM1) -> list[Tensor]:
     """By image, the similarities of all pairs of channels."""
     vit, found = drawing.vit, []
     with telling(drawing.progress, "comparing masks") as tell:
         for i, image in enumerate(drawing.images):
-            found.append(similarities(channel_masks(asked(vit, image))[0], vit.extent))
+            found.append(similarities(channel_masks(asked(vit, image), layer)[0], vit.extent))
             tell(i + 1, len(drawing))
     return found
 
@@ -199,8 +285,13 @@ def artefacts(drawing: Drawing, searched: Count = 16, sigma: float = SIGMA) -> F
         cells = [
             Cell(drawing.pictures[i], "Image", f"p = {found[i].clean:.3f}"),
             Cell(coloured(found[i].at_size(index), colours="cividis"), "Mask"),
-            Cell(look(masked), "Masked", f"CI = {before:.3f}"),
-            Cell(look(noisy), "With noise", f"p\u00a0=\u00a0{after:.3f} s\u00a0=\u00a0{score:.3f}"),
+            Cell(look(masked), "Masked", f"CI = {before:.3f}", {"CI": before}),
+            Cell(
+                look(noisy),
+                "With noise",
+                f"p\u00a0=\u00a0{after:.3f} s\u00a0=\u00a0{score:.3f}",
+                {"p": after, "s": score},
+            ),
         ]
         rows.append(Row(cells if not rows else [replace(cell, title="") for cell in cells], case))
     drawing.say(
@@ -233,14 +324,17 @@ def coverage_bias(drawing: Drawing, searched: Count = 16, examples: Count = 1) -
         alike = [float(spearman(m.flatten()[None], coverage.flatten()[None])) for m in (biased, corrected)]
         name = drawing.name_of(int(drawing.classes[i]))
         cells = [
-            Cell(drawing.pictures[i], name, f"μ = {means[i]:.2f}"),
+            Cell(drawing.pictures[i], name, f"μ = {means[i]:.2f}", {"mean score of the masks": means[i]}),
             Cell(drawing.heat(i, coverage), "Coverage ρ"),
-            Cell(drawing.heat(i, biased), "Not corrected", _signed(alike[0])),
-            Cell(drawing.heat(i, corrected), "Corrected", _signed(alike[1])),
+            Cell(drawing.heat(i, biased), "Not corrected", _signed(alike[0]), {_WITH_COVERAGE: alike[0]}),
+            Cell(drawing.heat(i, corrected), "Corrected", _signed(alike[1]), {_WITH_COVERAGE: alike[1]}),
         ]
         rows.append(Row(cells))
     drawing.say("below: μ is the mean score of the masks, r the rank correlation of a map with the coverage")
     return pictures(drawing.note, rows, COLUMN)
+
+
+_WITH_COVERAGE = "rank correlation with the coverage"
 
 
 def _signed(value: float) -> str:

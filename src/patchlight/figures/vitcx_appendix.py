@@ -24,9 +24,11 @@ from patchlight.errors import DegenerateMap
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
 from patchlight.figures.masks import DISTANCE, SIGMA, asked, channel_masks, clustered, similarities
+from patchlight.figures.numbers import record
 from patchlight.figures.panels import explained, of_prediction, tell_bands
 from patchlight.figures.sheet import COLOURS, WORDS, line, mean_interval, tidy
-from patchlight.figures.vitcx import FAITHFUL, PAPER, impacts
+from patchlight.figures.vitcx import PAPER, faithful, impacts
+from patchlight.methods.cams import NORM1, Place
 from patchlight.methods.vitcx import cosine_distances
 from patchlight.metrics.localisation import unit_range
 from patchlight.metrics.sanity import stages, twin
@@ -94,7 +96,7 @@ def sanity(drawing: Drawing, columns: Count = 6, methods: Methods | None = None)
                 axes.set_ylabel(label, size=WORDS)
     axes = fig.add_subplot(grid[rows, :])
     for n, (label, own) in enumerate(found.items()):
-        line(axes, range(len(names)), own.curve, label, n)
+        line(axes, range(len(names)), own.curve, label, n, names)
     tidy(axes, "", "", "rank correlation with\nthe trained model's")
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
     axes.axhline(0, color="0.5", linewidth=0.6)
@@ -153,6 +155,7 @@ def localisation(drawing: Drawing, examples: Count = 4, methods: Methods | None 
     axes = fig.add_subplot(grid[:, across])
     for n, (label, own) in enumerate(found.items()):
         line(axes, own.x, own.curve, f"{label} ({own.mean:.2f})", n, marker=None)
+        record(axes, label, own.mean, own.interval(), images=own.count, quantity="MaxBoxAccV2")
     tidy(axes, "", "threshold of the heat, from 0 to 1", "boxes that are right")
     axes.set_xlim(0, 1)
     axes.set_ylim(0, None)
@@ -190,10 +193,11 @@ def sensitivity(
     deviations: Deviations | None = None,
     blocks: list[int] | None = None,
 ) -> Figure:
-    """Insertion and deletion AUC, as RISE measures them in `steps` steps, as one setting changes and the others stay.
+    """Insertion and deletion AUC in `steps` steps, as one setting changes and the others stay.
 
-    `distances` below which masks are put together (0.1), `deviations` of the noise (0.1), and `blocks` whose first norm
-    is read (the last). The paper's appendix is not to be had as text.
+    Insertion is into an empty canvas (zeros after normalisation), and once more into RISE's blurred image. `distances`
+    below which masks are put together (0.1), `deviations` of the noise (0.1), and `blocks` whose first norm is read
+    (the last). The paper's appendix is not to be had as text.
     """
     drawing.say("the paper's Appendix F is not to be had as text")
     drawing = of_prediction(drawing)
@@ -204,12 +208,11 @@ def sensitivity(
         "sigma": (sorted(deviations or [0.0, 0.05, 0.1, 0.2, 0.4]), "deviation σ of the noise"),
         "layer": ([float(b) for b in sorted(set(several))], "block that is read"),
     }
-    asked_of = {name: [_setting(name, value) for value in values] for name, (values, _) in studies.items()}
+    asked_of = {name: [_setting(name, value, depth) for value in values] for name, (values, _) in studies.items()}
     methods = {str(own): own for all_of in asked_of.values() for own in all_of}
-    metrics = {name: {"metric": m, "preset": "rise", "steps": steps} for name, m in FAITHFUL.items()}
     with warnings.catch_warnings():  # one cluster may hold every mask
         warnings.simplefilter("ignore", DegenerateMap)
-        found = drawing.evaluate(methods, metrics)
+        found = drawing.evaluate(methods, faithful(steps))
     counts = _counts(drawing, studies["distance"][0])
     drawing.say("dotted: the paper's setting; below δ how many masks remain, on average")
     tell_bands(drawing)
@@ -217,11 +220,12 @@ def sensitivity(
     axes = fig.subplots(1, len(studies), sharey=True)
     usual = {"distance": DISTANCE, "sigma": SIGMA, "layer": float(depth - 1)}
     for axis, (name, (values, words)) in zip(axes, studies.items(), strict=True):
-        for n, (metric, arrow) in enumerate({"Ins": "↑", "Del": "↓"}.items()):
+        for n, (metric, arrow) in enumerate({"Ins": "↑", "Del": "↓", "Ins (blur)": "↑"}.items()):
             measured = torch.stack([found[str(own)][metric].values for own in asked_of[name]], 1)
-            line(axis, range(len(values)), measured, f"{metric} {arrow}", n)
+            line(axis, range(len(values)), measured, f"{metric} {arrow}", n, values)
         ticks = [f"{value:g}" for value in values]
         if name == "distance":
+            _record_counts(axis, values, counts)
             ticks = [f"{tick}\n{count:.0f}" for tick, count in zip(ticks, counts.mean(0).tolist(), strict=True)]
         tidy(axis, "", words, "AUC" if name == "distance" else "")
         axis.set_xticks(range(len(values)), ticks)
@@ -232,15 +236,22 @@ def sensitivity(
     return fig
 
 
+def _record_counts(axes: Axes, distances: Sequence[float], counts: Tensor) -> None:
+    """Keep how many masks remain of every image [B,P] at each distance."""
+    for distance, mean, low, high in zip(distances, *(one.tolist() for one in mean_interval(counts)), strict=True):
+        record(axes, "masks", mean, (low, high), x=distance, images=len(counts), quantity="masks that remain")
+
+
 def _spread(depth: int) -> list[int]:
     """Five blocks from the first to the last, or all of fewer."""
     return sorted({round(float(b)) for b in np.linspace(0, depth - 1, min(5, depth))})
 
 
-def _setting(name: str, value: float) -> dict[str, Any]:
+def _setting(name: str, value: float, depth: int) -> dict[str, Any]:
     """ViT-CX with one setting of its own, those of the paper written out, so that the same are measured once."""
-    own: dict[str, Any] = {"method": "vit-cx", "distance": DISTANCE, "sigma": SIGMA, "layer": "blocks[-1].norm1"}
-    return {**own, name: f"blocks[{value:.0f}].norm1" if name == "layer" else value}
+    usual: dict[str, Any] = {"distance": DISTANCE, "sigma": SIGMA, "layer": depth - 1}
+    chosen = {**usual, name: value}
+    return {"method": "vit-cx", **chosen, "layer": f"blocks[{chosen['layer']:.0f}].norm1"}
 
 
 def _counts(drawing: Drawing, distances: Sequence[float], layer: str = "blocks[-1].norm1") -> Tensor:
@@ -270,22 +281,22 @@ def _each(drawing: Drawing, function: Callable[[Tensor], Any], words: str) -> li
     stand_in="ViT-B/16; 63 masks of 768 remain at a distance of 0.1",
     quick={"distances": [0.05, 0.2]},
 )
-def similarity(drawing: Drawing, distances: Distances | None = None) -> Figure:
+def similarity(drawing: Drawing, distances: Distances | None = None, place: Place = "norm1") -> Figure:
     """Redundancy of ViT masks: (a) Sim(i, j) of one image, masks clustered early side by side; (b) their mean by block;
-    (c) the masks that remain.
+    (c) the masks that remain. Masks are made of the channels at `place` of the blocks, (a) and (c) of the last.
     """
-    vit, several = drawing.vit, sorted(distances or [0.02, 0.05, 0.1, 0.15, 0.2, 0.3])
-    channels, _ = channel_masks(asked(vit, drawing.images[0]))
+    vit, several, last = drawing.vit, sorted(distances or [0.02, 0.05, 0.1, 0.15, 0.2, 0.3]), f"blocks[-1].{place}"
+    channels, _ = channel_masks(asked(vit, drawing.images[0]), last)
     distances_of = cosine_distances(channels, vit.extent)
     order = _in_order(distances_of)
     matrix = 1 - distances_of[order][:, order]
 
     def by_block(image: Tensor) -> list[float]:
         ask = asked(vit, image)
-        places = [f"blocks[{block}].norm1" for block in range(vit.depth)]
-        return [float(similarities(channel_masks(ask, place)[0], vit.extent).mean()) for place in places]
+        layers = [f"blocks[{block}].{place}" for block in range(vit.depth)]
+        return [float(similarities(channel_masks(ask, layer)[0], vit.extent).mean()) for layer in layers]
 
-    means, counts = torch.tensor(_each(drawing, by_block, "comparing masks")), _counts(drawing, several)
+    means, counts = torch.tensor(_each(drawing, by_block, "comparing masks")), _counts(drawing, several, last)
     drawing.say("(a) Sim(i, j) of the first image, in the order in which masks are clustered")
     tell_bands(drawing)
     fig = drawing.sheet(2.0)
@@ -326,10 +337,12 @@ def _in_order(distances: Tensor) -> Tensor:
     least=2,
     quick={},
 )
-def overdetermination(drawing: Drawing, threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9) -> Figure:
+def overdetermination(
+    drawing: Drawing, threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9, layer: str = NORM1
+) -> Figure:
     """(a) images by the mean score μ of their masks, and the share above the threshold; (b) variance of the scores."""
     drawing = of_prediction(drawing)
-    scores = [one.scores for one in impacts(drawing)]
+    scores = [one.scores for one in impacts(drawing, layer=layer)]
     means, variances = (torch.stack([f(s) for s in scores]) for f in (torch.mean, torch.var))
     above = means > threshold
     share, low, high = (float(x[0]) for x in mean_interval(above[:, None].double()))
@@ -337,6 +350,18 @@ def overdetermination(drawing: Drawing, threshold: Annotated[float, Field(gt=0, 
     inside = f"; their variance is {float(variances[above].mean()):.3f}" if bool(above.any()) else ""
     drawing.say(f"{100 * share:.1f} %{sure} of the images have a mean above {threshold:g}{inside}")
     fig = drawing.sheet(1.9)
+    about = {"images": len(means), "panel": f"μ > {threshold:g}"}
+    record(fig, drawing.vit.name, share, (low, high), quantity="share of images", **about)
+    if bool(above.any()):
+        inner = float(variances[above].mean())
+        record(
+            fig,
+            drawing.vit.name,
+            inner,
+            quantity="mean variance of their scores",
+            **{**about, "images": int(above.sum())},
+        )
+    record(fig, drawing.vit.name, float(means.mean()), quantity="mean score of masks", images=len(means))
     left, right = fig.subplots(1, 2)
     edges = np.linspace(min(0.0, float(means.min())), max(1.0, float(means.max())), 21)
     weights = np.full(len(means), 1 / len(means))

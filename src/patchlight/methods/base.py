@@ -123,12 +123,14 @@ class Estimate:
     """Maps [B,T,h,w], or of one class [B,h,w], with what is known of their sampling.
 
     `error` is the standard error of each of their values, NaN where not known, and `samples` [B] how many masks,
-    coalitions or noises each image's map was made of; None where nothing was drawn.
+    coalitions or noises each image's map was made of; None where nothing was drawn. `facts` are other numbers that the
+    method reports of each image [B], by name: "masks", how many masks ViT-CX has after clustering.
     """
 
     maps: Tensor
     error: Tensor | None = None
     samples: Tensor | None = None
+    facts: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def stacked(parts: Sequence[Estimate]) -> Estimate:
@@ -138,6 +140,7 @@ class Estimate:
             torch.stack([part.maps for part in parts], 1),
             torch.stack(errors, 1) if errors else None,
             Estimate._most([part.samples for part in parts if part.samples is not None]),
+            {name: torch.stack([part.facts[name] for part in parts]).amax(0) for name in parts[0].facts},
         )
 
     @staticmethod
@@ -146,11 +149,27 @@ class Estimate:
         errors = [part.error for part in parts if part.error is not None]
         counts = [part.samples for part in parts if part.samples is not None]
         maps, known = torch.cat([part.maps for part in parts]), len(errors) == len(parts)
-        return Estimate(maps, torch.cat(errors) if known else None, torch.cat(counts) if counts else None)
+        facts = {name: torch.cat([part.facts[name] for part in parts]) for name in _shared_names(parts)}
+        return Estimate(maps, torch.cat(errors) if known else None, torch.cat(counts) if counts else None, facts)
+
+    def select(self, images: Tensor) -> Estimate:
+        """The same of some of the images: their indices, or which of them."""
+        here, there = images.to(self.maps.device), images.cpu()
+        return Estimate(
+            self.maps[here],
+            None if self.error is None else self.error[here],
+            None if self.samples is None else self.samples[there],
+            {name: values[there] for name, values in self.facts.items()},
+        )
 
     @staticmethod
     def _most(counts: Sequence[Tensor]) -> Tensor | None:
         return torch.stack(list(counts)).amax(0) if counts else None
+
+
+def _shared_names(parts: Sequence[Estimate]) -> list[str]:
+    """The names of the facts that all parts report."""
+    return [name for name in parts[0].facts if all(name in part.facts for part in parts)]
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 All maps are signed and unscaled. The default place is the output of the last block's first norm, prefix tokens left
 out of every mean (the grad-cam library's recommendation); preset `skipplus` and the compositions read block inputs and
-count all tokens, as the SkipPLUS and LibraGrad code does.
+count all tokens, as the SkipPLUS and LibraGrad code does. Other places are the outputs of a block's attention module
+and of the block itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -19,16 +20,27 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.engine import finish, job
 from patchlight.errors import PatchlightError
 from patchlight.evidence.passes import FEATURES, LayerJob
-from patchlight.evidence.record import Evidence
+from patchlight.evidence.record import BACKWARD, Evidence
 from patchlight.methods.base import Ask, Composition, LayerMaps, Needs, register_method
 from patchlight.methods.compositions import block_index
 from patchlight.methods.gradients import input_times_gradient, token_ixg
-from patchlight.methods.requests import resolve
+from patchlight.methods.requests import resolve, unavailable
 from patchlight.registry import Settings
 
 Prefix = Literal["exclude", "include"]
-_PLACE = re.compile(r"(?:blocks\[(-?\d+)\])?\.?(norm1|input)?")
+Place = Literal["input", "norm1", "attention", "output"]
+"""Where in a block: the tokens that enter it, its first norm's output, its attention module's output (behind the output
+projection, before layer scale and residual sum), and the tokens that leave it."""
+_READS: Mapping[Place, tuple[str, str]] = {
+    "input": ("x", "g"),
+    "norm1": ("n", "gn"),
+    "attention": ("o", "go"),
+    "output": ("y", "gy"),
+}
+"""By place, the letters of its activations and of their gradient in `Evidence`."""
+_PLACE = re.compile(rf"(?:blocks\[(-?\d+)\])?\.?({'|'.join(_READS)})?")
 NORM1 = "blocks[-1].norm1"
+ATTENTION = "blocks[-1].attention"
 _AT_INPUT: Mapping[str, Any] = {"layer": "input"}
 _COMPOSED: Mapping[str, Any] = {**_AT_INPUT, "prefix": "include"}
 _PLACES: Mapping[str, Mapping[str, Any]] = {"jacobgil": {}, "skipplus": {"layer": "blocks[-1].input"}}
@@ -38,22 +50,31 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def place(layer: int | str) -> tuple[int, Literal["norm1", "input"]]:
-    """Read a `layer` setting: a block index (its input), "blocks[-1].norm1", "blocks[3].input", "norm1" or "input"."""
+def place(layer: int | str) -> tuple[int, Place]:
+    """Read a `layer` setting: a block index (its input), "blocks[3].output" or a `Place` alone, of the last block."""
     if isinstance(layer, int):
         return layer, "input"
     found = _PLACE.fullmatch(layer)
     if not layer or found is None:
-        raise PatchlightError(f"layer '{layer}' is not a place; try 'blocks[-1].norm1', 'blocks[3].input' or a number")
-    return int(found[1] or -1), "norm1" if found[2] == "norm1" else "input"
+        raise PatchlightError(
+            f"layer '{layer}' is not a place; give a block's number, or 'blocks[-1].norm1' with one of "
+            f"{', '.join(_READS)} behind the dot"
+        )
+    return int(found[1] or -1), cast(Place, found[2] or "input")
 
 
 def cam_needs(settings: Settings) -> frozenset[str]:
-    return frozenset({"x", "g", "n", "gn"} if place(settings["layer"])[1] == "norm1" else {"x", "g"})
+    return frozenset({"x", "g", *_READS[place(settings["layer"])[1]]})
 
 
 def _forward_needs(settings: Settings) -> frozenset[str]:
-    return cam_needs(settings) - {"g", "gn"}
+    return cam_needs(settings) - BACKWARD
+
+
+def no_place(layer: int | str, vit: Anatomy) -> str | None:
+    """Why a model that is not hierarchical does not show the place that `layer` names; None where it does."""
+    reason = unavailable(frozenset(_READS[place(layer)[1]]), vit)
+    return None if reason is None else f"{reason}; layer='input' works"
 
 
 def _index(layer: int | str, vit: Anatomy) -> int:
@@ -74,25 +95,53 @@ class _Shared(TypedDict):
     features: bool
     composed: Settings
     presets: Mapping[str, Settings]
+    advice: Callable[[Settings, Anatomy], str | None]
 
 
-_CAM = _Shared(needs=cam_needs, combine=AT_LAYER, features=True, composed=_COMPOSED, presets=_PRESETS)
-_WITHOUT_MEANS = _Shared(needs=cam_needs, combine=AT_LAYER, features=True, composed=_AT_INPUT, presets=_PLACES)
+def degenerate_cam(settings: Settings, vit: Anatomy) -> str | None:
+    """The gradient of patches is exactly zero behind the last attention of a model that reads its class off CLS."""
+    if "start" in settings or vit.hierarchical or settings.get("prefix") == "include":
+        return None
+    index, kind = place(settings["layer"])
+    at_last = kind in ("attention", "output") and block_index(index, vit.depth) == vit.depth - 1
+    if at_last and vit.pooling in ("cls", "cls+dist"):
+        return (
+            f"no gradient reaches the patches at '{settings['layer']}', since {vit.name} reads its class off prefix "
+            "tokens; use layer='blocks[-1].norm1' or an earlier block"
+        )
+    return None
+
+
+_CAM = _Shared(
+    needs=cam_needs, combine=AT_LAYER, features=True, composed=_COMPOSED, presets=_PRESETS, advice=degenerate_cam
+)
+_WITHOUT_MEANS = _Shared(
+    needs=cam_needs, combine=AT_LAYER, features=True, composed=_AT_INPUT, presets=_PLACES, advice=degenerate_cam
+)
 
 
 def activations(b: Evidence, layer: int | str) -> tuple[Tensor, Tensor]:
     """Activations and gradients [B,N,D] at the place that `layer` names."""
-    return (b.n, b.gn) if _at_norm(b, layer) else (b.x, b.g)
+    values, gradients = _READS[_kind(b, layer)]
+    return b.read(values), b.read(gradients)
 
 
-def _at_norm(b: Evidence, layer: int | str) -> bool:
-    """Whether a block's first norm is meant; a hierarchical model's feature map has none."""
-    return place(layer)[1] == "norm1" and b.depth > 0
+def _kind(b: Evidence, layer: int | str) -> Place:
+    """The place in a block; a hierarchical model's feature map stands for the input of one."""
+    return place(layer)[1] if b.depth > 0 else "input"
 
 
 def product(b: Evidence, layer: int | str) -> Tensor:
     """a * g at that place; the methods of one pass share it."""
-    return b.once("ngn", lambda: b.n * b.gn) if _at_norm(b, layer) else input_times_gradient(b)
+    kind = _kind(b, layer)
+    if kind == "input":
+        return input_times_gradient(b)
+
+    def multiplied() -> Tensor:
+        a, g = activations(b, layer)
+        return a * g
+
+    return b.once(f"product at {kind}", multiplied)
 
 
 def feature_maps(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, Tensor]:
@@ -101,8 +150,8 @@ def feature_maps(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, Tensor]:
     By default the output of the last block's first norm; of a hierarchical model, that of the stage it is opened at.
     """
     vit = ask.vit
-    index, norm = _index(layer, vit), place(layer)[1] == "norm1" and not vit.hierarchical
-    seen = ask.run([LayerJob(lambda b: b.n if norm else b.x, frozenset({"n" if norm else "x"}), (index,))])
+    index, part = _index(layer, vit), "x" if vit.hierarchical else _READS[place(layer)[1]][0]
+    seen = ask.run([LayerJob(lambda b: b.read(part), frozenset({part}), (index,))])
     tokens: Tensor = seen.at(index)
     return tokens[:, vit.prefix :].mT.contiguous().unflatten(-1, vit.grid), seen.scores
 
@@ -143,7 +192,7 @@ def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
             "plain HiResCAM at the input of the last block is zero up to the layer norm's epsilon; use '.libra', "
             "layer='blocks[-1].norm1' or an earlier block"
         )
-    return None
+    return degenerate_cam(settings, vit)
 
 
 @register_method(
@@ -155,13 +204,16 @@ def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
     features=True,
     composed=_COMPOSED,
     presets={**_PRESETS, "diffmask": {"eigen": True}},
+    advice=degenerate_cam,
 )
 def gradcam(b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eigen: bool = False) -> Tensor:
     """Grad-CAM on tokens: w_k = mean_i g_ik, map_i = sum_k w_k a_ik. Signed, no ReLU.
 
-    `layer` is the output of the last block's first norm by default, where `prefix="exclude"` leaves CLS out of the
-    mean. `eigen` replaces the sum over channels by the first principal component of w_k a_ik. Presets: `skipplus`
-    (input of the last block, CLS in the mean), `diffmask` (eigen; `gradcam-aug` adds its augmentations).
+    `layer` is a place in a block: "blocks[3].norm1", or "input", "attention" (the attention module's output, before
+    layer scale and residual sum) or "output" behind the dot; a number is that block's input. The default is the output
+    of the last block's first norm. `prefix="exclude"` leaves CLS out of the mean. `eigen` replaces the sum over
+    channels by the first principal component of w_k a_ik. Presets: `skipplus` (input of the last block, CLS in the
+    mean), `diffmask` (eigen; `gradcam-aug` adds its augmentations).
     """
     a, g = activations(b, layer)
     return apply_weights(a, counted(g, b, prefix).mean(1), b, eigen)
@@ -178,6 +230,7 @@ def gradcam(b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", e
     features=True,
     composed={**_COMPOSED, "eps": 1e-7},
     presets={**_PRESETS, "skipplus": {**_PRESETS["skipplus"], "eps": 1e-7}},
+    advice=degenerate_cam,
 )
 def gradcam_pp(
     b: Evidence,
@@ -238,14 +291,18 @@ def xgradcam_abs(
 @register_method(
     "hirescam",
     paper="Draelos & Carin, 2020, on tokens",
-    **_WITHOUT_MEANS,
+    needs=cam_needs,
+    combine=AT_LAYER,
+    features=True,
+    composed=_AT_INPUT,
+    presets=_PLACES,
     advice=degenerate_hirescam,
 )
 def hirescam(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tensor:
     """HiResCAM: map_i = sum_k g_ik a_ik, which at a block's input is IxG. Signed. `eigen=True` is EigenGradCAM."""
     if eigen:
         return principal(product(b, layer), b)
-    return product(b, layer).sum(-1) if _at_norm(b, layer) else token_ixg(b)
+    return token_ixg(b) if _kind(b, layer) == "input" else product(b, layer).sum(-1)
 
 
 @register_method(
@@ -298,7 +355,7 @@ def layercam(
 )
 def eigencam(b: Evidence, layer: int | str = NORM1) -> Tensor:
     """EigenCAM: the patches' activations on their first principal axis. Class-agnostic; the sign is a convention."""
-    return principal(b.n if _at_norm(b, layer) else b.x, b)
+    return principal(b.read(_READS[_kind(b, layer)][0]), b)
 
 
 @register_method(

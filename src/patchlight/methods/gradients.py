@@ -232,7 +232,7 @@ def smoothgrad(
         return jackknife(fit, len(each), sums)
 
     found = in_rounds(ask, samples, tolerance, score, estimate, first=8)
-    return Estimate(found.maps[:, 0], None if found.error is None else found.error[:, 0], found.samples)
+    return replace(found, maps=found.maps[:, 0], error=None if found.error is None else found.error[:, 0])
 
 
 def nodes(steps: int, quadrature: Quadrature) -> tuple[list[float], list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
@@ -194,16 +195,23 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         return f"no gradient flows through {vit.name}: {vit.gradient}"
     if needs & ATTENTION and vit.attention is not None:
         return f"the attention of {vit.name} cannot be read: {vit.attention}"
-    if needs & {"n", "gn"} and vit.parts(0).norm1 is None:
-        return f"{vit.name} has no first norm in its blocks{_beyond(vit)}"
-    if "u" in needs and vit.parts(0).norm2 is None:
-        return f"the tokens between attention and MLP are not to be seen in {vit.name}{_beyond(vit)}"
+    hidden = unavailable(needs, vit)
+    if hidden is not None:
+        return hidden
     return method.refuses(request.settings, vit) if method.refuses is not None else None
 
 
-def _beyond(vit: Anatomy) -> str:
-    beyond = vit.parts(0).beyond
-    return f": {beyond}" if beyond else ""
+def unavailable(needs: AbstractSet[str], vit: Anatomy) -> str | None:
+    """Why tokens inside the blocks (`n`, `o`, `u` of `Evidence`) cannot be read; None where they can."""
+    parts = vit.parts(0)
+    beyond = f": {parts.beyond}" if parts.beyond else ""
+    if needs & {"n", "gn"} and parts.norm1 is None:
+        return f"{vit.name} has no first norm in its blocks{beyond}"
+    if needs & {"o", "go"} and parts.out is None:
+        return f"the output of the attention modules of {vit.name} is not available{beyond}"
+    if "u" in needs and parts.norm2 is None:
+        return f"the tokens between attention and MLP are not to be seen in {vit.name}{beyond}"
+    return None
 
 
 def _no_score(request: Request, vit: Anatomy) -> str | None:

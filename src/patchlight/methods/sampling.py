@@ -6,6 +6,7 @@ A round doubles the masks. The error is a jackknife: what the map becomes when e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -56,13 +57,14 @@ def in_rounds(
         stay = torch.full((len(images),), part.stop < samples)
         if part.start > 0 and tolerance is not None:
             stay &= (stability(before, now.maps) < 1 - tolerance).cpu()
-        done.append((images[~stay], _some(now, ~stay, part.stop)))
+        counted = replace(now, samples=torch.full((len(images),), part.stop))
+        done.append((images[~stay], counted.select(~stay)))
         here = stay.to(scores.device)
         images, scores, before = images[stay], scores[here], now.maps[here]
         if len(images) == 0:
             break
     back = torch.cat([some for some, _ in done]).argsort()
-    return _some(Estimate.joined([found for _, found in done]), back)
+    return Estimate.joined([found for _, found in done]).select(back)
 
 
 def stability(before: Tensor, now: Tensor) -> Tensor:
@@ -70,13 +72,6 @@ def stability(before: Tensor, now: Tensor) -> Tensor:
     cells = now[0, 0].numel()
     before, now = (maps.cpu() if maps.device.type == "mps" else maps for maps in (before, now))  # ranks are in float64
     return spearman(before.reshape(-1, cells), now.reshape(-1, cells)).view(now.shape[:2]).amin(1)
-
-
-def _some(found: Estimate, images: Tensor, samples: int | None = None) -> Estimate:
-    here = images.to(found.maps.device)
-    maps = found.maps[here]
-    counts = found.samples[images] if found.samples is not None else torch.full((len(maps),), samples or 0)
-    return Estimate(maps, None if found.error is None else found.error[here], counts)
 
 
 def jackknife(fit: Callable[[Tensor], Tensor], n: int, like: Tensor, together: int = 1) -> Estimate:

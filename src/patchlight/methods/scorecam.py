@@ -10,16 +10,14 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, register_method
-from patchlight.methods.cams import feature_maps, place
+from patchlight.methods.cams import NORM1, feature_maps, no_place
 from patchlight.methods.masking import MadeMasks, owners
 from patchlight.registry import Settings
 from patchlight.resize import to_pixels
 
 
 def refuses(settings: Settings, vit: Anatomy) -> str | None:
-    if not vit.hierarchical and place(settings["layer"])[1] == "norm1" and vit.parts(0).norm1 is None:
-        return f"{vit.name} has no first norm in its blocks; layer='input' works"
-    return None
+    return None if vit.hierarchical else no_place(settings["layer"], vit)
 
 
 @register_method(
@@ -39,7 +37,7 @@ def refuses(settings: Settings, vit: Anatomy) -> str | None:
 )
 def score_cam(
     ask: Ask,
-    layer: int | str = "blocks[-1].norm1",
+    layer: int | str = NORM1,
     weighting: Literal["softmax", "score"] = "softmax",
     relu: bool = False,
     fill: Fill = "zero",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Literal
 
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.base import Anatomy
 from patchlight.evidence.ablation import Count, Rendered
 from patchlight.methods.base import Ask, Estimate, register_method
-from patchlight.methods.cams import NORM1, feature_maps, place
+from patchlight.methods.cams import ATTENTION, NORM1, feature_maps, no_place
 from patchlight.methods.masking import owners
 from patchlight.methods.rise import draw_grids
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
@@ -36,8 +37,7 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if vit.hierarchical:
         told = f"{vit.name} has no blocks to name as a layer; load it with another stage, and leave layer out"
         return None if layer == NORM1 or settings["variant"] == 2 else told
-    reads = place(layer)[1] == "norm1"
-    return f"{vit.name} has no first norm in its blocks" if reads and vit.parts(0).norm1 is None else None
+    return None if settings["variant"] == 2 else no_place(layer, vit)
 
 
 def _corners(patches: int, pixels: int) -> Tensor:
@@ -225,7 +225,7 @@ def _covered(total: Tensor, coverage: Tensor) -> Tensor:
     levels=("pixel",),
     cost="1 + 2 K forwards, K about 60 clusters",
     quick={"distance": 0.2},
-    presets={"authors": {}, "paper": {"rescale": False}},
+    presets={"authors": {}, "paper": {"layer": ATTENTION, "rescale": False}},
     refuses=_refuses,
     constant="one cluster holds every feature map; use a smaller distance",
 )
@@ -242,12 +242,16 @@ def vit_cx(
 ) -> Estimate:
     """Causal score of clustered feature maps, corrected for coverage: W(x) = sum_i s_i M_i(x) / sum_i M_i(x).
 
-    Each of the D channels of `layer` (default "blocks[-1].norm1", or of the stage a hierarchical model is opened at)
-    is upsampled and stretched to [0, 1]; complete linkage on 1 - cosine merges those closer than `distance` (default
-    0.1, hierarchical 0.05), and a cluster's mask M_i [H,W] is its members' sum, stretched again (preset `paper`,
-    `rescale=False`: their mean). s_i = f(X M_i + e_i) - f(X + e_i) + f(X) with e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2)
-    after normalisation, mean over `samples` draws. Constant channels are left out; a pixel that no mask covers gets 0.
-    Maps [B,T,H,W]; the paper's is K times this one, the released code's 1/K.
+    Each of the D channels of `layer` (a place as `gradcam` reads it, default "blocks[-1].norm1"; of a hierarchical
+    model, the stage it is opened at) is upsampled and stretched to [0, 1]; complete linkage on 1 - cosine merges those
+    closer than `distance` (default 0.1, hierarchical 0.05), and a cluster's mask M_i [H,W] is its members' sum,
+    stretched again, or with `rescale=False` their mean. s_i = f(X M_i + e_i) - f(X + e_i) + f(X) with
+    e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2) after normalisation, mean over `samples` draws. Constant channels are left
+    out; a pixel that no mask covers gets 0. Maps [B,T,H,W]; the paper's is K times this one, the released code's 1/K.
+    The number of masks K of each image is in the attribution's `facts["masks"]`.
+
+    Presets: `authors`, the released code, is the default; `paper` follows the text, with the output of the last
+    block's attention module and the clusters' mean.
 
     `variant` (the paper's Table 2): 1 all maps, not clustered; 2 `random_masks` masks of RISE; 3 scores f(X M_i); 4 no
     coverage correction, sum_i s_i M_i; 5 as 3 and 4. sigma = 0 is variant 3. 1 + 2 K samples forwards (1 + K without
@@ -269,11 +273,12 @@ def vit_cx(
         random = scored(ask, lambda index: grids.masks(index % random_masks)[:, None], owner, clean)
         random = random.view(len(features), random_masks, -1).mT
         wider = grids.to(random)
-        return jackknife(
+        found = jackknife(
             lambda weights: _covered(wider.weighted(weights * random), wider.weighted(weights[None])[0]),
             random_masks,
             random,
         )
+        return replace(found, facts={"masks": torch.full((len(features),), random_masks)})
     extent = ask.vit.extent
     channels, spans = scaled(features, extent)
     used = spans > 0
@@ -310,7 +315,7 @@ def vit_cx(
 
         return Estimate.joined([of(i, image) for i, image in enumerate(images.tolist())])
 
-    return in_rounds(ask, samples, tolerance, score, estimate, first=1)
+    return replace(in_rounds(ask, samples, tolerance, score, estimate, first=1), facts={"masks": counts.cpu()})
 
 
 def cluster_masks(masks: Tensor, labels: Tensor, size: tuple[int, int], rescale: bool = True) -> Tensor:

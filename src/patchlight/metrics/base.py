@@ -65,6 +65,8 @@ class Measure:
     """What metrics keep for the batches to come."""
     current: bool = False
     """Whether the maps are what `method` makes of these images, classes and seed."""
+    facts: Mapping[str, Tensor] = field(default_factory=dict)
+    """Numbers that the method reports of each image [B], by name."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -232,7 +234,17 @@ METRICS: Registry[Metric] = Registry(
     "metric",
     [
         f"patchlight.metrics.{room}"
-        for room in ("complexity", "deletion", "gap", "groups", "localisation", "perturbation", "robustness", "sanity")
+        for room in (
+            "complexity",
+            "deletion",
+            "facts",
+            "gap",
+            "groups",
+            "localisation",
+            "perturbation",
+            "robustness",
+            "sanity",
+        )
     ],
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args, overload
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
 from patchlight.attribution import Attribution
-from patchlight.engine import compute
+from patchlight.engine import estimate
 from patchlight.errors import PatchlightError, UndefinedMetric, integer, warn
 from patchlight.fingerprints import identity, of_images
 from patchlight.images import Note, in_batches
@@ -122,7 +122,8 @@ class Annotations:
 class Source:
     """Where the maps of one label come from: they are given (`scores`), or made of each batch.
 
-    `targets` are the classes that given maps explain, `images` the hashes of what they were made of.
+    `targets` are the classes that given maps explain, `images` the hashes of what they were made of, `facts` the
+    numbers that their method reports of each image.
     """
 
     scores: Tensor | None = None
@@ -130,6 +131,15 @@ class Source:
     method: MapFunction | None = None
     targets: Targets | None = None
     images: tuple[str, ...] = ()
+    facts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The maps [b,h,w] of one label on a batch, and what their method reports of each image [b], by name."""
+
+    maps: Tensor
+    facts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 Watch = Callable[[Tensor, Targets, Mapping[str, Tensor]], None]
@@ -180,10 +190,11 @@ def measure(
             _check_images(sources.values(), part, batch)
             chosen, explained = _explained(vit, batch, sources, asked, part, count, seed)
             if watch is not None:
-                watch(batch, chosen[next(iter(sources))], explained)
+                watch(batch, chosen[next(iter(sources))], {label: own.maps for label, own in explained.items()})
             truth, frames, canvas = annotated(part)
             for n, (label, source) in enumerate(sources.items()):
-                own, bad = _finite(explained.pop(label), begin, label)
+                own_maps = explained.pop(label)
+                own, bad = _finite(own_maps.maps, begin, label)
                 undefined[label] |= bad
                 given = Measure(
                     vit,
@@ -197,6 +208,7 @@ def measure(
                     seed,
                     kept=kept,
                     current=current or source.scores is None,
+                    facts=own_maps.facts,
                 )
                 for m, request in enumerate(requests):
                     found[label, request.label].append(_only_labelled(request, given, request.of(given)))
@@ -218,8 +230,8 @@ def _explained(
     part: slice,
     count: int | None,
     seed: int,
-) -> tuple[dict[str, Targets], dict[str, Tensor]]:
-    """By label, the classes asked about and the maps [b,h,w] of one batch; all methods explain it in one pass."""
+) -> tuple[dict[str, Targets], dict[str, Explained]]:
+    """By label, the classes asked about and the maps of one batch; all methods explain it in one pass."""
     guess: list[Targets] = []
 
     def classes(source: Source) -> Targets:
@@ -232,26 +244,30 @@ def _explained(
 
     chosen = {label: classes(source) for label, source in sources.items()}
     together = {label: source.request for label, source in sources.items() if source.request is not None}
-    made: dict[str, Tensor] = {}
+    made: dict[str, Explained] = {}
     if together:
         found = _computed(vit, batch, list(together.values()), chosen[next(iter(together))], seed)
         made = dict(zip(together, found, strict=True))
-    maps = {}
+    maps: dict[str, Explained] = {}
     for label, source in sources.items():
         if source.scores is not None:
-            maps[label] = source.scores[part].to(vit.device)
+            facts = {name: torch.tensor(values[part]) for name, values in source.facts.items()}
+            maps[label] = Explained(source.scores[part].to(vit.device), facts)
         elif label in made:
-            maps[label] = checked_maps(made[label].detach(), len(batch), vit).to(vit.device)
+            own = made[label]
+            maps[label] = replace(own, maps=checked_maps(own.maps.detach(), len(batch), vit).to(vit.device))
         else:
-            maps[label] = made_by(source.method, vit, batch, chosen[label], seed)
+            maps[label] = Explained(made_by(source.method, vit, batch, chosen[label], seed))
     return chosen, maps
 
 
-def _computed(vit: Anatomy, images: Tensor, requests: Sequence[Request], targets: Targets, seed: int) -> list[Tensor]:
-    """The maps [B,h,w] of methods, without their warnings: a metric has its own for maps that say nothing."""
+def _computed(
+    vit: Anatomy, images: Tensor, requests: Sequence[Request], targets: Targets, seed: int
+) -> list[Explained]:
+    """What methods make of images, without their warnings: a metric has its own for maps that say nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [maps[:, 0] for maps in compute(vit, images, requests, targets, seed)[1]]
+        return [Explained(one.maps[:, 0], one.facts) for one in estimate(vit, images, requests, targets, seed)[1]]
 
 
 Beside = tuple[Tensor | None, Sequence[Tensor] | None, Tensor | None]
@@ -313,7 +329,7 @@ def _source(maps: Any, count: int | None, vit: Anatomy) -> Source:
         check_model(maps, vit)
         own = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
         scores = checked_maps(maps.scores, len(maps) if count is None else count, vit)
-        return Source(scores, method=_maker_of(maps), targets=own, images=maps.images)
+        return Source(scores, method=_maker_of(maps), targets=own, images=maps.images, facts=maps.facts)
     if callable(maps):
         return Source(method=maps)
     try:
@@ -374,7 +390,7 @@ def map_function(name: str, settings: Mapping[str, Any] | None = None, score: Sc
 
 def maps_by(request: Request) -> MapFunction:
     """A method as asked, as a function that makes maps."""
-    return lambda vit, images, targets, seed: _computed(vit, images, [request], targets, seed)[0]
+    return lambda vit, images, targets, seed: _computed(vit, images, [request], targets, seed)[0].maps
 
 
 def _maker_of(maps: Attribution) -> MapFunction | None:

@@ -14,10 +14,11 @@ CSS = 96
 
 
 class ShownFigure(Figure):
-    """A Figure drawn without a display."""
+    """A Figure drawn without a display; `numbers` keeps what it shows (`patchlight.figures.numbers`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.numbers: list[Any] = []
         FigureCanvasAgg(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
