@@ -186,7 +186,7 @@ def _plain_terms(model: nn.Module, image: Tensor, target: int) -> list[tuple[Ten
 
 
 def test_the_text_and_the_code_on_an_average_pooled_model_with_a_cls_token() -> None:
-    """EVA Large's make, against the plain model: AttCAT = sum_{l<L} AttnFrom_l IxG(f_l)(x_l) as in the text, Section 3.4.
+    """EVA Large's make, against the plain model: the text (Section 3.4) has sum_{l<L} AttnFrom_l IxG(f_l)(x_l).
 
     The code takes the outputs and drops the last block, which is real here: its output has a gradient on patches.
     """

@@ -219,8 +219,8 @@ class Method(Entry):
     score's sign does not matter to it. `advice`: why a map is degenerate, known beforehand; `constant`: why it may turn
     out constant, and what to use instead. `refuses`: why a model cannot be explained with these settings. `depends`:
     what its maps depend on besides code, settings and model, such as the weights of an explainer, as text.
-    `precision`: what "auto" means on CUDA, the fastest that keeps the order of the patches. `adapts`: the settings whose
-    value follows from the model, where the user leaves them to it.
+    `precision`: what "auto" means on CUDA, the fastest that keeps the order of the patches. `adapts`: the values of
+    settings that follow from the model.
     """
 
     cost: str = "1 forward + 1 backward"
