@@ -329,7 +329,10 @@ def cutoffs(drawing: Drawing, methods: Methods = SWEPT, points: Count = 9, start
     quick={"methods": ["grad", "grad.plus"], "points": 2},
 )
 def gradients(drawing: Drawing, methods: Methods = GRADIENTS, points: Count = 9, chart: Chart = "dots") -> Figure:
-    """The metrics of gradients, of tokens at block 0 and of attention in the last block, and of their sums."""
+    """The metrics of gradients, of tokens at block 0 and of attention in the last block, and of their sums.
+
+    The recipe skipplus-figures-8-12 measures the same into a table.
+    """
     return _charts(drawing, methods, points, chart)
 
 
@@ -341,7 +344,10 @@ def gradients(drawing: Drawing, methods: Methods = GRADIENTS, points: Count = 9,
     quick={"points": 2},
 )
 def generic(drawing: Drawing, methods: Methods = GENATT, points: Count = 9, chart: Chart = "dots") -> Figure:
-    """The metrics of GenAtt by its own product, and of its layer maps summed (which is GradSAM)."""
+    """The metrics of GenAtt by its own product, and of its layer maps summed (which is GradSAM).
+
+    The recipe skipplus-figures-8-12 measures the same into a table.
+    """
     return _charts(drawing, methods, points, chart)
 
 
@@ -353,7 +359,10 @@ def generic(drawing: Drawing, methods: Methods = GENATT, points: Count = 9, char
     quick={"methods": ["fullgrad", "fullgrad-plus"], "points": 2},
 )
 def full(drawing: Drawing, methods: Methods = FULLGRAD, points: Count = 9, chart: Chart = "dots") -> Figure:
-    """The metrics of FullGrad, of FullGrad+ (its sum over the blocks), and of that over the upper half."""
+    """The metrics of FullGrad, of FullGrad+ (its sum over the blocks), and of that over the upper half.
+
+    The recipe skipplus-figures-8-12 measures the same into a table.
+    """
     return _charts(drawing, methods, points, chart)
 
 
@@ -365,7 +374,10 @@ def full(drawing: Drawing, methods: Methods = FULLGRAD, points: Count = 9, chart
     quick={"methods": ["ixg", "attixg.plus"], "points": 2},
 )
 def products(drawing: Drawing, methods: Methods = IXG, points: Count = 9, chart: Chart = "dots") -> Figure:
-    """The metrics of IxG and of IxG weighted by attention; their sums are known as CAT and AttCAT."""
+    """The metrics of IxG and of IxG weighted by attention; their sums are known as CAT and AttCAT.
+
+    The recipe skipplus-figures-8-12 measures the same into a table.
+    """
     return _charts(drawing, methods, points, chart)
 
 
@@ -377,7 +389,10 @@ def products(drawing: Drawing, methods: Methods = IXG, points: Count = 9, chart:
     quick={"methods": {"GradCAM∘PLUS": "gradcam.plus", "HiResCAM": "hirescam"}, "points": 2},
 )
 def cams(drawing: Drawing, methods: Methods = CAMS, points: Count = 9, chart: Chart = "dots") -> Figure:
-    """The metrics of CAMs at the last layer, and summed over the blocks; which the paper shows is not in its text."""
+    """The metrics of CAMs at the last layer, and summed over the blocks; which the paper shows is not in its text.
+
+    The recipe skipplus-figures-8-12 measures the same into a table.
+    """
     return _charts(drawing, methods, points, chart)
 
 
