@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
@@ -17,7 +17,7 @@ from patchlight.evidence.record import Evidence
 from patchlight.methods.attention import attcam, attixg, genatt
 from patchlight.methods.gradients import ixg
 from patchlight.methods.requests import resolve
-from tests.families import PLAIN, images, shared
+from tests.families import PLAIN, _timm, images, randomise, shared
 from tests.literal.rows import TARGETS, maps, patches, read_rows
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -98,7 +98,8 @@ LITERAL: list[tuple[str, dict[str, Any], Literal]] = [
     ("attngrad", {"sign": "abs"}, lambda vit, t, i: read_rows(vit, t.attention_gradients[-1][i].abs().mean(0))),
     ("attngrad", {"sign": "relu"}, lambda vit, t, i: read_rows(vit, t.attention_gradients[-1][i].relu().mean(0))),
     ("attnfrom", {"layer": 1}, lambda vit, t, i: patches(vit, _attnfrom(vit, t, i, 1))),
-    ("attcat", {}, lambda vit, t, i: _attcat(vit, t, i, "output")),
+    ("attcat", {}, lambda vit, t, i: _attcat(vit, t, i, "input" if vit.pooling == "avg" else "output")),
+    ("attcat", {"preset": "skipplus-code"}, lambda vit, t, i: _attcat(vit, t, i, "output")),
     ("attcat", {"pair": "input"}, lambda vit, t, i: _attcat(vit, t, i, "input")),
     ("cat", {}, _cat),
 ]
@@ -137,12 +138,86 @@ def test_genatt_is_a_scaled_half_rollout(family: str) -> None:
     torch.testing.assert_close(maps(vit, batch, "genatt"), 2**vit.depth * half, **CLOSE)
 
 
-def test_the_layer_sum_loses_its_last_output_only_where_it_has_no_gradient() -> None:
+@pytest.mark.parametrize("name", ["attcat", "attixg", "attixg.plus"])
+@pytest.mark.parametrize(
+    ("family", "pair"), [("vit", "output"), ("deit-distilled", "output"), ("reg4-gap", "input"), ("siglip", "input")]
+)
+def test_the_tokens_that_are_weighted_follow_from_the_pooling(name: str, family: str, pair: str) -> None:
+    """The outputs where no patch is read by the classifier, to the bit as before; else the inputs, as in the text."""
+    vit = shared(family, torch.float64)
+    batch = images(vit)
+    assert torch.equal(maps(vit, batch, name), maps(vit, batch, name, pair=pair))
+    other = maps(vit, batch, name, pair="input" if pair == "output" else "output")
+    assert not torch.allclose(maps(vit, batch, name), other, rtol=1e-3)
+    assert torch.equal(maps(vit, batch, name, preset="skipplus-code"), maps(vit, batch, name, pair="output"))
+    recorded = pl.explain(vit, batch, name, target=3)
+    assert recorded.settings["pair"] == pair
+
+
+def test_averages_along_a_path_weigh_the_same_tokens() -> None:
+    vit = shared("reg4-gap", torch.float64)
+    batch = images(vit)
+    along = maps(vit, batch, "ig", integrand="attcat", steps=1, quadrature="right")
+    torch.testing.assert_close(along, maps(vit, batch, "attcat", pair="input"), **CLOSE)
+
+
+def _plain_terms(model: nn.Module, image: Tensor, target: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """AttnFrom_l, IxG at the input and IxG at the output of each block of a plain timm model, by hooks. [N] each."""
+    entering: list[Tensor] = []
+    leaving: list[Tensor] = []
+
+    def see(block: nn.Module, given: tuple[Tensor], result: Tensor) -> None:
+        for tokens, seen in ((given[0], entering), (result, leaving)):
+            tokens.retain_grad()
+            seen.append(tokens)
+
+    handles = [block.register_forward_hook(see) for block in model.blocks]  # type: ignore[union-attr, arg-type]
+    model(image.requires_grad_())[0, target].backward()
+    terms = []
+    for handle, block, x, y in zip(handles, model.blocks, entering, leaving, strict=True):  # type: ignore[arg-type]
+        handle.remove()
+        attention: Any = block.attn
+        q, k, _ = attention.qkv(block.norm1(x)).unflatten(-1, (3, attention.num_heads, -1)).unbind(2)
+        A = torch.einsum("bihd,bjhd->bhij", q, k).mul(attention.scale).softmax(-1)[0]
+        assert x.grad is not None
+        assert y.grad is not None
+        terms.append((A.mean((0, 1)), (x * x.grad).sum(-1)[0], (y * y.grad).sum(-1)[0]))
+    return terms
+
+
+def test_the_text_and_the_code_on_an_average_pooled_model_with_a_cls_token() -> None:
+    """EVA Large's make, against the plain model: the text (Section 3.4) has sum_{l<L} AttnFrom_l IxG(f_l)(x_l).
+
+    The code takes the outputs and drops the last block, which is real here: its output has a gradient on patches.
+    """
+    model = randomise(_timm("eva_large_patch14_196")).double()
+    vit = pl.wrap(model, name="small EVA-L")
+    assert (vit.pooling, vit.prefix, vit.depth) == ("avg", 1, 3)
+    batch = images(vit, 1)
+    terms = _plain_terms(model, batch.clone(), TARGETS[0])
+    assert terms[-1][2][1:].abs().max() > 1e-3
+    text = sum(attention * entering for attention, entering, _ in terms)
+    code = sum(attention * leaving for attention, _, leaving in terms[:-1])
+    skipped = sum(attention * entering for attention, entering, _ in terms[2:])
+    for name, settings, written in (
+        ("attcat", {}, text),
+        ("attixg.plus", {}, text),
+        ("attixg.skipplus", {}, skipped),
+        ("attixg", {"start": 1}, terms[1][0] * terms[1][1]),
+        ("attcat", {"preset": "skipplus-code"}, code),
+        ("attixg", {"start": 1, "preset": "skipplus-code"}, terms[1][0] * terms[1][2]),
+    ):
+        assert isinstance(written, Tensor)
+        torch.testing.assert_close(maps(vit, batch, name, **settings)[0], patches(vit, written), **CLOSE)
+
+
+def test_the_code_loses_its_last_output_only_where_it_has_no_gradient() -> None:
     """Under CLS pooling the output of the last block has no gradient on patches; under average pooling it has."""
     for family, same in (("vit", True), ("reg4-gap", False)):
         vit = shared(family, torch.float64)
         batch = images(vit)
-        assert torch.equal(maps(vit, batch, "attcat"), maps(vit, batch, "attcat", last=True)) == same
+        code, all_of_it = (maps(vit, batch, "attcat", preset="skipplus-code", last=last) for last in (False, True))
+        assert torch.equal(code, all_of_it) == same
     with pytest.warns(DegenerateMap, match="start earlier"):
         maps(shared("vit", torch.float64), batch, "attixg", start=2)
 

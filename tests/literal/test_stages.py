@@ -147,6 +147,10 @@ def test_sums_over_blocks(name: str, stage: int) -> None:
         return sum(w.lifted(w.row_at(i) @ b.positive, i) for i, b in enumerate(w.blocks))  # type: ignore[return-value]
 
     def attcat(w: Written) -> Tensor:
+        terms = [b.mean.mean(0) * (b.x * b.x.grad).sum(1) for b in w.blocks]
+        return sum(w.lifted(term, i) for i, term in enumerate(terms))  # type: ignore[return-value]
+
+    def attcat_code(w: Written) -> Tensor:
         terms = [b.mean.mean(0) * (b.y * b.y.grad).sum(1) for b in w.blocks[:-1]]
         return sum(w.lifted(term, i) for i, term in enumerate(terms))  # type: ignore[return-value]
 
@@ -156,6 +160,7 @@ def test_sums_over_blocks(name: str, stage: int) -> None:
     compared(name, stage, "genatt.plus", gradsam)
     compared(name, stage, "gradsam", gradsam)
     compared(name, stage, "attcat", attcat)
+    compared(name, stage, "attcat", attcat_code, preset="skipplus-code")
     compared(name, stage, "ixg.plus", cat)
     half = -(-len(written(name, stage)[0].blocks) // 2)
     compared(

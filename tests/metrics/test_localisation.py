@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ from sklearn.metrics import average_precision_score, f1_score, jaccard_score
 from torch import Tensor
 
 import patchlight as pl
+from patchlight.bench.recipe import read_recipe
+from patchlight.data import open_data
 from patchlight.errors import PatchlightError
 from patchlight.metrics.localisation import average_precision, heat_overlaps
+from tests.data.files import picture, save_array
 from tests.families import images, shared
 
 SIDE = 64
@@ -183,6 +187,56 @@ def test_ap(upsampling: str) -> None:
             average_precision_score((masks[i] == 1).flatten(), large[i].flatten())
         )
     assert torch.equal(measured(maps.exp(), "ap", masks=masks).values, measured(maps, "ap", masks=masks).values)
+
+
+def trimap_masks(folder: Path) -> Tensor:
+    """A hand-made trimap of 4 x 4 patches, read as pets are: 1 the animal, 2 background, 3 the border."""
+    patches = np.array([[1, 3, 3, 1], [2, 1, 2, 2], [2, 2, 2, 2], [2, 2, 2, 2]])
+    picture(folder / "images/Beagle_1.jpg", SIDE, SIDE)
+    save_array(folder / "trimaps/Beagle_1.png", patches.repeat(16, 0).repeat(16, 1))
+    mask = open_data("pets", folder)[0].mask
+    assert mask is not None
+    return mask.expand(2, -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metric", "values"),
+    [
+        ("skipplus-segmentation", "AP", [(1 + 2 / 4 + 3 / 6) / 3, (1 + 2 / 3 + 3 / 4) / 3]),
+        ("skipplus-segmentation", "AP, border left out", [(1 + 2 / 2 + 3 / 4) / 3, (1 + 2 / 3 + 3 / 4) / 3]),
+        ("compare-segmentation", "AP", [(1 + 2 / 2 + 3 / 4) / 3, (1 + 2 / 3 + 3 / 4) / 3]),
+        ("posterior-segmentation", "AP", [(1 + 2 / 2 + 3 / 4) / 3, (1 + 2 / 3 + 3 / 4) / 3]),
+    ],
+)
+def test_the_border_of_a_trimap(recipe: str, metric: str, values: list[float], tmp_path: Path) -> None:
+    """As background it counts against a map that shows it; left out it does not, and here the better map changes.
+
+    Highest first, a for animal, b for border, g for background: one map shows a b b a g a, the other a g a a b b.
+    """
+    one = [[16.0, 15, 14, 13], [12, 11, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    other = [[16.0, 12, 11, 14], [15, 13, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    spec = read_recipe(recipe)[0].metrics[metric]
+    found = measured(
+        torch.tensor([one, other]), {"a": {"metric": spec.metric, **spec.settings}}, masks=trimap_masks(tmp_path)
+    )
+    assert found["a"].values.tolist() == pytest.approx(values, abs=1e-12)
+
+
+@pytest.mark.parametrize("metric", ["pixel-accuracy", "miou", "map", "f1"])
+def test_other_segmentation_scores_leave_the_border_out(metric: str, tmp_path: Path) -> None:
+    """Two maps that differ on the border alone, with the same mean and range, have the same score."""
+    one = torch.tensor([[1.0, 0.9, 0.1, 0.7], [0.6, 0.3, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    other = one.clone()
+    other[0, 1:3] = torch.tensor([0.1, 0.9])
+    masks = trimap_masks(tmp_path)
+    near = (
+        one.repeat_interleave(16, 0).repeat_interleave(16, 1),
+        other.repeat_interleave(16, 0).repeat_interleave(16, 1),
+    )
+    found = measured(torch.stack(near), metric, masks=masks).values
+    assert found[0] == pytest.approx(found[1].item(), abs=1e-12)
+    as_object = measured(torch.stack(near), metric, masks=masks.abs()).values
+    assert as_object[0] != pytest.approx(found[0].item(), abs=1e-3), "the border is not object either"
 
 
 def test_a_random_map_has_the_objects_share_as_ap() -> None:

@@ -23,7 +23,7 @@ from patchlight.methods.compositions import block_index, half
 from patchlight.metrics.base import Evaluation
 
 PAPER = "SkipPLUS (Mehri et al., CVPR-W 2024)"
-BOTH = "ViT-B/8 and EVA-L/14, 5,000 ImageNet validation images"
+MODELS = "ViT-B/8 and EVA-L/14 on 5,000 ImageNet validation images, ViT-B/16 on 2,000 of MURA"
 WIDE, CHART = 7, 0.135
 """Pictures side by side at most, and the height of a chart's row in inches."""
 Chart = Literal["dots", "radar"]
@@ -63,6 +63,7 @@ BEST = {
     "AttIxG∘PLUS": "attcat",
     "FullGrad+": "fullgrad-plus",
     "DecompX": "decompx",
+    "DecompX∘PLUS": "decompx.plus",
     "DecompX∘SkipPLUS": "decompx.skipplus",
 }
 GRADIENTS = {
@@ -101,6 +102,7 @@ CAMS = {
         f"{label}{behind}": {"method": f"{name}{composition}", **_ALIKE}
         for label, name in {
             "GradCAM": "gradcam",
+            "GradCAM++": "gradcam++",
             "XGradCAM": "xgradcam",
             "XGradCAM+": "xgradcam+",
             "GradCAMElementWise": "gradcam-elementwise",
@@ -180,7 +182,7 @@ def starts(drawing: Drawing, shown: Count = 1, starts: list[int] | None = None) 
     "skipplus-3",
     paper=f"{PAPER}, Figure 3",
     shows="PLUS and SkipPLUS with forward attention-based methods, on every metric",
-    stand_in=BOTH,
+    stand_in=MODELS,
     quick={"methods": {"Random": "random", "DecompX∘SkipPLUS": "decompx.skipplus"}, "points": 2, "chart": "radar"},
 )
 def forward(drawing: Drawing, methods: Methods = FORWARD, points: Count = 9, chart: Chart = "dots") -> Figure:
@@ -195,7 +197,7 @@ def forward(drawing: Drawing, methods: Methods = FORWARD, points: Count = 9, cha
     "skipplus-4",
     paper=f"{PAPER}, Figure 4",
     shows="the best versions of all methods, on every metric",
-    stand_in=BOTH,
+    stand_in=MODELS,
     quick={"methods": ["random", "attcat"], "points": 2},
 )
 def best(drawing: Drawing, methods: Methods = BEST, points: Count = 9, chart: Chart = "dots") -> Figure:
@@ -278,7 +280,7 @@ def discriminative(
     "skipplus-7",
     paper=f"{PAPER}, Figure 7",
     shows="the first block of the sum: PLUS and SkipPLUS are both near the best",
-    stand_in=BOTH,
+    stand_in=MODELS,
     quick={"methods": ["decompx"], "starts": [0, 5], "points": 2},
 )
 def cutoffs(drawing: Drawing, methods: Methods = SWEPT, points: Count = 9, starts: list[int] | None = None) -> Figure:
@@ -324,11 +326,14 @@ def cutoffs(drawing: Drawing, methods: Methods = SWEPT, points: Count = 9, start
     "skipplus-8",
     paper=f"{PAPER}, Figure 8",
     shows="PLUS and SkipPLUS with vanilla gradients of tokens and of attention weights",
-    stand_in=BOTH,
+    stand_in=MODELS,
     quick={"methods": ["grad", "grad.plus"], "points": 2},
 )
 def gradients(drawing: Drawing, methods: Methods = GRADIENTS, points: Count = 9, chart: Chart = "dots") -> Figure:
-    """The metrics of gradients at block 0, and of their sums over the blocks."""
+    """The metrics of gradients, of tokens at block 0 and of attention in the last block, and of their sums.
+
+    The recipe skipplus-figures-8-12 measures the same into a table.
+    """
     return _charts(drawing, methods, points, chart)
 
 
@@ -336,11 +341,14 @@ def gradients(drawing: Drawing, methods: Methods = GRADIENTS, points: Count = 9,
     "skipplus-9",
     paper=f"{PAPER}, Figure 9",
     shows="PLUS and SkipPLUS neither help GenAtt nor harm it",
-    stand_in=BOTH,
+    stand_in=MODELS,
     quick={"points": 2},
 )
 def generic(drawing: Drawing, methods: Methods = GENATT, points: Count = 9, chart: Chart = "dots") -> Figure:
-    """The metrics of GenAtt by its own product, and of its layer maps summed (which is GradSAM)."""
+    """The metrics of GenAtt by its own product, and of its layer maps summed (which is GradSAM).
+
+    The recipe skipplus-figures-8-12 measures the same into a table.
+    """
     return _charts(drawing, methods, points, chart)
 
 
@@ -348,11 +356,14 @@ def generic(drawing: Drawing, methods: Methods = GENATT, points: Count = 9, char
     "skipplus-10",
     paper=f"{PAPER}, Figure 10",
     shows="PLUS and SkipPLUS with FullGrad",
-    stand_in=BOTH,
+    stand_in=MODELS,
     quick={"methods": ["fullgrad", "fullgrad-plus"], "points": 2},
 )
 def full(drawing: Drawing, methods: Methods = FULLGRAD, points: Count = 9, chart: Chart = "dots") -> Figure:
-    """The metrics of FullGrad, of FullGrad+ (its sum over the blocks), and of that over the upper half."""
+    """The metrics of FullGrad, of FullGrad+ (its sum over the blocks), and of that over the upper half.
+
+    The recipe skipplus-figures-8-12 measures the same into a table.
+    """
     return _charts(drawing, methods, points, chart)
 
 
@@ -360,11 +371,14 @@ def full(drawing: Drawing, methods: Methods = FULLGRAD, points: Count = 9, chart
     "skipplus-11",
     paper=f"{PAPER}, Figure 11",
     shows="PLUS and SkipPLUS with Input x Gradient and AttIxG: CAT and AttCAT",
-    stand_in=BOTH,
+    stand_in=MODELS,
     quick={"methods": ["ixg", "attixg.plus"], "points": 2},
 )
 def products(drawing: Drawing, methods: Methods = IXG, points: Count = 9, chart: Chart = "dots") -> Figure:
-    """The metrics of IxG and of IxG weighted by attention; their sums are known as CAT and AttCAT."""
+    """The metrics of IxG and of IxG weighted by attention; their sums are known as CAT and AttCAT.
+
+    The recipe skipplus-figures-8-12 measures the same into a table.
+    """
     return _charts(drawing, methods, points, chart)
 
 
@@ -372,11 +386,14 @@ def products(drawing: Drawing, methods: Methods = IXG, points: Count = 9, chart:
     "skipplus-12",
     paper=f"{PAPER}, Figure 12",
     shows="PLUS and SkipPLUS with CAM methods of CNNs",
-    stand_in=BOTH,
+    stand_in=MODELS,
     quick={"methods": {"GradCAM∘PLUS": "gradcam.plus", "HiResCAM": "hirescam"}, "points": 2},
 )
 def cams(drawing: Drawing, methods: Methods = CAMS, points: Count = 9, chart: Chart = "dots") -> Figure:
-    """The metrics of CAMs at the last layer, and summed over the blocks; which the paper shows is not in its text."""
+    """The metrics of CAMs at the last layer, and summed over the blocks; which the paper shows is not in its text.
+
+    The recipe skipplus-figures-8-12 measures the same into a table.
+    """
     return _charts(drawing, methods, points, chart)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -180,20 +181,44 @@ def attnfrom(b: Evidence) -> Tensor:
     return read_from(b)
 
 
+Pair = Literal["auto", "input", "output"]
+"""Which tokens of block l its attention weighs: those that enter it, or those that leave it."""
+
+
 def _paired(settings: Settings) -> frozenset[str]:
-    return frozenset({"A", "x", "y", "gy"} if settings["pair"] == "output" else {"A", "x", "g"})
+    parts = {"input": {"x", "g"}, "output": {"x", "y", "gy"}, "auto": {"x", "g", "y", "gy"}}
+    return frozenset({"A"} | parts[settings["pair"]])
+
+
+def _pair_of(settings: Settings, vit: Anatomy) -> Settings:
+    """Outputs where the classifier reads no patch, so that the last one has no gradient there; else inputs."""
+    pair = settings["pair"]
+    if pair == "auto":
+        pair = "output" if vit.pooling in ("cls", "cls+dist") else "input"
+    return {"pair": pair}
 
 
 _NO_GRADIENT = "the last block's output is left out (and has no gradient on patches under CLS pooling); start earlier"
+_PAIRS: dict[str, Mapping[str, Any]] = {"skipplus-code": {"pair": "output"}}
 
 
-@register_method("attixg", paper="Qiang et al., NeurIPS 2022", needs=_paired, combine=FIRST, constant=_NO_GRADIENT)
-def attixg(b: Evidence, pair: Literal["output", "input"] = "output", last: bool = False) -> Tensor:
-    """Input times gradient weighted by how much a token is read: AttnFrom_l * sum_d x_{l+1} g_{l+1} [B,N]. Signed.
+@register_method(
+    "attixg",
+    paper="Qiang et al., NeurIPS 2022",
+    needs=_paired,
+    combine=FIRST,
+    constant=_NO_GRADIENT,
+    adapts=_pair_of,
+    presets=_PAIRS,
+)
+def attixg(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
+    """Input times gradient weighted by how much a token is read: AttnFrom_l * sum_d x g, [B,N]. Signed.
 
-    `pair="output"` takes the tokens that leave block l, as the SkipPLUS code does, and leaves out the output of the
-    last block, which has no gradient on patches under CLS pooling; `last=True` keeps it. `pair="input"` takes the
-    tokens that enter block l, as AttCAT's own code and the SkipPLUS text do. One forward, one backward.
+    `pair="output"`: x are the tokens that leave block l, as in the SkipPLUS code; the last block is left out, since its
+    output has no gradient on patches under CLS pooling (`last=True` keeps it). `pair="input"`: x are the tokens that
+    enter block l, as in the SkipPLUS text and in AttCAT's own code. "auto" is "output" under CLS pooling and "input"
+    where the classifier reads patches, as under average pooling; preset `skipplus-code` is "output" everywhere. One
+    forward, one backward.
     """
     if pair == "input":
         return read_from(b) * token_ixg(b)
@@ -209,9 +234,15 @@ def attixg(b: Evidence, pair: Literal["output", "input"] = "output", last: bool 
     combine=SUM,
     constant=_NO_GRADIENT,
     composable="it is the sum over the blocks already; 'attixg.plus' and 'attixg.skipplus' are its layer maps summed",
+    adapts=_pair_of,
+    presets=_PAIRS,
 )
-def attcat(b: Evidence, pair: Literal["output", "input"] = "output", last: bool = False) -> Tensor:
-    """AttCAT: sum_l AttnFrom_l * IxG_l as `attixg` has them (at outputs, without the last): `attixg.plus`. Signed."""
+def attcat(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
+    """AttCAT: sum over the blocks of AttnFrom_l * IxG_l as `attixg` has them, which is `attixg.plus`. Signed.
+
+    `pair` and `last` are those of `attixg`: under CLS pooling the outputs of all blocks but the last, else the inputs
+    of all blocks; preset `skipplus-code` has the outputs everywhere.
+    """
     return attixg(b, pair, last)
 
 

@@ -238,7 +238,8 @@ class Method(Entry):
     score's sign does not matter to it. `advice`: why a map is degenerate, known beforehand; `constant`: why it may turn
     out constant, and what to use instead. `refuses`: why a model cannot be explained with these settings. `depends`:
     what its maps depend on besides code, settings and model, such as the weights of an explainer, as text.
-    `precision`: what "auto" means on CUDA, the fastest that keeps the order of the patches.
+    `precision`: what "auto" means on CUDA, the fastest that keeps the order of the patches. `adapts`: the values of
+    settings that follow from the model.
     """
 
     cost: str = "1 forward + 1 backward"
@@ -253,6 +254,7 @@ class Method(Entry):
     refuses: Callable[[Settings, Anatomy], str | None] | None = None
     depends: Callable[[Settings], Any] | None = None
     precision: Decided = "fp16"
+    adapts: Callable[[Settings, Anatomy], Settings] | None = None
 
     @property
     def class_specific(self) -> bool:
@@ -427,6 +429,7 @@ class _About(TypedDict, total=False):
     refuses: Callable[[Settings, Anatomy], str | None]
     depends: Callable[[Settings], Any]
     precision: Decided
+    adapts: Callable[[Settings, Anatomy], Settings]
 
 
 class AboutBlocks(_About, total=False):

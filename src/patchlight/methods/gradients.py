@@ -296,7 +296,7 @@ def ig(
 def _averaged_maps(
     ask: Ask, integrand: str, level: Level, path: Callable[[slice], Tensor], weights: Sequence[float]
 ) -> Tensor:
-    request = resolve(integrand)
+    request = resolve(integrand).suited(ask.vit)
     if not request.in_pass or request.level != "token" or level != "token":
         raise PatchlightError(
             f"integrand='{integrand}' cannot be averaged along a path; give a layer map of tokens, as 'ixg'"

@@ -45,10 +45,15 @@ class Request:
     """Whether the user chose the score; else it is the method's own."""
 
     def suited(self, vit: Anatomy) -> Request:
-        """The same for a model: where it has no probabilities, a method that would explain one explains the logit."""
-        if self.chosen_score or self.score != "probability" or vit.outputs.no_probability(vit.classes) is None:
-            return self
-        return replace(self, score="logit")
+        """The same for a model: settings that follow from the model get their value.
+
+        Where it has no probabilities, a method that would explain one explains the logit.
+        """
+        adapts = self.method.adapts
+        own = self if adapts is None else replace(self, settings={**self.settings, **adapts(self.settings, vit)})
+        if own.chosen_score or own.score != "probability" or vit.outputs.no_probability(vit.classes) is None:
+            return own
+        return replace(own, score="logit")
 
     @property
     def level(self) -> Level:
