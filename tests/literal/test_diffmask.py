@@ -1,4 +1,4 @@
-"""VISION DIFFMASK's text, equations 1 to 5, in float64 and one patch at a time, against the objective of preset `paper`."""
+"""VISION DIFFMASK's equations 1 to 5 in float64, one patch at a time, against the objective of preset `paper`."""
 
 from __future__ import annotations
 

@@ -296,7 +296,9 @@ def test_the_command(good: Path, tmp_path: Path) -> None:
         state[f"gate.g_hat.{i}.add_activation"] = ours["beta"][i].clone()
     state["gate.placeholder"] = ours["baseline"].view(1, 1, -1)
     file = save(checkpoint(state, mul_activation=gates.alpha), tmp_path / "pocket.ckpt")
-    done = CliRunner().invoke(app, ["diffmask", "import", str(file), "--model", "pocket", "--out", str(tmp_path / "dm")])
+    done = CliRunner().invoke(
+        app, ["diffmask", "import", str(file), "--model", "pocket", "--out", str(tmp_path / "dm")]
+    )
     assert done.exit_code == 0, done.output
     assert "imported from pocket.ckpt, alpha 15" in done.output
     x = vit.batch(torch.rand(2, 3, 32, 32))
