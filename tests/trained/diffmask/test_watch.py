@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import patchlight as pl
 from patchlight.cli import app
 from patchlight.trained.diffmask import DiffMask, Progress, Settings, TrainingWarning, watch
-from patchlight.trained.diffmask.gates import Gates, observe
+from patchlight.trained.diffmask.gates import Gates, Seen, observe
 from patchlight.trained.diffmask.watch import Probe, Watch, probe_sums, read_probe
 from patchlight.trained.loop import fresh_seed
 from tests.trained.toys import batches, pictures, toy
@@ -155,13 +155,11 @@ def test_a_failure_must_last_without_progress() -> None:
     assert follow.add(1050, Probe(0.01, 0.0, 0.49, 0.3)) == "stuck"
 
 
-@pytest.mark.parametrize(("kept", "spare"), [([0], 0.0), ([0, 5], 0.5), ([5], 0.0)])
+@pytest.mark.parametrize(("kept", "spare"), [([0], 0.0), ([0, 5], 1.0), ([5], 0.0), ([], 0.0)])
 def test_spare_patches_are_those_the_output_does_not_need(kept: list[int], spare: float) -> None:
-    """A model that reads patch 0 alone: patch 5 can go, patch 0 cannot."""
+    """A model that reads patch 0 alone: patch 5 can be masked, patch 0 cannot."""
     vit = toy(classes=2)
     x = pictures(64)
-    seen = observe(vit, x)
-    logits = torch.stack([20 * seen.h0[:, 0, 0], -20 * seen.h0[:, 0, 0]], 1)
     u = torch.full((vit.depth + 2, 64, 16), -30.0)
     u[:, :, kept] = 30.0
     gates: Any = SimpleNamespace(locations=lambda h0, states: u, baseline=torch.zeros(16))
@@ -171,11 +169,12 @@ def test_spare_patches_are_those_the_output_does_not_need(kept: list[int], spare
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "masked_logits", read_first)
-        seen = type(seen)(seen.h0, seen.states, logits)
-        sums = probe_sums(gates, vit, x, seen, 1e-3, torch.Generator().manual_seed(0), nullcontext)
+        patch.setattr(watch, "observe", lambda vit, images: Seen(h0, [h0], read_first(vit, images, h0)))
+        h0 = observe(vit, x).h0
+        sums = probe_sums(gates, vit, x, 1e-3, torch.Generator().manual_seed(0), nullcontext)
     found = read_probe(sums, 64)
     assert found.kept == pytest.approx(len(kept) / 16)
-    assert found.spare == pytest.approx(spare, abs=0.2 if spare else 0.02)
+    assert found.spare == pytest.approx(spare, abs=0.05)
     assert (found.kl > 0.1) == (0 not in kept)
 
 

@@ -137,7 +137,7 @@ class Progress:
     """Share of images whose prediction the mask leaves."""
     loss: float
     multiplier: float
-    """Mean of the multipliers lambda."""
+    """Mean of the multipliers lambda that are in use."""
     seconds: float
     restarts: int = 0
     """How often the training has started again so far."""

@@ -128,6 +128,8 @@ class GateLearner(loop.Learner[Progress]):
         s, vit = self.settings, self.vit
         self.seed = seed
         self.restarts += 1
+        self.first_images = vit.place(images_and_labels(next(epoch_of(self.loader, seed, 0)))[0])
+        """What the first mask is calibrated and every probe is made on."""
         self.network = gates = self._first_gates()
         self.joined = self.devices.joined(gates)
         self.multipliers = Multipliers(
@@ -160,9 +162,8 @@ class GateLearner(loop.Learner[Progress]):
                 )
             gates.load_state_dict(initial.gates.state_dict())
         elif s.calibrate is not None:
-            images, _ = images_and_labels(next(epoch_of(self.loader, self.seed, 0)))
             with vit.steady(), casting(vit, s.precision):
-                seen = observe(vit, vit.place(images))
+                seen = observe(vit, self.first_images)
             calibrate(gates, seen.h0, torch.stack(seen.states), s.calibrate)
         return gates
 
@@ -200,7 +201,7 @@ class GateLearner(loop.Learner[Progress]):
         if s.gates == "weighted":
             self._remember(k, told)
         if (index + 1) % EVERY == 0:
-            self._probe(index + 1, images, seen)
+            self._probe(index + 1)
         return told
 
     def _numbers(self, now: Sampled, clean: Tensor) -> Tensor:
@@ -211,11 +212,10 @@ class GateLearner(loop.Learner[Progress]):
         told = torch.stack([kl, now.log_keep.exp().mean(-1), agreed, now.loss])
         return self.devices.mean((told if self.settings.prices == 1 else told[:, ::2]).mean(1).float())
 
-    def _probe(self, step: int, images: Tensor, seen: Seen) -> None:
+    def _probe(self, step: int) -> None:
         """Look at the mask itself; a failure that lasts starts the training again, or is warned of once."""
-        s, vit = self.settings, self.vit
-        cast = partial(casting, vit, s.precision)
-        sums = probe_sums(self.network, vit, images, seen, s.margin, self.generator, cast)
+        s, vit, images = self.settings, self.vit, self.first_images
+        sums = probe_sums(self.network, vit, images, s.margin, self.generator, partial(casting, vit, s.precision))
         now = read_probe(self.devices.mean(sums.float()), len(images))
         failure = self.watch.add(step, now)
         if failure is None or failure in self.warned:
@@ -256,7 +256,8 @@ class GateLearner(loop.Learner[Progress]):
         self.done[2, k] += 1
 
     def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> Progress:
-        multiplier = torch.stack([v.detach() for v in self.multipliers.values]).mean().item()
+        moving = self.multipliers.values[-1:] if self.settings.gates == "all" else self.multipliers.values
+        multiplier = torch.stack([v.detach() for v in moving]).mean().item()
         return Progress(step, steps, **means, multiplier=multiplier, seconds=seconds, restarts=self.restarts)
 
     def state(self) -> Parts:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.targets import kl_divergence
-from patchlight.trained.diffmask.gates import Gates, Seen, aggregate, masked_logits
+from patchlight.trained.diffmask.gates import Gates, aggregate, masked_logits, observe
 
 EVERY = 50
 """Steps between two probes."""
@@ -20,6 +20,8 @@ FIRST = 200
 """Steps before a probe counts: many trainings begin by opening or shutting every gate."""
 LONGEST = 1000
 """Steps after which a failure that lasts is one, however long the training is."""
+TRIES = 4
+"""Kept patches of an image that a probe tries to mask, one at a time."""
 SPARE = 0.1
 """The share of images with a spare patch above which too much is kept."""
 FALL = 0.02
@@ -37,14 +39,14 @@ FAILURES = {
 
 @dataclass(frozen=True)
 class Probe:
-    """The mask of all gates on a batch, means over its images."""
+    """The mask of all gates on the batch that is probed, means over its images."""
 
     kl: float
     error: float
     """The standard error of `kl`."""
     kept: float
     spare: float
-    """The share of images that stay within the margin when one kept patch, chosen at random, is masked as well."""
+    """The share of images on which one of a few kept patches, chosen at random, can be masked within the margin."""
 
     def failure(self, margin: float) -> str | None:
         """Which of `FAILURES` this mask shows."""
@@ -66,20 +68,24 @@ def probe_sums(
     gates: Gates,
     vit: Anatomy,
     images: Tensor,
-    seen: Seen,
     margin: float,
     generator: torch.Generator,
     cast: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """Means over a batch of KL, its square, the kept share and spare patches, for `read_probe`: two masked forwards."""
-    kept = aggregate(gates.locations(seen.h0, torch.stack(seen.states))) > 0.5
-    chance = torch.rand(kept.shape, generator=generator, device=kept.device).masked_fill(~kept, -1.0)
-    fewer = kept.scatter(1, chance.argmax(1, keepdim=True), False)
+    """Means over a batch of KL, its square, the kept share and images with a spare patch, for `read_probe`.
+
+    One clean forward, and one masked forward for the mask and for each try.
+    """
     with cast():
-        kl, without = (
-            mask_divergence(gates, vit, images, seen.h0, seen.logits, mask).double() for mask in (kept, fewer)
-        )
-    spare = (without <= margin) & kept.any(1)
+        seen = observe(vit, images)
+        kept = aggregate(gates.locations(seen.h0, torch.stack(seen.states))) > 0.5
+        chance = torch.rand(kept.shape, generator=generator, device=kept.device).masked_fill(~kept, -1.0)
+        kl = mask_divergence(gates, vit, images, seen.h0, seen.logits, kept).double()
+        spare = torch.zeros(len(images), dtype=torch.bool, device=kept.device)
+        for patch in chance.topk(min(TRIES, chance.shape[1])).indices.T[..., None]:
+            fewer = kept.scatter(1, patch, False)
+            without = mask_divergence(gates, vit, images, seen.h0, seen.logits, fewer)
+            spare |= (without <= margin) & (fewer != kept).any(1)
     return torch.stack([kl, kl**2, kept.double().mean(1), spare.double()]).mean(1)
 
 
