@@ -23,7 +23,15 @@ from patchlight.trained.diffmask.watch import Probe, Watch, probe_sums, read_pro
 from patchlight.trained.loop import fresh_seed
 from tests.trained.toys import batches, pictures, toy
 
-SHORT: dict[str, Any] = {"steps": 60, "batch_size": 4, "warmup": 0, "log_every": 5, "calibrate": None, "finish": 0}
+SHORT: dict[str, Any] = {
+    "steps": 60,
+    "batch_size": 4,
+    "warmup": 0,
+    "log_every": 5,
+    "calibrate": None,
+    "finish": 0,
+    "baseline_rate": 1e-9,
+}
 TRAIN = sys.modules["patchlight.trained.diffmask.train"]
 
 
@@ -59,11 +67,11 @@ def rows(folder: Path) -> list[dict[str, str]]:
 @pytest.mark.usefixtures("first_is_shut")
 def test_a_training_that_fails_starts_again_and_says_so(tmp_path: Path) -> None:
     told: list[Progress] = []
-    with pytest.warns(TrainingWarning, match=r"step 20: everything is masked .* starts again with seed \d+"):
+    with pytest.warns(TrainingWarning, match=r"step 20: the mask loses the output .* starts again with seed \d+"):
         dm = pl.diffmask.train(toy(), batches(), Settings(**SHORT), told.append, tmp_path / "dm")
     (failed,) = dm.about["result"]["failed_attempts"]
     assert (failed["seed"], failed["step"]) == (0, 20)
-    assert failed["reason"].startswith("everything is masked and the output is lost (kept 0.0%")
+    assert failed["reason"].startswith("the mask loses the output (kept 0.0%")
     assert dm.about["result"]["restarts"] == 1
     assert json.loads((tmp_path / "dm" / "diffmask.json").read_text())["about"]["result"]["failed_attempts"] == [failed]
     assert [now.restarts for now in told] == [0] * 3 + [1] * 12
@@ -131,7 +139,9 @@ def test_a_training_that_does_not_fail_is_unchanged_to_the_bit(monkeypatch: pyte
 
 
 def test_what_counts_as_a_failure() -> None:
-    assert Probe(kl=0.5, error=0.1, kept=0.0, spare=0.0).failure(0.1) == "everything"
+    assert Probe(kl=0.5, error=0.1, kept=0.0, spare=0.0).failure(0.1) == "lost"
+    assert Probe(kl=4.5, error=0.5, kept=0.1, spare=0.1).failure(0.1) == "lost"
+    assert Probe(kl=0.9, error=0.1, kept=0.1, spare=0.1).failure(0.1) is None, "it may still fall"
     assert Probe(kl=0.05, error=0.1, kept=0.0, spare=0.0).failure(0.1) is None, "nothing was needed"
     assert Probe(kl=0.0, error=0.0, kept=1.0, spare=1.0).failure(0.1) == "nothing"
     assert Probe(kl=0.01, error=0.01, kept=0.6, spare=0.2).failure(0.1) == "stuck"
@@ -153,6 +163,10 @@ def test_a_failure_must_last_without_progress() -> None:
     assert follow.add(800, Probe(0.01, 0.0, 0.5, 0.3)) is None, "less is kept: it goes on"
     assert follow.add(1000, Probe(0.01, 0.0, 0.49, 0.3)) is None
     assert follow.add(1050, Probe(0.01, 0.0, 0.49, 0.3)) == "stuck"
+    assert follow.add(1100, Probe(6.0, 0.1, 0.2, 0.0)) is None
+    assert follow.add(1300, Probe(5.5, 0.1, 0.1, 0.0)) is None, "the divergence falls"
+    assert follow.add(1500, Probe(5.4, 0.1, 0.0, 0.0)) is None
+    assert follow.add(1550, Probe(5.4, 0.1, 0.0, 0.0)) == "lost"
 
 
 @pytest.mark.parametrize(("kept", "spare"), [([0], 0.0), ([0, 5], 1.0), ([5], 0.0), ([], 0.0)])

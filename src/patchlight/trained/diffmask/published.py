@@ -153,7 +153,7 @@ def _multipliers(shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Te
 class _Storage(NamedTuple):
     dtype: torch.dtype
     key: str
-    count: int
+    length: int
 
 
 class _Stored(NamedTuple):
@@ -299,9 +299,9 @@ def _stored(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> _St
 def _tensor(archive: _Archive, name: str, where: _Stored) -> Tensor:
     """A tensor of the zip file, after a check that all of it is there."""
     count, storage = math.prod(where.shape), where.storage
-    if where.strides != _contiguous(where.shape) or where.offset + count > storage.count:
+    if where.strides != _contiguous(where.shape) or where.offset + count > storage.length:
         raise PatchlightError(f"'{archive.path}' is damaged: '{name}' does not lie within its storage")
-    size = storage.count * storage.dtype.itemsize
+    size = storage.length * storage.dtype.itemsize
     data = bytearray(archive.read(f"data/{storage.key}", size))
     if len(data) != size:
         raise PatchlightError(f"'{archive.path}' is damaged: '{name}' declares {size} bytes and has {len(data)}")

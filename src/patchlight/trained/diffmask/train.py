@@ -53,8 +53,8 @@ def train(
 
     Minimise what is kept subject to KL(p_clean || p_masked) <= m: with lambda_k of the last gate k used,
     loss = penalty + lambda_k (KL - m). A step is two forwards and one backward of the model. A training that fails
-    (all or nothing is masked, or patches that do not matter stay kept) starts again with a fresh seed, at most
-    `settings.restarts` times; the explainer's `about["result"]["failed_attempts"]` lists what happened. Under
+    (the output is lost, nothing is masked, or patches that do not matter stay kept) starts again with a fresh seed, at
+    most `settings.restarts` times; the explainer's `about["result"]["failed_attempts"]` lists what happened. Under
     `accelerate launch` every process takes its share of the batches.
 
     Args:

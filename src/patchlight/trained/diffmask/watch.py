@@ -24,12 +24,12 @@ TRIES = 4
 """Kept patches of an image that a probe tries to mask, one at a time."""
 SPARE = 0.1
 """The share of images with a spare patch above which too much is kept."""
-FALL = 0.02
-"""By how much the kept share must fall to count as progress."""
+FALL = 0.05
+"""The part by which the kept share, or a divergence that is too high, must fall to count as progress."""
 
 FAILURES = {
-    "everything": "everything is masked and the output is lost: lower gate_rate and baseline_rate (the wider the "
-    "model, the lower), or raise beta or calibrate, or lambda_start",
+    "lost": "the mask loses the output: lower gate_rate and baseline_rate (the wider the model, the lower), or raise "
+    "beta or calibrate, or lambda_start",
     "nothing": "nothing is masked: lower beta or calibrate, raise margin, or lower lambda_start",
     "stuck": "patches that do not matter stay kept though the divergence is far below the margin: raise floor, or "
     "lower alpha or lambda_start",
@@ -50,8 +50,8 @@ class Probe:
 
     def failure(self, margin: float) -> str | None:
         """Which of `FAILURES` this mask shows."""
-        if self.kept < 0.01 and self.kl > 2 * margin:
-            return "everything"
+        if self.kl - 2 * self.error > 10 * margin or (self.kept < 0.01 and self.kl > 2 * margin):
+            return "lost"
         if self.kept > 0.99:
             return "nothing"
         return "stuck" if self.kl + 2 * self.error < margin / 2 and self.spare > SPARE else None
@@ -97,22 +97,23 @@ def read_probe(means: Tensor, images: int) -> Probe:
 class Watch:
     """Follows the probes of one training.
 
-    A failure counts once it has lasted for a fifth of the training, at least 200 steps and at most 1,000, in which the
-    kept share did not fall.
+    A failure counts once it has lasted for a fifth of the training, at least 200 steps and at most 1,000, in which what
+    should fall (the divergence of a mask that loses the output, else the kept share) did not.
     """
 
     def __init__(self, margin: float, warmup: int, steps: int) -> None:
         self.margin, self.first = margin, max(2 * warmup, FIRST)
         self.patience = min(max(FIRST, steps // 5), LONGEST)
         self.state = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64)
-        """The failure that the last probes show (its place in FAILURES, or -1), since which step, and what was kept."""
+        """The failure that the last probes show (its place in FAILURES, or -1), since when, and what should fall."""
 
     def add(self, step: int, probe: Probe) -> str | None:
         """Take in the probe of a step; returns the failure that has lasted too long, if there is one."""
         name = probe.failure(self.margin) if step >= self.first else None
-        kind, since, kept = self.state.tolist()
+        kind, since, before = self.state.tolist()
         found = -1 if name is None else list(FAILURES).index(name)
-        if found != kind or probe.kept < kept - FALL:
-            self.state = torch.tensor([found, step, probe.kept], dtype=torch.float64)
+        level = probe.kl if name == "lost" else probe.kept
+        if found != kind or level < (1 - FALL) * before:
+            self.state = torch.tensor([found, step, level], dtype=torch.float64)
             return None
         return name if step - since >= self.patience else None
