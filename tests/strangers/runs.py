@@ -14,6 +14,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -417,7 +418,8 @@ def a_counting_task_that_is_not_passed_exits_with_3(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         missed = counting_task.Verdict("diffmask", 0.5, 0.25, 0.5, False)
-        patch.setattr(counting_task, "run", lambda *args: [missed])
+        explainer = SimpleNamespace(about={"result": {}})
+        patch.setattr(counting_task, "run", lambda *args: SimpleNamespace(verdicts=[missed], explainer=explainer))
         command("diffmask", "counting", "--out", str(folder), code=3, says=("exact on 50.0% of the grids",))
 
 

@@ -12,6 +12,7 @@ from patchlight.errors import PatchlightError
 
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
+    from patchlight.specs import ModelSpec
     from patchlight.trained.recipe import TrainingRecipe
     from patchlight.trained.settings import Training
 
@@ -50,7 +51,6 @@ def recipe_of(
     beside: dict[str, Any],
 ) -> R:
     """The recipe, if one was given, with what was given beside it; `said` is about the model, `beside` all else."""
-    from patchlight.anatomy.preprocessing import as_spec
     from patchlight.recipes import parse_as, read_text
     from patchlight.trained.recipe import data_at
 
@@ -61,10 +61,21 @@ def recipe_of(
     held = recipe.held_out if held_out is None else data_at(held_out, recipe.held_out)
     if held is not None and not held.path:
         held = held.model_copy(update={"path": images.path})
-    prepared = None if said["preprocess"] is None else as_spec(said["preprocess"])
-    asked = recipe.model.other(model, _text(weights), _text(labels), **{**said, "preprocess": prepared})
+    asked = model_spec(model, weights, labels, said, recipe.model)
     others = {key: value for key, value in beside.items() if value is not None}
     return recipe.model_copy(update={"model": asked, "data": images, "held_out": held, **others})
+
+
+def model_spec(
+    model: str | None, weights: Path | None, labels: Path | None, said: dict[str, Any], base: ModelSpec | None = None
+) -> ModelSpec:
+    """The model that the options name, else `base`, else the bundled one."""
+    from patchlight.anatomy.preprocessing import as_spec
+    from patchlight.specs import ModelSpec
+
+    prepared = None if said["preprocess"] is None else as_spec(said["preprocess"])
+    first = ModelSpec(name="pocket") if base is None else base
+    return first.other(model, _text(weights), _text(labels), **{**said, "preprocess": prepared})
 
 
 def loaders(recipe: TrainingRecipe, vit: Anatomy, settings: Training, workers: int) -> tuple[Any, Any]:

@@ -23,9 +23,17 @@ from patchlight.figures.sheet import COLUMN, Cell, Row, line, pictures, tidy
 from patchlight.methods.requests import refusal, resolve
 from patchlight.metrics.perturbation import Direction, Points
 from patchlight.progress import telling
-from patchlight.trained.diffmask.counting_task import SIZES, Preset, Size, counter, judge, loader_of, train_counter
+from patchlight.trained.diffmask.counting_task import (
+    SIZES,
+    Size,
+    SizeName,
+    counter,
+    gate_settings,
+    judge,
+    loader_of,
+    train_counter,
+)
 from patchlight.trained.diffmask.gates import DiffMask, load
-from patchlight.trained.diffmask.settings import Settings
 from patchlight.trained.diffmask.train import train
 from patchlight.viz.heat import Scale, blend
 
@@ -180,8 +188,8 @@ def read_counting(folder: str | Path, size: Size = SIZES["small"]) -> Counting:
 
 def make_counting(size: Size, seed: int = 0, progress: Any = True) -> Counting:
     """Both trained on the spot."""
-    settings = Settings.preset(seed=seed, **size.settings)
-    most = size.vit_steps + int(size.settings["steps"])
+    settings = gate_settings(size, seed=seed)
+    most = size.vit_steps + size.steps
     with telling(progress, "training on the counting task") as tell:
         vit = train_counter(size, seed, tell=lambda step, right: tell(step, most))
         loader = loader_of(counting_grids(6000, seed, "train"), settings.batch_size)
@@ -189,7 +197,7 @@ def make_counting(size: Size, seed: int = 0, progress: Any = True) -> Counting:
     return Counting(vit, explainer)
 
 
-TINY = Size(32, 2, 2, 2e-3, 64, 1500, {"steps": 300})
+TINY = Size(32, 2, 2, 2e-3, 64, 1500, 300)
 """A counting task that is learnt in seconds."""
 
 
@@ -205,18 +213,18 @@ def counting(
     columns: Count = 6,
     grids: Count = 100,
     folder: str | None = None,
-    preset: Preset = "small",
+    size: SizeName = "small",
     tiny: bool = False,
 ) -> Figure:
     """Maps of held-out grids of the counting task, and the share of `grids` of them on which a threshold is exact.
 
     The model and the images given are not used: a ViT is trained to count, and DiffMask beside it, unless `folder` has
-    what `patchlight diffmask counting --preset PRESET --out FOLDER` left (`tiny`: a smaller task, done in seconds).
+    what `patchlight diffmask counting --size SIZE --out FOLDER` left (`tiny`: a smaller task, done in seconds).
     """
     task = (
-        read_counting(folder, SIZES[preset])
+        read_counting(folder, SIZES[size])
         if folder
-        else make_counting(TINY if tiny else SIZES[preset], drawing.seed, drawing.progress)
+        else make_counting(TINY if tiny else SIZES[size], drawing.seed, drawing.progress)
     )
     held = counting_grids(grids, drawing.seed, "test")
     asked = {OURS: {"method": "diffmask", "explainer": task.explainer}, **RIVALS}

@@ -50,10 +50,18 @@ def append_metrics(path: Path, row: Mapping[str, float]) -> None:
         file.write(",".join(f"{value:.6g}" for value in row.values()) + "\n")
 
 
-def cut_metrics(path: Path, step: int) -> None:
+def cut_metrics(path: Path, step: int, restarts: int = 0) -> None:
     """Drop what was reported after the checkpoint, and a line that was cut short."""
     if not path.is_file():
         return
     head, *rows = path.read_text(encoding="utf-8").splitlines()
-    whole = [r for r in rows if r.count(",") == head.count(",") and float(r.split(",")[0]) <= step]
-    write_whole(path, ("\n".join([head, *whole]) + "\n").encode())
+    names = head.split(",")
+
+    def is_before(row: str) -> bool:
+        values = dict(zip(names, row.split(","), strict=False))
+        if len(values) < len(names):
+            return False
+        attempt = int(values.get("restarts", 0))
+        return attempt < restarts or (attempt == restarts and float(values["step"]) <= step)
+
+    write_whole(path, ("\n".join([head, *filter(is_before, rows)]) + "\n").encode())

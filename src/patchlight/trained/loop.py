@@ -1,7 +1,7 @@
-"""The loop of every training: it can be killed at any moment and goes on where it was.
+"""The loop of every training: it can be killed at any moment and resumes where it was.
 
-A learner's draws are functions of the seed and the step alone, so a checkpoint holds weights and optimiser, no random
-state.
+A learner's samples are functions of the seed and the step alone, so a checkpoint holds weights and optimiser, no random
+state. A training that has failed starts again with a seed that is a function of the first one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchlight.errors import PatchlightError
+from patchlight.errors import PatchlightError, TrainingWarning, warn
 from patchlight.extras import missing_extra
 from patchlight.files import check_writable
 from patchlight.progress import Progress, Tell, telling
@@ -33,6 +34,10 @@ Report = TypeVar("Report", bound="DataclassInstance")
 """How far a training is: numbers, `step`, `steps` and `seconds` among them."""
 
 
+class Diverged(Exception):
+    """A training has failed, with the reason; raised by `Learner.step` to start again with a fresh seed."""
+
+
 class Learner(ABC, Generic[Report]):
     """What is trained: a network beside a frozen model, and all that moves with it."""
 
@@ -45,6 +50,10 @@ class Learner(ABC, Generic[Report]):
     @abstractmethod
     def step(self, batch: Any, index: int) -> Tensor:
         """Forward, backward and optimiser for a batch, `index` batches after the first; the numbers of `columns`."""
+
+    def start(self, seed: int) -> None:
+        """Begin again from this seed; only for a learner whose `step` raises `Diverged`."""
+        raise NotImplementedError
 
     @abstractmethod
     def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> Report:
@@ -72,6 +81,7 @@ def run(
 ) -> dict[str, Any]:
     """Take all steps, from the checkpoint in `out` on where there is one; returns the last report, by name.
 
+    Where a training started again, `failed_attempts` beside it lists the seed, the step and the reason of each failure.
     `progress` is as in `explain`, of steps, called `words` where it is shown. `out` gets `checkpoint.safetensors` and
     `metrics.csv`, and TensorBoard's files where they are wanted.
     """
@@ -81,12 +91,17 @@ def run(
         loop.resume(out, resume)
     with telling(progress if devices.main else False, words) as tell:
         loop.go(tell)
-    return loop.last
+    return {**loop.last, **({"failed_attempts": loop.failed} if loop.failed else {})}
 
 
 def count_steps(settings: Training, loader: Iterable[Any]) -> int:
     """How many steps a training takes in all."""
     return settings.steps or math.ceil(settings.epochs * length_of(loader))
+
+
+def fresh_seed(seed: int, restarts: int) -> int:
+    """The seed of a training that has started again so often; before that, its own."""
+    return int(np.random.default_rng([seed, restarts, 11]).integers(2**31)) if restarts else seed
 
 
 class _Loop(Generic[Report]):
@@ -108,32 +123,53 @@ class _Loop(Generic[Report]):
         self.window: list[Tensor] = []
         """What the steps since the last report returned."""
         self.last: dict[str, Any] = {}
-        self.began = time.monotonic()
+        self.failed: list[dict[str, Any]] = []
+        """The attempts before this one: seed, step and reason."""
+        self.began = self.saved_at = time.monotonic()
+
+    @property
+    def seed(self) -> int:
+        return fresh_seed(self.settings.seed, len(self.failed))
 
     def go(self, tell: Tell) -> None:
         """All steps from where the run stands."""
-        every, saved_at = self.settings.checkpoint_steps, time.monotonic()
         while self.step < self.steps:
-            epoch = self.step // self.epoch_length if self.epoch_length else 0
-            position = epoch * self.epoch_length
-            for batch in epoch_of(self.loader, self.settings.seed, epoch):
-                position += 1
-                if position <= self.step:
-                    continue
-                self.window.append(self.learner.step(batch, self.step))
-                self.step += 1
-                tell(self.step, self.steps)
-                if self.step % self.settings.log_every == 0 or self.step == self.steps:
-                    self._report()
-                due = time.monotonic() - saved_at > 60 * self.settings.checkpoint_minutes
-                if due or self.step == self.steps or (every is not None and self.step % every == 0):
-                    self._save()
-                    saved_at = time.monotonic()
-                if self.step == self.steps:
-                    return
-            if position == epoch * self.epoch_length:
-                raise PatchlightError("the loader gave no batch; give one that can be walked once for each epoch")
-            self.epoch_length = position if not self.epoch_length else self.epoch_length
+            try:
+                self._epoch(tell)
+            except Diverged as failure:
+                self._restart(str(failure))
+
+    def _epoch(self, tell: Tell) -> None:
+        """The steps that are left of an epoch."""
+        every = self.settings.checkpoint_steps
+        epoch = self.step // self.epoch_length if self.epoch_length else 0
+        position = epoch * self.epoch_length
+        for batch in epoch_of(self.loader, self.seed, epoch):
+            position += 1
+            if position <= self.step:
+                continue
+            self.window.append(self.learner.step(batch, self.step))
+            self.step += 1
+            tell(self.step, self.steps)
+            if self.step % self.settings.log_every == 0 or self.step == self.steps:
+                self._report()
+            due = time.monotonic() - self.saved_at > 60 * self.settings.checkpoint_minutes
+            if due or self.step == self.steps or (every is not None and self.step % every == 0):
+                self._save()
+            if self.step == self.steps:
+                return
+        if position == epoch * self.epoch_length:
+            raise PatchlightError("the loader gave no batch; give one that can be walked once for each epoch")
+        self.epoch_length = position if not self.epoch_length else self.epoch_length
+
+    def _restart(self, reason: str) -> None:
+        """Begin again at step 0 with the next seed; the checkpoint records it."""
+        self.failed.append({"seed": self.seed, "step": self.step + 1, "reason": reason})
+        warn(f"step {self.step + 1}: {reason}; training starts again with seed {self.seed}", TrainingWarning)
+        self.learner.start(self.seed)
+        self.step, self.last = 0, {}
+        self.window.clear()
+        self._save()
 
     def _report(self) -> None:
         means = self._finite_means()
@@ -167,10 +203,10 @@ class _Loop(Generic[Report]):
         if self.devices.main:
             told = torch.stack(self.window) if self.window else torch.empty(0, len(self.learner.columns))
             about = {"step": self.step, "settings": self.settings.fixed(), "epoch": self.epoch_length}
-            about["last"] = self.last or None
+            about |= {"last": self.last or None, "failed_attempts": self.failed}
             parts = {**self.learner.state(), "window": {"told": told}}
             write_checkpoint(self.out / "checkpoint.safetensors", about, parts)
-        self.saved = self.step
+        self.saved, self.saved_at = self.step, time.monotonic()
 
     def resume(self, out: Path, wanted: bool) -> None:
         """Take up the checkpoint in `out`, where there is one."""
@@ -183,6 +219,9 @@ class _Loop(Generic[Report]):
         if mine != theirs:
             other = ", ".join(sorted(k for k in mine if mine[k] != theirs.get(k)))
             raise PatchlightError(f"'{out}' holds a run with another {other}; choose another folder, or do not resume")
+        self.failed = about.get("failed_attempts", [])
+        if self.failed:
+            self.learner.start(self.seed)
         try:
             self.learner.restore(parts)
         except (KeyError, RuntimeError) as error:
@@ -192,7 +231,7 @@ class _Loop(Generic[Report]):
         self.step = self.saved = int(about["step"])
         self.epoch_length = int(about["epoch"])
         self.last = about["last"] or {}
-        cut_metrics(metrics, self.step)
+        cut_metrics(metrics, self.step, len(self.failed))
 
 
 def _tensorboard(out: Path, row: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import patchlight as pl
 from patchlight.cli import app
 from patchlight.errors import PatchlightError
+from patchlight.trained.diffmask import Settings
 from patchlight.trained.diffmask.recipe import read_recipe
 
 FEW = ["--set", "steps=2", "--set", "batch_size=2", "--set", "log_every=1"]
@@ -65,6 +66,7 @@ def test_train_then_explain(folder: Path, tmp_path: Path) -> None:
         (["--data", "FOLDER", "--set", "batch_size=64"], "fewer than one batch of 64"),
         (["--data", "FOLDER/cat"], "fewer than one batch of 32"),
         (["--data", "FOLDER", "--preset", "papr"], "no DiffMask preset"),
+        (["--data", "FOLDER", "--preset", "code"], "no DiffMask preset is called 'code'"),
         (["--data", "FOLDER", "--initial", "nowhere"], "no DiffMask explainer"),
     ],
 )
@@ -87,7 +89,11 @@ def test_recipes_are_valid(tmp_path: Path) -> None:
     cifar = read_recipe("diffmask-cifar10")
     assert cifar.training(seed=3).seed == 3
     assert cifar.model.name == "pocket"
+    paper = cifar.training("paper", precision="full")
+    assert paper == Settings.preset("paper"), "a preset given beside a recipe wins over its settings"
+    assert cifar.training("default").steps == cifar.training().steps == 3000
     imagenet = read_recipe("diffmask-imagenet").training()
+    assert imagenet.penalty == "count"
     assert (imagenet.alpha, imagenet.gate_rate, imagenet.baseline_rate, imagenet.lambda_rate) == (20, 1e-5, 5e-3, 0.15)
     (tmp_path / "bad.toml").write_text("[modle]\nname = 'x'\n")
     with pytest.raises(PatchlightError, match="line 1: there is no key 'modle'; did you mean 'model'"):

@@ -1,11 +1,13 @@
 """VISION DIFFMASK: gates trained beside a frozen Vision Transformer that keep the few patches its output depends on.
 
-`train` makes an explainer, `DiffMask.save` and `load` keep it, and method `diffmask` explains with it.
+`train` makes an explainer and `import_gates` reads a published one, `DiffMask.save` and `load` keep it, and method
+`diffmask` explains with it.
 """
 
 from patchlight.errors import TrainingWarning
 from patchlight.trained.diffmask.gates import DiffMask, load
+from patchlight.trained.diffmask.published import import_gates
 from patchlight.trained.diffmask.settings import Progress, Settings
 from patchlight.trained.diffmask.train import train
 
-__all__ = ["DiffMask", "Progress", "Settings", "TrainingWarning", "load", "train"]
+__all__ = ["DiffMask", "Progress", "Settings", "TrainingWarning", "import_gates", "load", "train"]

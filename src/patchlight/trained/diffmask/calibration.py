@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.targets import kl_divergence
-from patchlight.trained.diffmask.gates import Gates, aggregate, masked_logits, observe
+from patchlight.trained.diffmask.gates import Gates, aggregate, observe
+from patchlight.trained.diffmask.watch import mask_divergence
 
 
 def calibrate(gates: Gates, h0: Tensor, states: Tensor, share: float) -> float:
@@ -66,8 +66,7 @@ def finish(
         for images, h0, logits, u in seen:
             kept = aggregate(u + shift) > 0.5
             with cast():
-                masked = masked_logits(vit, images, torch.where(kept[..., None], h0, gates.baseline.to(h0)))
-            kl = kl_divergence(logits, masked, vit.outputs).double()
+                kl = mask_divergence(gates, vit, images, h0, logits, kept).double()
             sums += torch.stack([torch.ones_like(kl), kl, kl**2, kept.double().mean(1)]).sum(1)
         count, kl_sum, squares, share = sums.tolist()
         mean = kl_sum / count

@@ -28,7 +28,7 @@ from patchlight.trained.diffmask.gates import DiffMask
 from patchlight.trained.diffmask.settings import Callback, Settings
 from patchlight.trained.diffmask.train import train
 
-Preset = Literal["small", "paper"]
+SizeName = Literal["small", "base"]
 METHODS: dict[str, dict[str, Any]] = {
     name: {}
     for name in ("gradcam", "rollout", "transatt", "genatt", "tis", "vit-cx", "decompx.skipplus", "tokentm", "random")
@@ -39,7 +39,7 @@ ENOUGH = 0.95
 
 @dataclass(frozen=True)
 class Size:
-    """A size of the task: the ViT, how it is trained, and how DiffMask is."""
+    """A size of the task: the ViT, how it is trained, and how many steps our default takes on it."""
 
     width: int
     depth: int
@@ -47,13 +47,23 @@ class Size:
     rate: float
     batch: int
     vit_steps: int
-    settings: dict[str, Any]
+    steps: int
 
 
 SIZES: dict[str, Size] = {
-    "small": Size(64, 4, 4, 1e-3, 64, 2000, {"steps": 1200}),
-    "paper": Size(768, 12, 12, 5e-5, 64, 4000, {"steps": 2000}),
+    "small": Size(64, 4, 4, 1e-3, 64, 2000, 1200),
+    "base": Size(768, 12, 12, 5e-5, 64, 4000, 2000),
 }
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "paper": {"steps": 3750},
+    "authors": {"steps": 7500, "batch_size": 8, "gates": "weighted"},
+}
+"""The published schedule of this task: 100 epochs of 600 grids, as the text and as the released checkpoint have it."""
+
+
+def gate_settings(size: Size, preset: str = "default", **changes: Any) -> Settings:
+    """How the gates of a preset are trained on this task."""
+    return Settings.preset(preset, **{**SCHEDULES.get(preset, {"steps": size.steps}), **changes})
 
 
 @dataclass(frozen=True)
@@ -186,9 +196,18 @@ def verdicts(
     return rows
 
 
+@dataclass(frozen=True)
+class Counted:
+    """The verdicts, DiffMask's first, and the explainer."""
+
+    verdicts: list[Verdict]
+    explainer: DiffMask
+
+
 def run(
     out: str | Path,
-    preset: Preset = "small",
+    size: str = "small",
+    preset: str = "default",
     seed: int = 0,
     device: str = "cpu",
     distractors: int = 5,
@@ -196,28 +215,41 @@ def run(
     tell: Callable[[str], None] = lambda words: None,
     callback: Callback | None = None,
     changes: Mapping[str, Any] | None = None,
-) -> list[Verdict]:
-    """Train the ViT and DiffMask, judge all methods on held-out grids; writes weights, explainer and table to `out`."""
+) -> Counted:
+    """Train the ViT and DiffMask and judge all methods on held-out grids.
+
+    Args:
+        out: Folder for the ViT, the explainer and the table.
+        size: `small`, or `base` for the paper's ViT-Base.
+        preset: The preset of `Settings` by which the gates are trained.
+        seed: Seed of the grids, the ViT and the gates.
+        device: Where both are trained.
+        distractors: Colours besides red.
+        grids: Held-out grids to judge on.
+        tell: Called with a line about each stage.
+        callback: Called with the `Progress` of the gates.
+        changes: Settings of the gates that differ from the preset.
+    """
     from safetensors.torch import save
 
-    if preset not in SIZES:
-        raise PatchlightError(f"no size of the counting task is called '{preset}'; give {' or '.join(SIZES)}")
-    out, size = Path(out), SIZES[preset]
+    if size not in SIZES:
+        raise PatchlightError(f"no size of the counting task is called '{size}'; give {' or '.join(SIZES)}")
+    settings = gate_settings(SIZES[size], preset, **{"seed": seed, **(changes or {})})
+    out = Path(out)
     tell("training the ViT")
     vit = train_counter(
-        size, seed, device, distractors, lambda step, right: tell(f"ViT step {step}: {right:.1%} right")
+        SIZES[size], seed, device, distractors, lambda step, right: tell(f"ViT step {step}: {right:.1%} right")
     )
     weights = {name: value.cpu().contiguous() for name, value in vit.model.state_dict().items()}
     write_whole(out / "vit.safetensors", save(weights))
     tell("training DiffMask")
-    settings = Settings.preset(seed=seed, **{**size.settings, **(changes or {})})
     loader = loader_of(counting_grids(6000, seed, "train", distractors), settings.batch_size, device)
     explainer = train(vit, loader, settings, callback, out / "diffmask", resume=False)
     held = counting_grids(grids, seed, "test", distractors)
     rows = verdicts(vit, explainer, held, seed=seed, tell=lambda name: tell(f"judging {name}"))
     write_whole(out / "verdicts.json", json.dumps([asdict(r) for r in rows], indent=1).encode() + b"\n")
     write_whole(out / "verdicts.md", table(rows).encode())
-    return rows
+    return Counted(rows, explainer)
 
 
 def table(rows: list[Verdict]) -> str:

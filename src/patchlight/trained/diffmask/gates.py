@@ -25,7 +25,7 @@ class Gates(nn.Module):
     """L + 2 gates u_i = alpha tanh(W2 tanh(W1 [h_0; h_i] + c1) + c2) + beta_i, and the baseline b.
 
     h_0 are the projected patches, h_1 .. h_L what enters the blocks, h_{L+1} what leaves the last. W1 [2D, D/4] and W2
-    [D/4, 1] are weight-normalised; beta_i is learned. Prefix tokens have no gate: they are never masked.
+    [D/4, 1] are weight-normalised; beta_i is learned or constant. Prefix tokens have no gate: they are never masked.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Gates(nn.Module):
         alpha: float = 15.0,
         beta: float = 8.0,
         learn_baseline: bool = True,
+        learn_beta: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Gates(nn.Module):
         self.v2, self.g2 = nn.Parameter(v2), nn.Parameter(v2.norm(dim=-1, keepdim=True))
         self.c1 = nn.Parameter(drawn(count, 1, hidden, fan_in=2 * width))
         self.c2 = nn.Parameter(drawn(count, 1, 1, fan_in=hidden))
-        self.beta = nn.Parameter(torch.full((count,), float(beta)))
+        self.beta = nn.Parameter(torch.full((count,), float(beta)), requires_grad=learn_beta)
         b = torch.randn(width, generator=generator) / math.sqrt(width) if learn_baseline else torch.zeros(width)
         self.baseline = nn.Parameter(b, requires_grad=learn_baseline)
 

@@ -12,32 +12,39 @@ from torch.nn import functional as F
 
 from patchlight.trained.optimiser import Lookahead
 
-Penalty = Literal["keep", "log-keep"]
-Update = Literal["ascent", "code"]
+Penalty = Literal["log-keep", "count"]
+Update = Literal["ascent", "descent"]
 
 
 def penalty(log_keep: Tensor, kind: Penalty = "log-keep", floor: float = 0.0) -> Tensor:
-    """How much is kept [B], from sum_i log P(z_i != 0) [B,P].
+    """How much is kept [B], from sum_i log P(z_i != 0) [B,P]; k = prod_i P(z_i != 0) is its exponential.
 
-    `keep` is the expected share of patches, the mean of k = prod_i P(z_i != 0), whatever the floor. `log-keep` is the
-    mean of log(floor + k); the released code has no floor. Without one, patches that are long shut draw all of the
-    gradient and those that are wide open get none.
+    `count` is the paper's L0, the expected number of patches that are not masked: the sum of k over patches, whatever
+    the floor. `log-keep` is the mean of log(floor + k); the released code has no floor. Without one, patches that are
+    long shut take all of the gradient and patches that are wide open get none.
     """
-    if kind == "keep":
-        return log_keep.exp().mean(-1)
+    if kind == "count":
+        return log_keep.exp().sum(-1)
     if floor > 0:
         log_keep = F.softplus(log_keep - math.log(floor)) + math.log(floor)
     return log_keep.mean(-1)
 
 
 class Multipliers:
-    """One Lagrange multiplier lambda_k per last gate k, between bounds.
+    """One Lagrange multiplier lambda_k per last gate k, between bounds (`high` None: no upper one).
 
-    `ascent`: Adam's step up the Lagrangian. `code`: Adam's step down it, what the released code does.
+    `ascent`: Adam's step up the Lagrangian. `descent`: Adam's step down it, what the released code does.
     """
 
     def __init__(
-        self, count: int, start: float, low: float, high: float, rate: float, update: Update, device: torch.device
+        self,
+        count: int,
+        start: float,
+        low: float,
+        high: float | None,
+        rate: float,
+        update: Update,
+        device: torch.device,
     ) -> None:
         self.values = [torch.nn.Parameter(torch.tensor(float(start), device=device)) for _ in range(count)]
         self.low, self.high = low, high

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from patchlight.recipes import parse_as, read_text
-from patchlight.trained.diffmask.settings import Settings
+from patchlight.trained.diffmask.settings import PRESETS, Settings
 from patchlight.trained.recipe import TrainingRecipe
 
 
@@ -17,9 +17,9 @@ class DiffMaskRecipe(TrainingRecipe):
     initial: str | None = None
     """An explainer whose gates training begins with."""
 
-    def training(self, **changes: Any) -> Settings:
-        """The settings, with these of them changed."""
-        return Settings.preset(self.preset, **{**self.settings, **changes})
+    def training(self, preset: str | None = None, **changes: Any) -> Settings:
+        """The settings; a preset given here wins over the recipe's preset and settings, and `changes` over all."""
+        return Settings.preset(preset or self.preset, **{**self.settings, **PRESETS.get(preset or "", {}), **changes})
 
 
 def read_recipe(given: str | Path) -> DiffMaskRecipe:

@@ -1,7 +1,8 @@
-"""How DiffMask is trained: the settings with their presets, and what a training tells about itself."""
+"""How DiffMask is trained: the settings with their presets, and what a training reports."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -14,75 +15,113 @@ from patchlight.trained.settings import Positive, Training, read_settings
 
 
 class Settings(Training):
-    """How DiffMask is trained. The defaults are ours, made to converge from most seeds; `preset` gives the paper's."""
+    """How DiffMask is trained. The defaults are ours; `Settings.preset` has the paper's text and the released code."""
 
-    free: ClassVar[frozenset[str]] = Training.free | {"finish"}
+    free: ClassVar[frozenset[str]] = Training.free | {"finish", "restarts"}
 
     alpha: Positive = 15.0
+    """Scale of the linear stretch u = alpha tanh(...) + beta."""
     beta: float = 8.0
+    """Shift of the linear stretch, before `calibrate`."""
+    learn_beta: bool = True
+    """Train one beta per gate, as the released code does; False keeps it constant, as the paper's text does."""
     calibrate: Annotated[float, Field(gt=0, lt=1)] | None = 0.8
-    """Shift beta so that this share of the first batch is kept at the start; None takes `beta` as it is."""
+    """Shift beta so that this share of the first batch is kept at the start; None leaves `beta` as it is."""
     baseline: Literal["learned", "zero"] = "learned"
+    """What replaces a masked patch: a learned vector, or zeros."""
     margin: Positive = 0.1
     """m: the divergence allowed."""
     penalty: Penalty = "log-keep"
-    """Of what is kept: the mean over patches of log(floor + k), or of k itself, with k = prod_i P(z_i != 0)."""
+    """`count`: the paper's L0, the sum over patches of k = prod_i P(z_i != 0). `log-keep`: mean of log(floor + k)."""
     floor: Annotated[float, Field(ge=0, lt=1)] = 1e-3
-    """With 0, as in the released code, patches that are shut are pushed on and so ordered further, but at times some
-    that do not matter stay open for good. Of no use with `keep`."""
+    """For `log-keep`. With 0, as in the released code, shut patches are pushed further and so ordered, but some patches
+    that do not matter can stay open for good."""
     gates: Literal["half", "prefix", "weighted", "all"] = "half"
-    """The gates a batch uses: `prefix` 0 .. k for a random k, `weighted` the same with gates that are done drawn less,
-    `all` all of them, as an explanation does; `half` is all of them for half of the batches, else a prefix."""
+    """The gates a batch uses: `all` as in the paper's text, `prefix` 0 .. k for a random k as in the released code,
+    `weighted` the same with finished gates sampled less often, `half` all of them for half of the batches."""
     lambda_update: Update = "ascent"
+    """The direction in which lambda moves along the Lagrangian: `ascent`, or the released code's `descent`."""
     lambda_start: Positive = 5.0
+    """First value of every lambda."""
     lambda_low: Annotated[float, Field(ge=0)] = 0.5
-    lambda_high: Positive = 200.0
+    """Lower bound of lambda."""
+    lambda_high: Positive | None = 200.0
+    """Upper bound of lambda; None for no bound."""
     lambda_rate: Positive = 0.3
+    """Adam's learning rate of lambda."""
     prices: Annotated[float, Field(ge=1)] = 10.0
     """Every second image is trained at another price: lambda times a factor from 1/prices to prices, and its gates
     shifted with it. So u grades patches by the price at which they are kept, and no gate stays shut. 1: one price."""
     gate_rate: Positive | None = None
+    """Adam's learning rate of the gates; by default 5e-4 up to a width of 256, times (256 / width)^2 beyond."""
     baseline_rate: Positive | None = None
-    """By default 5e-4 and 1e-2 up to a width of 256, and (256 / width)^2 of that beyond: the more inputs a gate has,
-    the further a step of Adam moves it, and at 768 the full rates mask everything."""
+    """Adam's learning rate of the baseline; by default 1e-2, scaled in the same way."""
     warmup: Annotated[int, Field(ge=0)] = 100
+    """Steps over which both rates rise from 0."""
     finish: Annotated[int, Field(ge=0)] = 8
-    """Batches on which beta is set at the end: raised, where need be, until the patches above 0.5 alone keep the mean
-    divergence, and two standard errors more, within the margin. 0 leaves beta as trained."""
+    """Batches on which beta is set at the end: raised, where necessary, until the patches above 0.5 alone keep the mean
+    divergence, plus two standard errors, within the margin. 0 leaves beta as trained."""
+    restarts: Annotated[int, Field(ge=0)] = 2
+    """How often a training that has failed may start again with a fresh seed."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if not self.lambda_low <= self.lambda_start <= self.lambda_high:
-            bounds = f"from lambda_low={self.lambda_low:g} to lambda_high={self.lambda_high:g}"
+        high = math.inf if self.lambda_high is None else self.lambda_high
+        if not self.lambda_low <= self.lambda_start <= high:
+            bounds = f"from lambda_low={self.lambda_low:g} to lambda_high={high:g}"
             raise ValueError(f"lambda_start={self.lambda_start:g} is not {bounds}")
         return self
 
     def rates(self, width: int) -> tuple[float, float]:
-        """Adam's rates of the gates and of the baseline, for a model of this width."""
+        """Adam's rates of the gates and of the baseline, for a model of this width.
+
+        The more inputs a gate has, the further a step of Adam moves it; at a width of 768 the full rates mask all.
+        """
         scale = min(1.0, (256 / width) ** 2)
         return self.gate_rate or 5e-4 * scale, self.baseline_rate or 1e-2 * scale
 
     @staticmethod
     def preset(name: str = "default", **changes: Any) -> Settings:
-        """`default`; `paper`: the published rates and ascent; `code`: what the released code does."""
+        """`default`: ours; `paper`: the paper's text; `authors`: the code that the authors released."""
         if name not in PRESETS:
             raise PatchlightError(f"no DiffMask preset is called '{name}'; {nearest(name, PRESETS)}")
         return read_settings(Settings, "DiffMask", {**PRESETS[name], **changes}, REMOVED)
 
 
-_PAPER: dict[str, Any] = {
+_PUBLISHED: dict[str, Any] = {
+    "steps": None,
     "calibrate": None,
-    "floor": 0.0,
-    "prices": 1.0,
-    "finish": 0,
-    "gates": "prefix",
     "lambda_start": 20.0,
     "lambda_low": 0.0,
+    "prices": 1.0,
     "gate_rate": 2e-5,
     "baseline_rate": 1e-3,
-    "warmup": 1200,
+    "finish": 0,
+    "restarts": 0,
 }
-PRESETS: dict[str, dict[str, Any]] = {"default": {}, "paper": _PAPER, "code": {**_PAPER, "lambda_update": "code"}}
+"""What the text and the released code have in common."""
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "paper": {
+        **_PUBLISHED,
+        "epochs": 25,
+        "batch_size": 16,
+        "learn_beta": False,
+        "penalty": "count",
+        "gates": "all",
+        "lambda_high": None,
+        "warmup": 0,
+    },
+    "authors": {
+        **_PUBLISHED,
+        "epochs": 20,  # of the command in their README; the default of their parser is 5
+        "batch_size": 32,
+        "floor": 0.0,
+        "gates": "prefix",
+        "lambda_update": "descent",
+        "warmup": 1200,
+    },
+}
 REMOVED = {"normalise", "clip"}
 
 
@@ -98,8 +137,10 @@ class Progress:
     """Share of images whose prediction the mask leaves."""
     loss: float
     multiplier: float
-    """Mean of the multipliers lambda."""
+    """Mean of the multipliers lambda that are in use."""
     seconds: float
+    restarts: int = 0
+    """How often the training has started again so far."""
 
 
 Callback = Callable[[Progress], None]

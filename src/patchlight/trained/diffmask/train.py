@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,15 @@ from patchlight.trained.batches import check_data, epoch_of, images_and_labels
 from patchlight.trained.checkpoint import Parts
 from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask.calibration import Finish, calibrate, finish
-from patchlight.trained.diffmask.gates import DiffMask, Gates, masked_logits, new_gates, observe, why_not
+from patchlight.trained.diffmask.gates import DiffMask, Gates, Seen, masked_logits, new_gates, observe, why_not
 from patchlight.trained.diffmask.objective import Multipliers, penalty
 from patchlight.trained.diffmask.settings import Callback, Progress, Settings
+from patchlight.trained.diffmask.watch import EVERY, FAILURES, Watch, probe_sums, read_probe
 from patchlight.trained.optimiser import Lookahead
 from patchlight.trained.precision import training
 
 SLOPE = 0.4 / math.log(10)
 """How many alphas a factor e of the price shifts the gates: 0.4 for a factor of ten."""
-LATE = 1000
-"""Steps by which something must be masked: many runs begin by opening every gate."""
 LAST_EPOCH = 2**31
 """The order of batches from which the last calibration takes its own."""
 
@@ -52,12 +52,22 @@ def train(
     """Train gates for a frozen model on batches of images, or of (images, labels): labels are only checked.
 
     Minimise what is kept subject to KL(p_clean || p_masked) <= m: with lambda_k of the last gate k used,
-    loss = penalty + lambda_k (KL - m). A step is two forwards and one backward of the model. With `out`, checkpoints
-    and `metrics.csv` go there, and a run that was killed goes on from its last checkpoint to the same weights. At the
-    end beta is set so that KL <= m holds for the mask itself, on `finish` batches of `held_out`, images the model was
-    not trained on (without it, of the training images, on which a model is surer and the divergence smaller). `initial`
-    are gates to begin with. `progress` is as in `explain`, of steps; `callback` gets the numbers. Under
+    loss = penalty + lambda_k (KL - m). A step is two forwards and one backward of the model. A training that fails
+    (the output is lost, nothing is masked, or patches that do not matter stay kept) starts again with a fresh seed, at
+    most `settings.restarts` times; the explainer's `about["result"]["failed_attempts"]` lists what happened. Under
     `accelerate launch` every process takes its share of the batches.
+
+    Args:
+        vit: The model; it stays as it is.
+        loader: Batches in model space; it is walked once per epoch.
+        settings: How to train; `Settings()` by default.
+        callback: Called with a `Progress` every `log_every` steps.
+        out: Folder for the explainer, its checkpoints and `metrics.csv`; a killed run resumes to the same weights.
+        initial: An explainer whose gates training begins with.
+        resume: Whether to resume a run that lies in `out`.
+        held_out: Images the model was not trained on, for the last calibration; by default the training images, on
+            which a model is surer and the divergence smaller.
+        progress: As in `explain`, counted in steps.
     """
     vit = wrap(vit)
     settings = (settings or Settings()).decided(vit)
@@ -83,6 +93,16 @@ def train(
     return explainer
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """A batch under sampled masks: the Lagrangian and its parts [B], sum_i log P(z_i != 0) [B,P], and the logits."""
+
+    loss: Tensor
+    kl: Tensor
+    log_keep: Tensor
+    logits: Tensor
+
+
 class GateLearner(loop.Learner[Progress]):
     """Gates, their multipliers, and what moves both."""
 
@@ -98,10 +118,20 @@ class GateLearner(loop.Learner[Progress]):
         devices: Devices,
         initial: DiffMask | None = None,
     ) -> None:
-        s = settings
-        self.vit, self.settings, self.devices = vit, settings, devices
-        self.network = gates = self._first_gates(loader, initial)
-        self.joined = devices.joined(gates)
+        self.vit, self.loader, self.settings, self.devices, self.initial = vit, loader, settings, devices, initial
+        self.generator = torch.Generator(vit.device)
+        self.restarts = -1
+        self.start(settings.seed)
+
+    def start(self, seed: int) -> None:
+        """New gates and optimisers; every call after the first is a restart."""
+        s, vit = self.settings, self.vit
+        self.seed = seed
+        self.restarts += 1
+        self.first_images = vit.place(images_and_labels(next(epoch_of(self.loader, seed, 0)))[0])
+        """What the first mask is calibrated and every probe is made on."""
+        self.network = gates = self._first_gates()
+        self.joined = self.devices.joined(gates)
         self.multipliers = Multipliers(
             gates.count, s.lambda_start, s.lambda_low, s.lambda_high, s.lambda_rate, s.lambda_update, vit.device
         )
@@ -115,14 +145,15 @@ class GateLearner(loop.Learner[Progress]):
             group["initial_lr"] = group["lr"]
         adam = torch.optim.Adam([g for g in groups if g["params"]], fused=vit.device.type == "cuda")
         self.optimiser = Lookahead(adam, names)
-        self.generator = torch.Generator(vit.device)
         self.done = torch.zeros(3, gates.count)
         """By gate: running agreement and kept share, and how often it was drawn; `weighted` draws read them."""
+        self.watch = Watch(s.margin, s.warmup, loop.count_steps(s, self.loader))
         self.warned: set[str] = set()
 
-    def _first_gates(self, loader: Iterable[Any], initial: DiffMask | None) -> Gates:
-        s, vit = self.settings, self.vit
-        gates = new_gates(vit, s.seed, alpha=s.alpha, beta=s.beta, learn_baseline=s.baseline == "learned")
+    def _first_gates(self) -> Gates:
+        s, vit, initial = self.settings, self.vit, self.initial
+        options = {"learn_baseline": s.baseline == "learned", "learn_beta": s.learn_beta}
+        gates = new_gates(vit, self.seed, alpha=s.alpha, beta=s.beta, **options)
         if initial is not None:
             if (initial.gates.count, initial.gates.width) != (gates.count, gates.width):
                 raise PatchlightError(
@@ -131,42 +162,69 @@ class GateLearner(loop.Learner[Progress]):
                 )
             gates.load_state_dict(initial.gates.state_dict())
         elif s.calibrate is not None:
-            images, _ = images_and_labels(next(epoch_of(loader, s.seed, 0)))
             with vit.steady(), casting(vit, s.precision):
-                seen = observe(vit, vit.place(images))
+                seen = observe(vit, self.first_images)
             calibrate(gates, seen.h0, torch.stack(seen.states), s.calibrate)
         return gates
+
+    def sampled(self, images: Tensor, seen: Seen, k: int, uniform: Tensor, price: Tensor) -> Sampled:
+        """The objective of a batch: penalty + lambda_k price (KL - m), image by image, with the gates 0 .. k.
+
+        `uniform` [k+1,B,P] in (0, 1) are the samples of the gates, `price` [B] the logarithms of the images' prices.
+        """
+        vit, s = self.vit, self.settings
+        patches, log_keep = self.joined(seen.h0, torch.stack(seen.states[: k + 1]), uniform, price * (s.alpha * SLOPE))
+        with casting(vit, s.precision):
+            logits = masked_logits(vit, images, patches)
+        kl = kl_divergence(seen.logits, logits, vit.outputs)
+        cost = penalty(log_keep, s.penalty, s.floor)
+        loss = torch.addcmul(cost, self.multipliers[k] * price.exp(), kl - s.margin)
+        return Sampled(loss, kl, log_keep, logits)
 
     def step(self, batch: Any, index: int) -> Tensor:
         vit, s = self.vit, self.settings
         images = vit.place(images_and_labels(batch)[0])
-        rng = np.random.default_rng([s.seed, index])
+        rng = np.random.default_rng([self.seed, index])
         k = self.draw(rng)
         generator = self.generator.manual_seed(int(rng.integers(2**62)) + self.devices.rank)
         self.optimiser.set_rates(min(1.0, (index + 1) / s.warmup) if s.warmup else 1.0)
         with casting(vit, s.precision):
             seen = observe(vit, images)
         uniform = torch.rand(k + 1, *seen.h0.shape[:2], generator=generator, device=vit.device, dtype=seen.h0.dtype)
-        price = self._prices(len(images), generator)
-        patches, log_keep = self.joined(seen.h0, torch.stack(seen.states[: k + 1]), uniform, price * (s.alpha * SLOPE))
-        with casting(vit, s.precision):
-            logits = masked_logits(vit, images, patches)
-        kl = kl_divergence(seen.logits, logits, vit.outputs)
-        cost = penalty(log_keep, s.penalty, s.floor)
-        weight = self.multipliers[k] * price.exp()
-        loss = torch.addcmul(cost, weight, kl - s.margin)
-        self.devices.backward(loss.mean())
+        now = self.sampled(images, seen, k, uniform, self._prices(len(images), generator))
+        self.devices.backward(now.loss.mean())
         self.optimiser.step()
         self.optimiser.adam.zero_grad(set_to_none=True)
         with torch.no_grad():
-            same = (logits > 0) == (seen.logits > 0) if vit.outputs.alone else logits.argmax(1) == seen.logits.argmax(1)
-            agreed = same.view(len(same), -1).to(kl).mean(1)
-            told = torch.stack([kl, penalty(log_keep, "keep"), agreed, loss])
-            told = self.devices.mean((told if s.prices == 1 else told[:, ::2]).mean(1).float())
+            told = self._numbers(now, seen.logits)
             self.multipliers.step(k, told[0], s.margin)
         if s.gates == "weighted":
             self._remember(k, told)
+        if (index + 1) % EVERY == 0:
+            self._probe(index + 1)
         return told
+
+    def _numbers(self, now: Sampled, clean: Tensor) -> Tensor:
+        """What `columns` names: means over the images at the plain price."""
+        logits, kl = now.logits, now.kl
+        same = (logits > 0) == (clean > 0) if self.vit.outputs.alone else logits.argmax(1) == clean.argmax(1)
+        agreed = same.view(len(same), -1).to(kl).mean(1)
+        told = torch.stack([kl, now.log_keep.exp().mean(-1), agreed, now.loss])
+        return self.devices.mean((told if self.settings.prices == 1 else told[:, ::2]).mean(1).float())
+
+    def _probe(self, step: int) -> None:
+        """Look at the mask itself; a failure that lasts starts the training again, or is warned of once."""
+        s, vit, images = self.settings, self.vit, self.first_images
+        sums = probe_sums(self.network, vit, images, s.margin, self.generator, partial(casting, vit, s.precision))
+        now = read_probe(self.devices.mean(sums.float()), len(images))
+        failure = self.watch.add(step, now)
+        if failure is None or failure in self.warned:
+            return
+        numbers = f"kept {now.kept:.1%}, KL {now.kl:.3g}"
+        if self.restarts < s.restarts:
+            raise loop.Diverged(f"{FAILURES[failure].partition(':')[0]} ({numbers})")
+        self.warned.add(failure)
+        warn(f"step {step}: {FAILURES[failure]} ({numbers})", TrainingWarning)
 
     def _prices(self, count: int, generator: torch.Generator) -> Tensor:
         """The logarithm of every image's price [B]: 0 for the even ones, uniform for the odd."""
@@ -198,28 +256,9 @@ class GateLearner(loop.Learner[Progress]):
         self.done[2, k] += 1
 
     def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> Progress:
-        multiplier = torch.stack([v.detach() for v in self.multipliers.values]).mean().item()
-        now = Progress(step, steps, **means, multiplier=multiplier, seconds=seconds)
-        self.warn(now)
-        return now
-
-    def warn(self, now: Progress) -> None:
-        """Tell, once each, of the two ways in which training fails."""
-        if now.step < max(2 * self.settings.warmup, 200):
-            return
-        told = {
-            "everything": now.kept < 0.01 and now.kl > 2 * self.settings.margin,
-            "nothing": now.kept > 0.99 and now.step >= min(now.steps / 3, LATE),
-        }
-        advice = {
-            "everything": "everything is masked and the output is lost: lower gate_rate and baseline_rate (the wider "
-            "the model, the lower), or raise beta or calibrate, or lambda_start",
-            "nothing": "nothing is masked: lower beta or calibrate, raise margin, or lower lambda_start",
-        }
-        for name in (n for n, is_so in told.items() if is_so and n not in self.warned):
-            self.warned.add(name)
-            share = f"kept {now.kept:.1%}, KL {now.kl:.3g}"
-            warn(f"step {now.step}: {advice[name]} ({share})", TrainingWarning)
+        moving = self.multipliers.values[-1:] if self.settings.gates == "all" else self.multipliers.values
+        multiplier = torch.stack([v.detach() for v in moving]).mean().item()
+        return Progress(step, steps, **means, multiplier=multiplier, seconds=seconds, restarts=self.restarts)
 
     def state(self) -> Parts:
         return {
@@ -227,6 +266,7 @@ class GateLearner(loop.Learner[Progress]):
             "optimiser": self.optimiser.state(),
             "multipliers": self.multipliers.state(),
             "draws": {"done": self.done},
+            "watch": {"state": self.watch.state},
         }
 
     def restore(self, parts: Parts) -> None:
@@ -234,6 +274,7 @@ class GateLearner(loop.Learner[Progress]):
         self.optimiser.restore(parts["optimiser"])
         self.multipliers.restore(parts["multipliers"])
         self.done = parts["draws"]["done"]
+        self.watch.state = parts["watch"]["state"]
 
     def finish(self, loader: Iterable[Any]) -> Finish | None:
         """The last calibration, which the checkpoint does not hold: a longer run goes on from gates as trained.
