@@ -13,9 +13,12 @@ from patchlight.bench.local import run
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import override, parse
 from patchlight.cli import app
+from patchlight.cli.common import of_model
+from patchlight.cli.training import recipe_of
 from patchlight.data import open_data, read_list
 from patchlight.errors import PatchlightError
-from patchlight.trained.recipe import data_at, open_images
+from patchlight.trained.recipe import open_images
+from patchlight.trained.shapley.recipe import ShapleyRecipe
 from tests.bench.small import cells, pictures, text
 
 NAMES = ["a/0.png", "a/1.png", "b/0.png", "7", "b/c d.jpg"]
@@ -136,8 +139,10 @@ def test_a_list_given_with_a_recipe_takes_the_place_of_its_choice(tmp_path: Path
 def test_a_training_takes_a_list(tmp_path: Path) -> None:
     import patchlight as pl
 
-    spec = data_at(f"folder:{pictures(tmp_path / 'images', 4)}").with_list(str(written(tmp_path, "2\n0\n")))
-    assert open_images(spec, pl.load("pocket")).names == ["2.png", "0.png"]
+    data, file = f"folder:{pictures(tmp_path / 'images', 4)}", str(written(tmp_path, "2\n0\n"))
+    given = recipe_of(ShapleyRecipe, None, data, file, None, None, None, None, of_model(None, False, False), {})
+    assert given.data is not None
+    assert open_images(given.data, pl.load("pocket")).names == ["2.png", "0.png"]
 
 
 def asked(*words: object) -> tuple[int, str]:
@@ -159,6 +164,10 @@ def test_lists_at_the_command_line(tmp_path: Path) -> None:
     code, out = asked("bench", "plan", tmp_path / "recipe.toml", "--list", file, "--json")
     assert code == 0, out
     assert json.loads(out)["images"] == 2
+    job = ("--out", tmp_path / "run", "--array", 2, "--time", "1h")
+    code, out = asked("bench", "slurm", tmp_path / "recipe.toml", "--list", file, *job)
+    assert code == 0, out
+    assert f"--list {file}" in " ".join(out.replace("\\\n", " ").split())
     figure = ("figure", "skipplus-2", "--images", images, "--set", "shown=2", "--out", tmp_path / "fig.png")
     code, out = asked(*figure, "--image-list", file)
     assert code == 0, out
