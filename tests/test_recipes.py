@@ -101,11 +101,11 @@ def test_bench_list() -> None:
     assert rows["tis-table-3"] == {
         "name": "tis-table-3",
         "paper": recipe.paper,
-        "measures": ["pointing-game"],
+        "measures": ["pointing-game", "sparseness"],
         "models": {label: model.name for label, model in recipe.models.items()},
         "data": "imagenet",
         "methods": len(recipe.methods),
-        "metrics": 1,
+        "metrics": 2,
     }
 
 

@@ -25,6 +25,10 @@ from patchlight.trained.recipe import data_at
 from tests.bench.small import pictures, recipe, text, units
 
 
+def numbered(count: int) -> list[str]:
+    return [f"{i}.png" for i in range(count)]
+
+
 @pytest.mark.parametrize(
     ("about", "expected"),
     [
@@ -36,28 +40,49 @@ from tests.bench.small import pictures, recipe, text, units
         ({"skip": 2, "images": 2}, [2, 4]),
         ({"skip": 2, "images": 3, "pick": "first"}, [2, 3, 4]),
         ({"skip": 4, "images": 3, "pick": "random"}, [4, 5]),
+        ({"list": "some"}, [5, 1, 4, 0]),
+        ({"list": "some", "skip": 1}, [1, 4, 0]),
+        ({"list": "some", "every": 2}, [5, 4]),
+        ({"list": "some", "images": 2}, [5, 4]),
+        ({"list": "some", "images": 2, "pick": "first"}, [5, 1]),
+        ({"list": "some", "images": 9, "pick": "random"}, [5, 1, 4, 0]),
     ],
 )
-def test_which_images(about: dict[str, Any], expected: list[int]) -> None:
-    assert list(DataSpec(kind="folder", **about).chosen(6)) == expected
+def test_which_images(
+    about: dict[str, Any], expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("some").write_text("5.png\n1.png\n4.png\n0.png\n", encoding="utf-8")
+    assert list(DataSpec(kind="folder", **about).chosen(numbered(6))) == expected
+
+
+def test_a_list_belongs_to_its_data(tmp_path: Path) -> None:
+    spec = DataSpec(kind="cifar10", list="mine.txt", skip=3, every=2, images=4)
+    assert spec.at("/x").list == spec.at("cifar10:/x").list == "mine.txt"
+    assert spec.at("pets:/x").list is None
+    other = spec.with_list("other.txt")
+    assert (other.list, other.skip, other.every, other.images) == ("other.txt", 0, 1, None)
+    (tmp_path / "two").write_text("3.png\n1.png\n", encoding="utf-8")
+    with pytest.raises(PatchlightError, match=r"no images in '.*two' behind the first 2"):
+        DataSpec(kind="folder", path="x", list=str(tmp_path / "two"), skip=2).chosen(numbered(5))
 
 
 def test_images_at_random_follow_the_seed() -> None:
     spec = DataSpec(kind="folder", images=10, skip=5, pick="random")
-    drawn = [list(spec.chosen(100, seed)) for seed in (0, 0, 1)]
+    drawn = [list(spec.chosen(numbered(100), seed)) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[0] == sorted(set(drawn[0]))
     assert all(5 <= i < 100 for i in drawn[0])
     with pytest.raises(PatchlightError, match="no images in 'x' behind the first 5"):
-        DataSpec(kind="folder", path="x", skip=5).chosen(5)
+        DataSpec(kind="folder", path="x", skip=5).chosen(numbered(5))
 
 
 def test_the_images_of_a_training_are_the_first_ones() -> None:
     cifar = read_recipe("diffmask-cifar10")
     assert cifar.data is not None
     assert cifar.held_out is not None
-    assert list(cifar.data.chosen(50_000)) == list(range(40_000))
-    assert list(cifar.held_out.chosen(10_000)) == list(range(1000, 1512))
+    assert list(cifar.data.chosen(numbered(50_000))) == list(range(40_000))
+    assert list(cifar.held_out.chosen(numbered(10_000))) == list(range(1000, 1512))
     assert (cifar.data.options, cifar.held_out.options) == ({"split": "train"}, {"split": "test"})
 
 

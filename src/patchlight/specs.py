@@ -130,14 +130,16 @@ class ModelSpec(Spec):
 class DataSpec(Spec):
     """The images: kind, path and options for `open_data`, and which of them.
 
-    The first `skip` are passed over, and of the others only `every` so many-th counts; of these, `images` are picked
-    `spread` evenly over the list, `first`, or at `random` (seeded). `stands_for` is the recipe's kind in whose place
-    the user gave this one.
+    `list` is a text file of names or indices, one per line; without it, all images in the data set's own order. The
+    other keys choose among these: the first `skip` are left out, then every `every`-th is taken, and of the rest
+    `images` are picked `spread` evenly, `first`, or at `random` (seeded). `stands_for` is the recipe's kind in whose
+    place the user gave this one.
     """
 
     kind: str
     path: str = ""
     options: dict[str, Any] = {}
+    list: str | None = None
     skip: Annotated[int, Field(strict=True, ge=0)] = 0
     every: Annotated[int, Field(strict=True, ge=1)] = 1
     images: Many | None = None
@@ -153,13 +155,19 @@ class DataSpec(Spec):
         return {name: value for name, value in self.options.items() if Path not in get_args(hints.get(name))}
 
     def at(self, given: str) -> DataSpec:
-        """The data at `DIR` or `KIND:DIR`."""
+        """The data at `DIR` or `KIND:DIR`. Another kind has neither these options nor this list of images."""
         from patchlight.data import KINDS
 
         kind, path = kind_and_path(given)
         if kind == "" or KINDS.find(kind) is KINDS.named(self.kind):
             return self.model_copy(update={"path": path})
-        return self.model_copy(update={"kind": kind, "path": path, "options": {}, "stands_for": self.kind})
+        return self.model_copy(
+            update={"kind": kind, "path": path, "options": {}, "list": None, "stands_for": self.kind}
+        )
+
+    def with_list(self, file: str) -> DataSpec:
+        """The images that a file lists, in place of those this chooses."""
+        return self.model_copy(update={"list": file, "skip": 0, "every": 1, "images": None})
 
     def check_given(self) -> None:
         """Refuse data of which nobody has said where they are."""
@@ -177,15 +185,21 @@ class DataSpec(Spec):
         self.check_given()
         return open_data(self.kind, self.path, **{**self.options, **options})
 
-    def chosen(self, total: int, seed: int = 0) -> Sequence[int]:
-        """Which of `total` images: all behind `skip` where `images` are not given, or there are no more than these."""
+    def chosen(self, names: Sequence[str], seed: int = 0) -> Sequence[int]:
+        """The indices of the images to use, out of all `names` of the data set.
+
+        All that `list`, `skip` and `every` leave are used where `images` is not given, or is larger.
+        """
         import torch
 
-        listed = range(self.skip, total, self.every)
+        from patchlight.data import read_list
+
+        every = range(len(names)) if self.list is None else read_list(self.list, names)
+        listed = every[self.skip :: self.every]
         left = len(listed)
         if left < 1:
-            skipped = f" behind the first {self.skip}" if total else ""
-            raise PatchlightError(f"there are no images in '{self.path}'{skipped}")
+            skipped = f" behind the first {self.skip}" if every else ""
+            raise PatchlightError(f"there are no images in '{self.list or self.path}'{skipped}")
         count = left if self.images is None else min(self.images, left)
         if self.pick == "random" and count < left:
             drawn = torch.randperm(left, generator=torch.Generator().manual_seed(seed))[:count]

@@ -36,7 +36,7 @@ class Cleaner:
     def paths(self) -> list[str]:
         """Paths the run is known to have, of data and models, and those of this process; the longest first."""
         recipe = self.manifest.resolved
-        given = [recipe.data.path, os.getcwd(), os.path.expanduser("~")]
+        given = [recipe.data.path, recipe.data.list or "", os.getcwd(), os.path.expanduser("~")]
         for model in recipe.models.values():
             given += [model.weights or "", model.labels or "", *model.similar_to]
         every = {*given, *(os.path.abspath(path) for path in given if path)}

@@ -289,10 +289,11 @@ def as_planned(data: Data, images: Images) -> Data:
 
 def _chosen(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]]:
     """Indices of the images to use, and a note where there are fewer than asked for."""
-    chosen, wanted = recipe.data.chosen(len(data), recipe.seed), recipe.data.images
+    chosen, wanted = recipe.data.chosen(data.names, recipe.seed), recipe.data.images
     if wanted is None or len(chosen) == wanted:
         return chosen, []
-    return chosen, [f"{wanted} images were asked for; the data has {len(chosen)}, and all are used"]
+    where = "data" if recipe.data.list is None else "list"
+    return chosen, [f"{wanted} images were asked for; the {where} has {len(chosen)}, and all are used"]
 
 
 def _missing(recipe: Recipe, known: Sequence[set[str]]) -> list[str]:

@@ -153,6 +153,7 @@ def override(
     weights: Sequence[str] = (),
     data: str | None = None,
     images: int | None = None,
+    listed: str | None = None,
     quick: bool = False,
     seed: int | None = None,
     target: str | None = None,
@@ -163,13 +164,14 @@ def override(
     """The recipe with a user's own models, data and sizes.
 
     A model is `LABEL=NAME`, and stands for the recipe's model of that label; of a recipe with one model, `NAME` will
-    do. Weights belong to the models in order, else to the recipe's own. `data` is `DIR` or `KIND:DIR`. `settings` are
-    further settings of methods and metrics, by label. `about` has labels and preprocessing, which belong to the models
-    as weights do, and `flags` what holds for all of them.
+    do. Weights belong to the models in order, else to the recipe's own. `data` is `DIR` or `KIND:DIR`, and
+    `listed` a file of the images to use. `settings` are further settings of methods and metrics, by label. `about` has
+    labels and preprocessing, which belong to the models as weights do, and `flags` what holds for all of them.
     """
     recipe = quickened(recipe) if quick else recipe
     changes: dict[str, Any] = {"models": _models(recipe, models, {"weights": weights, **(about or {})}, flags or {})}
     source = recipe.data if data is None else recipe.data.at(data)
+    source = source if listed is None else source.with_list(listed)
     changes["data"] = source if images is None else source.model_copy(update={"images": images})
     if seed is not None:
         changes["seed"] = seed

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from patchlight.cli.common import Device, NoPretrained, Plugin, Sigmoid, progress, read_settings
+from patchlight.cli.common import Device, ImageList, NoPretrained, Plugin, Sigmoid, progress, read_settings
 from patchlight.cli.complete import complete_model, one_of
 from patchlight.cli.recipes import RecipeGiven
 
@@ -47,7 +47,7 @@ class Chosen:
         flags = {"sigmoid": given["sigmoid"] or None, "pretrained": False if given["no_pretrained"] else None}
         own = read_settings([*read.methods, *read.metrics], given["settings"] or [])
         models = given["model"] or (), given["weights"] or ()
-        sizes = {name: given[name] for name in ("data", "images", "quick", "seed", "target")}
+        sizes = {name: given[name] for name in ("data", "images", "listed", "quick", "seed", "target")}
         return override(read, *models, **sizes, settings=own, about=about, flags=flags), text
 
     @property
@@ -72,7 +72,7 @@ class Chosen:
         return found
 
 
-OPTIONS = {"settings": "--set"}
+OPTIONS = {"settings": "--set", "listed": "--list"}
 """Options that are not called as their parameters are."""
 
 
@@ -122,6 +122,7 @@ def _options(
     sigmoid: Sigmoid = False,
     no_pretrained: NoPretrained = False,
     data: Annotated[str | None, typer.Option(help="Folder of the data, or KIND:FOLDER.")] = None,
+    listed: ImageList = None,
     target: Annotated[
         str | None,
         typer.Option(help="Class to explain: label or prediction.", autocompletion=one_of("label", "prediction")),

@@ -68,6 +68,10 @@ Template = Annotated[str | None, typer.Option(help="What stands around each --te
 SimilarTo = Annotated[
     list[Path] | None, typer.Option(help="An image as a class: what is similar to it; repeatable.", metavar="IMAGE")
 ]
+ImageList = Annotated[
+    str | None,
+    typer.Option("--list", help="A text file of the images to use: names or indices, one per line.", metavar="FILE"),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …", autocompletion=one_of("cpu", "cuda", "mps"))]
 Seed = Annotated[int, typer.Option(help="Seed of everything drawn at random.")]
 Plugin = Annotated[
@@ -190,7 +194,13 @@ def load_model(
         return load(name, weights=weights, labels=labels, device=device, head=head, **given)
 
 
-def open_images(kind: str | None, paths: Sequence[Path], vit: Anatomy) -> Data:
+def open_images(kind: str | None, paths: Sequence[Path], vit: Anatomy, listed: str | None = None) -> Data:
+    """The images with what is known of them, or those of them that a file lists."""
+    data = _every_image(kind, paths, vit)
+    return data if listed is None else data.listed(listed)
+
+
+def _every_image(kind: str | None, paths: Sequence[Path], vit: Anatomy) -> Data:
     """The images with what is known of them; plain files and folders tell nothing but their images."""
     from patchlight.data import Data, Sample, open_data, takes_classes
     from patchlight.images import list_images, open_image

@@ -12,6 +12,7 @@ from patchlight.cli.common import (
     AsJson,
     Debug,
     Device,
+    ImageList,
     Labels,
     NoPretrained,
     Plugin,
@@ -62,6 +63,7 @@ def train(
     out: ExplainerFolder,
     recipe: RecipeGiven = None,
     data: TrainingData = None,
+    listed: ImageList = None,
     held_out: Annotated[
         str | None, typer.Option(help="Images the model was not trained on, to set beta by at the end.")
     ] = None,
@@ -90,7 +92,7 @@ def train(
             from patchlight.trained.diffmask.recipe import DiffMaskRecipe
 
             beside = {"initial": None if initial is None else str(initial)}
-            asked = recipe_of(DiffMaskRecipe, recipe, data, held_out, model, weights, labels, said, beside)
+            asked = recipe_of(DiffMaskRecipe, recipe, data, listed, held_out, model, weights, labels, said, beside)
             chosen = asked.training(preset, **read_settings(["train"], settings or [])["train"])
             with telling_warnings():
                 vit = asked.model.load(device)

@@ -15,6 +15,7 @@ from patchlight.cli.common import (
     AsJson,
     Debug,
     Device,
+    ImageList,
     Labels,
     Model,
     NoPretrained,
@@ -81,6 +82,7 @@ def evaluate(
             autocompletion=complete_kind,
         ),
     ] = None,
+    listed: ImageList = None,
     preset: Annotated[
         str | None, typer.Option(help="Preset of every metric, such as tis.", autocompletion=complete_preset)
     ] = None,
@@ -113,9 +115,11 @@ def evaluate(
         with progress("loading the model") as bar:
             said = of_model(preprocess, sigmoid, no_pretrained)
             vit = load_model(model, weights, labels, device, stage, head, **said)
-            shown = open_images(data, [images], vit)
+            shown = open_images(data, [images], vit, listed)
             if maps is not None:
                 saved = find_maps(maps, shown.names)
+                if listed is not None:
+                    saved = {name: saved[name] for name in shown.names if name in saved}
                 methods = methods or sorted({name for each in saved.values() for name in each})
                 shown = with_maps(shown, saved, methods, maps)
             else:

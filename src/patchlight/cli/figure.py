@@ -67,6 +67,12 @@ def figure(
             autocompletion=complete_kind,
         ),
     ] = None,
+    listed: Annotated[
+        str | None,
+        typer.Option(
+            "--image-list", help="A text file of the images to use: names or indices, one per line.", metavar="FILE"
+        ),
+    ] = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="Take this many of the images, evenly spread over them.")
     ] = None,
@@ -106,7 +112,7 @@ def figure(
             said = of_model(preprocess, sigmoid, no_pretrained)
             vit = load_model(model, weights, labels, device, stage, **said)
             second = None if other is None else load_model(other, other_weights, labels, device)
-            shown = _spread(open_images(data, images or _bundled(), vit), count)
+            shown = _spread(open_images(data, images or _bundled(), vit, listed), count)
             asked = None if target is None else read_class(target, vit)
         from patchlight.figures import draw
 

@@ -14,6 +14,7 @@ from patchlight.cli.common import (
     AsJson,
     Debug,
     Device,
+    ImageList,
     Labels,
     Model,
     NoPretrained,
@@ -50,6 +51,7 @@ def recommend(
             autocompletion=complete_kind,
         ),
     ] = None,
+    listed: ImageList = None,
     budget: Annotated[str, typer.Option(help="Time for everything, as 90s, 10m or 1h; loading counts.")] = "10m",
     out: Annotated[
         Path | None, typer.Option(help="Folder for the verdict (JSON, text, HTML) and the finished cells.")
@@ -104,7 +106,7 @@ def recommend(
         vit = load_model(model, weights, labels, device, stage, head, **said)
         verdict = race(
             vit,
-            open_images(kind, [path], vit),
+            open_images(kind, [path], vit, listed),
             budget=Clock(seconds, spent=time.monotonic() - begun),
             methods=asked["method"],
             metrics=asked["metric"],

@@ -10,6 +10,7 @@ from patchlight.cli.common import (
     AsJson,
     Debug,
     Device,
+    ImageList,
     Labels,
     NoPretrained,
     Plugin,
@@ -52,6 +53,7 @@ def train(
     out: ExplainerFolder,
     recipe: RecipeGiven = None,
     data: TrainingData = None,
+    listed: ImageList = None,
     held_out: Annotated[
         str | None, typer.Option(help="Images the model was not trained on, to measure the loss on at the end.")
     ] = None,
@@ -77,7 +79,9 @@ def train(
             from patchlight.trained.shapley import train as train_values
             from patchlight.trained.shapley.recipe import ShapleyRecipe
 
-            asked = recipe_of(ShapleyRecipe, recipe, data, held_out, model, weights, labels, said, {"preset": preset})
+            asked = recipe_of(
+                ShapleyRecipe, recipe, data, listed, held_out, model, weights, labels, said, {"preset": preset}
+            )
             chosen = asked.training(**read_settings(["train"], settings or [])["train"])
             with telling_warnings():
                 vit = asked.model.load(device)

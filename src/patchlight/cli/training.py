@@ -43,6 +43,7 @@ def recipe_of(
     kind: type[R],
     given: str | None,
     data: str | None,
+    listed: str | None,
     held_out: str | None,
     model: str | None,
     weights: Path | None,
@@ -58,6 +59,7 @@ def recipe_of(
     images = recipe.data if data is None else data_at(data, recipe.data)
     if images is None:
         raise PatchlightError("no data was given; name a folder of images or of CIFAR-10 with --data, or a --recipe")
+    images = images if listed is None else images.with_list(listed)
     held = recipe.held_out if held_out is None else data_at(held_out, recipe.held_out)
     if held is not None and not held.path:
         held = held.model_copy(update={"path": images.path})

@@ -13,6 +13,7 @@ from patchlight.data.base import Sources as Sources
 from patchlight.data.base import batches as batches
 from patchlight.data.base import labelled as labelled
 from patchlight.data.base import load_batch as load_batch
+from patchlight.data.base import read_list as read_list
 from patchlight.data.base import register_data as register_data
 from patchlight.data.datasets import from_dataset as from_dataset
 from patchlight.errors import PatchlightError, nearest

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
+from patchlight.errors import PatchlightError, nearest
 from patchlight.images import SUFFIXES, Preprocess, to_batch
 from patchlight.registry import Entry, Registry
 
@@ -99,6 +99,10 @@ class Data:
         if wrong is not None:
             raise PatchlightError(f"no sample {wrong} in data set '{self.name}'; it has 0 to {len(self) - 1}")
         return replace(self, names=[self.names[i] for i in chosen[::every]])
+
+    def listed(self, file: str | Path) -> Data:
+        """The samples that a file lists, in its order: see `read_list`."""
+        return self.select(read_list(file, self.names))
 
 
 @dataclass(frozen=True)
@@ -308,6 +312,64 @@ def read_pairs(path: Path) -> dict[str, str]:
             raise PatchlightError(f"line {number + 1} of '{path}' is '{line.strip()}'; write name,label")
         pairs[bare(name)] = label
     return pairs
+
+
+def read_list(file: str | Path, names: Sequence[str]) -> list[int]:
+    """The indices of the images that a file lists, in its order; `names` are all images of the data set.
+
+    A line is the name of an image or its index, its place among `names` from 0 on. A file has either names or indices:
+    indices where every line is a whole number, unless each of them is also a name. A name may be written without its
+    suffix or its folders where that leaves one image. Blank lines and lines that begin with # do not count, and a line
+    may begin with "- ", as in a YAML list.
+    """
+    path = Path(file)
+    every = ((number, line.strip()) for number, line in enumerate(read_text(path).split("\n"), 1))
+    lines = {number: line.removeprefix("- ").strip() for number, line in every if line and not line.startswith("#")}
+    if not lines:
+        raise PatchlightError(f"'{path}' lists no image; write one name or index per line")
+    numbers = all(line.isascii() and line.isdecimal() for line in lines.values())
+    find = _by_index(len(names)) if numbers and not set(lines.values()) <= set(names) else _by_name(names)
+    seen: dict[int, int] = {}
+    for number, line in lines.items():
+        try:
+            index = find(line)
+        except PatchlightError as error:
+            raise PatchlightError(f"'{path}', line {number}: {error}") from error
+        if index in seen:
+            raise PatchlightError(
+                f"'{path}', line {number}: '{line}' is on line {seen[index]} already; list each image once"
+            )
+        seen[index] = number
+    return list(seen)
+
+
+def _by_index(count: int) -> Callable[[str], int]:
+    def find(line: str) -> int:
+        index = int(line) if len(line) < 20 else count  # Python refuses to read numbers of thousands of digits
+        if index >= count:
+            raise PatchlightError(f"there is no image {line[:20]}; indices are 0 to {count - 1}")
+        return index
+
+    return find
+
+
+def _by_name(names: Sequence[str]) -> Callable[[str], int]:
+    exact = {name: index for index, name in enumerate(names)}
+    short: dict[str, list[int]] = {}
+    for name, index in exact.items():
+        for key in {bare(name), Path(name).name, bare(Path(name).name)}:
+            short.setdefault(key, []).append(index)
+
+    def find(line: str) -> int:
+        found = [exact[line]] if line in exact else short.get(line, [])
+        if not found:
+            raise PatchlightError(f"no image is called '{line}'; {nearest(line, names)}")
+        if len(found) > 1:
+            one, other = (names[index] for index in found[:2])
+            raise PatchlightError(f"'{line}' may be '{one}' or '{other}'; write the whole name")
+        return found[0]
+
+    return find
 
 
 def look_up(

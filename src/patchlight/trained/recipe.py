@@ -46,7 +46,7 @@ def open_images(spec: DataSpec, vit: Anatomy, seed: int = 0) -> Data:
     known = vit.outcomes
     if data.labels is not None and len(data.labels) > known:
         raise PatchlightError(f"'{spec.path}' has {len(data.labels)} classes, but {vit.name} has {known}")
-    return data.select(spec.chosen(len(data), seed))
+    return data.select(spec.chosen(data.names, seed))
 
 
 def _is_cifar10(path: Path) -> bool:
