@@ -29,7 +29,7 @@ CONFIG = {
     "classifier": "head",
 }
 NAMES = ("pocket_distilled", "pocket_pooled", "pocket_swin")
-default_cfgs = generate_default_cfgs({name: CONFIG for name in NAMES})
+default_cfgs = generate_default_cfgs(dict.fromkeys(NAMES, CONFIG))
 
 
 @register_model
