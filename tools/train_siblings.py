@@ -11,6 +11,7 @@ steps, so an interrupted run leaves something) and ``NAME.json`` with the test a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -41,6 +42,7 @@ from tools.train_pocket import (
 
 PLUGIN = Path(__file__).with_name("siblings.py")
 NAMES = ("pocket_distilled", "pocket_pooled", "pocket_swin")
+SAVE_EVERY = 50
 MATRICES = ("qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight")
 
 
@@ -110,47 +112,49 @@ def sibling_loss(logits: Tensor | tuple[Tensor, Tensor], answer: Tensor, target:
     return (labels + taught) / 2
 
 
-def train(
-    name: str, data: tuple[Tensor, Tensor, Tensor, Tensor], args: argparse.Namespace, out: Path
-) -> tuple[nn.Module, int]:
-    """Train one sibling, and return it with the number of steps."""
+def one_loss(model: nn.Module, teacher: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    """The loss on augmented images, forwards in bfloat16."""
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        with torch.no_grad():
+            answer = teacher(x).float()
+        logits = model(x)
+    single = isinstance(logits, Tensor)
+    return sibling_loss(logits.float() if single else (logits[0].float(), logits[1].float()), answer, target)
+
+
+def optimisers_of(model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the matrices inside the blocks, AdamW for the rest."""
+    inside = [p for key, p in model.named_parameters() if key.endswith(MATRICES)]
+    rest = [p for key, p in model.named_parameters() if not key.endswith(MATRICES)]
+    return (
+        torch.optim.Muon(inside, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, weight_decay=0.0),
+    )
+
+
+def train(name: str, data: tuple[Tensor, Tensor, Tensor, Tensor], args: argparse.Namespace, out: Path) -> int:
+    """Train one sibling into its file, and return the number of steps."""
     images, labels = data[:2]
     model, teacher = build(name, normalise(images[:256].cpu())).to(images.device), pocket.build().to(images.device)
     if hasattr(model, "set_distilled_training"):
         model.set_distilled_training(True)  # type: ignore[operator]
-    inside = [p for key, p in model.named_parameters() if key.endswith(MATRICES)]
-    rest = [p for key, p in model.named_parameters() if not key.endswith(MATRICES)]
-    optimisers = (
-        torch.optim.Muon(inside, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, weight_decay=0.0),
-    )
-    steps, step, began, total = max(1, round(args.epochs * len(images) / args.batch)), 0, time.perf_counter(), 0.0
-    while step < steps:
-        for x, target in batches(images, labels, args.batch):
-            model.train()
-            x, target = mix(augment(x, args.strength), target, mixup=0.1, cutmix=0.2)
-            with torch.autocast(x.device.type, dtype=torch.bfloat16):
-                with torch.no_grad():
-                    answer = teacher(x).float()
-                logits = model(x)
-            logits = logits.float() if isinstance(logits, Tensor) else tuple(one.float() for one in logits)
-            loss = sibling_loss(logits, answer, target)
-            loss.backward()
-            nn.utils.clip_grad_norm_(rest, 1.0)
-            for optimiser in optimisers:
-                warm, fall = (step + 1) / (0.1 * steps), 0.5 * (1 + math.cos(math.pi * step / steps))
-                optimiser.param_groups[0]["lr"] = args.lr * min(1.0, warm) * fall
-                optimiser.step()
-                optimiser.zero_grad()
-            step, total = step + 1, total + loss.item()
-            if step % 50 == 0 or step == steps:
-                right = accuracy(model, data[2][:1000], data[3][:1000], mixed_precision=True).float().mean().item()
-                seconds = time.perf_counter() - began
-                log(f"{name} step {step} of {steps} loss {total / step:.4f} test {right:.3f} {seconds:.0f} s")
-                save_weights(model, out / f"{name}.safetensors", torch.float16)
-            if step == steps:
-                break
-    return model, steps
+    optimisers = optimisers_of(model)
+    steps, began = max(1, round(args.epochs * len(images) / args.batch)), time.perf_counter()
+    stream = (batch for _ in itertools.count() for batch in batches(images, labels, args.batch))
+    for step, (x, target) in enumerate(itertools.islice(stream, steps), 1):
+        loss = one_loss(model.train(), teacher, *mix(augment(x, args.strength), target, mixup=0.1, cutmix=0.2))
+        loss.backward()
+        nn.utils.clip_grad_norm_(optimisers[1].param_groups[0]["params"], 1.0)
+        for optimiser in optimisers:
+            warm, fall = step / (0.1 * steps), 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
+            optimiser.param_groups[0]["lr"] = args.lr * min(1.0, warm) * fall
+            optimiser.step()
+            optimiser.zero_grad()
+        if step % SAVE_EVERY == 0 or step == steps:
+            right = accuracy(model, data[2][:1000], data[3][:1000], mixed_precision=True).float().mean().item()
+            log(f"{name} step {step} of {steps} loss {loss:.4f} test {right:.3f} {time.perf_counter() - began:.0f} s")
+            save_weights(model, out / f"{name}.safetensors", torch.float16)
+    return steps
 
 
 def record(name: str, data: tuple[Tensor, Tensor, Tensor, Tensor], out: Path, training: dict[str, Any]) -> None:
@@ -190,10 +194,12 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     data = load_tensors(args.data, args.limit, torch.device(args.device))
+    if len(data[0]) < args.batch:
+        sys.exit(f"{len(data[0])} training images are fewer than one batch of {args.batch}; give --batch")
     for name in args.only or NAMES:
         torch.manual_seed(args.seed)
         began = time.perf_counter()
-        _, steps = train(name, data, args, out)
+        steps = train(name, data, args, out)
         settings = {key: getattr(args, key) for key in ("seed", "epochs", "batch", "lr", "strength")}
         record(name, data, out, {**settings, "steps": steps, "seconds": round(time.perf_counter() - began)})
     return 0
