@@ -139,7 +139,8 @@ def train(name: str, data: tuple[Tensor, Tensor, Tensor, Tensor], args: argparse
     if hasattr(model, "set_distilled_training"):
         model.set_distilled_training(True)  # type: ignore[operator]
     optimisers = optimisers_of(model)
-    steps, began = max(1, round(args.epochs * len(images) / args.batch)), time.perf_counter()
+    steps: int = max(1, round(args.epochs * len(images) / args.batch))
+    began = time.perf_counter()
     stream = (batch for _ in itertools.count() for batch in batches(images, labels, args.batch))
     for step, (x, target) in enumerate(itertools.islice(stream, steps), 1):
         loss = one_loss(model.train(), teacher, *mix(augment(x, args.strength), target, mixup=0.1, cutmix=0.2))
