@@ -333,6 +333,13 @@ def train_teacher(
     return teacher
 
 
+def distillation_loss(logits: Tensor, answer: Tensor, target: Tensor, temperature: float, hard: float) -> Tensor:
+    """Divergence from the teacher's answer at a temperature, and a share ``hard`` of the ordinary label loss."""
+    student, teacher = (F.log_softmax(scores / temperature, 1) for scores in (logits, answer))
+    distance = F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+    return (1 - hard) * temperature * temperature * distance + hard * F.cross_entropy(logits, target)
+
+
 def train_student(
     data: tuple[Tensor, Tensor, Tensor, Tensor],
     teacher: Teacher,
@@ -366,7 +373,6 @@ def train_student(
     floats: list[list[Tensor]] = [list(average.parameters()), list(student.parameters())]
     per_epoch = len(images) // args.batch
     steps, warm = args.epochs * per_epoch, min(args.warmup, args.epochs / 5) * per_epoch
-    heat = args.temperature
     curve: list[dict[str, float]] = []
     step, began = 0, time.perf_counter()
     for epoch in range(1, args.epochs + 1):
@@ -379,11 +385,7 @@ def train_student(
                 with torch.no_grad():
                     answer = ask(x.contiguous(memory_format=torch.channels_last)).float()
                 logits = run(x)
-            logits = logits.float()
-            distance = F.kl_div(
-                F.log_softmax(logits / heat, 1), F.log_softmax(answer / heat, 1), log_target=True, reduction="batchmean"
-            )
-            loss = (1 - args.hard) * heat * heat * distance + args.hard * F.cross_entropy(logits, target)
+            loss = distillation_loss(logits.float(), answer, target, args.temperature, args.hard)
             student.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(rest, 1.0)

@@ -387,10 +387,12 @@ def _check_options(cls: type, options: dict[str, Any]) -> None:
     from timm import create_model
     from timm.models import build_model_with_cfg
 
-    parameters = inspect.signature(cls).parameters
-    if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+    if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values()):
         return
-    known = {*parameters, *inspect.signature(create_model).parameters}
+    makers = [kind for kind in cls.__mro__ if "__init__" in vars(kind)]  # what one swallows, the next may take
+    known = {*inspect.signature(create_model).parameters}.union(
+        *(inspect.signature(kind).parameters for kind in makers)
+    )
     known |= {*inspect.signature(build_model_with_cfg).parameters}
     unknown = next((key for key in options if key not in known), None)
     if unknown is not None:

@@ -35,7 +35,7 @@ _ENCODERS = "*_enc"
 
 def why_not(name: str, module: str) -> str | None:
     """Why a timm model cannot be opened; None when it can."""
-    if module not in PLAIN + STAGED:
+    if module and module not in PLAIN + STAGED:
         return _OTHERS.get(module, f"it is a convolutional network (timm's {module})")
     if fnmatch(name, _ENCODERS):
         return f"it gives tokens for a language model, and no logits; '{name.removesuffix('_enc')}' has a classifier"
@@ -43,10 +43,11 @@ def why_not(name: str, module: str) -> str | None:
 
 
 def module_of(name: str) -> str:
-    """The timm module that a name of timm's is from."""
+    """The timm module that a registered name is from; "" for one that somebody else registered."""
     from timm.models import model_entrypoint
 
-    return model_entrypoint(name).__module__.rpartition(".")[2]
+    package, _, module = model_entrypoint(name).__module__.rpartition(".")
+    return module if package == "timm.models" else ""
 
 
 def known_as(model: Any) -> tuple[str, str]:
@@ -57,4 +58,5 @@ def known_as(model: Any) -> tuple[str, str]:
     if kind is None:
         return "", ""
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
-    return (name, module_of(name)) if is_model(name) else (kind.__name__, kind.__module__.rpartition(".")[2])
+    module = module_of(name) if is_model(name) else ""
+    return (name, module) if module else (kind.__name__, kind.__module__.rpartition(".")[2])

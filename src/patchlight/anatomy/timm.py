@@ -254,7 +254,7 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
         "name": name or config.get("architecture") or type(model).__name__,
         "classes": classes,
         "channels": _channels(model, config),
-        "labels": labels if labels is not None else imagenet_labels(about.get("classes", classes)),
+        "labels": labels if labels is not None else _labels(config, about.get("classes", classes)),
         "preprocess": preprocess,
         **about,
     }
@@ -319,6 +319,12 @@ def read_timm(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None
     from patchlight.anatomy.hierarchical import read_hierarchical
 
     return read_hierarchical(model, stage, **about)
+
+
+def _labels(config: dict[str, Any], classes: int) -> list[str] | None:
+    """The class names that a model's configuration has, else those of ImageNet where their number fits."""
+    names = list(config.get("label_names") or ())
+    return names if names and len(names) == classes else imagenet_labels(classes)
 
 
 def imagenet_labels(classes: int) -> list[str] | None:

@@ -20,6 +20,7 @@ import patchlight as pl
 from patchlight.errors import PatchlightError, Unsupported
 from patchlight.methods.shapley import constrained_values
 from patchlight.trained.shapley import Progress, Settings, SurrogateProgress, ViTShapley
+from patchlight.trained.shapley.networks import Change, Copy, read_logits
 from tests.families import shared
 from tests.trained.toys import batches, pictures, toy
 
@@ -101,6 +102,25 @@ def test_the_surrogate_learns_to_do_without_patches() -> None:
     pl.shapley.train(toy(), batches(size=8), settings, told.append)
     last = [now for now in told if isinstance(now, SurrogateProgress)][-1]
     assert last.loss < 0.8 * last.untrained
+
+
+@pytest.mark.parametrize("precision", ["full", "bf16"])
+def test_training_the_surrogate_changes_every_weight_it_should(precision: str) -> None:
+    """Matrices of the blocks by a product of low rank of which both factors move, all else by a whole tensor."""
+    vit = toy()
+    sh = pl.shapley.train(vit, batches(), Settings(**{**QUICK, "steps": 1, "precision": precision}))
+    copy = Copy(vit)
+    start = Change.new(copy.reached(pictures(1), read_logits), copy.lowered(), QUICK["rank"], 0).requires_grad_(False)
+    change = sh.network.surrogate.change
+    assert set(change.left) == set(start.left)
+    assert len(change.left) == 8, "four matrices in each of two blocks"
+    for name, left in change.left.items():
+        assert float(left.abs().max()) > 1e-3, name
+        assert float((change.right[name] - start.right[name]).abs().max()) > 1e-3, name
+    assert all(float(value.abs().max()) > 1e-3 for value in change.whole.values())
+    without = Change.read({k: v for k, v in change.state_dict().items() if k.startswith("whole")})
+    x = pictures(4)
+    assert not torch.allclose(Copy(vit).settled(without).logits(x), sh.surrogate(vit).logits(x), atol=1e-3)
 
 
 def test_it_comes_near_the_shapley_values() -> None:
