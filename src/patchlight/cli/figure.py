@@ -118,7 +118,13 @@ def figure(
 
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
-            given = {"target": asked, "other": second, "explainer": explainer, "numbers": numbers, "seed": seed}
+            given: dict[str, Any] = {
+                "target": asked,
+                "other": second,
+                "explainer": explainer,
+                "numbers": numbers,
+                "seed": seed,
+            }
             drawn = draw(row["name"], vit, shown, path, **given, **own)
         width, height = (round(float(side), 2) for side in drawn.get_size_inches())
         if as_json:

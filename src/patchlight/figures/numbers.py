@@ -67,8 +67,9 @@ def record(
         panel: The panel's name; by default the title of the axes.
         quantity: What the number is; by default the words on the y axis.
     """
-    axes = where if hasattr(where, "get_ylabel") else None
-    kept = getattr(where.figure if axes is not None else where, "numbers", None)
+    drawn: Any = where
+    axes = drawn if hasattr(drawn, "get_ylabel") else None
+    kept = getattr(drawn if axes is None else drawn.figure, "numbers", None)
     if kept is not None:
         place = f"{x:g}" if isinstance(x, float) else str(x)
         kept.append(_Recorded(axes, FigureNumber(panel, series, place, quantity, float(value), *interval, images)))

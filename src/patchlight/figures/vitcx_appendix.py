@@ -350,7 +350,7 @@ def overdetermination(
     inside = f"; their variance is {float(variances[above].mean()):.3f}" if bool(above.any()) else ""
     drawing.say(f"{100 * share:.1f} %{sure} of the images have a mean above {threshold:g}{inside}")
     fig = drawing.sheet(1.9)
-    about = {"images": len(means), "panel": f"μ > {threshold:g}"}
+    about: dict[str, Any] = {"images": len(means), "panel": f"μ > {threshold:g}"}
     record(fig, drawing.vit.name, share, (low, high), quantity="share of images", **about)
     if bool(above.any()):
         inner = float(variances[above].mean())

@@ -236,6 +236,7 @@ def made_by(
         info = known.get(att.method) or known.get(att.method.split(".")[0])
         settings = ", ".join(f"{key}={value}" for key, value in att.settings.items()) or "none"
         drawn = f"seed {att.seed}" + (f", {att.samples[0]} drawn" if att.samples else "")
+        drawn += "".join(f", {numbers[0]:g} {fact}" for fact, numbers in att.facts.items())
         rows.append(
             {
                 "name": name,
