@@ -160,9 +160,13 @@ def test_a_failure_must_last_without_progress() -> None:
     assert follow.add(450, stuck) == "stuck"
     assert follow.add(500, fine) is None
     assert [follow.add(step, stuck) for step in (550, 750)] == [None, None]
+    assert Watch(0.1, 0, 700).add(700, stuck) is None
+    assert Watch(0.1, 0, 700).add(700, Probe(4.0, 0.1, 0.2, 0.0)) == "lost", "there is no time left"
+    assert Watch(0.1, 0, 60).add(60, Probe(4.0, 0.1, 0.2, 0.0)) is None, "too short to tell"
     assert follow.add(800, Probe(0.01, 0.0, 0.5, 0.3)) is None, "less is kept: it goes on"
     assert follow.add(1000, Probe(0.01, 0.0, 0.49, 0.3)) is None
     assert follow.add(1050, Probe(0.01, 0.0, 0.49, 0.3)) == "stuck"
+    follow.steps = 2000
     assert follow.add(1100, Probe(6.0, 0.1, 0.2, 0.0)) is None
     assert follow.add(1300, Probe(5.5, 0.1, 0.1, 0.0)) is None, "the divergence falls"
     assert follow.add(1500, Probe(5.4, 0.1, 0.0, 0.0)) is None

@@ -200,7 +200,7 @@ class GateLearner(loop.Learner[Progress]):
             self.multipliers.step(k, told[0], s.margin)
         if s.gates == "weighted":
             self._remember(k, told)
-        if (index + 1) % EVERY == 0:
+        if (index + 1) % EVERY == 0 or index + 1 == self.watch.steps:
             self._probe(index + 1)
         return told
 

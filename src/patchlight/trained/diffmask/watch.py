@@ -78,10 +78,11 @@ def probe_sums(
     """
     with cast():
         seen = observe(vit, images)
-        kept = aggregate(gates.locations(seen.h0, torch.stack(seen.states))) > 0.5
-        chance = torch.rand(kept.shape, generator=generator, device=kept.device).masked_fill(~kept, -1.0)
+    kept = aggregate(gates.locations(seen.h0, torch.stack(seen.states))) > 0.5
+    chance = torch.rand(kept.shape, generator=generator, device=kept.device).masked_fill(~kept, -1.0)
+    spare = torch.zeros(len(images), dtype=torch.bool, device=kept.device)
+    with cast():
         kl = mask_divergence(gates, vit, images, seen.h0, seen.logits, kept).double()
-        spare = torch.zeros(len(images), dtype=torch.bool, device=kept.device)
         for patch in chance.topk(min(TRIES, chance.shape[1])).indices.T[..., None]:
             fewer = kept.scatter(1, patch, False)
             without = mask_divergence(gates, vit, images, seen.h0, seen.logits, fewer)
@@ -90,6 +91,7 @@ def probe_sums(
 
 
 def read_probe(means: Tensor, images: int) -> Probe:
+    """The probe whose means `probe_sums` gave for so many images."""
     kl, square, kept, spare = means.tolist()
     return Probe(kl, (max(square - kl**2, 0.0) / images) ** 0.5, kept, spare)
 
@@ -98,11 +100,12 @@ class Watch:
     """Follows the probes of one training.
 
     A failure counts once it has lasted for a fifth of the training, at least 200 steps and at most 1,000, in which what
-    should fall (the divergence of a mask that loses the output, else the kept share) did not.
+    should fall (the divergence of a mask that loses the output, else the kept share) did not. A mask that loses the
+    output at the last step is a failure at once.
     """
 
     def __init__(self, margin: float, warmup: int, steps: int) -> None:
-        self.margin, self.first = margin, max(2 * warmup, FIRST)
+        self.margin, self.first, self.steps = margin, max(2 * warmup, FIRST), steps
         self.patience = min(max(FIRST, steps // 5), LONGEST)
         self.state = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64)
         """The failure that the last probes show (its place in FAILURES, or -1), since when, and what should fall."""
@@ -110,6 +113,8 @@ class Watch:
     def add(self, step: int, probe: Probe) -> str | None:
         """Take in the probe of a step; returns the failure that has lasted too long, if there is one."""
         name = probe.failure(self.margin) if step >= self.first else None
+        if name == "lost" and step >= self.steps:
+            return name
         kind, since, before = self.state.tolist()
         found = -1 if name is None else list(FAILURES).index(name)
         level = probe.kl if name == "lost" else probe.kept
