@@ -171,3 +171,14 @@ def test_masks_of_a_cnn_and_of_a_second_model_stand_beside_the_models_own(vit: p
     labels = fig.axes[0].get_legend_handles_labels()[1]
     assert labels == ["pocket", "untrained", "test_resnet", "random masks (RISE)"]
     assert not any("drawn where its weights" in word for word in words(fig))
+
+
+def test_images_without_a_box_are_left_out_of_localisation(vit: pl.Anatomy) -> None:
+    boxes = [torch.tensor([[4.0, 4.0, 20.0, 20.0]]), torch.empty(0, 4), torch.tensor([[2.0, 2.0, 30.0, 30.0]])]
+    asked_of = {"methods": ["rollout"], "examples": 1, "progress": False}
+    fig = draw("vitcx-localisation", vit, PHOTOS, boxes=boxes, **asked_of)
+    (whole,) = (one for one in numbers_of(fig) if one.quantity == "MaxBoxAccV2")
+    assert whole.images == 2
+    assert any("1 of 3 images have no box" in word for word in " ".join(words(fig)).split(". "))
+    with pytest.raises(pl.PatchlightError, match="none of the images has a box"):
+        draw("vitcx-localisation", vit, PHOTOS[:1], boxes=[torch.empty(0, 4)], **asked_of)

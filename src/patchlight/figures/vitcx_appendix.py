@@ -20,7 +20,7 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.engine import explain
-from patchlight.errors import DegenerateMap
+from patchlight.errors import DegenerateMap, PatchlightError
 from patchlight.evidence.ablation import Count
 from patchlight.figures.base import Drawing, Methods, register_figure
 from patchlight.figures.masks import DISTANCE, SIGMA, asked, channel_masks, clustered, similarities
@@ -127,7 +127,7 @@ def localisation(drawing: Drawing, examples: Count = 4, methods: Methods | None 
     an appendix that is not to be had as text.
     """
     drawing.say("the paper's Appendix C, which is not to be had as text, compares with trained localisers")
-    drawing = of_prediction(drawing)
+    drawing = of_prediction(_boxed(drawing))
     maps = explained(drawing, LOCALISED if methods is None else methods)
     found = drawing.evaluate(maps, "max-box-acc")
     first = next(iter(maps))
@@ -161,6 +161,17 @@ def localisation(drawing: Drawing, examples: Count = 4, methods: Methods | None 
     axes.set_ylim(0, None)
     axes.legend(fontsize=6.5, frameon=False, loc="best")
     return fig
+
+
+def _boxed(drawing: Drawing) -> Drawing:
+    """The images that have a box; the others are counted in the note."""
+    assert drawing.boxes is not None
+    chosen = [i for i, boxes in enumerate(drawing.boxes) if len(boxes)]
+    if not chosen:
+        raise PatchlightError("none of the images has a box; give images with boxes around their objects")
+    if len(chosen) < len(drawing):
+        drawing.say(f"{len(drawing) - len(chosen)} of {len(drawing)} images have no box and are left out")
+    return drawing.select(chosen)
 
 
 def heat_box(heat: NDArray[np.float64], threshold: float) -> list[float]:
