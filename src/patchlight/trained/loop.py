@@ -51,8 +51,8 @@ class Learner(ABC, Generic[Report]):
     def step(self, batch: Any, index: int) -> Tensor:
         """Forward, backward and optimiser for a batch, `index` batches after the first; the numbers of `columns`."""
 
-    def start(self, seed: int) -> None:
-        """Begin again from this seed; only for a learner whose `step` raises `Diverged`."""
+    def start(self, seed: int, restarts: int) -> None:
+        """Begin again from this seed, after so many restarts; only for a learner whose `step` raises `Diverged`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -166,7 +166,7 @@ class _Loop(Generic[Report]):
         """Begin again at step 0 with the next seed; the checkpoint records it."""
         self.failed.append({"seed": self.seed, "step": self.step + 1, "reason": reason})
         warn(f"step {self.step + 1}: {reason}; training starts again with seed {self.seed}", TrainingWarning)
-        self.learner.start(self.seed)
+        self.learner.start(self.seed, len(self.failed))
         self.step, self.last = 0, {}
         self.window.clear()
         self._save()
@@ -221,7 +221,7 @@ class _Loop(Generic[Report]):
             raise PatchlightError(f"'{out}' holds a run with another {other}; choose another folder, or do not resume")
         self.failed = about.get("failed_attempts", [])
         if self.failed:
-            self.learner.start(self.seed)
+            self.learner.start(self.seed, len(self.failed))
         try:
             self.learner.restore(parts)
         except (KeyError, RuntimeError) as error:

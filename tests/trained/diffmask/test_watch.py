@@ -43,16 +43,20 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "LONGEST", 10)
 
 
-@pytest.fixture
-def first_is_shut(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gates of seed 0 begin shut, of every other seed open."""
+def shut(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> None:
+    """Gates of these seeds begin shut, of all others open."""
     new = TRAIN.new_gates
 
     def new_gates(vit: Any, seed: int = 0, **options: Any) -> Gates:
-        gates: Gates = new(vit, seed, **{**options, "beta": -40.0 if seed == 0 else 6.0})
+        gates: Gates = new(vit, seed, **{**options, "beta": -40.0 if seed in seeds else 6.0})
         return gates
 
     monkeypatch.setattr(TRAIN, "new_gates", new_gates)
+
+
+@pytest.fixture
+def first_is_shut(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shut(monkeypatch, 0)
 
 
 def same(a: DiffMask, b: DiffMask) -> bool:
@@ -86,11 +90,13 @@ def test_a_training_that_fails_starts_again_and_says_so(tmp_path: Path) -> None:
     assert fresh_seed(5, 0) == 5
 
 
-@pytest.mark.usefixtures("first_is_shut")
-@pytest.mark.parametrize("stop", [(0, 10), (1, 5), (1, 35)])
-def test_stopped_before_or_after_a_restart_it_resumes_to_the_same_weights(
-    stop: tuple[int, int], tmp_path: Path
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("stop", [(0, 10), (1, 5), (2, 5), (2, 35)])
+def test_stopped_before_or_after_a_restart_it_resumes_to_the_same(
+    stop: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shut(monkeypatch, 0, fresh_seed(0, 1))
+
     class Stop(Exception):
         pass
 
@@ -108,6 +114,7 @@ def test_stopped_before_or_after_a_restart_it_resumes_to_the_same_weights(
     assert same(whole, resumed)
     assert resumed.about["result"]["failed_attempts"] == whole.about["result"]["failed_attempts"]
     assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
+    assert resumed.about["result"]["restarts"] == 2
 
 
 @pytest.mark.usefixtures("soon")

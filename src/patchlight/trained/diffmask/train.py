@@ -120,14 +120,12 @@ class GateLearner(loop.Learner[Progress]):
     ) -> None:
         self.vit, self.loader, self.settings, self.devices, self.initial = vit, loader, settings, devices, initial
         self.generator = torch.Generator(vit.device)
-        self.restarts = -1
-        self.start(settings.seed)
+        self.start(settings.seed, 0)
 
-    def start(self, seed: int) -> None:
-        """New gates and optimisers; every call after the first is a restart."""
+    def start(self, seed: int, restarts: int) -> None:
+        """New gates and optimisers."""
         s, vit = self.settings, self.vit
-        self.seed = seed
-        self.restarts += 1
+        self.seed, self.restarts = seed, restarts
         self.first_images = vit.place(images_and_labels(next(epoch_of(self.loader, seed, 0)))[0])
         """What the first mask is calibrated and every probe is made on."""
         self.network = gates = self._first_gates()
