@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.errors import PatchlightError, Unsupported
-from patchlight.evidence.taps import watch_tokens
+from patchlight.evidence.taps import TokenWatch, watch_tokens
 from patchlight.images import Preprocess, to_batch
 from patchlight.targets import Kind, Names, Outputs, probabilities
 
@@ -94,7 +94,8 @@ def affine(layer: Any) -> Affine | None:
         return layer
     if not isinstance(layer, nn.Module):
         return None
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    hooks = [hook for hook in layer._forward_hooks.values() if not isinstance(hook, TokenWatch)]
+    hooked = hooks or layer._forward_pre_hooks or "forward" in vars(layer)
     if type(layer).forward is nn.Linear.forward and not hooked:
         return Affine(layer.weight, layer.bias)  # type: ignore[arg-type]
     size, like = getattr(layer, "in_features", None), next(layer.parameters(), None)

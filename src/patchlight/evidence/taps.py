@@ -31,16 +31,22 @@ def current() -> Taps | None:
     return getattr(_LOCAL, "tap", None)
 
 
-def watch_tokens(module: nn.Module | None, part: Literal["n", "o", "u"]) -> None:
-    """Have taps see the tokens at a module of a twin: its output, or for "u" (the second norm) its input."""
+class TokenWatch:
+    """A forward hook that shows the tokens at a module to taps, and changes nothing."""
 
-    def seen(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+    def __init__(self, part: Literal["n", "o", "u"]) -> None:
+        self.part = part
+
+    def __call__(self, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
         tap = None if torch.compiler.is_compiling() else current()
         if tap is not None:
-            tap.tokens(part, given[0] if part == "u" else out)
+            tap.tokens(self.part, given[0] if self.part == "u" else out)
 
+
+def watch_tokens(module: nn.Module | None, part: Literal["n", "o", "u"]) -> None:
+    """Have taps see the tokens at a module of a twin: its output, or for "u" (the second norm) its input."""
     if module is not None:
-        module.register_forward_hook(seen)
+        module.register_forward_hook(TokenWatch(part))
 
 
 def watch_reach(attention: nn.Module, reach: Reach, until: nn.Module | None = None) -> None:
