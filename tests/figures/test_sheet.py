@@ -102,13 +102,14 @@ def test_a_figure_keeps_the_numbers_it_shows(tmp_path: Path) -> None:
     line(axes, [0, 1], values[:3], "=b", 1, ["first", "second"])
     axes.set_title("panel")
     axes.set_ylabel("some\nquantity")
+    axes.set_xlabel("place")
     mean, low, high = mean_interval(values)
     found = numbers_of(fig)
-    assert [(one.panel, one.series, one.x, one.quantity, one.images) for one in found] == [
-        ("panel", "a", "1", "some quantity", 8),
-        ("panel", "a", "2", "some quantity", 8),
-        ("panel", "=b", "first", "some quantity", 3),
-        ("panel", "=b", "second", "some quantity", 3),
+    assert [(one.panel, one.series, one.axis, one.x, one.quantity, one.images) for one in found] == [
+        ("panel", "a", "place", "1", "some quantity", 8),
+        ("panel", "a", "place", "2", "some quantity", 8),
+        ("panel", "=b", "place", "first", "some quantity", 3),
+        ("panel", "=b", "place", "second", "some quantity", 3),
     ]
     assert [one.value for one in found[:2]] == mean.tolist()
     assert [(one.low, one.high) for one in found[:2]] == list(zip(low.tolist(), high.tolist(), strict=True))
@@ -120,6 +121,14 @@ def test_a_figure_keeps_the_numbers_it_shows(tmp_path: Path) -> None:
     assert told[0]["high"] == found[0].high
     with pytest.raises(PatchlightError, match=r"a \.csv or \.json file"):
         write_numbers(fig, tmp_path / "n.xlsx")
+
+
+def test_panels_that_share_an_axis_share_its_words() -> None:
+    fig = sheet("a note", 1.5)
+    left, right = fig.subplots(1, 2, sharey=True)
+    left.set_ylabel("AUC")
+    line(right, [1.0], torch.ones(2, 1), "a", 0)
+    assert [one.quantity for one in numbers_of(fig)] == ["AUC"]
 
 
 def test_numbers_below_pictures_are_kept() -> None:

@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FigureNumber:
-    """A number of a figure: what it is (`quantity`), of which `series` and panel, at which `x`.
+    """A number of a figure: what it is (`quantity`), of which `series` and panel, at which `x` of an axis.
 
     `low` and `high` are the 95 % interval of a mean over `images`; NaN where there is none.
     """
 
     panel: str
     series: str
+    axis: str
     x: str
     quantity: str
     value: float
@@ -72,18 +73,26 @@ def record(
     kept = getattr(drawn if axes is None else drawn.figure, "numbers", None)
     if kept is not None:
         place = f"{x:g}" if isinstance(x, float) else str(x)
-        kept.append(_Recorded(axes, FigureNumber(panel, series, place, quantity, float(value), *interval, images)))
+        kept.append(_Recorded(axes, FigureNumber(panel, series, "", place, quantity, float(value), *interval, images)))
 
 
 def numbers_of(figure: Figure) -> list[FigureNumber]:
     """The numbers of a figure, with the words of their axes as they are now."""
     found = []
     for one in getattr(figure, "numbers", ()):
-        own = one.number
-        panel = own.panel or ("" if one.axes is None else _words(one.axes.get_title()))
-        quantity = own.quantity or ("" if one.axes is None else _words(one.axes.get_ylabel()))
-        found.append(FigureNumber(**{**asdict(own), "panel": panel, "quantity": quantity}))
+        own, axes = one.number, one.axes
+        if axes is not None:
+            axis = _words(axes.get_xlabel()) if own.x else ""
+            panel, quantity = own.panel or _words(axes.get_title()), own.quantity or _y_words(axes)
+            own = replace(own, panel=panel, axis=axis, quantity=quantity)
+        found.append(own)
     return found
+
+
+def _y_words(axes: Axes) -> str:
+    """The words on the y axis; where panels share one, those of the panel that has them."""
+    sharing = [axes, *axes.get_shared_y_axes().get_siblings(axes)]
+    return next((_words(one.get_ylabel()) for one in sharing if one.get_ylabel()), "")
 
 
 def _words(text: str) -> str:

@@ -290,7 +290,7 @@ def artefacts(drawing: Drawing, searched: Count = 16, sigma: float = SIGMA) -> F
                 look(noisy),
                 "With noise",
                 f"p\u00a0=\u00a0{after:.3f} s\u00a0=\u00a0{score:.3f}",
-                {"p": after, "s": score},
+                {"p with noise": after, "s": score},
             ),
         ]
         rows.append(Row(cells if not rows else [replace(cell, title="") for cell in cells], case))
