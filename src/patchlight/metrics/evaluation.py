@@ -135,7 +135,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Explained:
+class BatchMaps:
     """The maps [b,h,w] of one label on a batch, and what their method reports of each image [b], by name."""
 
     maps: Tensor
@@ -230,7 +230,7 @@ def _explained(
     part: slice,
     count: int | None,
     seed: int,
-) -> tuple[dict[str, Targets], dict[str, Explained]]:
+) -> tuple[dict[str, Targets], dict[str, BatchMaps]]:
     """By label, the classes asked about and the maps of one batch; all methods explain it in one pass."""
     guess: list[Targets] = []
 
@@ -244,30 +244,30 @@ def _explained(
 
     chosen = {label: classes(source) for label, source in sources.items()}
     together = {label: source.request for label, source in sources.items() if source.request is not None}
-    made: dict[str, Explained] = {}
+    made: dict[str, BatchMaps] = {}
     if together:
         found = _computed(vit, batch, list(together.values()), chosen[next(iter(together))], seed)
         made = dict(zip(together, found, strict=True))
-    maps: dict[str, Explained] = {}
+    maps: dict[str, BatchMaps] = {}
     for label, source in sources.items():
         if source.scores is not None:
             facts = {name: torch.tensor(values[part]) for name, values in source.facts.items()}
-            maps[label] = Explained(source.scores[part].to(vit.device), facts)
+            maps[label] = BatchMaps(source.scores[part].to(vit.device), facts)
         elif label in made:
             own = made[label]
             maps[label] = replace(own, maps=checked_maps(own.maps.detach(), len(batch), vit).to(vit.device))
         else:
-            maps[label] = Explained(made_by(source.method, vit, batch, chosen[label], seed))
+            maps[label] = BatchMaps(made_by(source.method, vit, batch, chosen[label], seed))
     return chosen, maps
 
 
 def _computed(
     vit: Anatomy, images: Tensor, requests: Sequence[Request], targets: Targets, seed: int
-) -> list[Explained]:
+) -> list[BatchMaps]:
     """What methods make of images, without their warnings: a metric has its own for maps that say nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [Explained(one.maps[:, 0], one.facts) for one in estimate(vit, images, requests, targets, seed)[1]]
+        return [BatchMaps(one.maps[:, 0], one.facts) for one in estimate(vit, images, requests, targets, seed)[1]]
 
 
 Beside = tuple[Tensor | None, Sequence[Tensor] | None, Tensor | None]

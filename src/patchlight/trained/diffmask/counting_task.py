@@ -197,7 +197,7 @@ def verdicts(
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountingResult:
     """The verdicts, DiffMask's first, and the explainer."""
 
     verdicts: list[Verdict]
@@ -215,7 +215,7 @@ def run(
     tell: Callable[[str], None] = lambda words: None,
     callback: Callback | None = None,
     changes: Mapping[str, Any] | None = None,
-) -> Counted:
+) -> CountingResult:
     """Train the ViT and DiffMask and judge all methods on held-out grids.
 
     Args:
@@ -249,7 +249,7 @@ def run(
     rows = verdicts(vit, explainer, held, seed=seed, tell=lambda name: tell(f"judging {name}"))
     write_whole(out / "verdicts.json", json.dumps([asdict(r) for r in rows], indent=1).encode() + b"\n")
     write_whole(out / "verdicts.md", table(rows).encode())
-    return Counted(rows, explainer)
+    return CountingResult(rows, explainer)
 
 
 def table(rows: list[Verdict]) -> str:

@@ -94,7 +94,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class Sampled:
+class MaskedBatch:
     """A batch under sampled masks: the Lagrangian and its parts [B], sum_i log P(z_i != 0) [B,P], and the logits."""
 
     loss: Tensor
@@ -165,7 +165,7 @@ class GateLearner(loop.Learner[Progress]):
             calibrate(gates, seen.h0, torch.stack(seen.states), s.calibrate)
         return gates
 
-    def sampled(self, images: Tensor, seen: Seen, k: int, uniform: Tensor, price: Tensor) -> Sampled:
+    def sampled(self, images: Tensor, seen: Seen, k: int, uniform: Tensor, price: Tensor) -> MaskedBatch:
         """The objective of a batch: penalty + lambda_k price (KL - m), image by image, with the gates 0 .. k.
 
         `uniform` [k+1,B,P] in (0, 1) are the samples of the gates, `price` [B] the logarithms of the images' prices.
@@ -177,7 +177,7 @@ class GateLearner(loop.Learner[Progress]):
         kl = kl_divergence(seen.logits, logits, vit.outputs)
         cost = penalty(log_keep, s.penalty, s.floor)
         loss = torch.addcmul(cost, self.multipliers[k] * price.exp(), kl - s.margin)
-        return Sampled(loss, kl, log_keep, logits)
+        return MaskedBatch(loss, kl, log_keep, logits)
 
     def step(self, batch: Any, index: int) -> Tensor:
         vit, s = self.vit, self.settings
@@ -202,7 +202,7 @@ class GateLearner(loop.Learner[Progress]):
             self._probe(index + 1)
         return told
 
-    def _numbers(self, now: Sampled, clean: Tensor) -> Tensor:
+    def _numbers(self, now: MaskedBatch, clean: Tensor) -> Tensor:
         """What `columns` names: means over the images at the plain price."""
         logits, kl = now.logits, now.kl
         same = (logits > 0) == (clean > 0) if self.vit.outputs.alone else logits.argmax(1) == clean.argmax(1)
