@@ -9,9 +9,9 @@ from torch import Tensor
 
 import patchlight as pl
 from benchmarks.common import device, medians, record
+from patchlight.core.targets import Targets
 from patchlight.engine import compute
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from tests.literal.lrp import Literal
 
 

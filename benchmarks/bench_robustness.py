@@ -13,10 +13,10 @@ from torch import Tensor
 import patchlight as pl
 from benchmarks.common import device, medians, record
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.targets import Targets
 from patchlight.metrics.base import MapFunction
-from patchlight.metrics.evaluation import map_function
 from patchlight.metrics.robustness import draws
-from patchlight.targets import Targets
+from patchlight.study.evaluate import map_function
 
 IMAGES, DRAWS, RADIUS = 4, 10, 0.02
 Explanation = Callable[[Tensor | tuple[Tensor, ...]], tuple[Tensor]]

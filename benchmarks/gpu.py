@@ -16,13 +16,13 @@ import torch
 
 import patchlight as pl
 from benchmarks.common import device, machine, record
+from patchlight.core.targets import Targets
 from patchlight.evidence.ablation import Ablation, TokenSubsets, _forward
 from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask
 from patchlight.methods.tis import activation_points
 from patchlight.methods.vitcx import clusters, cosine_distances, feature_maps, scaled
-from patchlight.targets import Targets
 from patchlight.testing import spearman
 
 PLAIN = RULES["plain"]

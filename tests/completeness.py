@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, stack
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.targets import Targets
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.rules import RULES
 from patchlight.methods.gradients import fullgrad
-from patchlight.targets import Targets
 
 
 def totals(vit: Anatomy, batch: Tensor, rule: str = "libra", targets: Targets | None = None) -> tuple[Tensor, Tensor]:

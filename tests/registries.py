@@ -9,9 +9,9 @@ from typing import Any
 from patchlight.anatomy.families import FAMILIES
 from patchlight.data.base import KINDS
 from patchlight.evidence.rules import RULES
-from patchlight.figures import FIGURES
 from patchlight.methods.base import COMPOSITIONS, METHODS
 from patchlight.metrics.base import METRICS
+from patchlight.report.figures import FIGURES
 
 REGISTRIES: tuple[Any, ...] = (METHODS, METRICS, RULES, COMPOSITIONS, KINDS, FAMILIES, FIGURES)
 

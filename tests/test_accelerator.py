@@ -11,7 +11,7 @@ import timm
 import torch
 
 import patchlight as pl
-from patchlight.errors import NotCaptured
+from patchlight.core.errors import NotCaptured
 from patchlight.evidence import taps
 from patchlight.evidence.ablation import Ablation, TokenSubsets
 from patchlight.evidence.imputation import imputed

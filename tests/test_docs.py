@@ -14,9 +14,9 @@ import typer
 import patchlight as pl
 from patchlight.cli import app
 from patchlight.cli.explain import _expanded
-from patchlight.figures import list_figures
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import resolve_metric
+from patchlight.report.figures import list_figures
 from patchlight.web.app import create_app
 from patchlight.web.serve import Server
 from patchlight.web.site import Site

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from patchlight.extras import EXTRAS, missing_extra, missing_extras
+from patchlight.core.extras import EXTRAS, missing_extra, missing_extras
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -40,7 +40,7 @@ def test_every_range_has_a_lower_end() -> None:
 
 
 def test_a_missing_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchlight.extras.find_spec", lambda name: None if name == "uvicorn" else name)
+    monkeypatch.setattr("patchlight.core.extras.find_spec", lambda name: None if name == "uvicorn" else name)
     assert [(extra.name, absent) for extra, absent in missing_extras()] == [("web", ["uvicorn"])]
     told = str(missing_extra("superpixels need", "scikit-image", "lime", "use unit='patch'"))
     assert told == "superpixels need scikit-image: pip install 'patchlight[lime]', or use unit='patch'"

@@ -11,9 +11,9 @@ import patchlight
 
 SOURCE = Path(patchlight.__file__).parent
 ONLY = {
-    "interpolate": {"resize.py"},
-    "log_softmax": {"targets.py"},
-    "logsigmoid": {"targets.py", "trained/diffmask/hard_concrete.py"},
+    "interpolate": {"core/resize.py"},
+    "log_softmax": {"core/targets.py"},
+    "logsigmoid": {"core/targets.py", "trained/diffmask/hard_concrete.py"},
     "kl_div": set(),
     "index_select": {"anatomy/base.py"},
 }

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight import heads
+from patchlight.anatomy import heads
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import DegenerateMap, PatchlightError, Unsupported
-from patchlight.targets import Outputs
+from patchlight.core.errors import DegenerateMap, PatchlightError, Unsupported
+from patchlight.core.targets import Outputs
 from tests.families import FAMILIES, build, images, randomise, shared
 
 DOUBLE = torch.float64

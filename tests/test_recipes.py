@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from patchlight.bench.recipe import read_recipe
 from patchlight.cli import app
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.recipes import KINDS, bundled, find_recipe, read_text
 
 from .bench.small import text

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from patchlight.figures import FIGURES
 from patchlight.recipes import KINDS, bundled
+from patchlight.report.figures import FIGURES
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
 INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")

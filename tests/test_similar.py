@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 import patchlight as pl
-from patchlight import heads
+from patchlight.anatomy import heads
 from patchlight.anatomy.base import Anatomy
 from patchlight.zoo import pocket
 

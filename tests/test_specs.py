@@ -16,7 +16,7 @@ from patchlight.bench.local import run
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import override, parse
 from patchlight.bench.unit import Resources, run_unit
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.methods import requests
 from patchlight.metrics import base, evaluation
 from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec, PreprocessSpec

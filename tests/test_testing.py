@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import Unsupported
+from patchlight.core.errors import Unsupported
 from patchlight.metrics.base import METRICS, Evaluation, Measure, Measured, register_metric
 from patchlight.testing import check_metric
 from tests.families import build, images, shared

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import patchlight
-from patchlight.extras import EXTRAS
+from patchlight.core.extras import EXTRAS
 from patchlight.zoo import pocket
 from tools import dist
 
@@ -123,7 +123,7 @@ def test_they_have_what_they_should_and_nothing_else(built: tuple[Path, Path]) -
     for name in ("zoo/photos/cat.jpg", "recipes/bench/tis-table-1.toml", "web/static/index.html"):
         assert f"patchlight/{name}" in names
     assert "patchlight/bench/templates/report.html" in names
-    assert "patchlight/viz/templates/report.html" in names
+    assert "patchlight/report/templates/report.html" in names
 
 
 def test_a_strange_file_would_be_told(built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,15 @@ import pytest
 import typer
 
 from patchlight.cli import app
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
+from patchlight.core.registry import Entry, Setting, settings_of
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.precision import PassPrecision, Precision
-from patchlight.figures import FIGURES
 from patchlight.methods.base import COMPOSITIONS, METHODS, Level
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import METRICS
-from patchlight.metrics.evaluation import evaluate
-from patchlight.registry import Entry, Setting, settings_of
+from patchlight.report.figures import FIGURES
+from patchlight.study.evaluate import evaluate
 from patchlight.trained.diffmask import Settings
 from patchlight.trained.shapley import Settings as ShapleySettings
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from patchlight.bench.results import Column
 from patchlight.bench.store import Store
-from patchlight.errors import PatchlightError
-from patchlight.files import write_whole
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import write_whole
 
 SPLITS = 50
 """Halvings of the images that a metric's agreement with itself is averaged over."""

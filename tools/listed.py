@@ -6,10 +6,10 @@ import json
 from importlib import metadata
 from typing import Any
 
-from patchlight import listed
 from patchlight.anatomy.load import list_models
 from patchlight.cli.figure import figure_rows
 from patchlight.cli.tables import method_rows, metric_rows
+from patchlight.core import listed
 from patchlight.data import KINDS
 from patchlight.zoo import bundled
 

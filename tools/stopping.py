@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
+from patchlight.core.statistics import spearman
 from patchlight.data import batches
 from patchlight.specs import DataSpec, kind_and_path
-from patchlight.statistics import spearman
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "posterior": {"samples": 1024},

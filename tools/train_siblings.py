@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from patchlight.plugins import load_plugin
+from patchlight.core.plugins import load_plugin
 from patchlight.zoo import pocket
 from tools.train_pocket import (
     accuracy,

@@ -14,12 +14,12 @@ _HOMES = {
     "ADDITIVE": "patchlight.methods.compositions",
     "Anatomy": "patchlight.anatomy.base",
     "Ask": "patchlight.methods.base",
-    "AssumedPreprocess": "patchlight.errors",
-    "Comparison": "patchlight.comparison",
-    "Attribution": "patchlight.attribution",
-    "Attributions": "patchlight.attribution",
+    "AssumedPreprocess": "patchlight.core.errors",
+    "Comparison": "patchlight.study.compare",
+    "Attribution": "patchlight.core.attribution",
+    "Attributions": "patchlight.core.attribution",
     "Composition": "patchlight.methods.base",
-    "DegenerateMap": "patchlight.errors",
+    "DegenerateMap": "patchlight.core.errors",
     "Evaluation": "patchlight.metrics.base",
     "Evaluations": "patchlight.metrics.base",
     "Evidence": "patchlight.evidence.record",
@@ -30,28 +30,28 @@ _HOMES = {
     "Measure": "patchlight.metrics.base",
     "Measured": "patchlight.metrics.base",
     "PLUS": "patchlight.methods.compositions",
-    "PatchlightError": "patchlight.errors",
+    "PatchlightError": "patchlight.core.errors",
     "PixelMasks": "patchlight.evidence.ablation",
-    "Preprocess": "patchlight.images",
+    "Preprocess": "patchlight.core.images",
     "ROLLOUT": "patchlight.methods.compositions",
     "Rule": "patchlight.evidence.rules",
     "SKIPPLUS": "patchlight.methods.compositions",
     "SUM": "patchlight.methods.compositions",
     "TokenSubsets": "patchlight.evidence.ablation",
-    "UndefinedMetric": "patchlight.errors",
-    "Unsupported": "patchlight.errors",
-    "Verdict": "patchlight.verdict.verdict",
-    "compare": "patchlight.comparison",
-    "evaluate": "patchlight.metrics.evaluation",
+    "UndefinedMetric": "patchlight.core.errors",
+    "Unsupported": "patchlight.core.errors",
+    "Verdict": "patchlight.study.recommend.verdict",
+    "compare": "patchlight.study.compare",
+    "evaluate": "patchlight.study.evaluate",
     "explain": "patchlight.engine",
-    "figure": "patchlight.viz",
+    "figure": "patchlight.core.drawing",
     "list_methods": "patchlight.methods.requests",
     "list_metrics": "patchlight.metrics.base",
     "list_models": "patchlight.anatomy.load",
     "load": "patchlight.anatomy.load",
-    "load_plugin": "patchlight.plugins",
+    "load_plugin": "patchlight.core.plugins",
     "open_data": "patchlight.data",
-    "recommend": "patchlight.verdict.recommend",
+    "recommend": "patchlight.study.recommend.run",
     "register_composition": "patchlight.methods.base",
     "register_data": "patchlight.data",
     "register_family": "patchlight.anatomy.families",
@@ -66,7 +66,7 @@ _ROOMS = {
     "bench": "patchlight.bench",
     "callbacks": "patchlight.callbacks",
     "diffmask": "patchlight.trained.diffmask",
-    "heads": "patchlight.heads",
+    "heads": "patchlight.anatomy.heads",
     "shapley": "patchlight.trained.shapley",
 }
 """Rooms that are used by their own name, as in `pl.diffmask.train`."""
@@ -75,24 +75,25 @@ __all__ = sorted([*_HOMES, *_ROOMS])
 if TYPE_CHECKING:
     from patchlight import bench as bench
     from patchlight import callbacks as callbacks
-    from patchlight import heads as heads
+    from patchlight.anatomy import heads as heads
     from patchlight.anatomy.base import Anatomy as Anatomy
     from patchlight.anatomy.families import register_family as register_family
     from patchlight.anatomy.load import list_models as list_models
     from patchlight.anatomy.load import load as load
     from patchlight.anatomy.load import wrap as wrap
-    from patchlight.attribution import Attribution as Attribution
-    from patchlight.attribution import Attributions as Attributions
-    from patchlight.comparison import Comparison as Comparison
-    from patchlight.comparison import compare as compare
+    from patchlight.core.attribution import Attribution as Attribution
+    from patchlight.core.attribution import Attributions as Attributions
+    from patchlight.core.drawing import figure as figure
+    from patchlight.core.errors import AssumedPreprocess as AssumedPreprocess
+    from patchlight.core.errors import DegenerateMap as DegenerateMap
+    from patchlight.core.errors import PatchlightError as PatchlightError
+    from patchlight.core.errors import UndefinedMetric as UndefinedMetric
+    from patchlight.core.errors import Unsupported as Unsupported
+    from patchlight.core.images import Preprocess as Preprocess
+    from patchlight.core.plugins import load_plugin as load_plugin
     from patchlight.data import open_data as open_data
     from patchlight.data import register_data as register_data
     from patchlight.engine import explain as explain
-    from patchlight.errors import AssumedPreprocess as AssumedPreprocess
-    from patchlight.errors import DegenerateMap as DegenerateMap
-    from patchlight.errors import PatchlightError as PatchlightError
-    from patchlight.errors import UndefinedMetric as UndefinedMetric
-    from patchlight.errors import Unsupported as Unsupported
     from patchlight.evidence.ablation import PixelMasks as PixelMasks
     from patchlight.evidence.ablation import TokenSubsets as TokenSubsets
     from patchlight.evidence.passes import LayerJob as LayerJob
@@ -100,7 +101,6 @@ if TYPE_CHECKING:
     from patchlight.evidence.record import Evidence as Evidence
     from patchlight.evidence.rules import Rule as Rule
     from patchlight.evidence.rules import register_rule as register_rule
-    from patchlight.images import Preprocess as Preprocess
     from patchlight.methods.base import Ask as Ask
     from patchlight.methods.base import Composition as Composition
     from patchlight.methods.base import LayerMaps as LayerMaps
@@ -120,13 +120,13 @@ if TYPE_CHECKING:
     from patchlight.metrics.base import Measured as Measured
     from patchlight.metrics.base import list_metrics as list_metrics
     from patchlight.metrics.base import register_metric as register_metric
-    from patchlight.metrics.evaluation import evaluate as evaluate
-    from patchlight.plugins import load_plugin as load_plugin
+    from patchlight.study.compare import Comparison as Comparison
+    from patchlight.study.compare import compare as compare
+    from patchlight.study.evaluate import evaluate as evaluate
+    from patchlight.study.recommend.run import recommend as recommend
+    from patchlight.study.recommend.verdict import Verdict as Verdict
     from patchlight.trained import diffmask as diffmask
     from patchlight.trained import shapley as shapley
-    from patchlight.verdict.recommend import recommend as recommend
-    from patchlight.verdict.verdict import Verdict as Verdict
-    from patchlight.viz import figure as figure
     from patchlight.web.show import show as show
 
 

@@ -11,22 +11,22 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
-from patchlight.attribution import Attribution, Attributions, versions
-from patchlight.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
+from patchlight.core.attribution import Attribution, Attributions, versions
+from patchlight.core.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
+from patchlight.core.fingerprints import identity, of_images
+from patchlight.core.images import in_batches
+from patchlight.core.photos import Photos
+from patchlight.core.progress import Progress, telling
+from patchlight.core.registry import Asked, accepted, resolve_all
+from patchlight.core.statistics import constant
+from patchlight.core.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.graphs import captured, forget
 from patchlight.evidence.passes import FEATURES, PIXELS, LayerJob, Pass, fitting, run_pass, surely_predicted
 from patchlight.evidence.precision import HALF, Decided, lowered
 from patchlight.evidence.rules import PLAIN, Rule
-from patchlight.fingerprints import identity, of_images
-from patchlight.images import in_batches
 from patchlight.methods.base import Ablates, Ask, Estimate, LayerMap, LayerMaps, OwnPasses, ReadsBlocks
 from patchlight.methods.requests import Request, check_supported, resolve
-from patchlight.photos import Photos
-from patchlight.progress import Progress, telling
-from patchlight.registry import Asked, accepted, resolve_all
-from patchlight.statistics import constant
-from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 
 
 @overload

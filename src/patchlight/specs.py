@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_t
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
@@ -96,8 +96,8 @@ class ModelSpec(Spec):
 
     def load(self, device: str = "cpu") -> Anatomy:
         """The model, shown its images as the recipe says."""
+        from patchlight.anatomy.heads import head_of
         from patchlight.anatomy.load import load
-        from patchlight.heads import head_of
 
         head = head_of(self.texts, self.template, self.similar_to)
         options = {key: getattr(self, key) for key in ("stage", "sigmoid", "pretrained")}

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.attribution import Attribution
+from patchlight.core.attribution import Attribution
+from patchlight.core.errors import DegenerateMap, PatchlightError, UndefinedMetric, Unsupported
+from patchlight.core.resize import to_pixels
+from patchlight.core.targets import Targets
 from patchlight.engine import explain
-from patchlight.errors import DegenerateMap, PatchlightError, UndefinedMetric, Unsupported
 from patchlight.methods.base import METHODS
 from patchlight.methods.requests import Request, list_methods, refusal, resolve
 from patchlight.metrics.base import Evaluation, MapFunction, MetricRequest, resolve_metric
-from patchlight.metrics.evaluation import evaluate
-from patchlight.resize import to_pixels
-from patchlight.targets import Targets
+from patchlight.study.evaluate import evaluate
 
 compared: Callable[[str, float, float], None] | None = None
 """Called with (what, error, limit) by each comparison of a contract that holds, where set."""

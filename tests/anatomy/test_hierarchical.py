@@ -12,13 +12,13 @@ from torch import nn
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import list_models
+from patchlight.core.errors import Unsupported
+from patchlight.core.targets import Targets
 from patchlight.engine import compute
-from patchlight.errors import Unsupported
 from patchlight.evidence.ablation import Ablation, TokenSubsets
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.rules import RULES
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from tests.completeness import totals
 from tests.families import CLASSES, FAMILIES, HIERARCHICAL, images, randomise, shared
 

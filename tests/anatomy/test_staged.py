@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.staged import CutAnatomy, stages_of
-from patchlight.images import Preprocess
+from patchlight.core.images import Preprocess
 from patchlight.testing import check_method, contract_names
 from tests.families import STAGED, images, randomise, shared
 

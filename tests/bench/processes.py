@@ -14,7 +14,7 @@ import torch
 from patchlight.bench.events import Event, Start, UnitEnd, UnitStart
 from patchlight.bench.local import run
 from patchlight.bench.queue import WHOLE, Part, Stop
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from tests.bench.small import recipe
 
 FORKING = multiprocessing.get_context("forkserver")

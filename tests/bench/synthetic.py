@@ -17,7 +17,7 @@ import torch
 from patchlight.bench.manifest import Manifest, PlannedGroup, PlannedImages, write_manifest
 from patchlight.bench.recipe import Recipe, parse
 from patchlight.bench.rows import FORMAT, SCHEMA, Facts, Maps, map_bytes
-from patchlight.images import Preprocess
+from patchlight.core.images import Preprocess
 
 Floats = npt.NDArray[np.float64]
 METHODS = ["genatt", "rollout", "gradcam", "attcat", "ixg", "grad"]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from patchlight.bench.compare import as_csv, as_markdown, compare
 from patchlight.bench.store import Store
 from patchlight.cli import app
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from tests.bench.conftest import Shared
 from tests.bench.test_merge import changed_rows, copied, values
 

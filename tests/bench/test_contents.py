@@ -18,8 +18,8 @@ from PIL import Image
 from patchlight.bench import contents as room
 from patchlight.bench.contents import KeptHashes, cache_folder, content_of, contents, file_hash, planned_sample
 from patchlight.bench.events import Planning
+from patchlight.core.errors import PatchlightError
 from patchlight.data import Data, Sample, open_data
-from patchlight.errors import PatchlightError
 from tests.data.files import picture, save_array, write
 
 

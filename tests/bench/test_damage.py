@@ -15,7 +15,7 @@ from patchlight.bench.local import run
 from patchlight.bench.recipe import override
 from patchlight.bench.store import Results, Store
 from patchlight.bench.tables import as_csv, as_markdown, gather
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from tests.bench.small import pictures, recipe
 
 

@@ -24,7 +24,7 @@ from patchlight.bench.rows import parquet, table_of
 from patchlight.bench.store import Store
 from patchlight.bench.tables import as_markdown, gather
 from patchlight.cli import app
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from tests.bench.conftest import MORE, Shared
 from tests.bench.small import replaced
 

@@ -29,8 +29,8 @@ from patchlight.bench.merge import bring
 from patchlight.bench.queue import Part, Stop
 from patchlight.bench.recipe import parse
 from patchlight.bench.store import Store
-from patchlight.errors import PatchlightError
-from patchlight.plugins import load_plugin
+from patchlight.core.errors import PatchlightError
+from patchlight.core.plugins import load_plugin
 from tests.bench.small import pictures, text
 from tests.bench.test_merge import changed_rows
 from tests.registries import restored

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from patchlight.bench.recipe import Quick, override, parse, quickened, read_recipe
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.methods.base import METHODS
 from patchlight.recipes import bundled, key_lines
 from patchlight.specs import MetricSpec, PreprocessSpec

@@ -22,9 +22,9 @@ from patchlight.bench.statistics import gaps
 from patchlight.bench.store import Store
 from patchlight.bench.tables import Gathered, as_csv, as_latex, as_markdown, gather
 from patchlight.cli import app
-from patchlight.errors import PatchlightError
-from patchlight.metrics.ranking import SAMPLES
-from patchlight.statistics import bootstrap_weights, percentiles
+from patchlight.core.errors import PatchlightError
+from patchlight.core.statistics import bootstrap_weights, percentiles
+from patchlight.study.ranking import SAMPLES
 from tests.bench.small import pictures, recipe, replaced
 
 

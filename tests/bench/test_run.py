@@ -30,8 +30,8 @@ from patchlight.bench.rows import TIMING
 from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources, run_unit
 from patchlight.cli import app
+from patchlight.core.errors import PatchlightError
 from patchlight.data import Data, Sample
-from patchlight.errors import PatchlightError
 from patchlight.methods.base import METHODS, Ask, register_method
 from tests.bench.processes import FORKING
 from tests.bench.small import cells, pictures, recipe, replaced, rows, text, units
@@ -381,7 +381,7 @@ def test_of_several_files_the_one_without_failures_is_believed(images: Path, tmp
 def test_a_full_or_read_only_disk_is_told_and_loses_nothing(
     images: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    import patchlight.files as files
+    import patchlight.core.files as files
 
     original, written = os.fsync, 0
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from patchlight.bench.local import run
 from patchlight.bench.recipe import Recipe, override, read_recipe
 from patchlight.bench.store import Store
-from patchlight.errors import PatchlightError
-from patchlight.figures import skipplus
+from patchlight.core.errors import PatchlightError
+from patchlight.report.figures import skipplus
 from patchlight.zoo import pocket
 
 

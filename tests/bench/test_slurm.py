@@ -22,7 +22,7 @@ from patchlight.bench.local import run
 from patchlight.bench.recipe import parse
 from patchlight.bench.slurm import Job, script, slurm_time
 from patchlight.cli import app
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from tests.bench.small import pictures, rows, text
 from tests.registries import restored
 

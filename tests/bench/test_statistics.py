@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchlight import statistics
 from patchlight.bench.statistics import Ranks, critical_difference, extremes
-from patchlight.statistics import Resamples, bootstrap_weights
+from patchlight.core import statistics
+from patchlight.core.statistics import Resamples, bootstrap_weights
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

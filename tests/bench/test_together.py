@@ -26,7 +26,7 @@ from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources, run_unit
 from patchlight.bench.workers import event_of, run_workers
 from patchlight.cli import app
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from tests.bench.processes import begun, keys, together, told
 from tests.bench.small import pictures, recipe, rows, text, units
 

@@ -19,8 +19,8 @@ import patchlight as pl
 from patchlight.callbacks import TrainingLog, budget, log_maps
 from patchlight.callbacks import log as room
 from patchlight.callbacks.budget import Budget
-from patchlight.errors import Cancelled, LogSkipped
-from patchlight.viz import figure_picture
+from patchlight.core.drawing import figure_picture
+from patchlight.core.errors import Cancelled, LogSkipped
 from tests.callbacks.pieces import NAMES, TARGET, images, model, same, train
 
 Logged = dict[int, tuple[dict[str, float], dict[str, Any]]]

@@ -32,7 +32,7 @@ def callback(net: nn.Module, *writer: Any, **options: Any) -> Any:
     return pl.callbacks.TransformersCallback(net, images(), *writer, target=TARGET, every=2, budget=None, **options)
 
 
-@pytest.mark.filterwarnings("error::patchlight.errors.LogSkipped")
+@pytest.mark.filterwarnings("error::patchlight.core.errors.LogSkipped")
 @pytest.mark.parametrize(
     "options",
     [{"bf16": True}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"gradient_checkpointing": True}))],

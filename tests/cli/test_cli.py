@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 
 import patchlight as pl
 import tools.listed
-from patchlight import cli, listed
+from patchlight import cli
+from patchlight.core import listed
 from patchlight.methods.base import METHODS, Ablates
 from patchlight.methods.requests import resolve
 from tests import families

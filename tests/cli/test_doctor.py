@@ -16,7 +16,7 @@ from patchlight.zoo import bundled, pocket
 
 
 def test_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchlight.extras.find_spec", lambda name: None if name == "h5py" else name)
+    monkeypatch.setattr("patchlight.core.extras.find_spec", lambda name: None if name == "h5py" else name)
     done = CliRunner().invoke(app, ["doctor", "--json"])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 import patchlight as pl
+from patchlight.core.images import open_image
 from patchlight.data import Data, Sample
-from patchlight.images import open_image
 from tests.cli.test_cli import folder as folder
 from tests.cli.test_cli import refused, run
 from tests.cli.test_cli import tiny as tiny

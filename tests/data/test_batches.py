@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 import patchlight as pl
+from patchlight.core.errors import PatchlightError
+from patchlight.core.images import Preprocess, open_image
 from patchlight.data import Batch, Data, Sample, batches, labelled, load_batch, open_data
-from patchlight.errors import PatchlightError
-from patchlight.images import Preprocess, open_image
 
 from .files import picture, write
 

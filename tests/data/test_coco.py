@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from patchlight.core.errors import PatchlightError
 from patchlight.data.coco import Coco, Runs, draw, from_runs, inside, read_coco, unpacked
-from patchlight.errors import PatchlightError
 
 from .files import write
 

@@ -17,9 +17,9 @@ from torchvision.transforms.functional import to_tensor
 
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import parse
+from patchlight.core.errors import PatchlightError
+from patchlight.core.images import Preprocess
 from patchlight.data import Sample, from_dataset, load_batch
-from patchlight.errors import PatchlightError
-from patchlight.images import Preprocess
 
 from .files import picture
 

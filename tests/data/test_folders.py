@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
+from patchlight.core.errors import PatchlightError
+from patchlight.core.images import Preprocess
 from patchlight.data import load_batch, open_data
 from patchlight.data.cifar import read_cifar10
 from patchlight.data.counting import counting_grids
-from patchlight.errors import PatchlightError
-from patchlight.images import Preprocess
 
 from .files import picture, write
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from scipy.io import savemat
 
+from patchlight.core.errors import PatchlightError
+from patchlight.core.images import Preprocess
 from patchlight.data import Data, Sample, batches, open_data
-from patchlight.errors import PatchlightError
-from patchlight.images import Preprocess
 from tests.reference import shared_dir
 
 from .files import picture, write

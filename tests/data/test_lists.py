@@ -15,8 +15,8 @@ from patchlight.bench.recipe import override, parse
 from patchlight.cli import app
 from patchlight.cli.common import of_model
 from patchlight.cli.training import recipe_of
+from patchlight.core.errors import PatchlightError
 from patchlight.data import open_data, read_list
-from patchlight.errors import PatchlightError
 from patchlight.trained.recipe import open_images
 from patchlight.trained.shapley.recipe import ShapleyRecipe
 from tests.bench.small import cells, pictures, text

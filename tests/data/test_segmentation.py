@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from patchlight.core.errors import PatchlightError
+from patchlight.core.images import Preprocess
 from patchlight.data import batches, load_batch, open_data
-from patchlight.errors import PatchlightError
-from patchlight.images import Preprocess
 from tests.reference import shared_dir
 
 from .files import picture, save_array, write

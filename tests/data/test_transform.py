@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torchvision import transforms as T
 
-from patchlight.errors import PatchlightError
-from patchlight.images import Preprocess
+from patchlight.core.errors import PatchlightError
+from patchlight.core.images import Preprocess
 
 SIZES = [(64, 64), (333, 500), (500, 333), (225, 224), (61, 47), (900, 40), (40, 1300)]
 PREPROCESS = [

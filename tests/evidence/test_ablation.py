@@ -11,12 +11,12 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import Cancelled
+from patchlight.core.errors import Cancelled
+from patchlight.core.progress import Watcher, watched
+from patchlight.core.targets import Targets
 from patchlight.evidence.ablation import Ablation, PixelMasks, RankRanges, Rendered, TokenSubsets, Variants
 from patchlight.evidence.fills import fill_images
 from patchlight.evidence.precision import Precision
-from patchlight.progress import Watcher, watched
-from patchlight.targets import Targets
 from tests.families import PLAIN, build, images, shared
 
 

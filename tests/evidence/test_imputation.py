@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.evidence.ablation import Ablation, PixelMasks, RankRanges
 from patchlight.evidence.fills import Imputation, fill_images, painted
 from patchlight.evidence.imputation import imputed

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.errors import Cancelled
+from patchlight.core.progress import Watcher
+from patchlight.core.progress import watched as watched_by
+from patchlight.core.targets import Targets
 from patchlight.engine import default_batch_size
-from patchlight.errors import Cancelled
 from patchlight.evidence import passes
 from patchlight.evidence.passes import FEATURES, PIXELS, LayerJob, fitting, rows_at_once, run_pass
 from patchlight.evidence.record import PARTS, Evidence
 from patchlight.evidence.rules import RULES
 from patchlight.methods.requests import resolve
-from patchlight.progress import Watcher
-from patchlight.progress import watched as watched_by
-from patchlight.targets import Targets
 from tests.families import build, images, shared
 from tests.literal.plain import Written, states
 from tests.literal.toys import linear

@@ -9,12 +9,12 @@ import torch
 
 import patchlight as pl
 from patchlight import engine
-from patchlight.errors import NotFinite
+from patchlight.core.errors import NotFinite
+from patchlight.core.targets import Targets
 from patchlight.evidence.passes import LayerJob, in_memory, run_pass, surely_predicted
 from patchlight.evidence.precision import chosen
 from patchlight.methods import requests
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from tests.families import build, images, shared
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

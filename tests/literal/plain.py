@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.images import Preprocess
+from patchlight.core.targets import Targets
 from patchlight.engine import compute
-from patchlight.images import Preprocess
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 
 
 def maps(

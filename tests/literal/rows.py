@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.targets import Targets
 from patchlight.engine import compute
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 
 TARGETS = [3, 1, 5]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import DegenerateMap, PatchlightError
+from patchlight.core.errors import DegenerateMap, PatchlightError
 from patchlight.evidence.passes import LayerJob, Trace, run_pass
 from patchlight.evidence.record import Evidence
 from patchlight.methods.attention import attcam, attixg, genatt

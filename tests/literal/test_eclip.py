@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import DegenerateMap, Unsupported
+from patchlight.core.errors import DegenerateMap, Unsupported
+from patchlight.core.targets import Targets
 from patchlight.evidence.passes import Course, LayerJob, run_pass
 from patchlight.evidence.record import Evidence
 from patchlight.methods.eclip import grad_eclip, spatial_weights
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from tests.families import PLAIN, build, images, randomise, shared
 from tests.literal.opened import Opened
 from tests.literal.rows import TARGETS, maps

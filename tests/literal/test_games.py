@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.errors import DegenerateMap
+from patchlight.core.targets import Targets
 from patchlight.engine import compute
-from patchlight.errors import DegenerateMap
 from patchlight.evidence.ablation import Ablation
 from patchlight.evidence.coalitions import Unseen, draw_coalitions
 from patchlight.evidence.rules import RULES
@@ -26,7 +27,6 @@ from patchlight.methods.base import Ask
 from patchlight.methods.hsic import draw_masks, hsic_of
 from patchlight.methods.requests import resolve
 from patchlight.methods.shapley import constrained_values, score_coalitions
-from patchlight.targets import Targets
 from tests.close import near, within
 from tests.families import CLASSES, build, images, randomise, shared
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.targets import Targets
 from patchlight.methods import gradients as room
 from patchlight.methods.base import Ask
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from tests.close import within
 from tests.completeness import totals
 from tests.families import images, shared

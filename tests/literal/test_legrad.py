@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import DegenerateMap, PatchlightError, Unsupported
+from patchlight.core.errors import DegenerateMap, PatchlightError, Unsupported
+from patchlight.core.targets import Targets
 from patchlight.evidence import rules
 from patchlight.evidence.passes import Course, LayerJob, run_pass
 from patchlight.evidence.record import Evidence, Record
@@ -20,7 +21,6 @@ from patchlight.evidence.rules import RULES, Rule
 from patchlight.evidence.taps import Taps
 from patchlight.methods.legrad import legrad
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from patchlight.testing import spearman
 from tests.families import PLAIN, build, images, shared
 from tests.literal.opened import Opened

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.images import Preprocess
+from patchlight.core.targets import Targets
 from patchlight.engine import compute
 from patchlight.evidence.fills import Imputation, fill_images
-from patchlight.images import Preprocess
 from patchlight.methods import lime, masking, rise
 from patchlight.methods.base import METHODS
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from patchlight.testing import check_method
 from tests.close import within
 from tests.evidence.literal import imputed

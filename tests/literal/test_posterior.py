@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
+from patchlight.core.targets import Targets
 from patchlight.engine import compute
 from patchlight.methods.posterior import RATIOS, condition, fields
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from patchlight.testing import spearman
 from tests.families import build, images, shared
 from tests.literal.test_tis import asked

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
+from patchlight.core.targets import Targets
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import METHODS, Ask
 from patchlight.methods.relevance import Relevance, add_rule, linear_rule, product_rule
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from tests.close import close, near, within
 from tests.families import images, shared
 from tests.literal.lrp import Literal

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.targets import Targets
 from patchlight.evidence.passes import FEATURES, LayerJob, run_pass
 from patchlight.evidence.stages import Merging, Windows
-from patchlight.targets import Targets
 from tests.completeness import totals
 from tests.families import CLASSES, images, randomise
 from tests.literal.plain import maps

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.evidence.passes import Trace
 from patchlight.methods.base import METHODS
 from patchlight.methods.requests import refusal, resolve

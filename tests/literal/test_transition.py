@@ -11,7 +11,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.record import Evidence
 from patchlight.methods.base import Ask

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.bench.recipe import read_recipe
+from patchlight.core.targets import Score, Targets
 from patchlight.engine import compute
 from patchlight.evidence.fills import fill_images
 from patchlight.evidence.rules import RULES
@@ -33,7 +34,6 @@ from patchlight.methods.vitcx import (
     scaled,
     upsampled,
 )
-from patchlight.targets import Score, Targets
 from tests.families import build, images, shared
 from tests.literal.toys import Linear, linear
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.images import Preprocess
+from patchlight.core.images import Preprocess
 
 
 class Linear(Anatomy):

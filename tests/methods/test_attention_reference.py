@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from patchlight.core.errors import DegenerateMap
+from patchlight.core.targets import Targets
 from patchlight.engine import compute
-from patchlight.errors import DegenerateMap
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from tests.close import close
 from tests.reference import deit_tiny, inputs, reference
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchlight.core.targets import Targets
 from patchlight.engine import compute
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from tests.close import close, close_on_average, ranked
 from tests.methods.test_peers import library_cam
 from tests.reference import deit_tiny, inputs, reference

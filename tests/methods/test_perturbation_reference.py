@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchlight.core.targets import Targets
 from patchlight.engine import compute
 from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.evidence.rules import RULES
@@ -25,7 +26,6 @@ from patchlight.methods.vitcx import (
     scaled,
     upsampled,
 )
-from patchlight.targets import Targets
 from patchlight.testing import spearman
 from tests.close import close, close_on_average, near, ranked
 from tests.reference import deit_tiny, inputs, reference

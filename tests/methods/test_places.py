@@ -10,12 +10,12 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.targets import Targets
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask
 from patchlight.methods.cams import feature_maps, place
 from patchlight.methods.requests import refusal, resolve
-from patchlight.targets import Targets
 from tests.families import PLAIN, images, shared
 
 TARGET = [2, 5]

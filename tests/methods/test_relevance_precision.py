@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import Cancelled
+from patchlight.core.errors import Cancelled
+from patchlight.core.progress import Watcher, watched
 from patchlight.methods.base import METHODS, Ask
 from patchlight.methods.relevance import Relevance
 from patchlight.methods.requests import resolve
-from patchlight.progress import Watcher, watched
 from tests.close import close, ranked
 from tests.families import images, shared
 from tests.literal.plain import maps

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchlight.core.errors import DegenerateMap
+from patchlight.core.targets import Targets
 from patchlight.engine import compute
-from patchlight.errors import DegenerateMap
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.methods import decomposition
 from patchlight.methods.requests import resolve
-from patchlight.targets import Targets
 from tests.close import close, ranked, within
 from tests.literal.lrp import Literal
 from tests.reference import deit_tiny, inputs, reference

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
+from patchlight.core.targets import Targets
 from patchlight.evidence.rules import PLAIN
 from patchlight.methods.base import METHODS, Ask, Estimate
 from patchlight.methods.sampling import in_rounds, jackknife, rounds
-from patchlight.targets import Targets
 from tests.families import images, shared
 from tests.literal.toys import linear
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.errors import UndefinedMetric
+from patchlight.core.errors import UndefinedMetric
+from patchlight.core.targets import Targets
 from patchlight.metrics.base import (
     METRICS,
     Evaluation,
@@ -26,7 +27,6 @@ from patchlight.metrics.base import (
     register_metric,
     resolve_metric,
 )
-from patchlight.targets import Targets
 from tests.families import images, shared
 
 VIT = "vit"

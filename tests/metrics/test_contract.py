@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.targets import Targets
 from patchlight.metrics.base import METRICS, MapFunction
-from patchlight.targets import Targets
 from patchlight.testing import check_metric
 from tests.families import HEADS, asked, images, shared
 from tests.literal.toys import linear

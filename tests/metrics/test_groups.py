@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.errors import PatchlightError, UndefinedMetric
+from patchlight.core.errors import PatchlightError, UndefinedMetric
 from patchlight.evidence.fills import fill_images
 from patchlight.metrics.groups import faithfulness
 from tests.families import images, shared

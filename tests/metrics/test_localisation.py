@@ -14,8 +14,8 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.bench.recipe import read_recipe
+from patchlight.core.errors import PatchlightError
 from patchlight.data import open_data
-from patchlight.errors import PatchlightError
 from patchlight.metrics.localisation import average_precision, heat_overlaps
 from tests.data.files import picture, save_array
 from tests.families import images, shared

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import patchlight as pl
+from patchlight.core.targets import kl_divergence
 from patchlight.evidence.fills import Imputation, fill_images
 from patchlight.metrics.base import METRICS, resolve_metric
 from patchlight.metrics.perturbation import levels
-from patchlight.targets import kl_divergence
 from tests.evidence.literal import imputed as imputed_densely
 from tests.families import build, images, shared
 from tests.literal.toys import Linear, linear

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
+from patchlight.core.targets import Targets
 from patchlight.metrics.base import Measure
 from patchlight.metrics.deletion import removed_logits
 from patchlight.metrics.perturbation import levels, log_probability
-from patchlight.targets import Targets
 from tests.close import near
 from tests.reference import deit_tiny, inputs, reference, shared_dir
 

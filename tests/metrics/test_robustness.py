@@ -12,10 +12,10 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
-from patchlight.metrics.evaluation import map_function
+from patchlight.core.errors import PatchlightError
+from patchlight.core.targets import Targets
 from patchlight.metrics.robustness import draws
-from patchlight.targets import Targets
+from patchlight.study.evaluate import map_function
 from tests.families import images, shared
 from tests.reference import deit_tiny, inputs, reference, shared_dir
 

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
-from patchlight.metrics.evaluation import map_function
+from patchlight.core.errors import PatchlightError
+from patchlight.core.statistics import average_ranks
+from patchlight.core.targets import Targets
 from patchlight.metrics.sanity import hog, random_parameters, spearman, ssim, stages, twin
-from patchlight.statistics import average_ranks
-from patchlight.targets import Targets
+from patchlight.study.evaluate import map_function
 from tests.close import within
 from tests.families import STRUCTURAL, build, images, shared
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import patchlight as pl
-from patchlight.images import open_image, open_mask
+from patchlight.core.images import open_image, open_mask
 from tests.families import build, images, shared
 from tests.strangers.table import command, refuses, row
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.files import read_labels
-from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from tests.families import FAMILIES, randomise
 from tests.strangers.table import command, refuses, row
 

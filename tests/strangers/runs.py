@@ -148,9 +148,9 @@ def two_images_have_no_best_method(folder: Path) -> None:
 @row
 def statistics_of_no_images_do_not_raise(folder: Path) -> None:
     from patchlight.bench.statistics import critical_difference
+    from patchlight.core.statistics import bootstrap_weights
     from patchlight.metrics.base import Evaluation
-    from patchlight.metrics.ranking import friedman
-    from patchlight.statistics import bootstrap_weights
+    from patchlight.study.ranking import friedman
 
     assert friedman(torch.ones(0, 3)) == (0.0, 1.0)
     assert critical_difference(3, 0) == math.inf

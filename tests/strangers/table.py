@@ -12,7 +12,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from patchlight.cli import app
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 Row = Callable[[Path], None]
 ROWS: dict[str, Row] = {}

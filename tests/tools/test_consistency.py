@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patchlight.bench.local import run as run_local
 from patchlight.bench.recipe import override, read_recipe
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from tests.bench.small import pictures
 from tools.consistency import Run, agreement, as_markdown, between_halves, consistency, main, separation
 

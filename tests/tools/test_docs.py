@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import patchlight as pl
+from patchlight.core.registry import settings_of
 from patchlight.methods.base import METHODS
 from patchlight.metrics.base import METRICS
-from patchlight.registry import settings_of
 from tools.docs import manual, reference, tables
 from tools.docs.links import broken
 from tools.docs.staging import DOCS, ROOT, expanded, relinked, sources, stage, staged_at

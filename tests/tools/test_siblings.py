@@ -15,9 +15,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import patchlight as pl
-from patchlight import plugins
 from patchlight.cli import app
-from patchlight.errors import PatchlightError
+from patchlight.core import plugins
+from patchlight.core.errors import PatchlightError
 from patchlight.zoo import pocket
 from tests.tools.test_pocket import few
 from tools import train_pocket, train_siblings

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.trained.batches import check_data, epoch_of, images_and_labels, length_of
 from tests.trained.toys import batches, pictures, toy
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.trained.devices import Devices
 from patchlight.trained.loop import Learner
 from tests.trained.toys import StudentSettings, Told, batches, pictures, teach, toy

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.errors import Cancelled
+from patchlight.core.errors import Cancelled
 from patchlight.evidence.fills import fill_images
 from patchlight.zoo import pocket
 

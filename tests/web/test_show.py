@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 import patchlight as pl
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.web.show import View, close_all
 from patchlight.zoo import pocket
 from tests.test_images import noise
@@ -141,7 +141,7 @@ def test_what_cannot_be_shown_is_refused(vit: pl.Anatomy, asked: dict[str, Any],
 
 
 def test_the_extra_is_named_where_it_is_missing(vit: pl.Anatomy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchlight.extras.find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setattr("patchlight.core.extras.find_spec", lambda name: None if name == "uvicorn" else object())
     with pytest.raises(PatchlightError, match=r"the page needs uvicorn: pip install 'patchlight\[web\]'"):
         pl.show(vit)
 

@@ -14,11 +14,11 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 import patchlight
-from patchlight import errors
 from patchlight.bench.recipe import Published, Quick, Recipe
 from patchlight.cli import app
+from patchlight.core import errors
+from patchlight.core.registry import in_words, settings_of
 from patchlight.data import KINDS
-from patchlight.registry import in_words, settings_of
 from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec, PreprocessSpec
 from tools.docs.words import as_markdown, code, paragraphs, table
 

@@ -9,8 +9,8 @@ from typing import Any
 from PIL import Image
 
 import patchlight as pl
+from patchlight.core.drawing.heat import seen
 from patchlight.methods.base import METHODS
-from patchlight.viz.heat import seen
 from patchlight.zoo import pocket
 
 PHOTOS = ("dog-and-cat", "bird", "horse")

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
+from patchlight.core.registry import Entry, Setting, in_words
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import CAPTURED, COMPOSITIONS, METHODS, PASSES, Ablates, LayerMap, Method, OwnPasses
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import METRICS, Metric
-from patchlight.registry import Entry, Setting, in_words
 from tools.docs import formulas
 from tools.docs.families import KINDS
 from tools.docs.pictures import COMPOSED, PHOTOS

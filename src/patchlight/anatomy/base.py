@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.twin import Twin, multiply_patches
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.images import Preprocess, to_batch
+from patchlight.core.targets import Kind, Names, Outputs, probabilities
 from patchlight.evidence.taps import TokenWatch, watch_tokens
-from patchlight.images import Preprocess, to_batch
-from patchlight.targets import Kind, Names, Outputs, probabilities
 
 if TYPE_CHECKING:
+    from patchlight.anatomy.heads import Head
     from patchlight.evidence.stages import Merging
-    from patchlight.heads import Head
 
 P = ParamSpec("P")
 R = TypeVar("R")

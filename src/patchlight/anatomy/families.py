@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
-from patchlight.registry import Entry, Registry
+from patchlight.core.errors import PatchlightError
+from patchlight.core.registry import Entry, Registry
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 
 def read_labels(labels: str | Path | Sequence[str] | Mapping[int, str]) -> list[str]:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, linear, stacked
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.hub import cached
-from patchlight.errors import AssumedPreprocess, PatchlightError, first_line, warn
-from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from patchlight.core.errors import AssumedPreprocess, PatchlightError, first_line, warn
+from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 _HALF = (0.5, 0.5, 0.5)
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

@@ -19,9 +19,9 @@ from patchlight.anatomy.families import register_family
 from patchlight.anatomy.hf import CLIP, DEIT, DINO, DINO3, SIGLIP, VIT, HuggingFaceAnatomy, Shape
 from patchlight.anatomy.hub import cached
 from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
-from patchlight.errors import PatchlightError, Unsupported, first_line
-from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from patchlight.targets import Outputs
+from patchlight.core.errors import PatchlightError, Unsupported, first_line
+from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from patchlight.core.targets import Outputs
 
 _MAE = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "squash", "down")
 PRETRAINED = {

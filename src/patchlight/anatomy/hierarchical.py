@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, Parts, linear, stacked
 from patchlight.anatomy.timm import described
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.evidence.stages import Bins, Merging, Pooled, Reach, Windows
 from patchlight.evidence.taps import watch_reach
 

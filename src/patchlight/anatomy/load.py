@@ -20,14 +20,14 @@ from patchlight.anatomy.hf import as_processed
 from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
 from patchlight.anatomy.own import OWN, read_own
 from patchlight.anatomy.preprocessing import applied, read_preprocess
-from patchlight.errors import AssumedPreprocess, NoClassifier, PatchlightError, first_line, nearest
-from patchlight.extras import missing_extra
-from patchlight.images import Preprocess
-from patchlight.listed import matching
+from patchlight.core.errors import AssumedPreprocess, NoClassifier, PatchlightError, first_line, nearest
+from patchlight.core.extras import missing_extra
+from patchlight.core.images import Preprocess
+from patchlight.core.listed import matching
 from patchlight.specs import PreprocessSpec
 
 if TYPE_CHECKING:
-    from patchlight.heads import Head
+    from patchlight.anatomy.heads import Head
 
 _OVERRIDES = ("labels", "name", "preprocess", "processor", "tokenizer", "sigmoid", "regression", "stage")
 """What `wrap` takes for a model that it reads by itself."""
@@ -91,7 +91,7 @@ def _check_own(about: Mapping[str, Any], head: Head | None, texts: Sequence[str]
 
 def _asked(anatomy: Anatomy, head: Head | None, texts: Sequence[str] | None, template: str | Sequence[str]) -> Anatomy:
     """The anatomy with the head asked for; one with neither that nor a classifier has nothing to explain."""
-    from patchlight.heads import Head, Texts
+    from patchlight.anatomy.heads import Head, Texts
 
     if head is not None and texts is not None:
         raise PatchlightError("give either head or texts, which is short for head=pl.heads.Texts(texts)")

@@ -14,10 +14,10 @@ from patchlight.anatomy.families import register_family
 from patchlight.anatomy.hub import cached, endpoint, unreachable
 from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
 from patchlight.anatomy.timm import BeitAnatomy, EvaAnatomy, TimmAnatomy
-from patchlight.errors import PatchlightError, Unsupported, first_line, nearest
-from patchlight.extras import missing_extra
-from patchlight.images import Preprocess
-from patchlight.targets import Outputs
+from patchlight.core.errors import PatchlightError, Unsupported, first_line, nearest
+from patchlight.core.extras import missing_extra
+from patchlight.core.images import Preprocess
+from patchlight.core.targets import Outputs
 
 _OWN_VOCABULARY = 49408
 """How many tokens the tokenizer knows that open_clip brings along."""

@@ -19,11 +19,11 @@ from patchlight.anatomy.base import Anatomy, Parts, Pooling
 from patchlight.anatomy.families import read_anatomy
 from patchlight.anatomy.names import known_as, why_not
 from patchlight.anatomy.probe import BY_HAND
-from patchlight.errors import AssumedPreprocess, PatchlightError, first_line, warn
-from patchlight.images import Preprocess
+from patchlight.core.errors import AssumedPreprocess, PatchlightError, first_line, warn
+from patchlight.core.images import Preprocess
 
 if TYPE_CHECKING:
-    from patchlight.heads import Head
+    from patchlight.anatomy.heads import Head
 
 OWN = ("output", "grid", "prefix", "pooling", "channels", "extent")
 """What `wrap` takes for a module of one's own beside what it takes for every model."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from patchlight.errors import PatchlightError, nearest
-from patchlight.extras import missing_extra
-from patchlight.images import Preprocess
+from patchlight.core.errors import PatchlightError, nearest
+from patchlight.core.extras import missing_extra
+from patchlight.core.images import Preprocess
 from patchlight.specs import PreprocessSpec
 
 PROCESSOR = "preprocessor_config.json"

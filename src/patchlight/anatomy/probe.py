@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from patchlight.errors import PatchlightError, Unsupported, first_line
+from patchlight.core.errors import PatchlightError, Unsupported, first_line
 from patchlight.evidence.record import Record
 from patchlight.evidence.rules import PLAIN
 from patchlight.evidence.taps import Taps

@@ -16,7 +16,7 @@ from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.names import STAGED, known_as, why_not
 from patchlight.anatomy.timm import described
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.core.errors import PatchlightError, Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, affine, linear, stacked
 from patchlight.anatomy.families import register_family
-from patchlight.errors import PatchlightError
-from patchlight.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from patchlight.core.errors import PatchlightError
+from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 
 class TimmAnatomy(Anatomy):

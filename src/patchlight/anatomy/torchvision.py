@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.base import Anatomy, Ends, Parts
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.timm import imagenet_labels
-from patchlight.images import Preprocess
+from patchlight.core.images import Preprocess
 
 
 class TorchvisionAnatomy(Anatomy):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.evidence.taps import Activation
 
 _TENSORS = ("_parameters", "_buffers")

@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from patchlight.errors import PatchlightError
-from patchlight.files import write_whole
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import write_whole
 
 BEAT, EXPIRY = 5.0, 60.0
 """Seconds between two beats, and without one after which an owner is dead."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchlight.fingerprints import fingerprint
+from patchlight.core.fingerprints import fingerprint
 
 _LIBRARIES = tuple(str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "purelib", "platlib"))
 _SUFFIXES = (*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES)

@@ -20,11 +20,11 @@ from patchlight.bench.results import Results
 from patchlight.bench.statistics import SIGNS, Standing, standing
 from patchlight.bench.store import Store
 from patchlight.bench.tables import markdown_table
-from patchlight.errors import PatchlightError
-from patchlight.files import cell as csv_cell
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import cell as csv_cell
+from patchlight.core.statistics import FEWEST, Resamples, percentiles
 from patchlight.metrics.base import Evaluation
-from patchlight.metrics.ranking import SAMPLES
-from patchlight.statistics import FEWEST, Resamples, percentiles
+from patchlight.study.ranking import SAMPLES
 
 Key = tuple[str, str, str]
 """The labels of a model, a method and a metric."""

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchlight.bench.events import Listener, Planning
-from patchlight.errors import PatchlightError
-from patchlight.files import write_whole
-from patchlight.fingerprints import digest_of
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import write_whole
+from patchlight.core.fingerprints import digest_of
 
 if TYPE_CHECKING:
     from patchlight.data import Data, Sample

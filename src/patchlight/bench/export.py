@@ -28,9 +28,9 @@ from patchlight.bench.merge import part_of
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import FORMAT, SCHEMA, Maps, known_columns, map_bytes, parquet
 from patchlight.bench.store import Files, Store
-from patchlight.errors import PatchlightError
-from patchlight.files import cell, check_writable, write_whole
-from patchlight.progress import Progress, telling
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import cell, check_writable, write_whole
+from patchlight.core.progress import Progress, telling
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from patchlight.bench.rows import Maps
 from patchlight.bench.statistics import Ranks, extremes
 from patchlight.bench.tables import LEGEND, Gathered
-from patchlight.errors import PatchlightError
-from patchlight.extras import missing_extra
-from patchlight.files import write_whole
-from patchlight.viz.page import PALETTE, data_url, page_style, page_template
+from patchlight.core.errors import PatchlightError
+from patchlight.core.extras import missing_extra
+from patchlight.core.files import write_whole
+from patchlight.report.page import PALETTE, data_url, page_style, page_template
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -278,7 +278,7 @@ def _heats(
     """The maps of a model's i-th image by these methods, over the image or over grey."""
     from PIL import Image
 
-    from patchlight.viz import overlay
+    from patchlight.core.drawing import overlay
 
     assert maps.preprocess is not None
     height, width = maps.preprocess.size

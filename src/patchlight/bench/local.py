@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from patchlight import __version__
-from patchlight.attribution import versions
 from patchlight.bench.claims import Claims
 from patchlight.bench.events import End, Listener, Start, UnitEnd, UnitStart, Waiting
 from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, PlannedImages, write_manifest
@@ -23,7 +22,8 @@ from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import counted
 from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources, loaded, lost, opened, run_unit
-from patchlight.errors import PatchlightError
+from patchlight.core.attribution import versions
+from patchlight.core.errors import PatchlightError
 from patchlight.evidence.ablation import free_chunk
 
 if TYPE_CHECKING:

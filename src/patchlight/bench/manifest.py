@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import FORMAT
-from patchlight.errors import PatchlightError
-from patchlight.files import write_new, write_whole
-from patchlight.fingerprints import digest_of
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import write_new, write_whole
+from patchlight.core.fingerprints import digest_of
 
 MERGED = "merged from"
 """How notes begin that say where a run's values come from."""

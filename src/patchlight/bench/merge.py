@@ -24,10 +24,10 @@ from patchlight.bench.plan import source_digest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import Maps, map_bytes, parquet
 from patchlight.bench.store import Files, Store
-from patchlight.errors import PatchlightError
-from patchlight.files import write_new
-from patchlight.fingerprints import digest_of
-from patchlight.progress import Progress, telling
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import write_new
+from patchlight.core.fingerprints import digest_of
+from patchlight.core.progress import Progress, telling
 
 Array = npt.NDArray[Any]
 ROUNDING = 1e-3

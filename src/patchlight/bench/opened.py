@@ -17,8 +17,8 @@ from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import SCHEMA, TIMING, known_columns
 from patchlight.bench.store import Files, Store
-from patchlight.errors import PatchlightError, nearest
-from patchlight.frames import from_arrow
+from patchlight.core.errors import PatchlightError, nearest
+from patchlight.core.frames import from_arrow
 
 if TYPE_CHECKING:
     from pandas import DataFrame

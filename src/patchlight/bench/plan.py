@@ -15,15 +15,24 @@ from patchlight.bench.code import described
 from patchlight.bench.contents import contents, planned_sample, same_classes
 from patchlight.bench.events import Listener
 from patchlight.bench.recipe import Recipe
-from patchlight.errors import PatchlightError
-from patchlight.fingerprints import digest_of, identity
+from patchlight.core.errors import PatchlightError
+from patchlight.core.fingerprints import digest_of, identity
 from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec
 
 if TYPE_CHECKING:
     from patchlight.data import Data, Sample
 
 NOT_MEASURING = (
-    *("cli", "viz", "figures", "verdict", "web", "callbacks", "truth.py", "extras.py"),
+    *(
+        "cli",
+        "core/drawing",
+        "report",
+        "study/recommend",
+        "study/faithfulness.py",
+        "web",
+        "callbacks",
+        "core/extras.py",
+    ),
     *(f"bench/{room}.py" for room in ("card", "claims", "cleaner", "compare", "differences", "estimate", "events")),
     *(
         f"bench/{room}.py"
@@ -164,7 +173,7 @@ def source_digest() -> str:
     hashed = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)
-        if name.parts[0] not in NOT_MEASURING and name.as_posix() not in NOT_MEASURING:
+        if not any(name.is_relative_to(part) for part in NOT_MEASURING):
             hashed.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return hashed.hexdigest()[:16]
 

@@ -13,7 +13,7 @@ from patchlight.bench.plan import Group, Plan, Unit
 from patchlight.bench.rows import Row, rows_of
 from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources, run_unit
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 SECONDS = 30.0
 """How long a unit should take."""

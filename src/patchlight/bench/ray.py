@@ -26,7 +26,6 @@ from typing import Any, TextIO, cast
 import torch
 
 from patchlight import __version__
-from patchlight.attribution import versions
 from patchlight.bench.claims import Claim, Claims
 from patchlight.bench.events import End, Listener, Start, UnitEnd, UnitStart, Waiting
 from patchlight.bench.local import DEATHS, Summary, begin
@@ -36,9 +35,10 @@ from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import Before, Done
 from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources, assembled, lost, run_unit
-from patchlight.errors import PatchlightError
-from patchlight.extras import missing_extra
-from patchlight.plugins import load_plugin, loaded_files
+from patchlight.core.attribution import versions
+from patchlight.core.errors import PatchlightError
+from patchlight.core.extras import missing_extra
+from patchlight.core.plugins import load_plugin, loaded_files
 
 try:
     import ray
@@ -362,10 +362,10 @@ def _task(version: str, code: str) -> Callable[..., Any]:
 
             if patchlight.__version__ != version:
                 return refused(f"has Patchlight {patchlight.__version__}, and this is {version}")
-            from patchlight.attribution import versions
             from patchlight.bench.plan import source_digest
             from patchlight.bench.ray import work
-            from patchlight.errors import PatchlightError
+            from patchlight.core.attribution import versions
+            from patchlight.core.errors import PatchlightError
         except Exception as error:
             return refused(f"cannot run a benchmark ({type(error).__name__}: {error})")
         if source_digest() != code:

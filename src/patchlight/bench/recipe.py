@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from patchlight.errors import PatchlightError, nearest
+from patchlight.core.errors import PatchlightError, nearest
 from patchlight.recipes import Keys, at_line, parse_as, read_text
 from patchlight.specs import DataSpec, Many, MethodSpec, MetricSpec, ModelSpec, OpenSpec, Spec, Whole
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchlight.extras import missing_extra
-from patchlight.images import Preprocess
+from patchlight.core.extras import missing_extra
+from patchlight.core.images import Preprocess
 from patchlight.metrics.base import Evaluation
 
 try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from patchlight.bench.workers import PREEMPTED
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 END = "END_OF_REPORT"
 WIDE = 90

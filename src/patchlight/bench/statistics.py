@@ -12,10 +12,10 @@ from torch import Tensor
 
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
-from patchlight.errors import PatchlightError, nearest
+from patchlight.core.errors import PatchlightError, nearest
+from patchlight.core.statistics import FEWEST, Mark, Resamples, percentiles
 from patchlight.metrics.base import intervals
-from patchlight.metrics.ranking import ALPHA, SAMPLES, compared, friedman, paired_differences, placed
-from patchlight.statistics import FEWEST, Mark, Resamples, percentiles
+from patchlight.study.ranking import ALPHA, SAMPLES, compared, friedman, paired_differences, placed
 
 Standing = Literal["better", "worse", ""]
 """How a number stands to the one it is compared with; nothing where the interval of the difference contains 0."""

@@ -38,9 +38,9 @@ from patchlight.bench.rows import (
     table_bytes,
     table_of,
 )
-from patchlight.errors import PatchlightError
-from patchlight.files import check_writable, write_new, write_whole
-from patchlight.progress import Progress, telling
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import check_writable, write_new, write_whole
+from patchlight.core.progress import Progress, telling
 
 PART = re.compile(r"\..+-[a-z0-9_]{8}")
 """Names under which files are written before they are renamed."""

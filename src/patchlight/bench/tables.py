@@ -17,9 +17,9 @@ from patchlight.bench.results import Results
 from patchlight.bench.rows import TIMING
 from patchlight.bench.statistics import SIGNS, Cell, Gap, Ranks, cells, gaps, ranks
 from patchlight.bench.store import Store
-from patchlight.errors import PatchlightError
-from patchlight.files import cell as csv_cell
-from patchlight.statistics import FEWEST, Mark
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import cell as csv_cell
+from patchlight.core.statistics import FEWEST, Mark
 
 LEGEND = (
     "Best in bold, where Friedman's test tells the methods apart at 5 %; † statistically tied with it (paired "

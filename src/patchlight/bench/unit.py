@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.attribution import Attribution
 from patchlight.bench.events import Listener, Step
 from patchlight.bench.plan import Group, Images, Pair, Unit, as_planned, load_model, model_digest
 from patchlight.bench.rows import Before, Done, Facts, Known, Maps, Row, maps_from
+from patchlight.core.attribution import Attribution
+from patchlight.core.errors import PatchlightError, spelled
+from patchlight.core.statistics import constant
+from patchlight.core.targets import predicted
 from patchlight.data import Batch, Data, labelled, load_batch, takes_classes
 from patchlight.engine import explain
-from patchlight.errors import PatchlightError, spelled
 from patchlight.methods.requests import Request, refusal
 from patchlight.metrics.base import Evaluation, MetricRequest, on_grid
-from patchlight.metrics.evaluation import evaluate
 from patchlight.specs import DataSpec
-from patchlight.statistics import constant
-from patchlight.targets import predicted
+from patchlight.study.evaluate import evaluate
 
 T = TypeVar("T")
 Q = TypeVar("Q", Request, MetricRequest)

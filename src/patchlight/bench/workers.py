@@ -29,8 +29,8 @@ from patchlight.bench.queue import WHOLE, Part, Queue, Stop
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import Row
 from patchlight.bench.store import Store
-from patchlight.errors import PatchlightError
-from patchlight.plugins import load_plugin, loaded_files
+from patchlight.core.errors import PatchlightError
+from patchlight.core.plugins import load_plugin, loaded_files
 
 GRACE, SOONER = 25.0, 3.0
 """Seconds after which a process that was asked to stop ends, whatever it does, and by which its workers are sooner."""

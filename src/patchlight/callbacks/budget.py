@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from time import monotonic
 
-from patchlight.errors import PatchlightError
-from patchlight.progress import Watcher, watched
+from patchlight.core.errors import PatchlightError
+from patchlight.core.progress import Watcher, watched
 
 
 class Budget:

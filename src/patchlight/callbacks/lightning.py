@@ -11,7 +11,7 @@ from torch import nn
 from patchlight.anatomy.base import Anatomy
 from patchlight.callbacks.log import TrainingLog
 from patchlight.callbacks.writers import known
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 
 def _callback() -> Any:

@@ -20,19 +20,19 @@ from torch import nn
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
-from patchlight.attribution import Attributions
 from patchlight.callbacks.budget import Budget
 from patchlight.callbacks.writers import Write, writing
+from patchlight.core.attribution import Attributions
+from patchlight.core.drawing import figure, figure_picture
+from patchlight.core.drawing.pictures import MAX_ROWS
+from patchlight.core.errors import Cancelled, LogSkipped, PatchlightError, first_line, integer, warn
+from patchlight.core.images import to_batch
+from patchlight.core.registry import Asked, resolve_all
+from patchlight.core.targets import ScoreName, Target, Targets, resolve_targets, score_of
 from patchlight.engine import explain
-from patchlight.errors import Cancelled, LogSkipped, PatchlightError, first_line, integer, warn
-from patchlight.images import to_batch
 from patchlight.methods.requests import Request, check_supported, resolve
 from patchlight.metrics.base import METRICS, MetricRequest, resolve_metric
-from patchlight.metrics.evaluation import evaluate
-from patchlight.registry import Asked, resolve_all
-from patchlight.targets import ScoreName, Target, Targets, resolve_targets, score_of
-from patchlight.viz import figure, figure_picture
-from patchlight.viz.figures import MAX_ROWS
+from patchlight.study.evaluate import evaluate
 
 FLOOR = "random"
 """The method whose number says what a map that knows nothing gets."""

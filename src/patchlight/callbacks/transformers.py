@@ -11,8 +11,8 @@ from torch import nn
 from patchlight.anatomy.base import Anatomy
 from patchlight.callbacks.log import TrainingLog
 from patchlight.callbacks.writers import open_tensorboard, open_wandb
-from patchlight.errors import PatchlightError
-from patchlight.extras import missing_extra
+from patchlight.core.errors import PatchlightError
+from patchlight.core.extras import missing_extra
 
 try:
     from transformers import TrainerCallback

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from patchlight.errors import PatchlightError
-from patchlight.extras import missing_extra
+from patchlight.core.errors import PatchlightError
+from patchlight.core.extras import missing_extra
 
 Write = Callable[[int, Mapping[str, float], Mapping[str, Image.Image]], None]
 """Called with a step, its numbers and its pictures, by their names."""

@@ -27,8 +27,8 @@ from patchlight.cli.planning import plan_run
 from patchlight.cli.recipes import list_recipes
 from patchlight.cli.sharing import compare, export, merge, print_per_image, tell_unused
 from patchlight.cli.slurm import print_job
-from patchlight.errors import PatchlightError
-from patchlight.progress import alone, clock
+from patchlight.core.errors import PatchlightError
+from patchlight.core.progress import alone, clock
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchlight.cli.complete import complete_model, complete_setting, one_of
-from patchlight.errors import AssumedPreprocess, PatchlightError, nearest
-from patchlight.progress import bar
+from patchlight.core.errors import AssumedPreprocess, PatchlightError, nearest
+from patchlight.core.progress import bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,7 @@ _ABOUT_ANSWERS = ("as_json", "debug", "force")
 
 
 def _load(files: list[str] | None) -> list[str] | None:
-    from patchlight.plugins import load_plugin
+    from patchlight.core.plugins import load_plugin
 
     with answering(as_json=False, debug=False):
         for file in files or ():
@@ -185,8 +185,8 @@ def load_model(
     **options: Any,
 ) -> Anatomy:
     """The model; `asked` are `texts`, `template` and `similar_to`."""
+    from patchlight.anatomy.heads import head_of
     from patchlight.anatomy.load import load
-    from patchlight.heads import head_of
 
     given = {key: value for key, value in {"stage": stage, **options}.items() if value is not None}
     with telling_warnings():
@@ -202,8 +202,8 @@ def open_images(kind: str | None, paths: Sequence[Path], vit: Anatomy, listed: s
 
 def _every_image(kind: str | None, paths: Sequence[Path], vit: Anatomy) -> Data:
     """The images with what is known of them; plain files and folders tell nothing but their images."""
+    from patchlight.core.images import list_images, open_image
     from patchlight.data import Data, Sample, open_data, takes_classes
-    from patchlight.images import list_images, open_image
 
     if kind is not None:
         if len(paths) > 1:
@@ -262,7 +262,7 @@ def read_settings(
 
 def read_class(word: str, vit: Anatomy) -> int:
     """The index of a class given by name or, unless a class is called so, by number."""
-    from patchlight.targets import class_index
+    from patchlight.core.targets import class_index
 
     named = any(word.casefold() == label.casefold() for label in vit.labels or ())
     return class_index(word if named or not word.lstrip("-").isdigit() else int(word), vit.outcomes, vit.labels)

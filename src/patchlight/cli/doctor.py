@@ -13,8 +13,8 @@ import typer
 
 from patchlight import __version__
 from patchlight.cli.common import AsJson, Debug, answering, console, print_json, progress
-from patchlight.errors import first_line
-from patchlight.extras import EXTRAS, missing_extras
+from patchlight.core.errors import first_line
+from patchlight.core.extras import EXTRAS, missing_extras
 
 BROKEN = 2
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "scipy", "pillow", "safetensors", "pydantic", "typer", "rich")

@@ -42,7 +42,7 @@ from patchlight.cli.common import (
 )
 from patchlight.cli.complete import complete_kind, complete_methods, complete_metrics, complete_preset
 from patchlight.cli.measure import Done, Task, find_maps, measure, with_maps
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 
 def evaluate(
@@ -135,7 +135,7 @@ def evaluate(
 
 
 def _check_csv(path: Path | None, force: bool) -> None:
-    from patchlight.files import check_writable
+    from patchlight.core.files import check_writable
 
     if path is None:
         return
@@ -183,7 +183,7 @@ def _report(done: Done, as_json: bool) -> None:
     """A line per method and a column per metric, or everything as JSON."""
     from rich.table import Table
 
-    from patchlight.statistics import FEWEST
+    from patchlight.core.statistics import FEWEST
 
     task = done.task
     if as_json:
@@ -205,7 +205,7 @@ def _report(done: Done, as_json: bool) -> None:
 
 
 def _write_csv(done: Done, path: Path) -> None:
-    from patchlight.files import cell, write_whole
+    from patchlight.core.files import cell, write_whole
 
     text = io.StringIO()
     lines = csv.writer(text)

@@ -46,17 +46,17 @@ from patchlight.cli.common import (
     say,
 )
 from patchlight.cli.complete import complete_methods, one_of
-from patchlight.errors import NotFinite, PatchlightError
-from patchlight.extras import EXTRAS
+from patchlight.core.errors import NotFinite, PatchlightError
+from patchlight.core.extras import EXTRAS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
     from patchlight.anatomy.base import Anatomy
-    from patchlight.attribution import Attribution
-    from patchlight.truth import Trial
-    from patchlight.viz.report import Section
+    from patchlight.core.attribution import Attribution
+    from patchlight.report.explanations import Section
+    from patchlight.study.faithfulness import Trial
 
 DEMO_METHODS: dict[str, dict[str, Any]] = {
     "diffmask": {},
@@ -225,8 +225,8 @@ class Done:
 
 def _two_classes(vit: Anatomy, photo: Path, path: Path) -> Path:
     """The same photograph, explained for either of the animals on it."""
+    from patchlight.core.drawing import figure
     from patchlight.engine import explain as engine_explain
-    from patchlight.viz import figure
 
     figure(photo, engine_explain(vit, photo, TWO_METHODS, target=[["dog", "cat"]]), vit=vit, path=path)
     return path
@@ -270,9 +270,9 @@ def _expanded(names: Sequence[str]) -> list[str]:
 
 def _destination(paths: Sequence[str], out: str | None) -> tuple[Path | None, Path | None]:
     """The one figure's file, or the folder for one picture per image."""
-    from patchlight.images import SUFFIXES
-    from patchlight.viz import figure_format
-    from patchlight.viz.figures import FORMATS
+    from patchlight.core.drawing import figure_format
+    from patchlight.core.drawing.pictures import FORMATS
+    from patchlight.core.images import SUFFIXES
 
     if out is None:
         alone = len(paths) == 1 and not Path(paths[0]).is_dir()
@@ -293,7 +293,7 @@ def _report_path(report: str | None) -> Path | None:
         return None
     if Path(report).suffix.lower() not in (".html", ".htm"):
         raise PatchlightError(f"'{report}' is no report; its name must end in .html")
-    from patchlight.viz.report import check_report
+    from patchlight.report.explanations import check_report
 
     check_report()
     return Path(report)
@@ -308,7 +308,7 @@ def _check_paths(paths: Sequence[str]) -> None:
 
 def _plan(paths: Sequence[str], folder: Path | None, save: str | None) -> list[Item]:
     """Every image once, with output names that mirror the folders and never collide."""
-    from patchlight.images import list_images
+    from patchlight.core.images import list_images
 
     images: dict[Path, tuple[Path, Path]] = {}
     outputs = [Path(o).resolve() for o in (folder, save) if o is not None]
@@ -347,8 +347,8 @@ def _distinct(names: Sequence[Path]) -> list[Path]:
 
 def _check_outputs(task: Task) -> None:
     """Refuse, before any work is done, what cannot be written or would replace something."""
-    from patchlight.files import check_writable
-    from patchlight.viz.figures import MAX_ROWS
+    from patchlight.core.drawing.pictures import MAX_ROWS
+    from patchlight.core.files import check_writable
 
     if task.figure is not None and len(task.items) > MAX_ROWS:
         raise PatchlightError(
@@ -372,7 +372,7 @@ def _check_outputs(task: Task) -> None:
 
 def _run(task: Task, load: Callable[[], Anatomy]) -> Done:
     """Explain batch by batch: one batch of tensors and small pictures is all that is held at a time."""
-    from patchlight.attribution import Attribution
+    from patchlight.core.attribution import Attribution
 
     with progress("loading the model") as bar:
         vit = load()
@@ -413,10 +413,10 @@ class _Report:
 
     def add(self, one: _Read, maps: dict[str, Attribution], top: list[tuple[str, float]]) -> None:
         """Test an image's maps, and keep what the report shows of them."""
+        from patchlight.core.targets import Targets
         from patchlight.metrics.base import on_grid
-        from patchlight.targets import Targets
-        from patchlight.truth import Trial, truths
-        from patchlight.viz.report import Explained, section_of
+        from patchlight.report.explanations import Explained, section_of
+        from patchlight.study.faithfulness import Trial, truths
 
         att = next(iter(maps.values()))
         against = None if att.against is None else att.against[:, None]
@@ -428,8 +428,8 @@ class _Report:
         self._first = self._first or (maps, trial)
 
     def write(self, path: Path, warnings: Sequence[str], left_out: Sequence[str]) -> None:
-        from patchlight.files import write_whole
-        from patchlight.viz.report import made_by, report_html
+        from patchlight.core.files import write_whole
+        from patchlight.report.explanations import made_by, report_html
 
         assert self._first is not None
         known = [words for words in warnings if "the map of image" not in words]  # its section says which one
@@ -458,8 +458,8 @@ def _target(task: Task, vit: Anatomy) -> Any:
 
 def _read(items: Sequence[Item], vit: Anatomy, errors: list[dict[str, str]]) -> list[_Read]:
     """The images that can be read; the others are told and listed."""
-    from patchlight.images import open_image
-    from patchlight.viz.heat import seen
+    from patchlight.core.drawing.heat import seen
+    from patchlight.core.images import open_image
 
     read = []
     for item in items:
@@ -542,7 +542,7 @@ def _finish(
 def _draw(
     pictures: list[Image], maps: dict[str, Attribution], top: list[tuple[str, float]], vit: Anatomy, path: Path
 ) -> None:
-    from patchlight.viz import figure
+    from patchlight.core.drawing import figure
 
     figure(pictures, maps, predictions=top, vit=vit, path=path)
 
@@ -557,7 +557,7 @@ def _report(done: Done, as_json: bool) -> None:
         return
     from rich.table import Table
 
-    from patchlight.viz import in_words, short
+    from patchlight.core.drawing import in_words, short
 
     table = Table(title=f"Predictions of {done.model}", title_justify="left", title_style="bold")
     for heading in ("image", "prediction", "then", "explained"):

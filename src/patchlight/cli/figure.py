@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight import listed
 from patchlight.cli.common import (
     AsJson,
     Debug,
@@ -37,7 +36,8 @@ from patchlight.cli.common import (
     say,
 )
 from patchlight.cli.complete import complete_figure, complete_kind, complete_model
-from patchlight.errors import PatchlightError, nearest
+from patchlight.core import listed
+from patchlight.core.errors import PatchlightError, nearest
 
 if TYPE_CHECKING:
     from patchlight.data import Data
@@ -114,7 +114,7 @@ def figure(
             second = None if other is None else load_model(other, other_weights, labels, device)
             shown = _spread(open_images(data, images or _bundled(), vit, listed), count)
             asked = None if target is None else read_class(target, vit)
-        from patchlight.figures import draw
+        from patchlight.report.figures import draw
 
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
@@ -157,14 +157,14 @@ def _check(path: Path, numbers: Path | None, images: list[Path] | None, force: b
     for written in filter(None, (path, numbers)):
         if written.is_dir() or (written.exists() and not force):
             raise PatchlightError(f"'{written}' exists already; choose another place, or --force to replace it")
-    from patchlight.viz.figures import figure_format
+    from patchlight.core.drawing.pictures import figure_format
 
     figure_format(path)
 
 
 def _check_settings(row: dict[str, Any], own: dict[str, Any]) -> None:
-    from patchlight.figures import FIGURES
-    from patchlight.registry import settings_of, settled
+    from patchlight.core.registry import settings_of, settled
+    from patchlight.report.figures import FIGURES
 
     settled(row["name"], settings_of(FIGURES[row["name"]].function), {}, own)
 
@@ -179,7 +179,7 @@ def _rows(plugins: bool) -> list[dict[str, Any]]:
 
 def figure_rows() -> list[dict[str, Any]]:
     """All that is told of every figure."""
-    from patchlight.figures import FIGURES, list_figures
+    from patchlight.report.figures import FIGURES, list_figures
 
     return [{**asdict(info), "text": inspect.getdoc(FIGURES[info.name].function) or ""} for info in list_figures()]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchlight.cli.common import read_class, say
-from patchlight.errors import PatchlightError, nearest, spelled
+from patchlight.core.errors import PatchlightError, nearest, spelled
 
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
-    from patchlight.attribution import Attribution
+    from patchlight.core.attribution import Attribution
     from patchlight.data import Batch, Data
     from patchlight.metrics.base import Evaluation
 
@@ -136,10 +136,10 @@ def measure(task: Task, vit: Anatomy, data: Data, advance: Callable[[int], None]
 
 def _maps(task: Task, vit: Anatomy, batch: Batch, done: Done) -> Iterator[tuple[str, list[int], Attribution]]:
     """By method: which images of the batch have a map, and the maps."""
-    from patchlight.attribution import Attribution
+    from patchlight.core.attribution import Attribution
+    from patchlight.core.fingerprints import of_images
     from patchlight.engine import explain
-    from patchlight.fingerprints import of_images
-    from patchlight.metrics.evaluation import check_model
+    from patchlight.study.evaluate import check_model
 
     if task.saved is None:
         with _quiet():
@@ -192,7 +192,7 @@ def _target(task: Task, vit: Anatomy, batch: Batch) -> Any:
 
 
 def _measure(task: Task, vit: Anatomy, batch: Batch, rows: list[int], maps: Attribution) -> dict[str, Evaluation]:
-    from patchlight.metrics.evaluation import evaluate
+    from patchlight.study.evaluate import evaluate
 
     target = _target(task, vit, batch)
     if target is batch.labels and target is not None:
@@ -228,7 +228,7 @@ def _tell(done: Done, method: str, metric: str, evaluation: Evaluation, names: S
 
 
 def _tell_constant(done: Done, method: str, maps: Attribution, names: Sequence[str]) -> None:
-    from patchlight.statistics import constant
+    from patchlight.core.statistics import constant
 
     dead = constant(maps.scores.flatten(1)).nonzero().flatten().tolist()
     if dead:

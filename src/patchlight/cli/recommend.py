@@ -38,7 +38,7 @@ from patchlight.cli.common import (
     say,
 )
 from patchlight.cli.complete import complete_kind, complete_methods, complete_metrics
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 
 def recommend(
@@ -89,9 +89,9 @@ def recommend(
     """Race methods on your images: which explanation to trust, what is as good and cheaper, and how sure that is."""
     begun = time.monotonic()
     with answering(as_json, debug):
-        from patchlight.verdict.recommend import recommend as race
-        from patchlight.verdict.recommend import seconds_of
-        from patchlight.verdict.work import Clock
+        from patchlight.study.recommend.run import recommend as race
+        from patchlight.study.recommend.run import seconds_of
+        from patchlight.study.recommend.work import Clock
 
         seconds = seconds_of(budget)
         if images is None and data is None:

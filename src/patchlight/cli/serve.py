@@ -31,7 +31,7 @@ from patchlight.cli.common import (
     progress,
     say,
 )
-from patchlight.errors import NoClassifier, PatchlightError
+from patchlight.core.errors import NoClassifier, PatchlightError
 from patchlight.web import check_extra
 
 

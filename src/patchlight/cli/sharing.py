@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from patchlight.cli.common import AsJson, Debug, Plugin, answering, print_json, progress, say
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 if TYPE_CHECKING:
     from patchlight.bench.local import Summary

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight import listed
 from patchlight.cli.common import AsJson, Debug, Plugin, answering, console, load_model, print_json, progress, say
 from patchlight.cli.complete import complete_method, complete_metric, complete_model
-from patchlight.errors import PatchlightError, nearest
+from patchlight.core import listed
+from patchlight.core.errors import PatchlightError, nearest
 
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
@@ -151,8 +151,8 @@ def _named(rows: Sequence[Row], name: str) -> Row | None:
 def _composed(rows: Sequence[Row], asked: str) -> Row:
     """The row of a name with a composition or a rule behind it, which have settings and texts of their own."""
     with progress("loading the methods"):
+        from patchlight.core.registry import in_words
         from patchlight.methods.requests import resolve
-        from patchlight.registry import in_words
 
         request = resolve(asked)
     composition = request.composition

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from patchlight.cli.complete import complete_model, complete_training_recipe, one_of
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from patchlight.core.errors import PatchlightError, nearest
+from patchlight.core.registry import settings_of
 from patchlight.data.base import KINDS as KINDS
 from patchlight.data.base import Batch as Batch
 from patchlight.data.base import Data as Data
@@ -16,8 +18,6 @@ from patchlight.data.base import load_batch as load_batch
 from patchlight.data.base import read_list as read_list
 from patchlight.data.base import register_data as register_data
 from patchlight.data.datasets import from_dataset as from_dataset
-from patchlight.errors import PatchlightError, nearest
-from patchlight.registry import settings_of
 
 
 def takes_classes(kind: str) -> bool:

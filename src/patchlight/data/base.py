@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError, nearest
-from patchlight.images import SUFFIXES, Preprocess, to_batch
-from patchlight.registry import Entry, Registry
+from patchlight.core.errors import PatchlightError, nearest
+from patchlight.core.images import SUFFIXES, Preprocess, to_batch
+from patchlight.core.registry import Entry, Registry
 
 T = TypeVar("T")
 SLACK = 1.0

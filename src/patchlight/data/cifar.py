@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
+from patchlight.core.errors import PatchlightError
 from patchlight.data.base import Data, Sample, existing_folder, read_text, register_data
-from patchlight.errors import PatchlightError
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 """The classes of CIFAR-10, in the order of its labels."""

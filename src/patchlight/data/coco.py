@@ -14,8 +14,8 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from patchlight.core.errors import PatchlightError
 from patchlight.data.base import bare, look_up, read_text
-from patchlight.errors import PatchlightError
 
 Id = int | str
 Mask = npt.NDArray[np.bool_]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 RED = 4
 """Colours are numbered by their bits (red, green, blue) read as binary: blue 1, green 2, … red 4, … yellow 6."""

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from patchlight.core.errors import PatchlightError, first_line, nearest
+from patchlight.core.images import open_image
 from patchlight.data.base import Data, Sample
-from patchlight.errors import PatchlightError, first_line, nearest
-from patchlight.images import open_image
 
 RANGES = "give a PIL image, a path, or pixels before any normalisation: uint8 from 0 to 255, or floats from 0 to 1"
 Objects = tuple[int | None, Tensor | None, Any]

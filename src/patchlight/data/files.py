@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from patchlight.core.errors import PatchlightError, nearest, spelled
+from patchlight.core.images import list_images, open_image, open_mask
 from patchlight.data.base import Data, Sample, Sources, bare, existing_folder, look_up, read_pairs, register_data
 from patchlight.data.coco import Scene, read_coco
 from patchlight.data.notes import Note, read_boxes, scaled
-from patchlight.errors import PatchlightError, nearest, spelled
-from patchlight.images import list_images, open_image, open_mask
 
 LAID_OUT = {"labels": "labels.csv", "boxes": "boxes.csv", "masks": "masks", "coco": "coco.json"}
 """By option, the file or folder it is where nothing else is given, in a folder that has its images in `images`."""

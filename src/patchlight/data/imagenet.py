@@ -15,6 +15,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+from patchlight.core.errors import PatchlightError, spelled
+from patchlight.core.images import list_images, open_image
 from patchlight.data.base import (
     Data,
     Sample,
@@ -29,8 +31,6 @@ from patchlight.data.base import (
     register_data,
 )
 from patchlight.data.notes import Note, read_boxes, scaled
-from patchlight.errors import PatchlightError, spelled
-from patchlight.images import list_images, open_image
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 IMAGE_FOLDERS = ("images", "val", "validation", "ILSVRC2012_img_val", "Data/CLS-LOC/val")

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from patchlight.core.errors import PatchlightError, nearest, spelled
+from patchlight.core.images import list_images, open_image
 from patchlight.data.base import Data, Sample, Sources, existing_folder, read_text, register_data
-from patchlight.errors import PatchlightError, nearest, spelled
-from patchlight.images import list_images, open_image
 
 
 @register_data("mura")

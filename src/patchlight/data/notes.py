@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from patchlight.core.errors import PatchlightError
 from patchlight.data.base import read_number, read_table
-from patchlight.errors import PatchlightError
 
 
 @dataclass(frozen=True)

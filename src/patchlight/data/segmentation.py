@@ -11,6 +11,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from patchlight.core.errors import PatchlightError, spelled
+from patchlight.core.extras import missing_extra
+from patchlight.core.fingerprints import digest_of
+from patchlight.core.images import list_images, open_image, open_mask
 from patchlight.data.base import (
     Data,
     Sample,
@@ -22,10 +26,6 @@ from patchlight.data.base import (
     register_data,
 )
 from patchlight.data.imagenet import class_names, synset_indices
-from patchlight.errors import PatchlightError, spelled
-from patchlight.extras import missing_extra
-from patchlight.fingerprints import digest_of
-from patchlight.images import list_images, open_image, open_mask
 
 IGNORED = 1000
 NO_CLASS = -2

@@ -17,13 +17,13 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
+from patchlight.core.progress import watching
+from patchlight.core.registry import Setting
+from patchlight.core.resize import to_pixels
+from patchlight.core.targets import Score, Targets, score_of
 from patchlight.evidence.fills import Filling, painted
 from patchlight.evidence.precision import Decided, Precision, chosen, free_memory, tf32
-from patchlight.progress import watching
-from patchlight.registry import Setting
-from patchlight.resize import to_pixels
-from patchlight.targets import Score, Targets, score_of
 
 Unit = Literal["token", "patch", "pixel"]
 """What is removed or shown: patch tokens, which are really removed, or patches or pixels, painted with a fill."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.errors import Unsupported
+from patchlight.core.errors import Unsupported
+from patchlight.core.targets import Score, Targets
 from patchlight.evidence.passes import PIXELS, Runner, scaled
 from patchlight.evidence.record import End, Record
-from patchlight.targets import Score, Targets
 
 
 class LocalScores(Runner):

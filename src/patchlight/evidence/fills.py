@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.evidence.imputation import imputed
 
 Painted = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from patchlight.errors import NotCaptured, warn
+from patchlight.core.errors import NotCaptured, warn
 
 Function = Callable[..., Sequence[Tensor]]
 

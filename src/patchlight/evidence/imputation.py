@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.resize import to_pixels
+from patchlight.core.resize import to_pixels
 
 STEPS = 500
 """Steps after which an image is left as it is; a hole as wide as the image takes about thirty."""

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.progress import watching
+from patchlight.core.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 from patchlight.evidence.precision import HALF, Decided, casting, free_memory, lowered, rounding
 from patchlight.evidence.record import BACKWARD, TAPPED, End, Evidence, Record
 from patchlight.evidence.rows import has_tiles
 from patchlight.evidence.rules import PLAIN, RULES, Rule
 from patchlight.evidence.stages import Merging
 from patchlight.evidence.taps import Taps
-from patchlight.progress import watching
-from patchlight.targets import Score, Target, Targets, predicted, resolve_targets, score_of
 
 PIXELS = -1
 """The layer index of the image itself: its evidence has x = image and g = gradient, as [B,H,W,C]."""

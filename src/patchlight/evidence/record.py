@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.evidence.rows import Attention, Entry, Matrix, Rows, head_mean, mean_row, signed, written
 from patchlight.evidence.stages import Local, Merging, Reach
 

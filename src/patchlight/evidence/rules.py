@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchlight.core.registry import Registry
 from patchlight.evidence.rows import has_tiles
-from patchlight.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from patchlight.errors import Unsupported
+from patchlight.core.errors import Unsupported
 from patchlight.evidence import rules
 from patchlight.evidence.record import ATTENTION, Record
 from patchlight.evidence.rows import Attention, attend

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.registry import Settings
+from patchlight.core.targets import Outputs, log_probabilities, score_of
 from patchlight.evidence.ablation import Count
 from patchlight.evidence.record import Record
 from patchlight.evidence.rules import PLAIN
 from patchlight.evidence.taps import Taps
 from patchlight.methods.base import Ask, register_method
 from patchlight.methods.masking import owners
-from patchlight.registry import Settings
-from patchlight.targets import Outputs, log_probabilities, score_of
 
 Offset = Literal["min", "none"]
 

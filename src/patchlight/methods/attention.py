@@ -10,12 +10,12 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import Matrix, mean_row, written
 from patchlight.methods.base import register_method
 from patchlight.methods.compositions import ADDITIVE, FIRST, LAST, ROLLOUT, SUM
 from patchlight.methods.gradients import token_ixg
-from patchlight.registry import Settings
 
 _FUSION = {"max": torch.amax, "min": torch.amin}
 

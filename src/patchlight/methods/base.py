@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError, Unsupported, nearest
+from patchlight.core.errors import PatchlightError, Unsupported, nearest
+from patchlight.core.registry import Entry, Registry, Setting, Settings, settings_of
+from patchlight.core.targets import Score, Targets
 from patchlight.evidence.ablation import ABLATION, Ablation, Variants
 from patchlight.evidence.passes import WHOLE, Course, LayerJob, Pass, run_pass
 from patchlight.evidence.precision import Decided, PassPrecision
 from patchlight.evidence.record import BACKWARD, PARTS, End, Evidence
 from patchlight.evidence.rows import Matrix, times
 from patchlight.evidence.rules import Rule
-from patchlight.registry import Entry, Registry, Setting, Settings, settings_of
-from patchlight.targets import Score, Targets
 
 Level = Literal["token", "pixel"]
 """The resolution of a map: one value for each patch token, or for each pixel."""

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.errors import PatchlightError
+from patchlight.core.registry import Settings
 from patchlight.engine import finish, job
-from patchlight.errors import PatchlightError
 from patchlight.evidence.passes import FEATURES, LayerJob
 from patchlight.evidence.record import BACKWARD, Evidence
 from patchlight.methods.base import Ask, Composition, LayerMaps, Needs, register_method
 from patchlight.methods.compositions import block_index
 from patchlight.methods.gradients import input_times_gradient, token_ixg
 from patchlight.methods.requests import resolve, unavailable
-from patchlight.registry import Settings
 
 Prefix = Literal["exclude", "include"]
 Place = Literal["input", "norm1", "attention", "output"]

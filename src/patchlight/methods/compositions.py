@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
+from patchlight.core.registry import Settings
 from patchlight.evidence.rows import row_sums, times
 from patchlight.methods.base import Composition, LayerMaps, register_composition
-from patchlight.registry import Settings
 
 Readout = Literal["pooling", "cls", "patches", "tokens"]
 """The row of a token-to-token map that is read: as the classifier pools, that of CLS, the mean of patches or tokens."""

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy, linear
-from patchlight.errors import DegenerateMap, warn
+from patchlight.core.errors import DegenerateMap, warn
+from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence
 from patchlight.methods.base import Composition, LayerMaps, register_method
 from patchlight.methods.compositions import LAST, ROLLOUT, Readout
-from patchlight.registry import Settings
 
 FFN = Literal["skip", "norm2"]
 _CHUNK = 32_000_000

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.fingerprints import fingerprint
+from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence
-from patchlight.fingerprints import fingerprint
 from patchlight.methods.base import Composition, LayerMaps, register_method
-from patchlight.registry import Settings
 from patchlight.trained.diffmask.gates import DiffMask, Map, aggregate, why_not
 from patchlight.trained.explainer import chosen
 from patchlight.zoo.pocket import HERE

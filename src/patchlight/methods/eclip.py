@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy, affine
+from patchlight.core.registry import Settings
 from patchlight.evidence.passes import WHOLE, Course
 from patchlight.evidence.record import Evidence
 from patchlight.methods.base import register_method
 from patchlight.methods.compositions import LAST
 from patchlight.methods.legrad import Attended, no_pooler, reads_pooler
-from patchlight.registry import Settings
 
 Cosine = Literal["raw", "projected", "none"]
 

@@ -12,15 +12,15 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.errors import PatchlightError
+from patchlight.core.registry import Settings
 from patchlight.engine import finish, job
-from patchlight.errors import PatchlightError
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass, in_memory, rows_at_once
 from patchlight.evidence.record import Evidence
 from patchlight.methods.base import Ask, Composition, Estimate, LayerMaps, Level, register_method
 from patchlight.methods.compositions import FIRST, PLUS, block_index
 from patchlight.methods.requests import resolve
 from patchlight.methods.sampling import GROUPS, Tolerance, in_rounds, jackknife
-from patchlight.registry import Settings
 
 Reduce = Literal["l2", "l1", "l4", "linf", "sum", "relu-sum", "neg-relu-sum", "top25", "top50", "top75"]
 Quadrature = Literal["gausslegendre", "right", "linspace"]

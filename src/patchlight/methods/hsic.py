@@ -9,12 +9,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from patchlight.core.resize import to_pixels
 from patchlight.evidence.ablation import Count, PixelMasks
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Estimate, Level, register_method
 from patchlight.methods.masking import at_level, owners
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
-from patchlight.resize import to_pixels
 
 Sampler = Literal["sobol", "lhs"]
 _AT_ONCE = 2**24

@@ -7,11 +7,11 @@ from typing import Literal
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.registry import Settings
 from patchlight.evidence.passes import Course
 from patchlight.evidence.record import Evidence
 from patchlight.methods.base import register_method
 from patchlight.methods.compositions import MEAN, Readout
-from patchlight.registry import Settings
 
 Attended = Literal["auto", "block", "pooler"]
 """Whose attention is read: the block's, that of a pooling by attention, or the latter where there is one."""

@@ -9,14 +9,14 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
+from patchlight.core.extras import missing_extra
+from patchlight.core.resize import to_cells, to_pixels
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill, Filling, fill_images
-from patchlight.extras import missing_extra
 from patchlight.methods.base import Ask, Estimate, Level, register_method
 from patchlight.methods.masking import MadeMasks, bernoulli, owners, removes_tokens, score_kept
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
-from patchlight.resize import to_cells, to_pixels
 
 
 def patch_labels(vit: Anatomy, size: tuple[int, int]) -> Tensor:

@@ -11,12 +11,12 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
+from patchlight.core.registry import Settings
+from patchlight.core.resize import to_cells, to_pixels
 from patchlight.evidence.ablation import TokenSubsets, Unit
 from patchlight.evidence.fills import Fill, Filling, fill_images, painted
 from patchlight.methods.base import Ask, Level
-from patchlight.registry import Settings
-from patchlight.resize import to_cells, to_pixels
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
 Ratios = Annotated[list[Ratio], Field(min_length=1)]

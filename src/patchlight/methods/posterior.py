@@ -11,8 +11,10 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.errors import PatchlightError
+from patchlight.core.registry import Settings
+from patchlight.core.resize import at_size, to_cells
 from patchlight.engine import compute
-from patchlight.errors import PatchlightError
 from patchlight.evidence.fills import Fill
 from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.methods.base import Ask, Estimate, register_method
@@ -20,8 +22,6 @@ from patchlight.methods.masking import Ratio
 from patchlight.methods.requests import refusal, resolve
 from patchlight.methods.sampling import Tolerance, in_rounds
 from patchlight.methods.tis import activation_points, sampled_scores
-from patchlight.registry import Settings
-from patchlight.resize import at_size, to_cells
 
 Ridge = Annotated[float, Field(gt=0)] | Literal["likelihood"]
 MaskSource = Literal["activations", "grids", "coalitions"]

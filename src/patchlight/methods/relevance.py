@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Affine, Anatomy, Ends, Parts, affine, linear
+from patchlight.core.progress import watching
+from patchlight.core.registry import Settings
+from patchlight.core.targets import score_of
 from patchlight.evidence.passes import Pass
 from patchlight.evidence.precision import Decided, rounding
 from patchlight.methods.base import Ask, Level, register_method
 from patchlight.methods.compositions import ADDITIVE, LAST
-from patchlight.progress import watching
-from patchlight.registry import Settings
-from patchlight.targets import score_of
 
 Rules = Literal["ours", "orig"]
 STABILISER = 1e-9

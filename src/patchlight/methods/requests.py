@@ -10,7 +10,9 @@ from typing import Any, cast, get_args
 from torch import nn
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError, Unsupported, nearest
+from patchlight.core.errors import PatchlightError, Unsupported, nearest
+from patchlight.core.registry import Listed, Settings, settled
+from patchlight.core.targets import SCORES, Score, ScoreName
 from patchlight.evidence.passes import WHOLE, Course
 from patchlight.evidence.precision import HALF, Decided, chosen
 from patchlight.evidence.record import ATTENTION, BACKWARD
@@ -26,8 +28,6 @@ from patchlight.methods.base import (
     OwnPasses,
     ReadsBlocks,
 )
-from patchlight.registry import Listed, Settings, settled
-from patchlight.targets import SCORES, Score, ScoreName
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from patchlight.core.statistics import spearman
 from patchlight.methods.base import Ask, Estimate
-from patchlight.statistics import spearman
 
 Tolerance = Annotated[float, Field(gt=0, lt=1)]
 """An image has enough masks when the rank correlation of its map with that of half of them is at least 1 less this."""

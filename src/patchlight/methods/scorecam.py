@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.registry import Settings
+from patchlight.core.resize import to_pixels
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, register_method
 from patchlight.methods.cams import NORM1, feature_maps, no_place
 from patchlight.methods.masking import MadeMasks, owners
-from patchlight.registry import Settings
-from patchlight.resize import to_pixels
 
 
 def refuses(settings: Settings, vit: Anatomy) -> str | None:

@@ -10,13 +10,13 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.registry import Settings
 from patchlight.evidence.ablation import PixelMasks, TokenSubsets
 from patchlight.evidence.coalitions import Unseen, draw_coalitions, members_first, no_coalitions
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Estimate, register_method
 from patchlight.methods.masking import owners
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
-from patchlight.registry import Settings
 
 
 @dataclass(frozen=True)

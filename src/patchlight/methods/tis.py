@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
+from patchlight.core.registry import Settings
 from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, Variants
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
@@ -17,7 +18,6 @@ from patchlight.evidence.passes import LayerJob
 from patchlight.methods.base import Ask, Estimate, register_method
 from patchlight.methods.masking import Ratio, Ratios, owners
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
-from patchlight.registry import Settings
 
 
 def activation_points(ask: Ask, standardise: bool = False) -> Tensor:

@@ -7,11 +7,11 @@ from typing import Literal
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy, linear
+from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import Entry, Matrix, lengths, times, written
 from patchlight.methods.base import Composition, LayerMaps, register_method
 from patchlight.methods.compositions import Readout
-from patchlight.registry import Settings
 
 _GUARD = 1e-8
 Update = tuple[Matrix, Tensor | None, Tensor]

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.registry import Settings
+from patchlight.core.resize import axis_matrix, fitted, to_pixels
 from patchlight.evidence.ablation import Count, Rendered
 from patchlight.methods.base import Ask, Estimate, register_method
 from patchlight.methods.cams import ATTENTION, NORM1, feature_maps, no_place
 from patchlight.methods.masking import owners
 from patchlight.methods.rise import draw_grids
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
-from patchlight.registry import Settings
-from patchlight.resize import axis_matrix, fitted, to_pixels
 
 Variant = Literal["full", 1, 2, 3, 4, 5]
 Noise = Callable[[Tensor], Tensor]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import Unsupported
+from patchlight.core.errors import Unsupported
+from patchlight.core.fingerprints import fingerprint
+from patchlight.core.registry import Settings
 from patchlight.evidence.precision import casting, rounding
-from patchlight.fingerprints import fingerprint
 from patchlight.methods.base import Ask, register_method
-from patchlight.registry import Settings
 from patchlight.trained.explainer import chosen
 from patchlight.trained.shapley.networks import ViTShapley, why_not
 from patchlight.zoo.pocket import HERE

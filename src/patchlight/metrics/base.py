@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError, UndefinedMetric, Unsupported, warn
+from patchlight.core.errors import PatchlightError, UndefinedMetric, Unsupported, warn
+from patchlight.core.frames import frame, stacked
+from patchlight.core.registry import Entry, Listed, Registry, Setting, Settings, in_words, settings_of, settled
+from patchlight.core.resize import Upsampling, to_cells, to_pixels
+from patchlight.core.statistics import FEWEST, Resamples, percentiles
+from patchlight.core.targets import Targets, predicted
 from patchlight.evidence.ablation import ABLATION, Ablation, Unit
-from patchlight.frames import frame, stacked
-from patchlight.registry import Entry, Listed, Registry, Setting, Settings, in_words, settings_of, settled
-from patchlight.resize import Upsampling, to_cells, to_pixels
-from patchlight.statistics import FEWEST, Resamples, percentiles
-from patchlight.targets import Targets, predicted
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -499,7 +499,7 @@ class Evaluations(dict[str, Any]):
         return stacked(parts)
 
     def _repr_html_(self) -> str:
-        from patchlight.viz import evaluations_html
+        from patchlight.core.drawing import evaluations_html
 
         return evaluations_html(self.table)
 

@@ -8,12 +8,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from patchlight.core.resize import Upsampling
+from patchlight.core.targets import ScoreName, score_of
 from patchlight.evidence.fills import Fill, fill_images, painted
 from patchlight.methods.base import Level
 from patchlight.metrics.base import Measure, Measured, register_metric
 from patchlight.metrics.quantities import unread
-from patchlight.resize import Upsampling
-from patchlight.targets import ScoreName, score_of
 
 Small = Annotated[float, Field(ge=0)]
 

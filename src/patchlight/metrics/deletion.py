@@ -14,13 +14,13 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import Unsupported
+from patchlight.core.errors import Unsupported
+from patchlight.core.resize import Upsampling, to_pixels
+from patchlight.core.targets import Targets, score_of
 from patchlight.evidence.ablation import Count, RankRanges, TokenSubsets, Unit
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
 from patchlight.metrics.quantities import no_score
-from patchlight.resize import Upsampling, to_pixels
-from patchlight.targets import Targets, score_of
 
 Integrator = Literal["trapezoid", "mean", "unit", "width"]
 """`trapezoid`: trapezoids, divided by the width they cover; `mean` of the points; `unit`: trapezoids of width 1 each;

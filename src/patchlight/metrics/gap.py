@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from patchlight.core.resize import Upsampling
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
 from patchlight.metrics.deletion import area, count_cells, removed_logits, scored, span, thresholds
 from patchlight.metrics.quantities import no_score
-from patchlight.resize import Upsampling
 
 Spacing = Literal["linear", "log"]
 """Steps of equal size, or counts that grow by one factor from a single cell to all."""

@@ -8,14 +8,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
+from patchlight.core.resize import Upsampling
+from patchlight.core.statistics import constant
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
 from patchlight.metrics.deletion import count_cells, ranged_logits, scored
 from patchlight.metrics.quantities import no_score
-from patchlight.resize import Upsampling
-from patchlight.statistics import constant
 
 Ties = Literal["faithful", "neutral"]
 """What two groups of equal effect count as: in the map's favour, as the paper has it, or as neither."""

@@ -17,10 +17,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchlight.core.resize import Upsampling
+from patchlight.core.statistics import tie_ends
+from patchlight.core.targets import predicted
 from patchlight.metrics.base import Measure, Measured, Sums, register_metric
-from patchlight.resize import Upsampling
-from patchlight.statistics import tie_ends
-from patchlight.targets import predicted
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Threshold = Annotated[float, Field(ge=0, le=1)]

@@ -15,14 +15,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
+from patchlight.core.resize import Upsampling
+from patchlight.core.targets import Targets, kl_divergence, log_probabilities
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
 from patchlight.metrics.deletion import Integrator, Share, area, count_cells, removed_logits, scored, span
 from patchlight.metrics.quantities import no_score, unread
-from patchlight.resize import Upsampling
-from patchlight.targets import Targets, kl_divergence, log_probabilities
 
 Direction = Literal["positive", "negative"]
 Quantity = Literal["accuracy", "probability", "logit", "cosine", "kl", "nll"]

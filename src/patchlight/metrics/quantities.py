@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.registry import Settings
+from patchlight.core.registry import Settings
 
 
 def lacking(quantity: str, vit: Anatomy) -> str | None:

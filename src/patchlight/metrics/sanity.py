@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.resize import to_pixels
+from patchlight.core.statistics import constant, spearman
 from patchlight.evidence.ablation import Count
 from patchlight.metrics.base import Measure, Measured, register_metric
 from patchlight.metrics.localisation import unit_range
-from patchlight.resize import to_pixels
-from patchlight.statistics import constant, spearman
 
 Similarity = Literal["spearman", "spearman-abs", "ssim", "hog"]
 Window = Literal["gaussian", "uniform"]

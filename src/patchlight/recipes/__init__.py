@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from patchlight.errors import PatchlightError, nearest
+from patchlight.core.errors import PatchlightError, nearest
 
 R = TypeVar("R", bound=BaseModel)
 Keys = tuple[str, ...]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 
 
 def images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
@@ -44,7 +44,7 @@ def length_of(loader: Any) -> int:
 
 def check_data(vit: Anatomy, loader: Iterable[Any], use: str = "train on", look: int = 8) -> None:
     """Refuse, before any work, batches of a wrong shape, labels the model has not, and data of one class."""
-    from patchlight.images import to_batch
+    from patchlight.core.images import to_batch
 
     if isinstance(loader, Iterator):
         raise PatchlightError("the loader can be walked only once; give a DataLoader, or a list of batches")

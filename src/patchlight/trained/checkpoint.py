@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from patchlight.errors import PatchlightError
-from patchlight.files import write_whole
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import write_whole
 
 Parts = Mapping[str, Mapping[str, Tensor]]
 """Named tensors, by the part of a training they belong to."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.extras import missing_extra
+from patchlight.core.extras import missing_extra
 
 
 class Devices:

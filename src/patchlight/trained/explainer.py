@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
-from patchlight.files import write_whole
-from patchlight.fingerprints import stamp
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import write_whole
+from patchlight.core.fingerprints import stamp
 
 Network = TypeVar("Network", bound=nn.Module)
 

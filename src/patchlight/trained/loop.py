@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchlight.errors import PatchlightError, TrainingWarning, warn
-from patchlight.extras import missing_extra
-from patchlight.files import check_writable
-from patchlight.progress import Progress, Tell, telling
+from patchlight.core.errors import PatchlightError, TrainingWarning, warn
+from patchlight.core.extras import missing_extra
+from patchlight.core.files import check_writable
+from patchlight.core.progress import Progress, Tell, telling
 from patchlight.trained.batches import epoch_of, length_of
 from patchlight.trained.checkpoint import Parts, append_metrics, cut_metrics, read_checkpoint, write_checkpoint
 from patchlight.trained.devices import Devices

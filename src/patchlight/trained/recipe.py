@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.errors import PatchlightError
+from patchlight.core.images import to_batch
 from patchlight.data import Data
-from patchlight.errors import PatchlightError
-from patchlight.images import to_batch
 from patchlight.specs import DataSpec, ModelSpec, Spec, kind_and_path
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patchlight.extras import EXTRAS, missing_extra
+from patchlight.core.extras import EXTRAS, missing_extra
 
 
 def check_extra() -> None:

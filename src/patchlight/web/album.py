@@ -16,10 +16,10 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
+from patchlight.core.images import FORMATS, open_image
+from patchlight.core.resize import to_pixels
 from patchlight.evidence.fills import Painted, fill_images
-from patchlight.images import FORMATS, open_image
-from patchlight.resize import to_pixels
 from patchlight.web.schemas import Photo
 from patchlight.zoo.pocket import PHOTOS
 

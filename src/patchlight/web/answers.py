@@ -7,16 +7,16 @@ import time
 import torch
 from torch import Tensor
 
-from patchlight.attribution import Attribution
+from patchlight.core.attribution import Attribution
+from patchlight.core.errors import PatchlightError, Unsupported, hearing
 from patchlight.engine import explain
-from patchlight.errors import PatchlightError, Unsupported, hearing
 from patchlight.evidence.ablation import Ablation, PixelMasks, TokenSubsets
 from patchlight.evidence.fills import fill_images
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.methods.requests import Request, refusal
 from patchlight.metrics.base import on_grid
-from patchlight.metrics.evaluation import evaluate
-from patchlight.truth import Curves, Trial, sanity_words
+from patchlight.study.evaluate import evaluate
+from patchlight.study.faithfulness import Curves, Trial, sanity_words
 from patchlight.web.album import Held
 from patchlight.web.jobs import Work, in_words
 from patchlight.web.schemas import (

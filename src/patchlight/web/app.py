@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from patchlight import __version__
-from patchlight.errors import Cancelled, PatchlightError
+from patchlight.core.errors import Cancelled, PatchlightError
 from patchlight.evidence.fills import Painted
 from patchlight.web import answers
 from patchlight.web.album import Gone, Held

@@ -10,11 +10,11 @@ import zipfile
 from collections.abc import Mapping
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.attribution import Attribution
+from patchlight.core.attribution import Attribution
+from patchlight.core.drawing import figure_bytes, seen_figure
 from patchlight.metrics.base import on_grid
-from patchlight.truth import Trial, truths
-from patchlight.viz import figure_bytes, seen_figure
-from patchlight.viz.report import Explained, check_report, made_by, report_html, section_of
+from patchlight.report.explanations import Explained, check_report, made_by, report_html, section_of
+from patchlight.study.faithfulness import Trial, truths
 from patchlight.web.album import Held
 from patchlight.web.answers import explained, trial_of
 from patchlight.web.jobs import Work

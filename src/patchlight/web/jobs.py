@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from patchlight.errors import Cancelled, PatchlightError
-from patchlight.progress import Watcher, watched
+from patchlight.core.errors import Cancelled, PatchlightError
+from patchlight.core.progress import Watcher, watched
 from patchlight.web.schemas import Job, Kind, Progress
 
 T = TypeVar("T")

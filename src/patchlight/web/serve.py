@@ -13,7 +13,7 @@ from urllib.parse import quote
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.web.app import create_app
 from patchlight.web.guard import App, Guard
 from patchlight.web.site import Site

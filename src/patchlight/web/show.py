@@ -17,10 +17,10 @@ from urllib.parse import urlencode
 from PIL import Image
 
 from patchlight.anatomy.load import wrap
-from patchlight.errors import NoClassifier, PatchlightError, integer, known_keywords
-from patchlight.images import Picture, open_image
+from patchlight.core.errors import NoClassifier, PatchlightError, integer, known_keywords
+from patchlight.core.images import Picture, open_image
+from patchlight.core.targets import Target, resolve_targets
 from patchlight.methods.requests import check_supported, resolve
-from patchlight.targets import Target, resolve_targets
 from patchlight.web import check_extra
 
 if TYPE_CHECKING:

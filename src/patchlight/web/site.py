@@ -17,16 +17,16 @@ from torch import Tensor
 
 from patchlight import __version__
 from patchlight.anatomy.base import Anatomy
-from patchlight.attribution import Attribution
+from patchlight.anatomy.heads import Texts
+from patchlight.core.attribution import Attribution
+from patchlight.core.errors import NoClassifier, PatchlightError, Unsupported, hearing
+from patchlight.core.registry import Setting
+from patchlight.core.targets import Targets, class_index, predicted
 from patchlight.engine import explain
-from patchlight.errors import NoClassifier, PatchlightError, Unsupported, hearing
 from patchlight.evidence.fills import Painted
-from patchlight.heads import Texts
 from patchlight.methods.base import Ablates
 from patchlight.methods.requests import MethodInfo, Request, list_methods, refusal, resolve
-from patchlight.registry import Setting
-from patchlight.targets import Targets, class_index, predicted
-from patchlight.truth import Trial
+from patchlight.study.faithfulness import Trial
 from patchlight.web.album import MOST_BYTES, MOST_PIXELS, Album, Held, bundled_photos
 from patchlight.web.jobs import Board, Lane
 from patchlight.web.schemas import MethodAsked, MethodFacts, ModelFacts, Predicted, Prediction, Question

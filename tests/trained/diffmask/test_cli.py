@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import patchlight as pl
 from patchlight.cli import app
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.trained.diffmask import Settings
 from patchlight.trained.diffmask.recipe import read_recipe
 

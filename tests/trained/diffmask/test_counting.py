@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import patchlight as pl
+from patchlight.core.errors import PatchlightError
 from patchlight.data.counting import RED, counting_grids, draw_grids
-from patchlight.errors import PatchlightError
 from patchlight.trained.diffmask import Settings, counting_task
 from patchlight.trained.diffmask.counting_task import best_threshold, judge
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.errors import PatchlightError
-from patchlight.targets import kl_divergence
+from patchlight.core.errors import PatchlightError
+from patchlight.core.targets import kl_divergence
 from patchlight.trained.diffmask.gates import DiffMask, Gates, aggregate, load, masked_logits, new_gates, observe
 from tests.families import build, images
 from tests.trained.toys import pictures, toy

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import patchlight as pl
 from patchlight.cli import app
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.trained.diffmask import import_gates
 from patchlight.trained.diffmask.gates import observe
 from tests.trained.toys import pictures, toy

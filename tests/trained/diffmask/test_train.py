@@ -20,8 +20,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.errors import PatchlightError, Unsupported
-from patchlight.targets import kl_divergence
+from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.targets import kl_divergence
 from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask import DiffMask, Progress, Settings, TrainingWarning
 from patchlight.trained.diffmask.calibration import calibrate, finish

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.methods.vitshapley import SHIPPED
 from patchlight.testing import check_method
 from patchlight.trained.shapley.networks import why_not

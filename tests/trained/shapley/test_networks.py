@@ -11,7 +11,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError
+from patchlight.core.errors import PatchlightError
 from patchlight.trained.shapley.networks import (
     Change,
     Copy,

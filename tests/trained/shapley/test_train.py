@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.methods.shapley import constrained_values
 from patchlight.trained.shapley import Progress, Settings, SurrogateProgress, ViTShapley
 from patchlight.trained.shapley.networks import Change, Copy, read_logits

@@ -4,7 +4,7 @@
 `diffmask` explains with it.
 """
 
-from patchlight.errors import TrainingWarning
+from patchlight.core.errors import TrainingWarning
 from patchlight.trained.diffmask.gates import DiffMask, load
 from patchlight.trained.diffmask.published import import_gates
 from patchlight.trained.diffmask.settings import Progress, Settings

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
+from patchlight.core.errors import DegenerateMap, PatchlightError
+from patchlight.core.files import write_whole
+from patchlight.core.images import Preprocess
 from patchlight.data.counting import PATCH, SIDE, Grids, counting_grids
 from patchlight.engine import explain
-from patchlight.errors import DegenerateMap, PatchlightError
-from patchlight.files import write_whole
-from patchlight.images import Preprocess
 from patchlight.trained.diffmask.gates import DiffMask
 from patchlight.trained.diffmask.settings import Callback, Settings
 from patchlight.trained.diffmask.train import train

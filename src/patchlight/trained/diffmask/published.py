@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.errors import PatchlightError, Unsupported
+from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.trained.diffmask.gates import DiffMask, new_gates, why_not
 
 LONGEST_PICKLE = 16 * 2**20

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from patchlight.errors import PatchlightError, nearest
+from patchlight.core.errors import PatchlightError, nearest
 from patchlight.trained.diffmask.objective import Penalty, Update
 from patchlight.trained.settings import Positive, Training, read_settings
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
-from patchlight.errors import PatchlightError, TrainingWarning, Unsupported, warn
+from patchlight.core.errors import PatchlightError, TrainingWarning, Unsupported, warn
+from patchlight.core.progress import Progress as ToldProgress
+from patchlight.core.targets import kl_divergence
 from patchlight.evidence.precision import casting, lowered
-from patchlight.progress import Progress as ToldProgress
-from patchlight.targets import kl_divergence
 from patchlight.trained import loop
 from patchlight.trained.batches import check_data, epoch_of, images_and_labels
 from patchlight.trained.checkpoint import Parts

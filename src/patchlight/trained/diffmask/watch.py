@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.targets import kl_divergence
+from patchlight.core.targets import kl_divergence
 from patchlight.trained.diffmask.gates import Gates, aggregate, masked_logits, observe
 
 EVERY = 50

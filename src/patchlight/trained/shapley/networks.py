@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.core.fingerprints import stamp
 from patchlight.evidence.coalitions import coalition_logits, no_coalitions
-from patchlight.fingerprints import stamp
 from patchlight.trained.explainer import Explainer
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from patchlight.errors import PatchlightError, nearest
+from patchlight.core.errors import PatchlightError, nearest
 from patchlight.trained.settings import Count, Positive, Training, read_settings
 from patchlight.trained.shapley.coalitions import Coalitions
 

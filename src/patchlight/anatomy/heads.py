@@ -1,0 +1,462 @@
+"""Heads: what turns the features of an image into logits, so what the classes are.
+
+A model's own classifier is one. `load` and `wrap` take another as `head=`, and every method and metric then works on
+its classes: sentences (`Texts`), reference images (`Similar`), groups of them (`Prototypes`), weights of one's own
+(`Linear`), or channels and directions inside the model (`Neurons`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.anatomy.base import Affine, Anatomy, Pooling
+from patchlight.core.errors import PatchlightError, integer
+from patchlight.core.fingerprints import fingerprint, of_images, of_tensor
+from patchlight.core.targets import Outputs
+
+Pool = Literal["avg", "cls", "max"]
+
+
+class Head(ABC):
+    """From features [B,E] to logits [B,C].
+
+    `labels` name the classes, `outputs` says how logits are read. A head that reads the tokens entering a `block`
+    rather than the model's features is given those [B,N,D], and says in `pooling` which of them it reads.
+    """
+
+    labels: Sequence[str] = ()
+    outputs: Outputs = Outputs()
+    block: int | None = None
+    pooling: Pooling | None = None
+
+    @abstractmethod
+    def bound(self, vit: Anatomy) -> Self:
+        """The head for a model: what it needs of the model is computed, and what does not fit is refused."""
+
+    @abstractmethod
+    def __call__(self, features: Tensor) -> Tensor:
+        """The logits [B,C]."""
+
+    @abstractmethod
+    def about(self) -> dict[str, Any]:
+        """What it was made of, to be kept with results."""
+
+    def linear(self) -> Affine | None:
+        """The linear map that it is; None where it is none."""
+        return None
+
+    def itself(self, hashes: Sequence[str], index: Tensor) -> list[int]:
+        """Which of the images with these hashes are compared with themselves by one of their classes `index` [B,T]."""
+        return []
+
+    def read_row(self, tokens: Tensor, index: Tensor) -> Tensor:
+        """The weight [B,N] with which the class `index` [B] reads each of the tokens that a block is given."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {', '.join(self.labels[:3])}{', …' if len(self.labels) > 3 else ''}>"
+
+
+class Held:
+    """A tensor, given where and in the type that another one has; each is made once."""
+
+    def __init__(self, values: Tensor) -> None:
+        with torch.inference_mode(False):  # what is kept must be of use to gradients
+            self.values = values.detach().clone()
+        self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def like(self, other: Tensor) -> Tensor:
+        key = (other.device, other.dtype)
+        if key not in self._made:
+            with torch.inference_mode(False):
+                self._made[key] = self.values.to(other)
+        return self._made[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"values": self.values, "_made": {}}
+
+
+class Linear(Head):
+    """A linear classifier of one's own: logits = features W^T + b, W [C,E].
+
+    `sigmoid`: each class is a yes or no by itself (several labels an image), as a lone one always is. `regression`: the
+    outputs are numbers.
+    """
+
+    def __init__(
+        self,
+        weight: Any,
+        bias: Any = None,
+        labels: Sequence[str] | None = None,
+        sigmoid: bool = False,
+        regression: bool = False,
+    ) -> None:
+        if sigmoid and regression:
+            raise PatchlightError("outputs are yes or no each (sigmoid=True) or numbers (regression=True), not both")
+        matrix = _matrix(weight, "weight")
+        offset = torch.zeros(len(matrix)) if bias is None else _vector(bias, len(matrix), "bias")
+        self._weight, self._bias = Held(matrix), Held(offset.to(matrix))
+        self.outputs = Outputs("none" if regression else "sigmoid" if sigmoid or len(matrix) == 1 else "softmax")
+        self.labels = _named(labels, len(matrix), "output" if regression else "class")
+
+    def bound(self, vit: Anatomy) -> Self:
+        _check_width(self._weight.values, vit, "weight")
+        return self
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return F.linear(features, self._weight.like(features), self._bias.like(features))
+
+    def linear(self) -> Affine:
+        return Affine(self._weight.values, self._bias.values)
+
+    def about(self) -> dict[str, Any]:
+        both = torch.cat([self._weight.values, self._bias.values[:, None]], 1)
+        return {"head": "Linear", "labels": list(self.labels), "kind": self.outputs.kind, "weights": of_tensor(both)}
+
+
+class Compared(Head):
+    """Logits are scale * cosine(features, row) + bias: what heads that compare have in common."""
+
+    _rows: Held | None = None
+    _weights = ""
+    """The hash of the weights that computed the rows, where a model did."""
+
+    def __call__(self, features: Tensor) -> Tensor:
+        scale, bias = self.outputs.scale, self.outputs.bias
+        assert scale is not None
+        return scale * self.cosines(features) + bias
+
+    def cosines(self, features: Tensor) -> Tensor:
+        """The cosine [B,C] of features with what each class stands for."""
+        assert self._rows is not None, "bound gives a head its rows"
+        return F.linear(F.normalize(features, dim=-1), self._rows.like(features))
+
+    def _with(self, rows: Tensor, vit: Anatomy, what: str) -> Self:
+        _check_width(rows, vit, what)
+        made = copy(self)
+        made._rows, made._weights = Held(_unit(rows, what)), fingerprint(vit.model)
+        return made
+
+    def _hash(self) -> str:
+        return "" if self._rows is None else of_tensor(self._rows.values)
+
+
+class Texts(Compared):
+    """The classes are sentences: what in the image speaks for each.
+
+    `texts` are sentences, read by the model's own text side, or their embeddings [T,E], with `labels` as names.
+    `template` is put around each, as in "a photo of a {}"; of several templates the embeddings are averaged, each
+    normalised. Logits are the model's own (its scale and bias); probabilities too: a softmax over the sentences given
+    (CLIP), or a sigmoid each (SigLIP).
+    """
+
+    def __init__(self, texts: Any, labels: Sequence[str] | None = None, template: str | Sequence[str] = "{}") -> None:
+        texts = texts.tolist() if isinstance(texts, np.ndarray) and texts.dtype.kind in "OSU" else texts
+        self._templates = [template] if isinstance(template, str) else list(template)
+        if not self._templates or any("{}" not in each for each in self._templates):
+            raise PatchlightError(f"template {template!r} has no place for a text; write one with {{}}, as in 'a {{}}'")
+        self._sentences: list[str] | None = None
+        self._given: Tensor | None = None
+        if isinstance(texts, str):
+            texts = [texts]
+        if isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts):
+            self._sentences = _sentences(texts)
+            self.labels = _named(labels or self._sentences, len(texts), "text")
+        elif isinstance(texts, Sequence) and any(isinstance(text, str) for text in texts):
+            other = next(type(text).__name__ for text in texts if not isinstance(text, str))
+            raise PatchlightError(f"texts hold a {other}; give sentences, or a tensor of embeddings [T,E]")
+        else:
+            if self._templates != ["{}"]:
+                raise PatchlightError("template stands around sentences, and embeddings were given; leave it out")
+            self._given = _unit(_matrix(texts, "texts"), "texts")
+            self.labels = _named(labels, len(self._given), "text")
+
+    def bound(self, vit: Anatomy) -> Self:
+        if self._given is not None:
+            made = self._with(self._given, vit, "texts")
+        else:
+            assert self._sentences is not None
+            prompts = [each.replace("{}", text) for text in self._sentences for each in self._templates]
+            with torch.no_grad():
+                found = F.normalize(vit.encode_texts(prompts), dim=-1)
+            made = self._with(found.unflatten(0, (-1, len(self._templates))).mean(1), vit, "texts")
+        made.outputs = vit.text_outputs()
+        return made
+
+    def about(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"head": "Texts", "labels": list(self.labels), "kind": self.outputs.kind}
+        told |= {"scale": _told(self.outputs.scale), "bias": _told(self.outputs.bias)}
+        if self._sentences is None:
+            return {**told, "embeddings": self._hash()}
+        return {**told, "texts": self._sentences, "templates": self._templates, "weights": self._weights}
+
+
+class Similar(Compared):
+    """The classes are reference images: what in the image makes it similar to each, by the cosine of their features.
+
+    An image is most similar to itself, and then no gradient is left: explain others than the references. Their features
+    are computed once, when the head is asked: after further training, ask again.
+    """
+
+    outputs = Outputs("cosine", 1.0)
+
+    def __init__(self, images: Any, labels: Sequence[str] | None = None) -> None:
+        single = isinstance(images, str | Path) or not isinstance(images, Tensor | Sequence)
+        single = single or (isinstance(images, Tensor) and images.ndim == 3)
+        self._images = [images] if single else images
+        if len(self._images) == 0:
+            raise PatchlightError("Similar was given no reference images; give one or more")
+        names = _stems(self._images)
+        self.labels = _named(labels or names, len(names), "reference")
+        self._seen: tuple[str, ...] = ()
+
+    def bound(self, vit: Anatomy) -> Self:
+        batch = vit.batch(self._images)
+        made = self._with(vit.features_of(batch), vit, "references")
+        made._seen = of_images(batch)
+        return made
+
+    def about(self) -> dict[str, Any]:
+        return {"head": "Similar", "labels": list(self.labels), "images": list(self._seen), "weights": self._weights}
+
+    def itself(self, hashes: Sequence[str], index: Tensor) -> list[int]:
+        asked = zip(hashes, index.tolist(), strict=True)
+        return [i for i, (each, classes) in enumerate(asked) if any(self._seen[c] == each for c in classes)]
+
+
+class Prototypes(Compared):
+    """The classes are groups of reference features [n,E], one of `labels` each.
+
+    A class stands for the mean of its normalised features; with `neighbours` its cosine is the mean over its so many
+    nearest ones. `Anatomy.features_of` gives the features of images.
+    """
+
+    outputs = Outputs("cosine", 1.0)
+
+    def __init__(self, features: Any, labels: Sequence[Any], neighbours: int | None = None) -> None:
+        rows = _unit(_matrix(features, "features"), "features")
+        owners = [str(label) for label in (labels.tolist() if hasattr(labels, "tolist") else labels)]
+        if len(owners) != len(rows):
+            raise PatchlightError(f"{len(owners)} labels were given for {len(rows)} features; give one for each")
+        self.labels = list(dict.fromkeys(owners))
+        self._neighbours = neighbours if neighbours is None else integer("neighbours", neighbours, 1)
+        self._members = [torch.tensor([i for i, o in enumerate(owners) if o == name]) for name in self.labels]
+        means = [rows[members].mean(0) for members in self._members]
+        self._rows = Held(rows if neighbours is not None else F.normalize(torch.stack(means), dim=-1))
+
+    def bound(self, vit: Anatomy) -> Self:
+        assert self._rows is not None
+        _check_width(self._rows.values, vit, "features")
+        return self
+
+    def cosines(self, features: Tensor) -> Tensor:
+        each = super().cosines(features)
+        if self._neighbours is None:
+            return each
+        nearest = [
+            each[:, members.to(each.device)].topk(min(self._neighbours, len(members)), 1).values.mean(1)
+            for members in self._members
+        ]
+        return torch.stack(nearest, 1)
+
+    def about(self) -> dict[str, Any]:
+        told = {"head": "Prototypes", "labels": list(self.labels), "neighbours": self._neighbours}
+        return {**told, "features": self._hash()}
+
+
+class Neurons(Head):
+    """The outputs are channels, or directions, of the tokens that enter a block: what makes them fire.
+
+    s = pool_i <w, x_i - center> + bias, with w a unit vector for each of `channels`, or a row of `directions` [C,D]
+    (features of a sparse autoencoder, say: its encoder's rows, before the activation). Blocks are counted from 0;
+    `block` = the number of blocks reads what the last one gives. (Of a hierarchical model it is what the block before
+    gives, before patches are merged.) `pool`: "avg" and "max" over the patches, or "cls".
+    The model then ends there: methods see the blocks before.
+    """
+
+    outputs = Outputs("none")
+
+    def __init__(
+        self,
+        block: int,
+        channels: Sequence[int] | None = None,
+        directions: Any = None,
+        pool: Pool = "avg",
+        center: Any = None,
+        bias: Any = None,
+        labels: Sequence[str] | None = None,
+    ) -> None:
+        if (channels is None) == (directions is None):
+            raise PatchlightError("Neurons reads either channels=[…] or directions=W of a block; give one of the two")
+        if pool not in ("avg", "cls", "max"):
+            raise PatchlightError(f"pool is {pool!r}; give 'avg', 'cls' or 'max'")
+        self.block, self.pool, self.pooling = integer("block", block, 1), pool, pool
+        self._channels = None if channels is None else [integer("channel", c, 0) for c in channels]
+        if self._channels == []:
+            raise PatchlightError("Neurons was given no channels; give one or more")
+        self._center = None if center is None else Held(_vector(center, None, "center"))
+        self._rows = None if directions is None else Held(_matrix(directions, "directions"))
+        count = len(self._channels) if self._rows is None else len(self._rows.values)  # type: ignore[arg-type]
+        self._bias = Held(torch.zeros(count) if bias is None else _vector(bias, count, "bias"))
+        word = "direction" if self._channels is None else "channel"
+        own = [f"{word} {c} of block {block}" for c in self._channels or range(count)]
+        self.labels = _named(labels or own, count, "neuron")
+        self._prefix = 0
+
+    def bound(self, vit: Anatomy) -> Self:
+        assert self.block is not None
+        if vit.depth == 0:
+            raise PatchlightError(
+                f"{vit.name} is opened as a feature map with no blocks, so it has no tokens that Neurons could read"
+            )
+        if not 1 <= self.block <= vit.depth:
+            raise PatchlightError(
+                f"there is nothing to explain before block {self.block}; {vit.name} has 1 to {vit.depth}"
+            )
+        if self.pool == "cls" and vit.prefix == 0:
+            raise PatchlightError(f"{vit.name} has no CLS token; pool 'avg' and 'max' work")
+        made, width = copy(self), vit.width_of(self.block - 1)
+        made._prefix = vit.prefix
+        if self._channels is not None:
+            wrong = next((c for c in self._channels if not 0 <= c < width), None)
+            if wrong is not None:
+                raise PatchlightError(f"there is no channel {wrong}; the tokens of {vit.name} have 0 to {width - 1}")
+            made._rows = Held(torch.eye(width)[self._channels])  # exact in any type
+        assert made._rows is not None
+        for what, held in (("directions", made._rows), ("center", self._center)):
+            if held is not None and held.values.shape[-1] != width:
+                raise PatchlightError(f"{what} has width {held.values.shape[-1]}, and the tokens of {vit.name} {width}")
+        return made
+
+    def __call__(self, features: Tensor) -> Tensor:
+        if self.pool == "max":
+            return self._fire(features[:, self._prefix :]).amax(1)
+        return self._fire(features[:, 0] if self.pool == "cls" else features[:, self._prefix :].mean(1))
+
+    def _fire(self, tokens: Tensor) -> Tensor:
+        assert self._rows is not None, "bound gives a head its rows"
+        tokens = tokens if self._center is None else tokens - self._center.like(tokens)
+        return F.linear(tokens, self._rows.like(tokens), self._bias.like(tokens))
+
+    def read_row(self, tokens: Tensor, index: Tensor) -> Tensor:
+        row = tokens.new_zeros(tokens.shape[:2])
+        if self.pool == "cls":
+            row[:, 0] = 1
+        elif self.pool == "avg":
+            row[:, self._prefix :] = 1 / (tokens.shape[1] - self._prefix)
+        else:
+            largest = self._fire(tokens[:, self._prefix :]).argmax(1)
+            row.scatter_(1, largest.gather(1, index[:, None]) + self._prefix, 1.0)
+        return row
+
+    def about(self) -> dict[str, Any]:
+        assert self._rows is not None
+        told: dict[str, Any] = {"head": "Neurons", "block": self.block, "pool": self.pool, "labels": list(self.labels)}
+        told |= {"channels": self._channels, "directions": of_tensor(self._rows.values)}
+        told |= {"center": None if self._center is None else of_tensor(self._center.values)}
+        return {**told, "bias": of_tensor(self._bias.values)}
+
+
+def head_of(
+    texts: Sequence[str] = (), template: str | Sequence[str] = "{}", similar_to: Sequence[str | Path] = ()
+) -> Head | None:
+    """The head that sentences or reference images ask for; None where there are neither."""
+    if texts and similar_to:
+        raise PatchlightError("classes are sentences (texts) or images (similar_to); give one of the two")
+    if similar_to:
+        return Similar(list(similar_to))
+    return Texts(list(texts), template=template) if texts else None
+
+
+def _matrix(values: Any, what: str) -> Tensor:
+    """A finite matrix of floating-point numbers."""
+    try:
+        found = torch.as_tensor(values).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PatchlightError(
+            f"{what} is a {type(values).__name__}; give a tensor or array [classes, width]"
+        ) from error
+    if found.ndim != 2 or 0 in found.shape:
+        raise PatchlightError(f"{what} has shape {list(found.shape)}; give one row for each class, [classes, width]")
+    found = found if found.is_floating_point() else found.float()
+    if not bool(found.isfinite().all()):
+        raise PatchlightError(f"{what} holds NaN or infinity")
+    return found
+
+
+def _vector(values: Any, count: int | None, what: str) -> Tensor:
+    """Finite floating-point numbers, `count` of them."""
+    try:
+        found = torch.as_tensor(values).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PatchlightError(f"{what} is a {type(values).__name__}; give a tensor or list of numbers") from error
+    if found.ndim != 1 or (count is not None and len(found) != count):
+        raise PatchlightError(f"{what} has shape {list(found.shape)}; give [{'width' if count is None else count}]")
+    found = found if found.is_floating_point() else found.float()
+    if not bool(found.isfinite().all()):
+        raise PatchlightError(f"{what} holds NaN or infinity")
+    return found
+
+
+def _unit(rows: Tensor, what: str) -> Tensor:
+    """Rows of length 1; those of length 0 are refused."""
+    flat = (rows == 0).all(1).nonzero().flatten().tolist()
+    if flat:
+        raise PatchlightError(f"row {flat[0]} of {what} is zero, so it has no direction to compare with")
+    return F.normalize(rows, dim=-1)
+
+
+def _sentences(texts: Sequence[str]) -> list[str]:
+    if not texts:
+        raise PatchlightError("Texts was given no sentences; give one or more")
+    empty = next((i for i, text in enumerate(texts) if not text.strip()), None)
+    if empty is not None:
+        raise PatchlightError(f"text {empty} is empty; give a word or a sentence")
+    return list(texts)
+
+
+def _named(labels: Sequence[str] | None, count: int, word: str) -> list[str]:
+    if labels is None:
+        return [f"{word} {i}" for i in range(count)]
+    if isinstance(labels, str):
+        raise PatchlightError(f"labels are a str, {labels!r}; give a list of names")
+    if len(labels) != count:
+        raise PatchlightError(f"{len(labels)} labels were given for a head of {count} classes")
+    names = [str(label) for label in labels]
+    alike = [name.strip().casefold() for name in names]
+    twice = next((name for i, name in enumerate(names) if alike[i] in alike[:i]), None)
+    if twice is not None:
+        raise PatchlightError(
+            f"two classes are called {twice!r}; give each {word} once, or labels that tell them apart"
+        )
+    return names
+
+
+def _told(number: float | None) -> float | None:
+    """A number that a device may round differently, to six digits."""
+    return None if number is None else float(f"{number:.6g}")
+
+
+def _stems(images: Any) -> list[str]:
+    """What reference images are called: files by their stem, or as they were given where two have the same."""
+    files = [Path(image) if isinstance(image, str | Path) else None for image in images]
+    stems = [f"reference {i}" if file is None else file.stem for i, file in enumerate(files)]
+    return [str(file) if file is not None and stems.count(s) > 1 else s for s, file in zip(stems, files, strict=True)]
+
+
+def _check_width(rows: Tensor, vit: Anatomy, what: str) -> None:
+    """Refuse rows that are not as wide as the features of the model."""
+    width = vit.features_of(torch.zeros(1, vit.channels, *vit.preprocess.size)).shape[1]
+    if rows.shape[1] != width:
+        raise PatchlightError(
+            f"{what} has rows of width {rows.shape[1]}, and the features of {vit.name} are {width} wide"
+        )

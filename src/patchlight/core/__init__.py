@@ -1,0 +1,1 @@
+"""What all rooms share: results, targets, images, registries, errors, statistics and files."""

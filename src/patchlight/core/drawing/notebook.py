@@ -1,0 +1,173 @@
+"""What a notebook shows of results: pictures and small tables in HTML, which take their colours from the page."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from patchlight.core.attribution import Attribution
+from patchlight.core.drawing.heat import (
+    HEAT,
+    SATURATED,
+    SIGNED,
+    blend,
+    colour_map,
+    display_size,
+    is_signed,
+    robust_scale,
+    upsample,
+)
+from patchlight.core.drawing.pictures import figure_bytes
+from patchlight.core.photos import as_picture
+from patchlight.core.statistics import SIGNS, Mark
+from patchlight.report.page import data_url
+
+if TYPE_CHECKING:
+    from patchlight.core.drawing.shown import ShownFigure
+    from patchlight.metrics.base import Evaluation
+
+SHOWN, ROWS, COLUMNS = 8, 4, 10
+"""Maps that are shown of one attribution; rows and methods that are shown of several."""
+WIDTH, SHARP = 128, 224
+"""Pixels that a picture is wide on the page, and that one has which is shown with few others."""
+_STYLE = (
+    ".patchlight{max-height:40em;overflow:auto}.patchlight table{border-collapse:collapse}"
+    ".patchlight th,.patchlight td{text-align:left!important;vertical-align:top;padding:2px 10px 2px 0;"
+    "border-bottom:1px solid rgba(128,128,128,.35)}.patchlight small{opacity:.7}"
+)
+"""No colour of its own: a table looks right on a light page and on a dark one. A long one scrolls."""
+
+
+@dataclass(frozen=True)
+class Html:
+    """Markup that goes into a table as it is; everything else is escaped."""
+
+    text: str
+
+
+def table_html(
+    headings: Sequence[str], rows: Iterable[Sequence[str | Html]], caption: str = "", below: str = ""
+) -> str:
+    """A table with a line of words above and below it."""
+    head = "".join(f"<th>{escape(word)}</th>" for word in headings)
+    body = "".join("<tr>" + "".join(f"<td>{_inside(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    title = f"<div><b>{escape(caption)}</b></div>" if caption else ""
+    note = f"<div><small>{escape(below)}</small></div>" if below else ""
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<style>{_STYLE}</style><div class="patchlight">{title}{table}{note}</div>'
+
+
+def _inside(cell: str | Html) -> str:
+    return cell.text if isinstance(cell, Html) else escape(cell)
+
+
+def heat_html(att: Attribution) -> str:
+    """The first maps over their photographs (colours alone where there are none), their classes, method and model."""
+    signed = is_signed(att.scores)
+    maps = att.scores.reshape(-1, *att.grid)
+    cells = [
+        f'<figure style="display:inline-block;margin:2px;width:{WIDTH}px;vertical-align:top">'
+        f"{_image(att, i, signed, SHARP)}<figcaption>{escape(label)}</figcaption></figure>"
+        for i, label in enumerate(att.named[:SHOWN])
+    ]
+    more = f"<p>and {len(maps) - SHOWN} more</p>" if len(maps) > SHOWN else ""
+    ends = "blue against, red for" if signed else "dark lowest, bright highest"
+    about = f"{len(att)} image(s), {att.grid[0]}x{att.grid[1]} {att.level}s; {ends}, each map by its 99th percentile"
+    return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({about})<br>{''.join(cells)}{more}</div>"
+
+
+def maps_html(maps: Mapping[str, Attribution]) -> str:
+    """A row per image and class and a column per method, of the first ones."""
+    alike = {tuple(att.target.shape) for att in maps.values() if isinstance(att, Attribution)}
+    if len(alike) != 1 or not all(isinstance(att, Attribution) for att in maps.values()):
+        return f"<pre>{escape(repr(dict(maps)))}</pre>"
+    shown = dict(list(maps.items())[:COLUMNS])
+    first = next(iter(shown.values()))
+    signed = {label: is_signed(att.scores) for label, att in shown.items()}
+    rows = []
+    for i, word in enumerate(first.named[:ROWS]):
+        photo = _photo(first, i, WIDTH)
+        picture = _img(photo, "jpeg", "photograph") if photo is not None else ""
+        cells = [Html(_image(att, i, signed[label], WIDTH)) for label, att in shown.items()]
+        rows.append([Html(f'<div style="width:{WIDTH}px">{picture}{escape(word)}</div>'), *cells])
+    left = [
+        f"{len(maps) - COLUMNS} more methods" if len(maps) > COLUMNS else "",
+        f"{len(first.named) - ROWS} more maps of each" if len(first.named) > ROWS else "",
+    ]
+    below = f"each map by its own 99th percentile; {', '.join(filter(None, left))}".rstrip("; ")
+    return table_html([first.model, *shown], rows, below=below)
+
+
+def evaluations_html(
+    table: Mapping[str, Mapping[str, Evaluation]],
+    marks: Mapping[tuple[str, str], Mark] | None = None,
+    caption: str = "",
+    below: str = "",
+) -> str:
+    """Means with intervals: a row per method and a column per metric; of one metric or no methods, a row for each.
+
+    `marks` say by method and metric what is best, in bold, and what is tied with it.
+    """
+    from patchlight.metrics.base import summaries
+
+    if list(table) == [""]:
+        told = summaries(table[""])
+        rows = [[name, _better(one), told[name], f"{one.count} of {len(one)}"] for name, one in table[""].items()]
+        return table_html(["metric", "better", "mean [95 % interval]", "images"], rows, caption, below)
+    metrics = list(dict.fromkeys(name for own in table.values() for name in own))
+    arrows = {name: own[name].arrow for own in table.values() for name in own}
+
+    said = summaries({(method, name): one for method, own in table.items() for name, one in own.items()})
+
+    def cell(method: str, name: str) -> str | Html:
+        words = said.get((method, name), "")
+        mark = marks[method, name] if marks is not None else ""
+        return Html(f"<b>{escape(words)}</b> {SIGNS[mark]}") if mark == "best" else f"{words} {SIGNS[mark]}".strip()
+
+    body = [[method, *(cell(method, name) for name in metrics)] for method in table]
+    return table_html(["method", *(f"{name} {arrows[name]}" for name in metrics)], body, caption, below)
+
+
+def _better(one: Evaluation) -> str:
+    return "higher" if one.higher_is_better else "lower"
+
+
+def figure_html(fig: ShownFigure, words: str) -> str:
+    """A figure as an inline picture, no wider than the page."""
+    source = f"data:image/jpeg;base64,{base64.b64encode(figure_bytes(fig, 'figure.jpg')).decode()}"
+    return f'<img alt="{escape(words)}" style="width:{fig.page_size[0]}px;max-width:100%" src="{source}">'
+
+
+def _image(att: Attribution, i: int, signed: bool, side: int) -> str:
+    """Map number i over its photograph, or its colours alone."""
+    scores = att.scores.reshape(-1, *att.grid)[i]
+    photo = _photo(att, i, side)
+    words = att.named[i]
+    if photo is None:
+        return _img(_colours(scores, att, signed), "png", words)
+    return _img(blend(photo, scores, robust_scale(scores, signed), covers=att.covers), "jpeg", words)
+
+
+def _photo(att: Attribution, i: int, side: int) -> Image.Image | None:
+    """The photograph below map number i, where it was kept, at this length of its longer side."""
+    image = i // max(att.target.numel() // max(len(att), 1), 1)
+    return as_picture(att.photos[image], side) if image < len(att.photos) else None
+
+
+def _colours(scores: Tensor, att: Attribution, signed: bool) -> Image.Image:
+    shown = upsample(scores, display_size(att.image_size, 112), covers=att.covers)
+    values = robust_scale(scores, signed)(shown).double().numpy()
+    colours = colour_map(SIGNED)(0.5 + SATURATED * values / 2) if signed else colour_map(HEAT)(values)
+    return Image.fromarray((255 * colours[..., :3]).round().astype(np.uint8))
+
+
+def _img(picture: Image.Image, kind: str, words: str) -> str:
+    """An inline picture, as wide as its place."""
+    return f'<img alt="{escape(words)}" style="width:{WIDTH}px;display:block" src="{data_url(picture, kind)}">'

@@ -1,0 +1,385 @@
+"""Figures: one row per image, one column per method, with the prediction in words and the scale stated."""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor, nn
+
+from patchlight.core.attribution import Attribution
+from patchlight.core.drawing.heat import GREY, blend, is_signed, robust_scale, seen, tint
+from patchlight.core.errors import PatchlightError, known_keywords
+from patchlight.core.files import write_whole
+from patchlight.core.images import Picture, Preprocess, open_image
+from patchlight.core.photos import SIDE, as_picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from patchlight.anatomy.base import Anatomy
+    from patchlight.core.drawing.shown import ShownFigure
+
+Prediction = tuple[str, float] | str
+
+DPI, DENSE, COARSEST = 144, 16, 90
+"""Dots per inch, for up to DENSE pictures; figures of more are drawn coarser to stay below a megabyte or so."""
+CELL, GAP, EDGE, LINE = 1.4, 0.05, 0.1, 0.165
+WORDS, SMALL = 8.5, 7.0
+LETTERS = 16
+MAX_ROWS = 64
+BAND = 10
+FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".pdf": "pdf", ".svg": "svg"}
+SCALES = {
+    False: ("lowest", "highest (each map to its 99th percentile)"),
+    True: ("against", "for (each map to ± its 99th percentile)"),
+}
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    scores: Tensor
+    signed: bool
+    covers: tuple[float, float]
+
+
+@known_keywords
+def figure(
+    images: Picture | Tensor | Sequence[Picture],
+    maps: Attribution | Mapping[str, Attribution] | Sequence[Attribution],
+    *,
+    predictions: Sequence[Prediction] | None = None,
+    titles: Sequence[str] | None = None,
+    vit: Anatomy | nn.Module | None = None,
+    path: str | Path | None = None,
+) -> ShownFigure:
+    """One row per image, one column per method: the photographs, and each method's heat over them.
+
+    More than ten columns are set in bands below each other.
+
+    `maps` is what `explain` gives, or a list of attributions of the same images. `images` are what the maps explain:
+    paths, PIL images or the preprocessed tensor. Row labels are `predictions`, as (label, probability) or in words;
+    without them those of `vit`; without it the explained class. An explained class other than the predicted one is
+    named below it. `titles` replace the methods' names. Every map is scaled by itself, and the figure says so. With
+    `path` it is also written there (png, jpg, webp, pdf or svg).
+
+    >>> pl.figure(images, pl.explain(vit, images, ["genatt", "rollout"]), vit=vit, path="cats.png")  # doctest: +SKIP
+    """
+    from patchlight.anatomy.load import wrap
+
+    maps = _by_name(maps)
+    vit = None if vit is None else wrap(vit)
+    first, shown = next(iter(maps.values())), _listed(images)
+    return _figure(maps, _pictures(shown, first, vit), shown, predictions, titles, vit, path)
+
+
+def photo_figure(maps: Mapping[str, Attribution], path: str | Path | None = None) -> ShownFigure:
+    """The figure of maps over the small photographs that they have with them, a row for each."""
+    maps = _by_name(maps)
+    first = next(iter(maps.values()))
+    if not first.photos:
+        raise PatchlightError("these maps have no photographs with them; give the images to pl.figure")
+    rows = {name: att[: len(first.photos)] for name, att in maps.items()}
+    return _figure(rows, [as_picture(photo, SIDE) for photo in first.photos], path=path)
+
+
+def seen_figure(
+    pictures: Sequence[Image.Image], maps: Mapping[str, Attribution], predictions: Sequence[Prediction], vit: Anatomy
+) -> ShownFigure:
+    """The figure of maps over pictures that show exactly what the model saw, as sharp as these are."""
+    return _figure(_by_name(maps), pictures, predictions=predictions, vit=vit)
+
+
+def _figure(
+    maps: Mapping[str, Attribution],
+    pictures: Sequence[Image.Image],
+    images: Sequence[Any] = (),
+    predictions: Sequence[Prediction] | None = None,
+    titles: Sequence[str] | None = None,
+    vit: Anatomy | None = None,
+    path: str | Path | None = None,
+) -> ShownFigure:
+    if path is not None:
+        figure_format(path)
+    _check_counts(maps, len(pictures))
+    alike = len({att.named for att in maps.values()}) == 1
+    columns = [column for name, att in maps.items() for column in _columns(name, att, alike)]
+    headings = _headings([c.title for c in columns] if titles is None else titles, len(columns))
+    labels = _row_labels(images, next(iter(maps.values())), predictions, vit, alike)
+    fig = _drawn(columns, headings, pictures, labels)
+    if path is not None:
+        write_whole(path, figure_bytes(fig, path))
+    return fig
+
+
+def _drawn(
+    columns: Sequence[_Column], headings: Sequence[str], pictures: Sequence[Image.Image], labels: Sequence[str]
+) -> ShownFigure:
+    """Pictures, heat, headings, row labels and scales, each at its place."""
+    from patchlight.core.drawing.shown import ShownFigure
+
+    kinds = sorted({c.signed for c in columns})
+    bands = _bands(len(columns))
+    tall = CELL * pictures[0].height / pictures[0].width
+    left = EDGE + max(inches(line, WORDS) for label in labels for line in label.split("\n")) + 0.1
+    top = EDGE + LINE * max(1 + heading.count("\n") for heading in headings)
+    band = top + len(pictures) * (tall + GAP)
+    bottom = EDGE + LINE * len(kinds)
+    grid_width = (len(bands[0]) + 1) * (CELL + GAP) - GAP
+    width = left + EDGE + max(grid_width, *(_scale_inches(signed) for signed in kinds))
+    height = len(bands) * band + bottom
+    dpi = DPI * min(1.0, (DENSE / (len(pictures) * (len(columns) + 1))) ** 0.5)
+    fig = ShownFigure(figsize=(width, height), dpi=max(dpi, COARSEST), facecolor="white")
+
+    def place(picture: Any, x: float, y: float, w: float, h: float) -> None:
+        axes = fig.add_axes((x / width, y / height, w / width, h / height))
+        axes.imshow(np.asarray(picture), interpolation="antialiased", aspect="auto")
+        axes.set_axis_off()
+
+    def write(words: str, x: float, y: float, size: float = WORDS, **how: Any) -> None:
+        fig.text(x / width, y / height, words, size=size, linespacing=1.25, **how)
+
+    for b, places in enumerate(bands):
+        below = height - b * band - top
+        for c, index in enumerate(places):
+            middle = left + (c + 1) * (CELL + GAP) + CELL / 2
+            for n, line in enumerate(reversed(headings[index].split("\n"))):
+                write(line, middle, below + 0.07 + n * LINE, ha="center", va="baseline")
+        for r, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+            y = below - r * (tall + GAP) - tall
+            write(label, left - 0.1, y + tall / 2, ha="right", va="center", multialignment="right")
+            place(picture, left, y, CELL, tall)
+            for c, index in enumerate(places):
+                column = columns[index]
+                scale = robust_scale(column.scores[r], column.signed)
+                heat = blend(picture, column.scores[r], scale, covers=column.covers)
+                place(heat, left + (c + 1) * (CELL + GAP), y, CELL, tall)
+    for k, signed in enumerate(kinds):
+        low, high = SCALES[signed]
+        y, begin = bottom - (k + 1) * LINE, left + inches(low, SMALL) + 0.06
+        write(low, left, y + 0.045, SMALL, va="center", color="0.25")
+        place(colour_bar(signed), begin, y, _BAR, 0.09)
+        write(high, begin + _BAR + 0.06, y + 0.045, SMALL, va="center", color="0.25")
+    return fig
+
+
+def _by_name(maps: Attribution | Mapping[str, Attribution] | Sequence[Attribution]) -> dict[str, Attribution]:
+    """Attributions by the titles of their columns; of a list, the methods' names, numbered where one comes again."""
+    if isinstance(maps, Mapping):
+        named = {str(name): att for name, att in maps.items()}
+    else:
+        listed = [maps] if isinstance(maps, Attribution) else list(maps) if isinstance(maps, Sequence) else [maps]
+        methods = [getattr(att, "method", "") for att in listed]
+        numbered = [f"{m} ({methods[: i + 1].count(m)})" if methods.count(m) > 1 else m for i, m in enumerate(methods)]
+        named = dict(zip(numbered, listed, strict=True))
+    if not named:
+        raise PatchlightError("a figure needs at least one map; none was given")
+    wrong = [type(att).__name__ for att in named.values() if not isinstance(att, Attribution)]
+    if wrong:
+        raise PatchlightError(
+            f"a map to draw is a {wrong[0]}; give an Attribution, a list of them, or a dict by their titles"
+        )
+    return named
+
+
+def _bands(columns: int) -> list[range]:
+    """Columns in bands of at most BAND, all about as long; each band repeats the photographs."""
+    count = -(-columns // BAND)
+    each = -(-columns // count)
+    return [range(begin, min(begin + each, columns)) for begin in range(0, columns, each)]
+
+
+def figure_format(path: str | Path) -> str:
+    """The format that a file's name asks for."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise PatchlightError(f"'{path}' cannot be a figure; its name must end in {', '.join(FORMATS)}")
+    return FORMATS[suffix]
+
+
+def figure_bytes(fig: Figure, path: str | Path) -> bytes:
+    """A figure as the contents of a file of that name; the same figure gives the same bytes.
+
+    A PDF embeds its fonts as TrueType (Type 42), as journals ask; the words of an SVG are outlines.
+    """
+    kind = figure_format(path)
+    out = io.BytesIO()
+    if kind in ("pdf", "svg"):
+        import matplotlib
+
+        stamp: dict[str, Any] = {"CreationDate": None} if kind == "pdf" else {"Date": None}
+        with matplotlib.rc_context({"svg.hashsalt": "patchlight", "pdf.fonttype": 42}):
+            fig.savefig(out, format=kind, metadata=stamp)
+        return out.getvalue()
+    options: dict[str, Any] = {"optimize": True} if kind == "png" else {"quality": 92}
+    figure_picture(fig).save(out, format=kind, dpi=(fig.dpi, fig.dpi), **options)
+    return out.getvalue()
+
+
+def figure_picture(fig: Figure) -> Image.Image:
+    """A figure as a picture."""
+    fig.canvas.draw()
+    pixels = np.asarray(fig.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
+    return Image.fromarray(np.ascontiguousarray(pixels))
+
+
+def in_words(prediction: Prediction, probable: bool = True) -> str:
+    """
+    >>> in_words(("tabby, tabby cat", 0.871)), in_words(("this cat", 0.871), probable=False)
+    ('tabby 87 %', 'this cat 0.871')
+    """
+    if isinstance(prediction, str):
+        return prediction
+    label, value = prediction
+    return f"{short(label)} {percent(value) if probable else format(value, '.3g')}"
+
+
+def short(label: str) -> str:
+    """The first of a label's names."""
+    return label.split(",")[0].strip()
+
+
+def percent(probability: float) -> str:
+    """
+    >>> percent(0.871), percent(0.9996), percent(0.0004)
+    ('87 %', '> 99 %', '< 1 %')
+    """
+    whole = round(100 * probability)
+    return "> 99 %" if whole == 100 and probability < 1 else "< 1 %" if whole == 0 else f"{whole} %"
+
+
+_BAR = 0.8
+_PERCENTAGE = re.compile(r"(.*?)\s*((?:[<>] )?\d+ %)?", re.DOTALL)
+
+
+def colour_bar(signed: bool) -> Any:
+    """The colours as they look over a middle grey."""
+    rgb, opacity = tint(np.linspace(-1.0 if signed else 0.0, 1.0, 128)[None], signed)
+    darkest, contrast = GREY[signed]
+    return rgb * opacity + (darkest + contrast / 2) * (1 - opacity)
+
+
+def _scale_inches(signed: bool) -> float:
+    return sum(inches(words, SMALL) for words in SCALES[signed]) + _BAR + 0.12
+
+
+def inches(words: str, size: float) -> float:
+    """How wide words of this size are drawn."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextToPath
+
+    width, _, _ = TextToPath().get_text_width_height_descent(words or " ", FontProperties(size=size), ismath=False)
+    return 1.06 * float(width) / 72  # letters are drawn on whole dots, which makes words a little wider
+
+
+def _pictures(images: Sequence[Picture | Tensor], att: Attribution, vit: Anatomy | None) -> list[Image.Image]:
+    preprocess = vit.preprocess if vit is not None else att.preprocess
+    return [_picture(image, att, preprocess) for image in images]
+
+
+def _picture(image: Picture | Tensor, att: Attribution, preprocess: Preprocess | None) -> Image.Image:
+    if not isinstance(image, Tensor):
+        return seen(image, att.image_size, preprocess)
+    if preprocess is None:
+        raise PatchlightError("to show a preprocessed tensor, give vit=, which knows how it was normalised")
+    return seen(preprocess.picture(image), att.image_size)
+
+
+def _listed(images: Any) -> list[Any]:
+    if isinstance(images, Picture) or (isinstance(images, Tensor) and images.ndim == 3):
+        return [images]
+    if not isinstance(images, Iterable):
+        raise PatchlightError(f"images are {images!r}; give the paths, PIL images or tensor that the maps explain")
+    return list(images)
+
+
+def _check_counts(maps: Mapping[str, Attribution], count: int) -> None:
+    for name, att in maps.items():
+        if len(att) != count:
+            raise PatchlightError(f"'{name}' explains {len(att)} images, but {count} are to be shown")
+    if count > MAX_ROWS:
+        raise PatchlightError(f"a figure of {count} rows cannot be read; give at most {MAX_ROWS} images")
+
+
+def _columns(name: str, att: Attribution, alike: bool) -> list[_Column]:
+    """A column per class; its heading names the class where there are several, or the maps are not of the same ones."""
+    signed = is_signed(att.scores)
+    if att.scores.ndim == 3:
+        own = short(att.explained[0]) + "".join(f"\nagainst {short(other)}" for other in att.opposed[:1])
+        word = own if len(set(att.named)) == 1 else "various classes"
+        return [_Column(name if alike else f"{name}\n{word}", att.scores, signed, att.covers)]
+    several = att.scores.shape[1]
+    named = [set(att.explained[t::several]) for t in range(several)]
+    words = [short(labels.pop()) if len(labels) == 1 else f"({t + 1})" for t, labels in enumerate(named)]
+    return [_Column(f"{name}\n{word}", att.scores[:, t], signed, att.covers) for t, word in enumerate(words)]
+
+
+def _headings(titles: Sequence[str], count: int) -> list[str]:
+    """Titles that fit their columns: broken after the dots of a method's name, or smaller spaces."""
+    if len(titles) != count:
+        raise PatchlightError(f"{len(titles)} titles for {count} columns; give one per column")
+    return ["\n".join(_broken(line) for line in title.split("\n")) for title in titles]
+
+
+def _broken(title: str) -> str:
+    if inches(title, WORDS) <= CELL:
+        return title
+    lines = [""]
+    for part in title.replace(".", ".\0").replace(" ", " \0").split("\0"):
+        if lines[-1] and inches(lines[-1] + part, WORDS) > CELL:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(piece for line in lines for piece in textwrap.wrap(line, 19))
+
+
+def _row_labels(
+    images: Sequence[Any], att: Attribution, predictions: Sequence[Prediction] | None, vit: Anatomy | None, alike: bool
+) -> list[str]:
+    """The prediction, and what is explained where that is something else and the same in all columns."""
+    tensors = all(isinstance(image, Tensor) for image in images)
+    if predictions is None and vit is not None and (tensors or vit.channels in (1, 3)):
+        shown = images if tensors else [open_image(image) for image in images]
+        predictions = [top[0] for top in vit.predict(shown, k=1)]
+    probable = vit is None or vit.probable
+    several = _several_words(att) if alike else []
+    if several:
+        words = [""] * len(att) if predictions is None else [in_words(p, probable) for p in predictions]
+        return [_wrapped(f"{one} {more}".strip()) for one, more in zip(words, several, strict=True)]
+    one_class = alike and att.scores.ndim == 3
+    explained = [short(label) for label in att.explained] if one_class else [""] * len(att)
+    opposed = [f"against {short(label)}" for label in att.opposed if one_class] or [""] * len(att)
+    if predictions is None:
+        return ["\n".join(map(_wrapped, filter(None, words))) or " " for words in zip(explained, opposed, strict=True)]
+    if len(predictions) != len(att):
+        raise PatchlightError(f"{len(predictions)} predictions for {len(att)} images; give one per image")
+    labels = []
+    for prediction, one, other in zip(predictions, explained, opposed, strict=True):
+        told = isinstance(prediction, str) or short(prediction[0]) == one
+        lines = [in_words(prediction, probable), f"for {one}" if one and (other or not told) else "", other]
+        labels.append("\n".join(map(_wrapped, filter(None, lines))))
+    return labels
+
+
+def _several_words(att: Attribution) -> list[str]:
+    """The classes explained in each row, numbered as the columns are, where rows differ in them."""
+    if att.scores.ndim != 4:
+        return []
+    count = att.scores.shape[1]
+    rows = [tuple(map(short, att.explained[r * count : (r + 1) * count])) for r in range(len(att))]
+    return (
+        [", ".join(f"({t + 1}) {label}" for t, label in enumerate(row)) for row in rows] if len(set(rows)) > 1 else []
+    )
+
+
+def _wrapped(words: str) -> str:
+    """Lines of at most LETTERS letters, a percentage at the end on its own."""
+    label, percentage = _PERCENTAGE.fullmatch(words).groups()  # type: ignore[union-attr]
+    return "\n".join([*textwrap.wrap(label, LETTERS), *([percentage] if percentage else [])]) or " "

@@ -1,0 +1,56 @@
+"""What Patchlight does with packages that it does not bring: the extras, and the sentence where one is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from patchlight.core.errors import PatchlightError
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Packages of `pip install 'patchlight[NAME]'`, by the name they are imported by, and what they are for."""
+
+    name: str
+    modules: tuple[str, ...]
+    purpose: str
+
+    def missing(self) -> list[str]:
+        """Its packages that are not installed."""
+        return [module for module in self.modules if find_spec(module) is None]
+
+
+EXTRAS = {
+    extra.name: extra
+    for extra in (
+        Extra("hf", ("transformers",), "models of transformers, as hf:NAME or hf:FOLDER, and image processors"),
+        Extra("open_clip", ("open_clip",), "models of open_clip, as open_clip:NAME"),
+        Extra("lime", ("skimage",), "superpixels in the method lime"),
+        Extra("train", ("accelerate", "tensorboard"), "training explainers: patchlight diffmask and shapley"),
+        Extra("bench", ("pyarrow", "jinja2", "plotly"), "recipes and their tables: patchlight bench"),
+        Extra("ray", ("ray",), "patchlight bench run --ray"),
+        Extra("web", ("fastapi", "uvicorn", "jinja2"), "the page, patchlight serve; reports, --report"),
+        Extra("segmentation", ("h5py",), "ImageNet-Segmentation's file, gtsegs_ijcv.mat"),
+        Extra("pandas", ("pandas",), "to_frame() of results"),
+    )
+}
+"""By name; `pip install 'patchlight[all]'` has them all."""
+
+
+def missing_extra(subject: str, package: str, extra: str, otherwise: str = "") -> PatchlightError:
+    """The error of a package that is not installed; `subject` ends with its verb.
+
+    >>> str(missing_extra("the page needs", "uvicorn", "web"))
+    "the page needs uvicorn: pip install 'patchlight[web]'"
+    """
+    way_out = f", or {otherwise}" if otherwise else ""
+    return PatchlightError(f"{subject} {package}: pip install 'patchlight[{EXTRAS[extra].name}]'{way_out}")
+
+
+def missing_extras() -> Iterator[tuple[Extra, list[str]]]:
+    """The extras of which something is not installed, each with what that is."""
+    for extra in EXTRAS.values():
+        if absent := extra.missing():
+            yield extra, absent

@@ -1,0 +1,82 @@
+"""Writing files whole or not at all, and saying in one sentence why one cannot be written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from patchlight.core.errors import PatchlightError
+
+
+def write_whole(path: str | Path, data: bytes, durable: bool = False) -> Path:
+    """Write `data` under a temporary name beside `path`, then rename: nobody ever meets half a file.
+
+    `durable` has it on the disk before the rename, so that not even a power cut leaves an empty one.
+    """
+    path = Path(path)
+    with _part(path, data, durable) as part:
+        os.replace(part, path)
+    return path
+
+
+def write_new(path: str | Path, data: bytes) -> bool:
+    """Write a file that is not there yet, whole and durable; False where another process was first."""
+    path = Path(path)
+    with _part(path, data, True) as part:
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links
+            if path.exists():
+                return False
+            os.replace(part, path)
+    return True
+
+
+@contextlib.contextmanager
+def _part(path: Path, data: bytes, durable: bool) -> Iterator[str]:
+    """The name of a file beside `path` with `data` in it; what is left of it in the end goes."""
+    part = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.chmod(part, 0o644)
+        yield part
+    except OSError as error:
+        raise PatchlightError(f"'{path}' cannot be written: {error.strerror or error}") from error
+    finally:
+        if part:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+
+
+def cell(value: Any) -> Any:
+    """A value as a cell of a CSV file: text that a spreadsheet would take for a formula gets a ' before it.
+
+    >>> cell("=1+1"), cell(-1.5)
+    ("'=1+1", -1.5)
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+
+
+def check_writable(path: str | Path) -> None:
+    """Refuse, before any work is done, a path below something that is no folder or may not be written to."""
+    path = Path(path).absolute()
+    if path.is_dir():
+        above = path
+    else:
+        above = next(p for p in path.parents if p.exists())
+    if not above.is_dir():
+        raise PatchlightError(f"'{path}' cannot be written: '{above}' is not a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PatchlightError(f"'{path}' cannot be written: no permission to write in '{above}'")

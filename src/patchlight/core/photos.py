@@ -1,0 +1,56 @@
+"""Small pictures of the first images of a call, so that a map can be shown over its photograph afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from patchlight.core.images import Preprocess
+from patchlight.core.resize import to_pixels
+
+MOST, SIDE = 16, 224
+"""How many pictures are kept, and the longer side of each at most."""
+
+
+@dataclass
+class Photos:
+    """What the model sees of the first images; of pictures that it sees coarsely, a sharper view of the same cut."""
+
+    preprocess: Preprocess
+    most: int = MOST
+    read: int = 0
+    sharp: dict[int, Tensor] = field(default_factory=dict)
+    kept: list[Tensor] = field(default_factory=list)
+
+    def add(self, picture: Image.Image | None) -> None:
+        """Take note of the next image that is read: a picture, or a tensor (None)."""
+        height, width = self.preprocess.size
+        scale = SIDE / max(height, width)
+        if picture is not None and scale > 1 and self.read < self.most:
+            view = replace(self.preprocess, size=(round(height * scale), round(width * scale)))
+            self.sharp[self.read] = torch.from_numpy(np.array(view.crop(picture))).permute(2, 0, 1)
+        self.read += 1
+
+    def see(self, batch: Tensor) -> None:
+        """Keep small pictures of the next batch [b,C,H,W], as uint8 [3,h,w] on the CPU; none of other channels."""
+        begin = len(self.kept)
+        if begin >= self.most or batch.shape[1] not in (1, 3):
+            return
+        seen = self.preprocess.pixels(batch[: self.most - begin])
+        scale = SIDE / max(seen.shape[-2:])
+        if scale < 1:
+            size = [round(side * scale) for side in seen.shape[-2:]]
+            seen = to_pixels(seen, size, averaged=True)
+        small = (seen * 255).round().byte().cpu()
+        self.kept.extend(self.sharp.get(begin + i, one) for i, one in enumerate(small))
+
+
+def as_picture(photo: Tensor, side: int) -> Image.Image:
+    """A kept photograph as a picture of that longer side."""
+    picture = Image.fromarray(photo.permute(1, 2, 0).contiguous().numpy())
+    scale = side / max(picture.size)
+    return picture.resize((round(picture.width * scale), round(picture.height * scale))) if scale != 1 else picture

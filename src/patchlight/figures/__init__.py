@@ -1,7 +1,0 @@
-"""The figures of the papers by name, drawn with whatever model and images are given: `draw("skipplus-2", …)`."""
-
-from patchlight.figures.base import FIGURES as FIGURES
-from patchlight.figures.base import Drawing as Drawing
-from patchlight.figures.base import draw as draw
-from patchlight.figures.base import list_figures as list_figures
-from patchlight.figures.base import register_figure as register_figure

@@ -1,0 +1,1 @@
+"""Documents and figures: reports in one HTML file, and the papers' figures."""

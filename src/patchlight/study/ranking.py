@@ -1,0 +1,77 @@
+"""Which method a metric calls best, and which are statistically tied with it; every image counts for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from patchlight.core.statistics import FEWEST, Mark, Resamples, average_ranks, percentiles, tied
+from patchlight.metrics.base import Evaluation
+
+SAMPLES, ALPHA = 2000, 0.05
+
+
+def compared(columns: Mapping[str, Evaluation], resamples: Resamples | None = None) -> dict[str, Mark]:
+    """Which method is best, and which are statistically tied with it.
+
+    None is marked where Friedman's test does not tell the methods apart at 5 %, or has fewer than six images to do so.
+    A method is tied where the 95 % interval of its paired bootstrap difference to the best contains 0: both are
+    resampled on the same images, those on which both have a value.
+    """
+    means = {m: column.mean for m, column in columns.items()}
+    exist = {m: mean for m, mean in means.items() if mean == mean}
+    _, ranks = placed({m: columns[m] for m in exist})
+    if ranks is None or friedman(ranks)[1] > ALPHA:
+        return dict.fromkeys(columns, "")
+    sign = 1.0 if columns[next(iter(exist))].higher_is_better else -1.0
+    best = max(exist, key=lambda m: sign * exist[m])
+    marks: dict[str, Mark] = dict.fromkeys(columns, "")
+    resamples = resamples or Resamples(len(columns[best]), SAMPLES)
+    differences = paired_differences(columns[best], {m: columns[m] for m in exist}, resamples)
+    for method in exist:
+        low, high = percentiles(differences[method])
+        if method == best or exist[method] == exist[best]:
+            marks[method] = "best"
+        elif low <= 0 <= high:
+            marks[method] = "tied"
+    return marks
+
+
+def paired_differences(best: Evaluation, others: Mapping[str, Evaluation], resamples: Resamples) -> dict[str, Tensor]:
+    """The data set's number of the best less that of each other [S], on the same images: those where both have one."""
+    both = {m: best.exist & other.exist for m, other in others.items()}
+    first = resamples.numbers([(best, both[m]) for m in others])
+    second = resamples.numbers([(other, both[m]) for m, other in others.items()])
+    return {m: a - b for m, a, b in zip(others, first, second, strict=True)}
+
+
+def placed(columns: Mapping[str, Evaluation]) -> tuple[list[str], Tensor | None]:
+    """The methods with a value, and their ranks [N,k] on the images where all have one; None where that is too few."""
+    known = {m: c for m, c in columns.items() if c.count}
+    if len(known) < 2:
+        return list(known), None
+    higher = next(iter(known.values())).higher_is_better
+    values = torch.stack([c.values for c in known.values()], 1)
+    values = values[values.isfinite().all(1)]
+    return list(known), average_ranks(-values if higher else values) if len(values) >= FEWEST else None
+
+
+def friedman(ranks: Tensor) -> tuple[float, float]:
+    """Friedman's statistic, corrected for ties, and its p-value: do the methods of ranks [N,k] differ at all?
+
+    (12 / (N k (k+1)) sum_j R_j^2 - 3 N (k+1)) / (1 - sum (t^3 - t) / (N k (k^2-1))), R_j the sums of ranks, t the sizes
+    of ties.
+    Of two methods it is the chi-squared test of how often each is first, (a - b)^2 / (a + b).
+    """
+    from scipy.stats import chi2
+
+    n, k = ranks.shape
+    if n < 1 or k < 2 or bool((ranks == ranks[:, :1]).all()):
+        return 0.0, 1.0
+    first, last = tied(ranks.sort(1).values)
+    ties = float(((last - first + 1).double().square() - 1).sum())  # of each group of t equal ones, t^3 - t
+    plain = 12 / (n * k * (k + 1)) * float(ranks.sum(0).square().sum()) - 3 * n * (k + 1)
+    statistic = plain / (1 - ties / (n * k * (k * k - 1)))
+    return statistic, float(chi2.sf(statistic, k - 1))

@@ -1,0 +1,189 @@
+"""Who takes part: every method that works on the model, at settings that fit the time, and the metrics that judge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.core.errors import PatchlightError
+from patchlight.core.registry import Asked, resolve_all
+from patchlight.methods.base import METHODS, Ablates, LayerMap
+from patchlight.methods.requests import Request, refusal, resolve
+from patchlight.metrics.base import METRICS, MetricRequest, resolve_metric
+
+RANDOM = "random"
+AGREEMENT = "agreement"
+"""Not a metric of maps: how far two seeds of a method that draws agree."""
+FIRST = (
+    *(RANDOM, "genatt", "decompx.plus", "posterior", "attcat.libra", "decompx.skipplus", "tis", "tokentm"),
+    *("fullgrad-plus.libra", "ixg.plus.libra", "transatt", "legrad", "rollout", "gradcam", "rawatt", "vit-cx"),
+    *("vit-shapley", "diffmask", "kernel-shap", "occlusion", "lrp", "grad-eclip", "ig", "attcat", "ixg.plus"),
+)
+"""Where time is short, these come first: what docs/results calls good, the usual baselines, and the compositions that
+are worth having. All other registered methods follow."""
+FEWEST_SAMPLES = {
+    **{"posterior": 32, "tis": 64, "kernel-shap": 250, "rise": 500, "lime": 250, "hsic": 384, "smoothgrad": 10},
+    **{"ig": 10, "bt-h": 10, "bt-t": 10, "tam": 10},
+}
+"""Of methods that sample: with fewer their map is mostly noise, and they are left out instead."""
+MOST_SAMPLES = {"posterior": 1024}
+"""Of methods that gain by more than their default."""
+FORWARDS = 10_000
+"""Forwards that a budget must pay for, if the deciding metric is to have all its steps."""
+SHARE = 0.06
+"""Of the budget, what the maps of one method that samples may take on the first 24 images."""
+FILLS = {"zero": "zero", "blur": "blur-tis"}
+"""What stands where patches are removed, for the deciding metric: the data's mean colour, and a blur that leaves the
+rough shapes. A map should be right under both."""
+Spec = dict[str, Any]
+"""A method or metric by its name and the settings that are not its defaults, as `explain` and `evaluate` take it."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The metrics by label: the mean of the `deciding` ones is a map's score, the others stand beside it."""
+
+    requests: dict[str, MetricRequest]
+    deciding: tuple[str, ...]
+    agreement: bool = True
+
+    def sign(self, label: str) -> int:
+        """-1 where lower is better."""
+        request = self.requests.get(label)
+        return 1 if request is None or request.metric.rises(request.settings) else -1
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        return {label: metric_spec(request) for label, request in self.requests.items()}
+
+
+def choose_metrics(asked: Asked | None, vit: Anatomy, affordable: float = math.inf) -> Metrics:
+    """The metrics named, of which the first decides; by default SRG over two fills, and the others where they exist.
+
+    Where few forwards are `affordable`, it is measured in fewer steps.
+    """
+    if asked is not None:
+        requests = resolve_all(asked, {}, MetricRequest, "metric", resolve_metric)
+        needing = next((r for r in requests if r.metric.needs), None)
+        if needing is not None:
+            needs = " and ".join(sorted(needing.metric.needs))
+            raise PatchlightError(f"'{needing.label}' needs {needs}; `recommend` uses metrics that need none, as srg")
+        suited = {r.label: r.suited(vit) for r in requests}
+        return Metrics(suited, (requests[0].label,), agreement=False)
+    cells = vit.grid[0] * vit.grid[1]
+    wanted = (8, 7, 9, 6, 10) if affordable > FORWARDS else (4, 5, 3)
+    steps = next((s for s in wanted if cells % s == 0), min(wanted[0], cells))
+    gap = {"metric": "srg"} if "srg" in METRICS else {"metric": "ins-del", "unit": "patch"}
+    named: dict[str, Spec] = {f"srg {word}": {**gap, "steps": steps, "fill": fill} for word, fill in FILLS.items()}
+    deciding = tuple(named)
+    named["token-deletion"] = {"quantity": "aopc", "points": 5, "target_class": "prediction"}
+    named["saco"] = {"ties": "neutral"}
+    named["randomisation"] = {}
+    named["max-sensitivity"] = {"samples": 3}
+    found: dict[str, MetricRequest] = {}
+    for label, own in named.items():
+        if own.get("metric", label) in METRICS and not (label == "token-deletion" and vit.can_drop is not None):
+            try:
+                found[label] = resolve_metric(label, own).suited(vit)
+            except PatchlightError:
+                if label in deciding:
+                    raise
+    return Metrics(found, deciding)
+
+
+def choose_methods(asked: Asked | None, vit: Anatomy) -> tuple[dict[str, Request], dict[str, str]]:
+    """The methods by label in order of worth, `random` among them, and why others cannot take part.
+
+    Those that were named must all be known; those of them that do not work on the model are left out.
+    """
+    if asked is None:
+        names = [*FIRST, *sorted(set(METHODS) - set(FIRST))]
+        requests = [resolve(name) for name in names if name.split(".")[0] in METHODS]
+    else:
+        requests = resolve_all(asked, {}, Request, "method", resolve)
+        if not any(request.name == RANDOM for request in requests):
+            requests = [resolve(RANDOM), *requests]
+    custom = next((request.label for request in requests if callable(request.score)), None)
+    if custom is not None:
+        raise PatchlightError(
+            f"'{custom}' has a callable as score, which a verdict cannot write down; name a score instead, as 'logit'"
+        )
+    reasons = {request.label: refusal(request.suited(vit), vit) for request in requests}
+    works = {r.label: r.suited(vit) for r in requests if reasons[r.label] is None}
+    left_out = {label: reason for label, reason in reasons.items() if reason is not None}
+    if all(request.name == RANDOM for request in works.values()):
+        told = "; ".join(f"{label}: {reason}" for label, reason in left_out.items()) or "none was named but random"
+        raise PatchlightError(f"no method can be compared with random on {vit.name}: {told}")
+    return works, left_out
+
+
+def sampled(request: Request, seconds: float, allowed: float) -> Request | str:
+    """The same with as many samples as `allowed` seconds an image buy, at `seconds` a forward; or why that is too few.
+
+    The label says what it comes to, where that is not the method's default.
+    """
+    setting = "samples" if "samples" in request.settings else "steps"
+    base = request.name.split(".")[0]
+    least = FEWEST_SAMPLES.get(base)
+    if least is None or setting not in request.settings:
+        return request
+    own = int(request.settings[setting])
+    most = max(own, MOST_SAMPLES.get(base, 0))
+    each = seconds * forwards(request) / own
+    if own == most and each * own <= allowed:
+        return request
+    if each * least > allowed:
+        return f"its maps would take about {each * least:.2g} s each with only {least} {setting}"
+    count = least
+    while 2 * count * each <= allowed and 2 * count <= most:
+        count *= 2
+    if count == own:
+        return request
+    label = f"{request.label}({setting}={count})"
+    return replace(request, label=label, settings={**request.settings, setting: count})
+
+
+def forwards(request: Request, vit: Anatomy | None = None) -> float:
+    """About how many forwards of the whole image a map costs, before that is measured."""
+    base, settings = request.name.split(".")[0], request.settings
+    samples = float(settings.get("samples", settings.get("steps", 1)))
+    patches = 196 if vit is None else vit.grid[0] * vit.grid[1]
+    known = {
+        **dict.fromkeys(("tis", "posterior", "kernel-shap"), 4 + samples / 2),
+        **dict.fromkeys(("rise", "lime", "hsic"), samples),
+        **dict.fromkeys(("ig", "smoothgrad"), 3 * samples),
+        **dict.fromkeys(("occlusion", "pami", "atman"), float(patches)),
+        **{"bt-h": 2 * samples, "bt-t": 2 * samples, "tam": 2 * samples, "score-cam": 400.0, "vit-cx": 200.0},
+        **{"alti": 20.0, "globenc": 12.0, "lrp": 12.0, "transatt": 12.0, "gradcam-aug": 20.0, RANDOM: 0.05},
+    }
+    kind = 4.0 if isinstance(request.method, LayerMap) else 100.0 if isinstance(request.method, Ablates) else 10.0
+    return known.get(base, kind)
+
+
+def method_spec(request: Request) -> Spec:
+    """A method by name and settings that differ from its defaults."""
+    usual = resolve(request.name)
+    defaults = usual.settings
+    own = {k: v for k, v in request.settings.items() if k not in defaults or v != defaults[k]}
+    score = {"score": request.score} if request.chosen_score or request.score != usual.score else {}
+    return {"method": request.name, **score, **own}
+
+
+def metric_spec(request: MetricRequest) -> Spec:
+    """A metric by name and settings that differ from its defaults."""
+    defaults = resolve_metric(request.metric.name).settings
+    return {"metric": request.metric.name, **{k: v for k, v in request.settings.items() if v != defaults[k]}}
+
+
+def from_specs(specs: Mapping[str, Spec], vit: Anatomy) -> dict[str, Request]:
+    """Methods as an earlier run wrote them down."""
+    return {label: resolve(label, spec).suited(vit) for label, spec in specs.items()}
+
+
+def metrics_from(about: Mapping[str, Any], vit: Anatomy, agreement: bool) -> Metrics:
+    """Metrics as an earlier run wrote them down."""
+    requests = {label: resolve_metric(label, spec).suited(vit) for label, spec in about["metrics"].items()}
+    return Metrics(requests, tuple(about["deciding"]), agreement)

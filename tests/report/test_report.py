@@ -1,0 +1,202 @@
+"""The report for other people: what it shows is what was computed, it opens by itself, and words stay words."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from html import unescape
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+import patchlight as pl
+from patchlight.core.drawing.heat import seen
+from patchlight.core.errors import PatchlightError
+from patchlight.core.targets import Targets
+from patchlight.report.explanations import (
+    EDGES,
+    HEIGHT,
+    WIDTH,
+    Explained,
+    made_by,
+    removed_words,
+    report_html,
+    section_of,
+)
+from patchlight.study.faithfulness import Trial, truths
+from tests import families
+from tests.test_images import noise
+
+LABELS = ["cat", "dog <b>", "bird", "fish", "frog", "ship", "5"]
+
+
+@pytest.fixture(scope="module")
+def vit() -> pl.Anatomy:
+    vit = families.build("vit")
+    vit.labels = LABELS
+    return vit
+
+
+@pytest.fixture(scope="module")
+def explained(vit: pl.Anatomy) -> Explained:
+    return about(vit, 1)
+
+
+def about(vit: pl.Anatomy, target: int) -> Explained:
+    picture = noise(70, 90)
+    maps = pl.explain(vit, picture, ["genatt", "rollout"], target=target)
+    trial = Trial(vit, vit.batch(picture), Targets(torch.tensor([[target]])), steps=4, randoms=3)
+    tested = truths(trial, {name: att.scores[0] for name, att in maps.items()})
+    shown = seen(picture, vit.preprocess.size, vit.preprocess)
+    return Explained("a <i>.jpg", shown, vit.predict(picture, 3)[0], maps, trial, tested)
+
+
+def page_of(*images: Explained) -> str:
+    made = made_by(images[0].maps, images[0].trial, "patchlight explain 'a <i>.jpg'", ["one & all"])
+    return report_html([section_of(image) for image in images], made)
+
+
+class Elements(HTMLParser):
+    """Every element of a page with its attributes, and that each is closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_it_holds_everything_and_runs_nothing(explained: Explained) -> None:
+    page = page_of(explained)
+    elements = Elements(page)
+    assert not elements.open
+    tags = {tag for tag, _ in elements.found}
+    assert not tags & {"script", "link", "iframe", "object", "b>", "i"}
+    for tag, attributes in elements.found:
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "href", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith(("data:image/", "#")), f"{tag} asks for {attributes[name]}"
+        if tag == "img":
+            assert attributes["alt"]
+    assert "url(" not in page
+    assert "@import" not in page
+    assert page == page_of(explained), "the same sections give the same bytes"
+
+
+def test_words_are_escaped(explained: Explained) -> None:
+    page = page_of(explained)
+    assert "dog <b>" not in page
+    assert "dog &lt;b&gt;" in page
+    assert "a <i>" not in page
+    assert "one &amp; all" in page
+
+
+def test_lines_are_the_curves(explained: Explained) -> None:
+    charts = {chart.title: chart for chart in section_of(explained).charts}
+    left, top, right, bottom = EDGES
+    for title, which in (("Deletion", "deletion"), ("Insertion", "insertion")):
+        curves = {name: getattr(truth.curves, which)[0] for name, truth in explained.truths.items()}
+        curves["random"] = getattr(explained.trial.random, which).mean(0)
+        assert [line.method for line in charts[title].lines] == ["random", "genatt", "rollout"]
+        for line in charts[title].lines:
+            points = torch.tensor([[float(n) for n in pair.split(",")] for pair in line.points.split()]).double()
+            share = (points[:, 0] - left) / (WIDTH - left - right)
+            value = (HEIGHT - bottom - points[:, 1]) / (HEIGHT - top - bottom)
+            removed = explained.trial.removed
+            torch.testing.assert_close(share, removed / removed[-1].double(), atol=1e-3, rtol=0)
+            torch.testing.assert_close(value, curves[line.method], atol=2e-3, rtol=0)
+
+
+def test_numbers_and_verdicts_are_the_truths(explained: Explained) -> None:
+    section = section_of(explained)
+    page = page_of(explained)
+    for one in section.shown:
+        truth = explained.truths[one.method]
+        assert one.better == truth.better
+        assert truth.words in page
+        assert float(one.score) == pytest.approx(truth.score, abs=6e-4)
+        assert float(one.score) == pytest.approx(float(one.insertion) - float(one.deletion), abs=2e-3)
+    assert float(section.random["score"]) == pytest.approx(float(explained.trial.random.scores.mean()), abs=6e-4)
+
+
+def test_what_a_reader_should_know(vit: pl.Anatomy, explained: Explained) -> None:
+    top = explained.predictions[0][0]
+    other = LABELS.index(next(label for label in LABELS if label != top))
+    notes = " ".join(section_of(about(vit, other)).notes)
+    assert f"which is not what the model predicts ({top})" in notes
+    assert "The model is not sure: its first class" in notes, "the weights are random"
+
+    sure = replace(explained, predictions=[(LABELS[1], 0.9), ("cat", 0.1)])
+    assert not [note for note in section_of(sure).notes if "not sure" in note or "not what" in note]
+    torn = replace(explained, predictions=[(LABELS[1], 0.52), ("cat", 0.48)])
+    assert "hardly decides between dog <b> (52 %) and cat (48 %)" in section_of(torn).notes[0]
+
+    flat = replace(explained.maps["genatt"], scores=torch.full_like(explained.maps["genatt"].scores, 0.3))
+    dead = replace(explained, maps={**explained.maps, "genatt": flat})
+    assert any("The map of genatt is the same everywhere" in note for note in section_of(dead).notes)
+    none = {name: replace(truth, better=False) for name, truth in explained.truths.items()}
+    assert any("No method is better than random" in n for n in section_of(replace(explained, truths=none)).notes)
+    some = {name: replace(truth, better=True) for name, truth in explained.truths.items()}
+    assert not any("No method is better" in n for n in section_of(replace(explained, truths=some)).notes)
+
+
+def test_several_images_are_summed_up(vit: pl.Anatomy, explained: Explained) -> None:
+    second = about(vit, 2)
+    page = page_of(explained, second)
+    assert "In short" in page
+    assert "In short" not in page_of(explained)
+    for method in ("genatt", "rollout"):
+        both = [image.truths[method] for image in (explained, second)]
+        row = re.search(rf'<tr><th scope="row">{method}</th><td class="n">(\d of 2)</td><td class="n">(.*?)</td>', page)
+        assert row is not None
+        assert row[1] == f"{sum(truth.better for truth in both)} of 2"
+        assert float(row[2]) == pytest.approx(sum(truth.score for truth in both) / 2, abs=6e-4)
+    assert page.count('id="image-') == 2
+
+
+def test_how_it_was_made_is_there(explained: Explained) -> None:
+    page = page_of(explained)
+    att = explained.maps["rollout"]
+    assert att.weights in page
+    assert att.images[0] in page
+    assert f"torch {att.versions['torch']}" in page
+    assert "discard=0.0" in page
+    assert datetime.now(UTC).strftime(">%Y-%m-%d.</span>") in page
+    assert "cut as the model sees it, which is given 64×64 pixels" in page
+    assert f"4 removals; {removed_words('patch', 'image-mean')}; 3 random orders, seed 0" in unescape(page)
+    assert "patchlight explain &#39;a &lt;i&gt;.jpg&#39;" in page
+    assert removed_words("token", "zero") == "a removed patch's token is taken out of the model's input"
+
+
+def test_sanity_is_told_where_it_was_asked(explained: Explained) -> None:
+    shown = section_of(replace(explained, sanity={"genatt": 0.9})).shown
+    assert "With random weights the map changes hardly" in shown[0].sanity
+    assert shown[1].sanity == ""
+
+
+def test_refusals(explained: Explained, monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = replace(explained.maps["genatt"], scores=explained.maps["genatt"].scores.repeat(2, 1, 1))
+    with pytest.raises(PatchlightError, match="one map of an image for each method; 'genatt'"):
+        section_of(replace(explained, maps={"genatt": twice}))
+    with pytest.raises(PatchlightError, match=r"needs at least one map; none was made \(tis: too slow\)"):
+        section_of(replace(explained, maps={}, failures={"tis": "too slow"}))
+    made = made_by(explained.maps, explained.trial, "")
+    with pytest.raises(PatchlightError, match="needs at least one image"):
+        report_html([], made)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(PatchlightError, match=r"the report needs jinja2: pip install 'patchlight\[web\]'"):
+        report_html([section_of(explained)], made)

@@ -1,0 +1,138 @@
+"""Sheets: lines that fit, rows that do not overlap, intervals as a plain bootstrap has them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from patchlight.core.drawing.pictures import inches
+from patchlight.core.errors import PatchlightError
+from patchlight.report.figures.numbers import numbers_of, write_numbers
+from patchlight.report.figures.sheet import (
+    COLUMN,
+    PAGE,
+    Cell,
+    Row,
+    in_bands,
+    line,
+    mean_interval,
+    pictures,
+    sheet,
+    style,
+    wrapped,
+)
+
+
+@given(st.text("ab ∘.-/W", max_size=40), st.floats(0.3, 3))
+def test_wrapped_lines_fit_and_lose_nothing(words: str, width: float) -> None:
+    lines = wrapped(words, width)
+    assert "".join(lines).replace(" ", "") == words.replace(" ", "")
+    assert all(inches(line, 7.0) <= width or len(line) == 1 for line in lines)
+
+
+def test_names_are_broken_where_they_have_a_joint() -> None:
+    assert wrapped("DecompX∘SkipPLUS", 0.6) == ["DecompX∘", "SkipPLUS"]
+    assert wrapped("SmoothGrad", 0.5) == ["Smooth", "Grad"]
+    assert wrapped("a sentence about EVA-L/14", 0.9, behind=" ") == ["a sentence about", "EVA-L/14"]
+
+
+def test_intervals_are_those_of_a_plain_bootstrap() -> None:
+    values = torch.randn(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mean, low, high = mean_interval(values)
+    rng = np.random.default_rng(1)
+    means = [values.numpy()[rng.integers(0, 40, 40)].mean(0) for _ in range(20_000)]
+    assert torch.allclose(mean, values.mean(0))
+    np.testing.assert_allclose(low, np.quantile(means, 0.025, axis=0), atol=0.06)
+    np.testing.assert_allclose(high, np.quantile(means, 0.975, axis=0), atol=0.06)
+    assert bool(mean_interval(values[:5])[1].isnan().all()), "five images are too few for one"
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(1, 1), (3, 2), (9, 2), (14, 1)])
+def test_pictures_and_words_do_not_overlap(columns: int, rows: int) -> None:
+    picture = Image.new("RGB", (20, 20))
+    cells = [Cell(picture, f"DecompX∘SkipPLUS {c}", "p = 10 %") for c in range(columns)]
+    fig = pictures("A note. " * 20, [Row(cells, "with a label") for _ in range(rows)], scales=(False, True))
+    width, height = fig.get_size_inches()
+    assert COLUMN <= width <= PAGE + 1e-9
+    fig.canvas.draw()
+    boxes = [axes.get_window_extent() for axes in fig.axes] + [text.get_window_extent() for text in fig.texts]
+    slack = 2.0  # dots, of 300 an inch
+    for i, a in enumerate(boxes):
+        assert min(a.x0, a.y0, 300 * width - a.x1, 300 * height - a.y1) >= -slack, "inside the sheet"
+        for b in boxes[:i]:
+            apart = a.x1 <= b.x0 + slack or b.x1 <= a.x0 + slack or a.y1 <= b.y0 + slack or b.y1 <= a.y0 + slack
+            assert apart, (i, a, b)
+
+
+def test_axes_keep_off_the_note() -> None:
+    fig = sheet("A long note about what was drawn here. " * 6, 1.5, COLUMN)
+    axes = fig.subplots()
+    axes.set_xlabel("below")
+    fig.canvas.draw()
+    top = max(text.get_window_extent().y1 for text in fig.texts)
+    assert axes.get_tightbbox().y0 >= top - 1
+
+
+def test_bands_are_about_as_long() -> None:
+    cells = [Cell(Image.new("RGB", (2, 2)), str(i)) for i in range(10)]
+    rows = in_bands(cells, 7)
+    assert [len(row.cells) for row in rows] == [5, 5]
+    assert [cell.title for row in rows for cell in row.cells if cell is not None] == [str(i) for i in range(10)]
+
+
+def test_no_two_lines_look_alike() -> None:
+    looks = [tuple(style(i)[key] for key in ("color", "linestyle")) for i in range(32)]
+    assert len(set(looks)) == 32
+
+
+def test_a_figure_keeps_the_numbers_it_shows(tmp_path: Path) -> None:
+    """Lines with their intervals, and numbers below pictures, with the words that the axes have in the end."""
+    fig = sheet("a note", 1.5, COLUMN)
+    axes = fig.subplots()
+    values = torch.randn(8, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    line(axes, [1.0, 2.0], values, "a", 0)
+    line(axes, [0, 1], values[:3], "=b", 1, ["first", "second"])
+    axes.set_title("panel")
+    axes.set_ylabel("some\nquantity")
+    axes.set_xlabel("place")
+    mean, low, high = mean_interval(values)
+    found = numbers_of(fig)
+    assert [(one.panel, one.series, one.axis, one.x, one.quantity, one.images) for one in found] == [
+        ("panel", "a", "place", "1", "some quantity", 8),
+        ("panel", "a", "place", "2", "some quantity", 8),
+        ("panel", "=b", "place", "first", "some quantity", 3),
+        ("panel", "=b", "place", "second", "some quantity", 3),
+    ]
+    assert [one.value for one in found[:2]] == mean.tolist()
+    assert [(one.low, one.high) for one in found[:2]] == list(zip(low.tolist(), high.tolist(), strict=True))
+    rows = list(csv.DictReader(write_numbers(fig, tmp_path / "n.csv").read_text().splitlines()))
+    assert [float(row["value"]) for row in rows] == [one.value for one in found]
+    assert (rows[2]["series"], rows[2]["low"]) == ("'=b", ""), "no formula of a spreadsheet; too few images"
+    told = json.loads(write_numbers(fig, tmp_path / "n.json").read_text())
+    assert told[2]["low"] is None
+    assert told[0]["high"] == found[0].high
+    with pytest.raises(PatchlightError, match=r"a \.csv or \.json file"):
+        write_numbers(fig, tmp_path / "n.xlsx")
+
+
+def test_panels_that_share_an_axis_share_its_words() -> None:
+    fig = sheet("a note", 1.5)
+    left, right = fig.subplots(1, 2, sharey=True)
+    left.set_ylabel("AUC")
+    line(right, [1.0], torch.ones(2, 1), "a", 0)
+    assert [one.quantity for one in numbers_of(fig)] == ["AUC"]
+
+
+def test_numbers_below_pictures_are_kept() -> None:
+    picture = Image.new("RGB", (20, 20))
+    rows = [Row([Cell(picture, "dog"), None, Cell(picture, "genatt", "0.5", {"Del": 0.5})])]
+    (number,) = numbers_of(pictures("a note", rows))
+    assert (number.panel, number.series, number.quantity, number.value) == ("dog", "genatt", "Del", 0.5)

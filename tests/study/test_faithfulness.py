@@ -1,0 +1,128 @@
+"""The test of truth of one image: its numbers are those of `ins-del`, and of a loop that removes patches one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import patchlight as pl
+from patchlight.anatomy.load import wrap
+from patchlight.core.targets import Targets
+from patchlight.evidence.fills import fill_images
+from patchlight.study.faithfulness import Trial, sanity_words, truths
+from patchlight.zoo import pocket
+from tests.families import build, images
+
+CAT = pocket.PHOTOS / "cat.jpg"
+
+
+def literal(vit: pl.Anatomy, image: Tensor, scores: Tensor, target: int, steps: int, insert: bool) -> list[float]:
+    """p(target) as patches go, or come, one step after another; painted with the image's mean."""
+    rows, columns = vit.grid
+    order = scores.flatten().argsort(descending=True).tolist()
+    size = -(-rows * columns // steps)
+    height, width = image.shape[2] // rows, image.shape[3] // columns
+    curve = []
+    for k in range(0, rows * columns + 1, size):
+        changed = set(order[:k])
+        variant = image.clone()
+        for patch in range(rows * columns):
+            if (patch in changed) != insert:
+                top, left = patch // columns * height, patch % columns * width
+                variant[:, :, top : top + height, left : left + width] = image.mean()
+        curve.append(float(vit.logits(variant).softmax(1)[0, target]))
+    return curve
+
+
+@pytest.mark.parametrize("against", [None, 0])
+def test_curves_are_those_of_a_loop(against: int | None) -> None:
+    vit = build("vit")
+    image = images(vit)[:1]
+    rows, columns = vit.grid
+    scores = torch.rand(rows, columns, generator=torch.Generator().manual_seed(3), dtype=image.dtype)
+    targets = Targets(torch.tensor([[1]]), None if against is None else torch.tensor([[against]]))
+    found = Trial(vit, image, targets, steps=4, randoms=3).of(scores)
+    for curve, insert in ((found.curves.insertion, True), (found.curves.deletion, False)):
+        wanted = torch.tensor(literal(vit, image, scores, 1, 4, insert))
+        if against is not None:
+            wanted -= torch.tensor(literal(vit, image, scores, against, 4, insert))
+        torch.testing.assert_close(curve[0].float(), wanted, atol=1e-5, rtol=0)
+    assert found.curves.orders[0].tolist() == scores.flatten().argsort(descending=True).tolist()
+    area = torch.trapezoid(found.curves.insertion - found.curves.deletion, dx=1 / (found.curves.deletion.shape[1] - 1))
+    assert found.score == pytest.approx(float(area[0]), abs=1e-6)
+
+
+@pytest.mark.parametrize("unit", ["patch", "token"])
+def test_the_score_is_that_of_the_metric(unit: str) -> None:
+    vit = pl.load("pocket")
+    att = pl.explain(vit, CAT, "genatt", target="cat")
+    trial = Trial(vit, vit.batch(CAT), Targets(att.target[:, None]), steps=8, unit=unit, randoms=4, chunk=5)  # type: ignore[arg-type]
+    truth = truths(trial, {"genatt": att.scores[0]})["genatt"]
+    told = pl.evaluate(vit, CAT, att, "ins-del", unit=unit, steps=8, fill="image-mean")
+    assert truth.score == pytest.approx(float(told.values[0]), abs=1e-5)
+    assert truth.randoms == 4
+    assert truth.beaten == int((trial.random.scores < truth.score).sum())
+    assert trial.random is trial.random, "random orders are computed once"
+
+
+def test_words_say_what_the_numbers_say() -> None:
+    vit = pl.load("pocket")
+    image = vit.batch(CAT)
+    cat = Targets(torch.tensor([[3]]))
+    trial = Trial(vit, image, cat, steps=8)
+    good = pl.explain(vit, CAT, "posterior", target=3).scores[0]
+    assert trial.of(good).better
+    assert trial.of(good).words.startswith("Better than random here: it beats 20 of 20")
+    bad = trial.of(-good)
+    assert not bad.better
+    assert bad.words.startswith("Worse than random here: it beats 0 of 20")
+    flat = fill_images("image-mean", image, vit)
+    untold = Trial(vit, flat, cat, steps=2)
+    assert untold.of(good).words.startswith("Nothing can be told here")
+    lucky = [untold.of(scores) for scores in torch.rand(3, *vit.grid)]
+    assert not any(truth.better for truth in lucky), "what cannot be told is not called better"
+
+
+def test_few_random_orders_prove_nothing() -> None:
+    """Of two orders a third is the worst of three in every third case: neither better nor worse is said."""
+    vit = pl.load("pocket")
+    good = pl.explain(vit, CAT, "posterior", target=3).scores[0]
+    trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[3]])), steps=8, randoms=2)
+    assert trial.of(good).words.startswith("Not clearly better than random here: it beats 2 of 2")
+    assert trial.of(-good).words.startswith("No better than random here: it beats 0 of 2")
+
+
+def test_outputs_have_no_scale_of_their_own() -> None:
+    """A regression in kilometres is told what one in metres is told."""
+
+    def said(scale: float) -> tuple[str, bool]:
+        model = build("vit").model
+        head: nn.Linear = model.head  # type: ignore[assignment]
+        with torch.no_grad():
+            head.weight.mul_(scale)
+            head.bias.mul_(scale)
+        vit = wrap(model, regression=True)
+        image = images(vit)[:1]
+        scores = torch.rand(*vit.grid, generator=torch.Generator().manual_seed(3))
+        truth = Trial(vit, image, Targets(torch.tensor([[1]])), steps=4).of(scores)
+        return truth.words.partition("(")[0], truth.better
+
+    assert "random here" in said(1.0)[0]
+    assert said(1e-4) == said(1.0) == said(1e4)
+
+
+def test_what_the_curves_are_of_is_told() -> None:
+    vit = pl.load("pocket", head=pl.heads.Similar([pocket.PHOTOS / "dog.jpg"]))
+    trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[0]])), steps=2, randoms=2)
+    ((_, cosine),) = vit.predict(CAT)[0]
+    assert trial.quantity == "similarity"
+    assert float(trial.random.deletion[0, 0]) == pytest.approx((1 + cosine) / 2, abs=1e-5)
+    assert Trial(pl.load("pocket"), vit.batch(CAT), trial.targets).quantity == "probability"
+
+
+def test_sanity_is_told_in_words() -> None:
+    assert sanity_words(0.1).startswith("Depends on what the model has learnt")
+    assert "in part (similarity 0.50)" in sanity_words(0.5)
+    assert "hardly (similarity 0.90)" in sanity_words(0.9)
+    assert "constant" in sanity_words(float("nan"))

@@ -1,0 +1,434 @@
+"""`recommend` on tiny models: the whole way, bad input, a kill and what follows, and time that is kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import Tensor
+
+import patchlight as pl
+from patchlight.anatomy import heads
+from patchlight.anatomy.base import Anatomy
+from patchlight.core.errors import PatchlightError
+from patchlight.metrics.quantities import lacking
+from patchlight.study.recommend import work
+from patchlight.study.recommend.cells import Cells
+from patchlight.study.recommend.gallery import Gallery
+from patchlight.study.recommend.run import seconds_of
+from patchlight.study.recommend.verdict import decide
+from patchlight.zoo import pocket
+from tests.families import randomise
+
+SRG = {"srg": {"steps": 4}}
+METHODS = ["genatt", "rollout"]
+
+
+def tiny(seed: int = 0, lively: bool = True, **options: Any) -> Anatomy:
+    torch.manual_seed(seed)
+    sizes = {"img_size": 64, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 7, **options}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    return pl.wrap(randomise(model, seed) if lively else model)
+
+
+def images(number: int = 8, seed: int = 0) -> Tensor:
+    return torch.randn(number, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def asked(**options: Any) -> pl.Verdict:
+    given = {"budget": "2m", "methods": METHODS, "metrics": SRG, "progress": False, **options}
+    vit = given.pop("vit") if "vit" in given else tiny()
+    return pl.recommend(vit, given.pop("images") if "images" in given else images(), **given)
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [("90s", 90), ("10m", 600), ("1h30m", 5400), (2.5, 2.5), ("45", 45), ("1 h 30 min ", 5400), ("1.5m30", 120)],
+)
+def test_budgets(words: str | float, seconds: float) -> None:
+    assert seconds_of(words) == seconds
+
+
+@pytest.mark.parametrize(
+    "words", ["", "soon", "10 minutes", "9" * 5000 + "x", "1h" * 2000 + "!", "10 20", -1, 0, float("nan"), None, True]
+)
+def test_what_is_no_time(words: Any) -> None:
+    with pytest.raises(PatchlightError, match="is no time; give seconds"):
+        seconds_of(words)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[pl.Verdict, Path]:
+    """All default metrics, every image, and nothing left to do before time is over."""
+    folder = tmp_path_factory.mktemp("verdict")
+    return asked(metrics=None, out=folder), folder
+
+
+def test_every_image_is_seen_and_the_scores_are_those_of_evaluate(run: tuple[pl.Verdict, Path]) -> None:
+    verdict, folder = run
+    assert verdict.row("random").images == verdict.row("genatt").images == 8
+    settings = dict(verdict.about["metrics"]["srg zero"])
+    vit, order = tiny(), torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    peer = pl.evaluate(vit, images()[order], "genatt", settings.pop("metric"), **settings)
+    cells = Cells.opened(folder)
+    assert cells is not None
+    own = cells.values("srg zero")["genatt"]
+    assert [own[i] for i in range(8)] == pytest.approx(peer.values.tolist(), abs=1e-5)
+
+
+def test_the_other_metrics_stand_beside(run: tuple[pl.Verdict, Path]) -> None:
+    verdict, _ = run
+    leading = verdict.row(str(verdict.leading))
+    assert {"srg zero", "srg blur", "randomisation", "max-sensitivity", "token-deletion", "saco"} <= set(leading.others)
+    zero, blur = leading.others["srg zero"], leading.others["srg blur"]
+    assert leading.score == pytest.approx((zero + blur) / 2, abs=1e-9)
+    assert zero == pytest.approx(leading.others["insertion zero"] - leading.others["deletion zero"], abs=1e-6)
+
+
+def test_files_say_the_same(run: tuple[pl.Verdict, Path]) -> None:
+    verdict, folder = run
+    assert (folder / "verdict.txt").read_text() == f"{verdict}\n"
+    assert json.loads((folder / "verdict.json").read_text())["leading"] == verdict.leading
+    page = (folder / "verdict.html").read_text()
+    assert page.count("<img") >= 6
+    cells = Cells.opened(folder)
+    assert cells is not None
+    assert decide(cells).to_json() == verdict.to_json()
+
+
+def test_after_a_kill_the_rest_is_done_and_the_verdict_is_of_the_same_values(
+    run: tuple[pl.Verdict, Path], tmp_path: Path
+) -> None:
+    verdict, folder = run
+    lines = (folder / "cells.jsonl").read_bytes()
+    (tmp_path / "cells.jsonl").write_bytes(lines[: len(lines) // 3])
+    before = Cells.opened(tmp_path)
+    assert before is not None
+    resumed = asked(metrics=None, out=tmp_path, resume=True)
+    assert {row.method: row.score for row in resumed.rows} == pytest.approx(
+        {row.method: row.score for row in verdict.rows}, abs=1e-5
+    )
+    after = Cells.opened(tmp_path)
+    assert after is not None
+    kept = {cell.key: cell for cell in after}
+    assert all(kept[cell.key] == cell for cell in before)
+    assert decide(after).to_json() == resumed.to_json()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"seed": 1}, "another seed"),
+        ({"vit": tiny(1)}, "about other weights"),
+        ({"metrics": {"srg": {"steps": 2}}}, "about other metrics"),
+        ({"images": images(7)}, "another number of images"),
+        ({"images": images(8, 1)}, "is not the image its cells are of"),
+        ({"methods": ["ixg"]}, "other methods"),
+        ({"resume": False}, "holds cells already"),
+    ],
+)
+def test_cells_about_something_else_are_not_used(
+    run: tuple[pl.Verdict, Path], changed: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PatchlightError, match=words):
+        asked(**{"metrics": None, "out": run[1], "resume": True, **changed})
+
+
+@pytest.mark.parametrize(("lost", "words"), [(["random"], "random was"), (METHODS, "every other method was")])
+def test_nothing_left_to_compare_with_random(
+    lost: list[str], words: str, run: tuple[pl.Verdict, Path], tmp_path: Path
+) -> None:
+    told = "".join(json.dumps({"left_out": [label, "it failed: no such thing", False]}) + "\n" for label in lost)
+    (tmp_path / "cells.jsonl").write_bytes((run[1] / "cells.jsonl").read_bytes() + told.encode())
+    with pytest.raises(PatchlightError, match=f"{words} left out before.*{lost[0]}: it failed: no such thing"):
+        asked(metrics=None, out=tmp_path, resume=True)
+
+
+def test_where_random_fails_the_race_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not wait for it until time is over."""
+    real, made = work.compute, list[str]()
+
+    def broken(vit: Anatomy, batch: Tensor, requests: Any, *rest: Any) -> Any:
+        made.append(requests[0].name)
+        if requests[0].name == "random" and made.count("random") > 1:
+            raise RuntimeError("no such thing")
+        return real(vit, batch, requests, *rest)
+
+    monkeypatch.setattr(work, "compute", broken)
+    verdict = asked(budget="30s", images=images(16))
+    assert verdict.left_out == {"random": "it failed: no such thing"}
+    assert verdict.best is None
+    assert verdict.seconds < 25
+
+
+def test_scores_are_written_down_or_refused() -> None:
+    with pytest.raises(PatchlightError, match="'genatt' has a callable as score, which a verdict cannot write down"):
+        asked(methods={"genatt": {"score": lambda logits: logits}})
+    verdict = asked(methods={"genatt": {"score": "logit"}}, images=images(1))
+    assert verdict.methods["genatt"] == {"method": "genatt", "score": "logit"}
+
+
+def test_only_so_many_maps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = work.Worker._measure
+
+    def measure(self: work.Worker, *rest: Any) -> None:
+        real(self, *rest)
+        seen.append(len(self._maps))
+
+    monkeypatch.setattr(work.Worker, "_measure", measure)
+    free = asked(images=images(24), worth=10)
+    assert max(seen) > 10
+    seen.clear()
+    monkeypatch.setattr(work, "MAPS", 10 * 16)
+    bound = asked(images=images(24), worth=10)
+    assert max(seen) <= 10
+    assert {r.method: r.score for r in bound.rows} == pytest.approx({r.method: r.score for r in free.rows}, abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_nothing_beats_random_on_random_weights(seed: int) -> None:
+    """As timm draws them: the prediction hardly depends on the image, and the verdict says so."""
+    for classes in (2, 7):
+        vit = tiny(seed, lively=False, num_classes=classes)
+        verdict = asked(vit=vit, images=images(10, seed), methods=["occlusion", "genatt"])
+        assert verdict.best is None
+        assert "Nothing is shown to beat random" in str(verdict)
+        assert "hardly depends on the image" in str(verdict)
+
+
+def test_one_image_works_and_decides_nothing() -> None:
+    verdict = asked(images=images(1))
+    assert verdict.best is None
+    assert verdict.images == 1
+    assert "from fewer than 6 nothing can be" in str(verdict)
+
+
+def test_unreadable_images_are_left_out_and_told(tmp_path: Path) -> None:
+    for i, one in enumerate(images(7)):
+        Image.fromarray((one.permute(1, 2, 0).clamp(0, 1) * 255).byte().numpy()).save(tmp_path / f"{i}.png")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    verdict = asked(images=tmp_path)
+    assert verdict.images == 7
+    assert [Path(name).name for name in verdict.failed] == ["broken.png"]
+    assert "1 image(s) could not be read" in str(verdict)
+    with pytest.raises(PatchlightError, match="none of the 1 image"):
+        asked(images=[tmp_path / "broken.png"])
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 600 images, one of them broken."""
+    folder = tmp_path_factory.mktemp("many")
+    for i in range(600):
+        Image.new("RGB", (4, 4), (i % 256, i // 256, 99)).save(folder / f"{i}.png")
+    (folder / "300.png").write_bytes(b"no image")
+    return folder
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The places of images as they are read."""
+    places: list[int] = []
+    real = Gallery.source
+
+    def source(self: Gallery, place: int) -> Any:
+        places.append(place)
+        return real(self, place)
+
+    monkeypatch.setattr(Gallery, "source", source)
+    return places
+
+
+def test_whether_an_image_can_be_read_is_found_out_once(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = counted(monkeypatch)
+    gallery = Gallery(tiny(), many, 0)
+    assert gallery.planned(600) == list(range(600))
+    assert not read
+    sound = gallery.first(600)
+    assert len(sound) == 599 == len(gallery)
+    assert gallery.first(600) == gallery.planned(600) == sound
+    assert read == list(range(600))
+    assert [Path(name).name for name in gallery.failed] == ["300.png"]
+
+
+def test_a_race_reads_no_more_images_than_it_looks_at(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that leaves no time for the most of them; in 600 images there are looks beyond what is held."""
+    read = counted(monkeypatch)
+    ticks = count(step=0.05)
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    verdict = asked(images=many, budget=60.0, metrics={"srg": {"steps": 2}})
+    assert 6 <= verdict.images < 200
+    assert len(read) <= 2 * verdict.images + 40
+
+
+def test_all_of_many_images_are_read_about_once(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = counted(monkeypatch)
+    verdict = asked(images=many, methods=["genatt"], metrics={"srg": {"steps": 2}}, worth=10)
+    assert verdict.images == 599
+    assert len(read) < 700
+
+
+def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
+    with pytest.raises(PatchlightError, match=r"too small for one image under random and .* takes about"):
+        asked(budget=1e-6)
+
+
+def test_no_methods_that_work() -> None:
+    with pytest.raises(PatchlightError, match=r"no method can be compared with random on .*: diffmask: it needs gates"):
+        asked(methods=["diffmask"])
+    with pytest.raises(PatchlightError, match="did you mean 'genatt'"):
+        asked(methods=["genat"])
+    with pytest.raises(PatchlightError, match="needs masks"):
+        asked(metrics="miou")
+
+
+def test_a_method_that_fails_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = work.compute
+
+    def broken(vit: Anatomy, batch: Tensor, requests: Any, *rest: Any) -> Any:
+        if requests[0].name == "rollout":
+            raise RuntimeError("no such thing")
+        return real(vit, batch, requests, *rest)
+
+    monkeypatch.setattr(work, "compute", broken)
+    verdict = asked()
+    assert verdict.left_out == {"rollout": "it failed: no such thing"}
+    assert verdict.row("genatt").images == 8
+
+
+def test_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that ticks at every look: the race ends in time, with methods set aside or left out, and told."""
+    ticks = count(step=0.05)
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    verdict = asked(budget=60.0, methods=["genatt", "rollout", "ixg", "gradcam", "occlusion"], images=images(24))
+    assert verdict.seconds <= 66
+    assert verdict.images >= 6
+    assert verdict.row("random").images == verdict.images
+
+
+def test_all_methods_that_work_take_part_as_far_as_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count(step=0.02)
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    verdict = asked(budget=40.0, methods=None, images=images(8))
+    assert verdict.seconds <= 44
+    assert {"random", "genatt", "decompx.plus", "attcat.libra"} <= {row.method for row in verdict.rows}
+    assert "it needs gates" in verdict.left_out["diffmask"]
+    assert all(reason for reason in verdict.left_out.values())
+
+
+def test_a_map_that_cannot_be_scored_counts_as_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = work.compute
+
+    def lost(vit: Anatomy, batch: Tensor, requests: Any, *rest: Any) -> Any:
+        targets, maps = real(vit, batch, requests, *rest)
+        return targets, [m * torch.nan for m in maps] if requests[0].name == "rollout" else maps
+
+    monkeypatch.setattr(work, "compute", lost)
+    verdict = asked()
+    assert verdict.row("rollout").undefined == verdict.row("rollout").images == 8
+    assert verdict.row("rollout").score == verdict.row("random").score
+    assert "counts as random there, on so many images: rollout (8)" in str(verdict)
+
+
+def test_a_metric_that_does_not_decide_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr("patchlight.metrics.sanity.twin", broken)
+    monkeypatch.setattr(work, "twin", broken)
+    verdict = asked(metrics={**SRG, "randomisation": {}})
+    assert not verdict.left_out
+    assert not verdict.sanity
+    assert verdict.untrained is None
+    assert verdict.uncompared == "it failed: no such thing"
+    assert "was not compared with itself on an untrained copy of the model: it failed: no such thing." in str(verdict)
+
+
+@pytest.mark.parametrize("metrics", ["road", {"srg": {"fill": "road", "steps": 2}}])
+def test_a_fill_that_is_made_of_what_remains(metrics: Any) -> None:
+    verdict = asked(metrics=metrics, methods=["genatt"], images=images(6))
+    assert verdict.row("genatt").images == 6
+    assert "fall road" in verdict.fall
+
+
+@pytest.mark.parametrize("metric", ["road", "perturbation"])
+def test_a_head_without_probabilities(metric: str) -> None:
+    """Of plain numbers the logits are read."""
+    vit = tiny().ask(heads.Neurons(1, [3, 17, 5]))
+    assert lacking("probability", vit) is not None
+    settings = {"quantity": "logit", "fill": "zero", "target_class": "prediction"}
+    verdict = asked(vit=vit, metrics={metric: settings}, methods=["genatt"], images=images(6))
+    assert verdict.row("genatt").images == 6
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    top = vit.logits(images(6)[order]).amax(1).mean()
+    assert verdict.fall["score"] == pytest.approx(float(top), rel=1e-4)
+
+
+@pytest.mark.parametrize("budget", [14.0, 20.0])
+def test_time_is_kept_for_the_untrained_copy(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count(step=0.05)
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    verdict = asked(budget=budget, images=images(300), worth=0.3)
+    assert verdict.images >= 6
+    assert verdict.untrained is not None
+    assert not verdict.uncompared
+    assert verdict.seconds <= 1.1 * budget
+
+
+def test_one_waits_for_the_logits() -> None:
+    """A GPU's answer is there at once, and its numbers are not."""
+    waited: list[bool] = []
+    logits = SimpleNamespace(cpu=lambda: waited.append(True))
+    assert work.forward_seconds(SimpleNamespace(logits=lambda _: logits), images(1), 1.0) >= 0  # type: ignore[arg-type]
+    assert len(waited) == 3
+
+
+def test_no_method_that_can_be_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(work, "compute", broken)
+    with pytest.raises(PatchlightError, match=r"no method could be scored on .*genatt: it failed: no such thing"):
+        asked()
+
+
+def test_sampling_methods_fit_the_time_and_say_so() -> None:
+    from patchlight.methods.requests import resolve
+    from patchlight.study.recommend.panel import method_spec, sampled
+
+    tis = resolve("tis")
+    fewer = sampled(tis, 0.01, 1.0)
+    assert not isinstance(fewer, str)
+    assert fewer.label == "tis(samples=128)"
+    assert method_spec(fewer) == {"method": "tis", "samples": 128}
+    assert sampled(tis, 0.01, 100.0) is tis
+    assert "with only 64 samples" in str(sampled(tis, 0.01, 0.1))
+    assert sampled(resolve("genatt"), 1.0, 0.0).label == "genatt"  # type: ignore[union-attr]
+
+
+def test_the_default_panel_has_what_works_and_random(tmp_path: Path) -> None:
+    from patchlight.study.recommend.panel import choose_methods
+
+    works, refused = choose_methods(None, tiny())
+    assert list(works)[:3] == ["random", "genatt", "decompx.plus"]
+    assert {"tis", "attcat.libra", "rise"} <= set(works)
+    assert "it needs gates" in refused["diffmask"]
+
+
+def test_a_folder_of_photographs(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    shutil.copytree(pocket.PHOTOS, folder)
+    verdict = pl.recommend(
+        pl.load("pocket"), folder, budget="5m", methods=["decompx.plus", "rollout"], metrics=SRG, progress=False
+    )
+    assert verdict.best == "decompx.plus"
+    best = pl.explain(pl.load("pocket"), folder / "cat.jpg", {"it": verdict.methods["decompx.plus"]})
+    assert best["it"].method == "decompx.plus"
