@@ -1,5 +1,4 @@
 # make demo: explain the bundled photographs.   make test: lint, types and tests.   make test-all: the long ones too.
-# make listed: bring the table of names that the command line reads up to date.
 # make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
 # make test-page: the page in a browser, its API under random, hostile and many clients. SOAK=no leaves out the many.
 # make docs: the documentation, into build/docs/html; tutorials are executed, links are checked, warnings are errors.
@@ -12,7 +11,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .PHONY: demo test test-all test-cpus test-page test-transformers4 test-accelerator test-wheel test-versions \
-  lint listed bench figures docs dist release clean
+  lint bench figures docs dist release clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/patchlight demo
@@ -52,9 +51,6 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/mypy
-
-listed: $(VENV)/.stamp-run
-	$(BIN)/python -m tools.listed
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m benchmarks

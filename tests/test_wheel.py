@@ -118,7 +118,7 @@ def test_they_have_what_they_should_and_nothing_else(built: tuple[Path, Path]) -
         )
         assert done.returncode == 0, done.stdout
     names = dist.contents(built[0])
-    for name in ("listed.json", "py.typed", "zoo/pocket.safetensors", "zoo/pocket-diffmask/gates.safetensors"):
+    for name in ("py.typed", "zoo/pocket.safetensors", "zoo/pocket-diffmask/gates.safetensors"):
         assert f"patchlight/{name}" in names
     for name in ("zoo/photos/cat.jpg", "recipes/bench/tis-table-1.toml", "web/static/index.html"):
         assert f"patchlight/{name}" in names

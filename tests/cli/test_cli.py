@@ -17,13 +17,12 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import patchlight as pl
-import tools.listed
 from patchlight import cli
-from patchlight.core import listed
+from patchlight.cli import names
 from patchlight.methods.base import METHODS, Ablates
 from patchlight.methods.requests import resolve
 from tests import families
-from tests.test_images import noise, png_header
+from tests.core.test_images import noise, png_header
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,34 +93,26 @@ def test_what_there_is_is_told_without_torch(arguments: str, words: tuple[str, .
         f"import sys; from patchlight.cli import app; app({arguments.split()!r}, standalone_mode=False);"
         "assert not {'torch', 'timm', 'numpy'} & set(sys.modules)"
     )
+    names.table()  # cached now
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(word in done.stdout for word in words)
 
 
-def test_the_bundled_table_is_what_the_registries_say() -> None:
-    code = "from tools import listed; print(listed.text(listed.made()))"  # where no other test has registered anything
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    made = json.loads(done.stdout)
-    same_timm = made["timm"] == listed.table()["timm"]
-    for key in made if same_timm else set(made) - {"timm", "models"}:
-        assert made[key] == listed.table()[key], f"{key} changed; `python -m tools.listed` brings the table up to date"
-
-
-def test_a_table_older_than_its_sources_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = {**listed.table(), "methods": [], "metrics": [], "models": ["gone"]}
-    (tmp_path / "listed.json").write_text(tools.listed.text(old))
-    monkeypatch.setattr(listed, "TABLE", tmp_path / "listed.json")
-    listed.table.cache_clear()
-    assert listed.rows("methods") == [], "this one is believed, since its sums are right"
-    old["sources"] = {**old["sources"], "methods/tis.py": "0" * 12}
-    (tmp_path / "listed.json").write_text(tools.listed.text(old))
-    listed.table.cache_clear()
+def test_names_are_collected_again_where_the_cache_is_old_or_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATCHLIGHT_CACHE", str(tmp_path))
+    names.table.cache_clear()
     try:
+        (tmp_path / "names-0123456789abcdef.json").write_text('{"methods": []}')
         assert "genatt" in run("methods").stdout
+        (cached,) = tmp_path.glob("names-*.json")  # the old one is gone
+        assert cached.read_text() == json.dumps(names.from_registries())
+        cached.write_text("{")
+        names.table.cache_clear()
         assert "deletion" in run("metrics").stdout
-        assert "pocket" in run("models").stdout
     finally:
-        listed.table.cache_clear()
+        names.table.cache_clear()
 
 
 def completed(words: str) -> list[str]:
@@ -156,7 +147,7 @@ def test_names_are_completed() -> None:
 
 
 def test_every_composition_and_rule_that_is_offered_is_taken() -> None:
-    for row in listed.table()["methods"]:
+    for row in names.table()["methods"]:
         offered = completed(f"patchlight methods {row['name']}.")
         assert {resolve(name).name for name in offered} == set(offered)
 

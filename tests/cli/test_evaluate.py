@@ -18,7 +18,7 @@ from patchlight.data import Data, Sample
 from tests.cli.test_cli import folder as folder
 from tests.cli.test_cli import refused, run
 from tests.cli.test_cli import tiny as tiny
-from tests.test_images import noise
+from tests.core.test_images import noise
 
 QUICK = ("--set", "insertion.steps=4", "--set", "deletion.steps=4")
 

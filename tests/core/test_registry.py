@@ -93,7 +93,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str,
     """A module that registers a bundled entry when it is imported."""
     made: Registry[Entry] = Registry("cake", ["a_room_of_cakes"])
     (tmp_path / "a_room_of_cakes.py").write_text(
-        "from tests.test_registry import CAKE, REGISTRIES\nREGISTRIES[0].add(CAKE)\n"
+        "from tests.core.test_registry import CAKE, REGISTRIES\nREGISTRIES[0].add(CAKE)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     REGISTRIES[:] = [made]

@@ -28,7 +28,7 @@ from patchlight.report.explanations import (
 )
 from patchlight.study.faithfulness import Trial, truths
 from tests import families
-from tests.test_images import noise
+from tests.core.test_images import noise
 
 LABELS = ["cat", "dog <b>", "bird", "fish", "frog", "ship", "5"]
 

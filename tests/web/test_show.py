@@ -20,7 +20,7 @@ import patchlight as pl
 from patchlight.core.errors import PatchlightError
 from patchlight.web.show import View, close_all
 from patchlight.zoo import pocket
-from tests.test_images import noise
+from tests.core.test_images import noise
 
 
 @pytest.fixture(scope="module")

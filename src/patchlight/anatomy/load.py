@@ -23,7 +23,7 @@ from patchlight.anatomy.preprocessing import applied, read_preprocess
 from patchlight.core.errors import AssumedPreprocess, NoClassifier, PatchlightError, first_line, nearest
 from patchlight.core.extras import missing_extra
 from patchlight.core.images import Preprocess
-from patchlight.core.listed import matching
+from patchlight.core.registry import matching
 from patchlight.specs import PreprocessSpec
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from patchlight.bench.events import Listener, Planning
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import write_whole
+from patchlight.core.files import cache_folder, write_whole
 from patchlight.core.fingerprints import digest_of
 
 if TYPE_CHECKING:
@@ -177,12 +177,6 @@ class KeptHashes:
         whole = {"format": FORMAT, "folder": os.path.abspath(self.folder), "files": _kept(self.path) | self.new}
         with contextlib.suppress(PatchlightError):
             write_whole(self.path, json.dumps(whole).encode())
-
-
-def cache_folder() -> Path:
-    """Where Patchlight keeps what it can find out again."""
-    own, users = os.environ.get("PATCHLIGHT_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(own) if own else Path(users or "~/.cache").expanduser() / "patchlight"
 
 
 def _stamp(name: str) -> list[int]:

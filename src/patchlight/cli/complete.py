@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from patchlight.core.listed import table
+from patchlight.cli.names import table
 
 Offer = tuple[str, str]
 """A completion, and a word about it where the shell shows one."""

@@ -36,7 +36,7 @@ from patchlight.cli.common import (
     say,
 )
 from patchlight.cli.complete import complete_figure, complete_kind, complete_model
-from patchlight.core import listed
+from patchlight.cli.names import table
 from patchlight.core.errors import PatchlightError, nearest
 
 if TYPE_CHECKING:
@@ -170,10 +170,8 @@ def _check_settings(row: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _rows(plugins: bool) -> list[dict[str, Any]]:
-    rows = None if plugins else listed.rows("figures")
-    if rows is None:
-        with progress("loading the figures"):
-            rows = figure_rows()
+    with progress("loading the figures"):
+        rows: list[dict[str, Any]] = figure_rows() if plugins else table()["figures"]
     return rows
 
 

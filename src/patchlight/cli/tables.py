@@ -11,7 +11,7 @@ import typer
 
 from patchlight.cli.common import AsJson, Debug, Plugin, answering, console, load_model, print_json, progress, say
 from patchlight.cli.complete import complete_method, complete_metric, complete_model
-from patchlight.core import listed
+from patchlight.cli.names import table as names
 from patchlight.core.errors import PatchlightError, nearest
 
 if TYPE_CHECKING:
@@ -34,10 +34,9 @@ def methods(
 ) -> None:
     """List the methods, or the settings of one."""
     with answering(as_json, debug):
-        rows = listed.rows("methods") if model is None and not plugin else None
-        if rows is None:
-            with progress(f"loading {model or 'the methods'}"):
-                rows = method_rows(None if model is None else load_model(model, pretrained=False))
+        with progress(f"loading {model or 'the methods'}"):
+            vit = None if model is None else load_model(model, pretrained=False)
+            rows = names()["methods"] if vit is None and not plugin else method_rows(vit)
         if name is not None:
             rows = [_named(rows, name) or _composed(rows, name)]
         if as_json:
@@ -58,15 +57,13 @@ def metrics(
 ) -> None:
     """List the metrics, or the settings of one."""
     with answering(as_json, debug):
-        rows = None if plugin else listed.rows("metrics")
-        if rows is None:
-            with progress("loading the metrics"):
-                rows = metric_rows()
+        with progress("loading the metrics"):
+            rows = metric_rows() if plugin else names()["metrics"]
         if name is not None:
             found = _named(rows, name)
             if found is None:
-                names = [n for row in rows for n in (row["name"], *row["aliases"])]
-                raise PatchlightError(f"no metric is called '{name}'; {nearest(name, names)}")
+                known = [n for row in rows for n in (row["name"], *row["aliases"])]
+                raise PatchlightError(f"no metric is called '{name}'; {nearest(name, known)}")
             rows = [found]
         if as_json:
             print_json(rows)
@@ -83,21 +80,19 @@ def models(
 ) -> None:
     """List the models that can be loaded by name."""
     with answering(as_json, debug):
-        known = listed.models()
-        if known is None:
-            with progress("loading the names"):
-                from patchlight.anatomy.load import list_models
+        with progress("loading the names"):
+            known = names()["models"]
+        from patchlight.core.registry import matching as matching_names
 
-                known = list_models()
-        names = listed.matching(known, pattern)
-        if not names:
+        matching = matching_names(known, pattern)
+        if not matching:
             raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, known)}")
         if as_json:
-            print_json(names)
+            print_json(matching)
             return
-        for model in names:
+        for model in matching:
             print(model)
-        say(f"{len(names)} models; also hf:NAME (transformers), open_clip:NAME and torchvision:NAME")
+        say(f"{len(matching)} models; also hf:NAME (transformers), open_clip:NAME and torchvision:NAME")
 
 
 def method_rows(vit: Anatomy | None = None) -> list[Row]:

@@ -12,6 +12,12 @@ from typing import Any
 from patchlight.core.errors import PatchlightError
 
 
+def cache_folder() -> Path:
+    """The folder of cached files: PATCHLIGHT_CACHE, else patchlight/ below XDG_CACHE_HOME or ~/.cache."""
+    own, users = os.environ.get("PATCHLIGHT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else Path(users or "~/.cache").expanduser() / "patchlight"
+
+
 def write_whole(path: str | Path, data: bytes, durable: bool = False) -> Path:
     """Write `data` under a temporary name beside `path`, then rename: nobody ever meets half a file.
 

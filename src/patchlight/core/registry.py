@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from functools import cache, cached_property
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -248,3 +249,13 @@ def in_words(kind: Any) -> str:
     if origin is list:
         return f"list of {in_words(inside[0])}"
     return "None" if kind is NoneType else kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """The names with `pattern` in them, or like it where it has wildcards.
+
+    >>> matching(["deit_tiny", "vit_tiny"], "deit*"), matching(["deit_tiny", "vit_tiny"], "vit")
+    (['deit_tiny'], ['vit_tiny'])
+    """
+    wanted = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+    return sorted({name for name in names if fnmatch(name, wanted)})

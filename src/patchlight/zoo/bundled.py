@@ -9,7 +9,7 @@ from pathlib import Path
 
 ZOO = Path(__file__).resolve().parent
 SUMS = ZOO / "sums.txt"
-"""A SHA-256 and a file in each line, as `sha256sum` writes and checks them; `python -m tools.listed` makes it."""
+"""A SHA-256 and a file in each line, as `sha256sum` writes and checks them; `python -m tools.checksums` makes it."""
 
 
 def made_sums(folder: Path = ZOO) -> str:

@@ -1,0 +1,58 @@
+"""The names that the command line lists and completes, cached so that they are shown without importing torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import cache_folder, write_whole
+from patchlight.core.plugins import GROUP
+
+PACKAGE = Path(__file__).parents[1]
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Methods, metrics, figures, kinds of data and models, from the cache or from the registries."""
+    path = cache_folder() / f"names-{_key()}.json"
+    try:
+        cached: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return cached
+    except (OSError, ValueError):
+        text = json.dumps(from_registries())
+        with contextlib.suppress(OSError, PatchlightError):  # a read-only home: they are collected again next time
+            for old in path.parent.glob("names-*.json"):
+                old.unlink(missing_ok=True)
+            write_whole(path, text.encode())
+        collected: dict[str, Any] = json.loads(text)
+        return collected
+
+
+def from_registries() -> dict[str, Any]:
+    """The table, collected from the registries."""
+    from patchlight.anatomy.load import list_models
+    from patchlight.cli.figure import figure_rows
+    from patchlight.cli.tables import method_rows, metric_rows
+    from patchlight.data import KINDS
+
+    return {
+        "methods": method_rows(),
+        "metrics": metric_rows(),
+        "figures": figure_rows(),
+        "data": sorted(KINDS),
+        "models": list_models(),
+    }
+
+
+def _key() -> str:
+    """A hash of what the names depend on: the package's files, timm's version and installed plugins."""
+    files = [(path, path.stat()) for path in sorted(PACKAGE.rglob("*.py"))]
+    state = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in files]
+    plugins = sorted(f"{p.value} {p.dist and p.dist.version}" for p in metadata.entry_points(group=GROUP))
+    return hashlib.sha256(repr((state, metadata.version("timm"), plugins)).encode()).hexdigest()[:16]
