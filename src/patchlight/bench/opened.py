@@ -18,6 +18,7 @@ from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import SCHEMA, TIMING, known_columns
 from patchlight.bench.store import Files, Store
 from patchlight.core.errors import PatchlightError, nearest
+from patchlight.core.files import FORMULA
 from patchlight.core.frames import from_arrow
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 ORDER = ["model", "method", "image"]
 PER_IMAGE = ("model", "image", "target", "method", "metric", "value", *TIMING, "shared_by", "note", "error")
 """The columns of a table that a spreadsheet can take."""
-FORMULA = r"^[=+\-@\t\r]"
-"""How text begins that a spreadsheet would take for a formula."""
 
 
 @dataclass(frozen=True, eq=False)

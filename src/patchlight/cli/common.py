@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shlex
 import shutil
@@ -18,6 +17,7 @@ import typer
 
 from patchlight.cli.complete import complete_model, complete_setting, one_of
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, nearest
+from patchlight.core.files import finite_or_none
 from patchlight.core.progress import bar
 
 if TYPE_CHECKING:
@@ -150,15 +150,7 @@ def console() -> Console:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON; NaN and infinity, which JSON does not have, become null."""
-    print(json.dumps(_finite(value), indent=1, ensure_ascii=False, default=str, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    print(json.dumps(finite_or_none(value), indent=1, ensure_ascii=False, default=str, allow_nan=False))
 
 
 def progress(first: str) -> contextlib.AbstractContextManager[Progress]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from patchlight.core.errors import PatchlightError
+
+FORMULA = r"^[=+\-@\t\r]"
+"""How text begins that a spreadsheet takes for a formula."""
 
 
 def cache_folder() -> Path:
@@ -66,13 +71,26 @@ def _part(path: Path, data: bytes, durable: bool) -> Iterator[str]:
                 os.unlink(part)
 
 
+def finite_or_none(value: Any) -> Any:
+    """A value as JSON has it: NaN and infinity, also inside of mappings and lists, become None.
+
+    >>> finite_or_none({"a": [1.5, float("nan")]})
+    {'a': [1.5, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: finite_or_none(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_none(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def cell(value: Any) -> Any:
     """A value as a cell of a CSV file: text that a spreadsheet would take for a formula gets a ' before it.
 
     >>> cell("=1+1"), cell(-1.5)
     ("'=1+1", -1.5)
     """
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+    return f"'{value}" if isinstance(value, str) and re.match(FORMULA, value) else value
 
 
 def check_writable(path: str | Path) -> None:

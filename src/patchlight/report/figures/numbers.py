@@ -6,13 +6,12 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import cell, write_whole
+from patchlight.core.files import cell, finite_or_none, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,7 +107,7 @@ def check_numbers_path(path: str | Path) -> None:
 def write_numbers(figure: Figure, path: str | Path) -> Path:
     """Write the numbers of a figure as CSV or JSON, whole or not at all."""
     check_numbers_path(path)
-    rows = [_plain(asdict(one)) for one in numbers_of(figure)]
+    rows = [finite_or_none(asdict(one)) for one in numbers_of(figure)]
     if Path(path).suffix.lower() == ".json":
         return write_whole(path, (json.dumps(rows, indent=1, ensure_ascii=False) + "\n").encode())
     out = io.StringIO()
@@ -116,8 +115,3 @@ def write_numbers(figure: Figure, path: str | Path) -> Path:
     writer.writerow([f.name for f in fields(FigureNumber)])
     writer.writerows([["" if value is None else cell(value) for value in row.values()] for row in rows])
     return write_whole(path, out.getvalue().encode())
-
-
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with None in place of NaN."""
-    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}

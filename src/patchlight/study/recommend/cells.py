@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -171,8 +170,3 @@ class Cells:
                 file.write((json.dumps(line, allow_nan=False) + "\n").encode())
         except OSError as error:
             raise PatchlightError(f"'{self._path}' cannot be written: {error.strerror or error}") from error
-
-
-def finite(value: float) -> float | None:
-    """A value as a cell holds it."""
-    return value if math.isfinite(value) else None

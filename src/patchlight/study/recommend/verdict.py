@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from patchlight.core.files import write_whole
+from patchlight.core.files import finite_or_none, write_whole
 from patchlight.core.frames import frame
 from patchlight.core.statistics import FEWEST
 from patchlight.study.recommend.cells import EXPLANATION, FALL, MODEL, UNTRAINED, Cells
@@ -131,7 +131,7 @@ class Verdict:
     def to_json(self) -> str:
         """Everything but the seconds of the run, as JSON; what is not finite is null."""
         values = {key: value for key, value in asdict(self).items() if key not in ("seconds", "page")}
-        return json.dumps(_plain(values), indent=1, ensure_ascii=False, allow_nan=False)
+        return json.dumps(finite_or_none(values), indent=1, ensure_ascii=False, allow_nan=False)
 
     def save(self, folder: str | Path) -> Path:
         """Write verdict.json, verdict.txt and verdict.html, each whole or not at all."""
@@ -156,14 +156,6 @@ class Verdict:
 
 
 _COLUMNS = ("method", "status", "score", "low", "high", "images", "difference", "seconds", "above_random")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def race_of(cells: Cells) -> Race:

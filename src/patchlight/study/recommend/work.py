@@ -14,6 +14,7 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.core.errors import first_line
+from patchlight.core.files import finite_or_none
 from patchlight.core.statistics import FEWEST, spearman
 from patchlight.core.targets import ScoreName, Targets, predicted, score_of
 from patchlight.engine import compute
@@ -23,7 +24,7 @@ from patchlight.metrics.base import Measure, MetricRequest
 from patchlight.metrics.quantities import lacking
 from patchlight.metrics.sanity import random_parameters, twin
 from patchlight.study.evaluate import maps_by
-from patchlight.study.recommend.cells import EXPLANATION, FALL, MODEL, UNTRAINED, Cell, Cells, finite
+from patchlight.study.recommend.cells import EXPLANATION, FALL, MODEL, UNTRAINED, Cell, Cells
 from patchlight.study.recommend.gallery import Gallery
 from patchlight.study.recommend.panel import AGREEMENT, Metrics, forwards
 
@@ -215,7 +216,7 @@ class Worker:
         for i, place in enumerate(places):
             reason = "the map holds NaN or infinite values" if bool(broken[i]) else reasons.get(i, "")
             for label, column in columns.items():
-                value = None if reason else finite(float(column[i]))
+                value = None if reason else finite_or_none(float(column[i]))
                 seconds = round(each, 6) if label == metric else 0.0
                 self.cells.add(Cell(place, self.hash(place), method, label, value, seconds, reason))
 
@@ -275,7 +276,7 @@ class Worker:
         score = torch.stack([one.double().cpu() for one in signed]).mean(0)
         each = round((time.monotonic() - begun) / len(places), 6)
         for place, value in zip(places, score.tolist(), strict=True):
-            self.cells.add(Cell(place, self.hash(place), method, UNTRAINED, finite(value), each))
+            self.cells.add(Cell(place, self.hash(place), method, UNTRAINED, finite_or_none(value), each))
 
     def targets(self, places: Sequence[int]) -> Targets:
         """The predicted class of each image."""
@@ -311,7 +312,9 @@ class Worker:
         each = (time.monotonic() - begun) / len(some) / len(columns)
         for i, place in enumerate(some):
             for label, column in columns.items():
-                self.cells.add(Cell(place, self.hash(place), MODEL, label, finite(float(column[i])), round(each, 6)))
+                self.cells.add(
+                    Cell(place, self.hash(place), MODEL, label, finite_or_none(float(column[i])), round(each, 6))
+                )
 
 
 def _score(request: MetricRequest, vit: Anatomy) -> ScoreName:
