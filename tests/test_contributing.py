@@ -182,7 +182,7 @@ def test_a_plugin_that_broke_halfway_can_be_mended(tmp_path: Path) -> None:
 
 
 def test_what_a_layer_map_does_not_declare_it_cannot_read() -> None:
-    @pl.register_method("greedy", paper="none", needs={"A"}, combine=pl.LAST, matrix=True)
+    @pl.layer_map("greedy", paper="none", needs={"A"}, combine=pl.LAST, matrix=True)
     def greedy(b: pl.Evidence) -> torch.Tensor:
         """Reads more than it says."""
         return (b.A * b.G).mean(1)

@@ -41,21 +41,23 @@ _HOMES = {
     "UndefinedMetric": "patchlight.core.errors",
     "Unsupported": "patchlight.core.errors",
     "Verdict": "patchlight.study.recommend.verdict",
+    "ablates": "patchlight.methods.base",
     "compare": "patchlight.study.compare",
     "evaluate": "patchlight.study.evaluate",
     "explain": "patchlight.engine",
     "figure": "patchlight.core.drawing",
+    "layer_map": "patchlight.methods.base",
     "list_methods": "patchlight.methods.requests",
     "list_metrics": "patchlight.metrics.base",
     "list_models": "patchlight.anatomy.load",
     "load": "patchlight.anatomy.load",
     "load_plugin": "patchlight.core.plugins",
     "open_data": "patchlight.data",
+    "own_passes": "patchlight.methods.base",
     "recommend": "patchlight.study.recommend.run",
     "register_composition": "patchlight.methods.base",
     "register_data": "patchlight.data",
     "register_family": "patchlight.anatomy.families",
-    "register_method": "patchlight.methods.base",
     "register_metric": "patchlight.metrics.base",
     "register_rule": "patchlight.evidence.rules",
     "show": "patchlight.web.show",
@@ -104,8 +106,10 @@ if TYPE_CHECKING:
     from patchlight.methods.base import Ask as Ask
     from patchlight.methods.base import Composition as Composition
     from patchlight.methods.base import LayerMaps as LayerMaps
+    from patchlight.methods.base import ablates as ablates
+    from patchlight.methods.base import layer_map as layer_map
+    from patchlight.methods.base import own_passes as own_passes
     from patchlight.methods.base import register_composition as register_composition
-    from patchlight.methods.base import register_method as register_method
     from patchlight.methods.compositions import ADDITIVE as ADDITIVE
     from patchlight.methods.compositions import FIRST as FIRST
     from patchlight.methods.compositions import LAST as LAST

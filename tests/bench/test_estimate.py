@@ -16,7 +16,7 @@ from patchlight.bench.estimate import estimated
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import parse
 from patchlight.cli import app
-from patchlight.methods.base import METHODS, Ask, register_method
+from patchlight.methods.base import METHODS, Ask, own_passes
 from tests.bench.small import pictures, recipe, text
 
 
@@ -39,14 +39,14 @@ def test_forwards_are_those_of_the_pass_and_of_the_metrics(images: Path) -> None
 
 @pytest.fixture
 def slow() -> Iterator[None]:
-    @register_method("test-slow", paper="none", agnostic=True)
+    @own_passes("test-slow", paper="none", agnostic=True)
     def slow(ask: Ask) -> Tensor:
         for _ in range(600):
             ask.vit.logits(ask.images)
             time.sleep(0.1)
         return torch.rand(len(ask.images), *ask.vit.grid)
 
-    @register_method("test-broken", paper="none", agnostic=True)
+    @own_passes("test-broken", paper="none", agnostic=True)
     def broken(ask: Ask) -> Tensor:
         raise RuntimeError("it broke")
 

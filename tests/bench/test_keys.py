@@ -42,7 +42,7 @@ import torch
 
 from patchlight.metrics.base import Measured, register_metric
 from patchlight.metrics.base import METRICS
-from patchlight.methods.base import Ask, register_method
+from patchlight.methods.base import Ask, own_passes
 
 SCALE = 1.0
 TABLE = {{"a": [1, 2]}}
@@ -69,7 +69,7 @@ def made(factor):
 inner = made(2.0)
 
 
-@register_method("users-own", paper="none", agnostic=True)
+@own_passes("users-own", paper="none", agnostic=True)
 def own(ask: Ask, power: float = 1.0) -> torch.Tensor:
     ramp = torch.arange(ask.vit.grid[0] * ask.vit.grid[1]).view(1, *ask.vit.grid).float()
     maps = inner(Helper().shift(helper(ramp)) * SCALE) + Helper.offset * len(TABLE["a"])
@@ -183,7 +183,7 @@ def bundled_model(w: World) -> Callable[[], None]:
 
 
 def explainer(w: World) -> Callable[[], None]:
-    from patchlight.methods.diffmask import SHIPPED
+    from patchlight.trained.diffmask.method import SHIPPED
 
     folder = w.folder / "gates"
     shutil.copytree(SHIPPED, folder)
@@ -192,12 +192,12 @@ def explainer(w: World) -> Callable[[], None]:
 
 
 def bundled_explainer(w: World) -> Callable[[], None]:
-    from patchlight.methods import diffmask
+    from patchlight.trained.diffmask import method
 
     folder = w.folder / "gates"
-    shutil.copytree(diffmask.SHIPPED, folder)
+    shutil.copytree(method.SHIPPED, folder)
     w.parts["method"] = '"diffmask"'
-    w.patch.setattr(diffmask, "SHIPPED", folder)
+    w.patch.setattr(method, "SHIPPED", folder)
     return lambda: nudged(folder / "gates.safetensors", "beta")
 
 

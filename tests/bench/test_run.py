@@ -32,7 +32,7 @@ from patchlight.bench.unit import Resources, run_unit
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
 from patchlight.data import Data, Sample
-from patchlight.methods.base import METHODS, Ask, register_method
+from patchlight.methods.base import METHODS, Ask, own_passes
 from tests.bench.processes import FORKING
 from tests.bench.small import cells, pictures, recipe, replaced, rows, text, units
 
@@ -231,17 +231,17 @@ def test_values_do_not_depend_on_the_size_of_units(images: Path, tmp_path: Path,
 
 @pytest.fixture
 def broken_methods() -> Iterator[None]:
-    @register_method("test-nan", paper="none", agnostic=True)
+    @own_passes("test-nan", paper="none", agnostic=True)
     def nan(ask: Ask) -> Tensor:
         maps = torch.rand(len(ask.images), *ask.vit.grid)
         maps[0, 0, 0] = torch.nan
         return maps
 
-    @register_method("test-raises", paper="none", agnostic=True)
+    @own_passes("test-raises", paper="none", agnostic=True)
     def raises(ask: Ask) -> Tensor:
         raise RuntimeError("it broke")
 
-    @register_method("test-refuses", paper="none", agnostic=True, refuses=lambda settings, vit: "no reason at all")
+    @own_passes("test-refuses", paper="none", agnostic=True, refuses=lambda settings, vit: "no reason at all")
     def refuses(ask: Ask) -> Tensor:
         raise AssertionError
 
@@ -297,7 +297,7 @@ def flaky(tmp_path: Path) -> Iterator[Path]:
     """A method that fails until this file is there."""
     works = tmp_path / "works"
 
-    @register_method("test-flaky", paper="none", agnostic=True)
+    @own_passes("test-flaky", paper="none", agnostic=True)
     def flaky(ask: Ask) -> Tensor:
         if not works.exists():
             raise RuntimeError("it broke")

@@ -51,7 +51,7 @@ import torch
 import patchlight as pl
 
 
-@pl.register_method("test-slow", paper="none", agnostic=True)
+@pl.own_passes("test-slow", paper="none", agnostic=True)
 def slow(ask: pl.Ask):
     time.sleep(2.0)
     return torch.rand(len(ask.images), *ask.vit.grid)

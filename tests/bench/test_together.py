@@ -193,9 +193,9 @@ def test_a_run_that_is_asked_to_stop_does_and_goes_on_later(
 SLOW = """\
 import time
 import torch
-from patchlight.methods.base import Ask, register_method
+from patchlight.methods.base import Ask, own_passes
 
-@register_method("test-slow", paper="none", agnostic=True)
+@own_passes("test-slow", paper="none", agnostic=True)
 def slow(ask: Ask) -> torch.Tensor:
     time.sleep(600)
     return torch.rand(len(ask.images), *ask.vit.grid)

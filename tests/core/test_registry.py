@@ -26,7 +26,9 @@ def bake(
     return "cake"
 
 
-CAKE = Entry("cake", bake, "a cookbook", ("gateau", "torte"), {"sunday": {"steps": 7, "hot": True}})
+CAKE = Entry(
+    "cake", bake, paper="a cookbook", aliases=("gateau", "torte"), presets={"sunday": {"steps": 7, "hot": True}}
+)
 
 
 @pytest.fixture
@@ -57,8 +59,8 @@ def test_a_name_is_taken_once(cakes: Registry[Entry], name: str) -> None:
 
 
 def test_a_cell_that_is_run_twice_replaces_what_it_registered(cakes: Registry[Entry]) -> None:
-    cell = "def mine(dough):\n    pass\nregister('mine', mine, '', aliases)"
-    names: dict[str, Any] = {"__name__": "__main__", "register": lambda *told: cakes.add(Entry(*told))}
+    cell = "def mine(dough):\n    pass\nregister('mine', mine, aliases=aliases)"
+    names: dict[str, Any] = {"__name__": "__main__", "register": lambda *told, **more: cakes.add(Entry(*told, **more))}
     exec(cell, {**names, "aliases": ("ours",)})
     first = cakes.find("ours")
     exec(cell, {**names, "aliases": ("yours",)})

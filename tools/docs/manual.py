@@ -42,7 +42,9 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "Runs of the benchmark": ("bench.open", "bench.Store"),
     "Adding": (
         "load_plugin",
-        "register_method",
+        "layer_map",
+        "own_passes",
+        "ablates",
         "register_metric",
         "register_rule",
         "register_composition",

@@ -8,11 +8,23 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from fnmatch import fnmatch
 from functools import cache, cached_property
 from types import NoneType, UnionType
-from typing import Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -34,6 +46,8 @@ class Named(Protocol):
 
 N = TypeVar("N", bound=Named)
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 
 class Registry(Mapping[str, N], Generic[N]):
@@ -169,6 +183,7 @@ class Entry:
 
     name: str
     function: Callable[..., Any]
+    _: KW_ONLY
     paper: str = ""
     aliases: tuple[str, ...] = ()
     presets: Mapping[str, Settings] = field(default_factory=dict)
@@ -186,6 +201,21 @@ class Entry:
             hint = nearest(str(name), self.presets) if self.presets else "it has none"
             raise PatchlightError(f"'{self.name}' has no preset '{name}'; {hint}")
         return self.presets[name]
+
+
+def make_decorator(
+    registry: Registry[N], kind: Callable[Concatenate[str, Callable[..., Any], P], N]
+) -> Callable[Concatenate[str, P], Callable[[F], F]]:
+    """The decorator that registers a function as an entry of a kind; the entry's fields are its keywords."""
+
+    def decorator(name: str, /, *args: P.args, **about: P.kwargs) -> Callable[[F], F]:
+        def register(function: F) -> F:
+            registry.add(kind(name, function, *args, **about))
+            return function
+
+        return register
+
+    return decorator
 
 
 def settled(

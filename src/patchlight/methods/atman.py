@@ -17,7 +17,7 @@ from patchlight.evidence.ablation import Count
 from patchlight.evidence.record import Record
 from patchlight.evidence.rules import PLAIN
 from patchlight.evidence.taps import Taps
-from patchlight.methods.base import Ask, register_method
+from patchlight.methods.base import Ask, ablates
 from patchlight.methods.masking import owners
 
 Offset = Literal["min", "none"]
@@ -80,10 +80,9 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     return None
 
 
-@register_method(
+@ablates(
     "atman",
     paper="Deiseroth et al., NeurIPS 2023",
-    ablates=True,
     exact=False,
     cost="N + 1 forwards (N patches)",
     presets={

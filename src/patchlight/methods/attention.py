@@ -13,7 +13,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import Matrix, mean_row, written
-from patchlight.methods.base import register_method
+from patchlight.methods.base import layer_map
 from patchlight.methods.compositions import ADDITIVE, FIRST, LAST, ROLLOUT, SUM
 from patchlight.methods.gradients import token_ixg
 
@@ -25,7 +25,7 @@ def read_from(b: Evidence) -> Tensor:
     return b.once("mean_hi A", lambda: mean_row(b.matrix("A")))
 
 
-@register_method(
+@layer_map(
     "rawatt",
     paper="attention of the last block",
     aliases=("raw-attention",),
@@ -46,7 +46,7 @@ def _discards(settings: Settings, vit: Anatomy) -> str | None:
     return None
 
 
-@register_method(
+@layer_map(
     "rollout",
     paper="Abnar & Zuidema, ACL 2020",
     aliases=("attention-rollout",),
@@ -88,7 +88,7 @@ def rollout(
     return (flat * keep).view_as(matrix)
 
 
-@register_method(
+@layer_map(
     "genatt",
     paper="Chefer et al., ICCV 2021",
     aliases=("chefer2", "cgw2", "gae"),
@@ -108,7 +108,7 @@ def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Matrix:
     return b.matrix("relu(AG)") if rectify == "heads" else written(b.matrix("AG")).relu()
 
 
-@register_method(
+@layer_map(
     "gradsam",
     paper="Barkan et al., CIKM 2021",
     aliases=("grad-sam",),
@@ -126,7 +126,7 @@ def gradsam(b: Evidence) -> Matrix:
     return b.matrix("relu(AG)")
 
 
-@register_method(
+@layer_map(
     "attcam",
     paper="Grad-CAM on attention: Chefer et al., CVPR 2021",
     precision="full",
@@ -152,7 +152,7 @@ def attcam(b: Evidence, relu: bool = True) -> Matrix:
     return written(matrix).relu() if relu else matrix
 
 
-@register_method(
+@layer_map(
     "attngrad",
     paper="gradient of attention, as in SkipPLUS",
     aliases=("attention-gradient",),
@@ -167,7 +167,7 @@ def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> 
     return b.matrix("abs(G)" if sign == "abs" else "relu(G)")
 
 
-@register_method(
+@layer_map(
     "attnfrom",
     paper="AttCAT, NeurIPS 2022",
     aliases=("attn-from",),
@@ -202,7 +202,7 @@ _NO_GRADIENT = "the last block's output is left out (and has no gradient on patc
 _PAIRS: dict[str, Mapping[str, Any]] = {"skipplus-code": {"pair": "output"}}
 
 
-@register_method(
+@layer_map(
     "attixg",
     paper="Qiang et al., NeurIPS 2022",
     needs=_paired,
@@ -227,7 +227,7 @@ def attixg(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
     return read_from(b) * (b.y * b.gy).sum(-1)
 
 
-@register_method(
+@layer_map(
     "attcat",
     paper="Qiang et al., NeurIPS 2022",
     needs=_paired,
@@ -246,7 +246,7 @@ def attcat(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
     return attixg(b, pair, last)
 
 
-@register_method(
+@layer_map(
     "cat",
     paper="Qiang et al., NeurIPS 2022",
     needs={"x", "g"},

@@ -1,4 +1,4 @@
-"""What a method is. There are three kinds, and a decorator that registers them all.
+"""What a method is. There are three kinds, and a decorator for each: `layer_map`, `own_passes`, `ablates`.
 
 A *layer map* is a function of the `Evidence` of one block; it runs inside the pass, and a `Composition` makes one map
 of the blocks' maps. `.plus`, `.skipplus`, `.rollout` behind a name exchange the composition, `.libra`, … the rule.
@@ -8,30 +8,28 @@ A method that *ablates* scores variants of the images; its function takes an `As
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, get_type_hints, overload
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.core.errors import PatchlightError, Unsupported, nearest
-from patchlight.core.registry import Entry, Registry, Setting, Settings, settings_of
+from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.registry import Entry, Registry, Setting, Settings, make_decorator, settings_of
 from patchlight.core.targets import Score, Targets
 from patchlight.evidence.ablation import ABLATION, Ablation, Variants
 from patchlight.evidence.passes import WHOLE, Course, LayerJob, Pass, run_pass
 from patchlight.evidence.precision import Decided, PassPrecision
-from patchlight.evidence.record import BACKWARD, PARTS, End, Evidence
+from patchlight.evidence.record import BACKWARD, PARTS, End
 from patchlight.evidence.rows import Matrix, times
 from patchlight.evidence.rules import Rule
 
 Level = Literal["token", "pixel"]
 """The resolution of a map: one value for each patch token, or for each pixel."""
 Needs = AbstractSet[str] | Callable[[Settings], AbstractSet[str]]
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -229,7 +227,7 @@ class Ask:
         return run_pass(self.vit, images, targets, self.score, self.rule, list(jobs), tokens, self.precision)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Method(Entry):
     """What all kinds of method have.
 
@@ -242,6 +240,7 @@ class Method(Entry):
     settings that follow from the model.
     """
 
+    paper: str = field()
     cost: str = "1 forward + 1 backward"
     levels: tuple[Level, ...] = ("token",)
     score: Literal["logit", "probability"] = "logit"
@@ -284,7 +283,7 @@ CAPTURED = {"compile": Setting("compile", bool, False)}
 """Whether the shared pass is captured as a CUDA graph, which pays where small batches of one shape repeat."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReadsBlocks(Method):
     """What layer maps and methods with passes of their own share.
 
@@ -320,7 +319,7 @@ def _whole(settings: Settings, vit: Anatomy) -> Course:
     return WHOLE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerMap(ReadsBlocks):
     """A method inside the pass: a function of the Evidence of one block, and its composition.
 
@@ -328,6 +327,8 @@ class LayerMap(ReadsBlocks):
     `course`: the pass it is computed in, where that is not the model's own score by its own blocks.
     """
 
+    needs: Needs = field()
+    combine: Composition = field()
     rule: str = "plain"
     adds_end: bool = False
     course: Callable[[Settings, Anatomy], Course] = _whole
@@ -342,7 +343,7 @@ class LayerMap(ReadsBlocks):
         return bool(self.needed(defaults) & BACKWARD)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OwnPasses(ReadsBlocks):
     """A method that runs passes of its own: a function of an Ask with one class per image, to maps [B,h,w] or Estimate.
 
@@ -360,7 +361,7 @@ class OwnPasses(ReadsBlocks):
         return not self.agnostic
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ablates(Method):
     """A method that scores variants of the images: a function of an Ask with all classes at once.
 
@@ -375,137 +376,24 @@ class Ablates(Method):
         return {**super().settings(composition), **ABLATION}
 
 
+_ROOMS = (
+    "atman attention cams decomposition decompx eclip gradients hsic legrad lime occlusion pami posterior random "
+    "relevance rise scorecam shapley tis tokentm transition vitcx"
+)
 METHODS: Registry[Method] = Registry(
     "method",
     [
-        f"patchlight.methods.{room}"
-        for room in [
-            "atman",
-            "attention",
-            "cams",
-            "decomposition",
-            "decompx",
-            "diffmask",
-            "eclip",
-            "gradients",
-            "hsic",
-            "legrad",
-            "lime",
-            "occlusion",
-            "pami",
-            "posterior",
-            "random",
-            "relevance",
-            "rise",
-            "scorecam",
-            "shapley",
-            "tis",
-            "tokentm",
-            "transition",
-            "vitcx",
-            "vitshapley",
-        ]
+        *(f"patchlight.methods.{room}" for room in _ROOMS.split()),
+        "patchlight.trained.diffmask.method",
+        "patchlight.trained.shapley.method",
     ],
 )
 COMPOSITIONS: Registry[Composition] = Registry("composition", ["patchlight.methods.compositions"])
 
 
-class _About(TypedDict, total=False):
-    """Keywords of `register_method` for every kind."""
-
-    paper: Required[str]
-    aliases: tuple[str, ...]
-    presets: Mapping[str, Settings]
-    quick: Settings
-    cost: str
-    levels: tuple[Level, ...]
-    score: Literal["logit", "probability"]
-    exact: bool
-    stochastic: bool
-    nonnegative: bool
-    unsigned: bool
-    advice: Callable[[Settings, Anatomy], str | None]
-    constant: str
-    refuses: Callable[[Settings, Anatomy], str | None]
-    depends: Callable[[Settings], Any]
-    precision: Decided
-    adapts: Callable[[Settings, Anatomy], Settings]
-
-
-class AboutBlocks(_About, total=False):
-    """Keywords for a method that reads blocks."""
-
-    matrix: bool
-    composable: str
-    composed: Settings
-    features: bool
-
-
-class AboutLayerMap(AboutBlocks, total=False):
-    """Keywords for a layer map."""
-
-    needs: Required[Needs]
-    combine: Required[Composition]
-    rule: str
-    adds_end: bool
-    course: Callable[[Settings, Anatomy], Course]
-
-
-class AboutOwnPasses(AboutBlocks, total=False):
-    """Keywords for a method with passes of its own."""
-
-    needs: Needs
-    combine: Composition
-    ruled: bool
-    agnostic: bool
-    every_class: bool
-
-
-class AboutAblates(_About, total=False):
-    """Keywords for a method that scores variants."""
-
-    ablates: Required[Literal[True]]
-
-
-@overload
-def register_method(name: str, **about: Unpack[AboutLayerMap]) -> Callable[[F], F]: ...
-@overload
-def register_method(name: str, **about: Unpack[AboutOwnPasses]) -> Callable[[F], F]: ...
-@overload
-def register_method(name: str, **about: Unpack[AboutAblates]) -> Callable[[F], F]: ...
-def register_method(name: str, **about: Any) -> Callable[[F], F]:
-    """Register a method; its keyword arguments with their types and defaults are its settings.
-
-    Its kind follows from its first argument: a function of `Evidence` is a layer map, and takes `needs` (the parts it
-    reads) and `combine`; a function of an `Ask` has passes of its own, or scores variants where `ablates=True`.
-    """
-
-    def register(function: F) -> F:
-        METHODS.add(_made(name, function, about))
-        return function
-
-    return register
-
-
-def _made(name: str, function: Callable[..., Any], about: dict[str, Any]) -> Method:
-    hints = get_type_hints(function)
-    first = next((hints.get(one) for one in inspect.signature(function).parameters), None)
-    if first not in (Evidence, Ask):
-        raise PatchlightError(
-            f"the first argument of method '{name}' says what it is given; annotate it Evidence or Ask"
-        )
-    ablates = about.get("ablates", False)
-    kind = LayerMap if first is Evidence else Ablates if ablates else OwnPasses
-    known = [f.name for f in fields(kind)] + (["ablates"] if first is Ask else [])
-    wrong = next((key for key in about if key not in known), None)
-    if wrong is not None:
-        raise PatchlightError(f"method '{name}' is a {kind.__name__} and has no '{wrong}'; {nearest(wrong, known)}")
-    made = kind(name, function, **{key: value for key, value in about.items() if key != "ablates"})
-    if isinstance(made, LayerMap) and made.combine is None:
-        raise PatchlightError(
-            f"method '{name}' is a layer map; say how the blocks' maps become one with combine=, as LAST"
-        )
-    return made
+layer_map = make_decorator(METHODS, LayerMap)
+own_passes = make_decorator(METHODS, OwnPasses)
+ablates = make_decorator(METHODS, Ablates)
 
 
 def register_composition(

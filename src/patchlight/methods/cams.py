@@ -22,7 +22,7 @@ from patchlight.core.registry import Settings
 from patchlight.engine import finish, job
 from patchlight.evidence.passes import FEATURES, LayerJob
 from patchlight.evidence.record import BACKWARD, Evidence
-from patchlight.methods.base import Ask, Composition, LayerMaps, Needs, register_method
+from patchlight.methods.base import Ask, Composition, LayerMaps, Needs, layer_map, own_passes
 from patchlight.methods.compositions import block_index
 from patchlight.methods.gradients import input_times_gradient, token_ixg
 from patchlight.methods.requests import resolve, unavailable
@@ -195,7 +195,7 @@ def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
     return degenerate_cam(settings, vit)
 
 
-@register_method(
+@layer_map(
     "gradcam",
     paper="Selvaraju et al., ICCV 2017, on tokens",
     aliases=("grad-cam",),
@@ -219,7 +219,7 @@ def gradcam(b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", e
     return apply_weights(a, counted(g, b, prefix).mean(1), b, eigen)
 
 
-@register_method(
+@layer_map(
     "gradcam++",
     paper="Chattopadhay et al., WACV 2018, on tokens",
     precision="full",
@@ -253,7 +253,7 @@ def gradcam_pp(
     return apply_weights(a, (alpha * (d.relu() if sign == "relu" else d)).sum(1), b, eigen)
 
 
-@register_method(
+@layer_map(
     "xgradcam",
     paper="Fu et al., BMVC 2020, on tokens",
     precision="full",
@@ -272,7 +272,7 @@ def xgradcam(
     return apply_weights(a, weights, b, eigen)
 
 
-@register_method(
+@layer_map(
     "xgradcam+",
     paper="SkipPLUS, CVPR-W 2024",
     aliases=("xgradcam-abs",),
@@ -288,7 +288,7 @@ def xgradcam_abs(
     return apply_weights(a, weights, b, eigen)
 
 
-@register_method(
+@layer_map(
     "hirescam",
     paper="Draelos & Carin, 2020, on tokens",
     needs=cam_needs,
@@ -305,7 +305,7 @@ def hirescam(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tens
     return token_ixg(b) if _kind(b, layer) == "input" else product(b, layer).sum(-1)
 
 
-@register_method(
+@layer_map(
     "gradcam-elementwise",
     paper="the grad-cam library, on tokens",
     aliases=("gradcamelementwise",),
@@ -317,7 +317,7 @@ def gradcam_elementwise(b: Evidence, layer: int | str = NORM1, eigen: bool = Fal
     return principal(weighted, b) if eigen else weighted.sum(-1)
 
 
-@register_method(
+@layer_map(
     "layercam",
     paper="Jiang et al., TIP 2021, on tokens",
     **_WITHOUT_MEANS,
@@ -342,7 +342,7 @@ def layercam(
     return scaled if layer_norm == "max" else torch.tanh(2 * scaled)
 
 
-@register_method(
+@layer_map(
     "eigencam",
     paper="Muhammad & Yeasin, IJCNN 2020, on tokens",
     exact=False,
@@ -358,7 +358,7 @@ def eigencam(b: Evidence, layer: int | str = NORM1) -> Tensor:
     return principal(b.read(_READS[_kind(b, layer)][0]), b)
 
 
-@register_method(
+@own_passes(
     "gradcam-aug",
     paper="the grad-cam library's aug_smooth",
     features=True,

@@ -17,7 +17,7 @@ from patchlight.anatomy.base import Anatomy, linear
 from patchlight.core.errors import DegenerateMap, warn
 from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence
-from patchlight.methods.base import Composition, LayerMaps, register_method
+from patchlight.methods.base import Composition, LayerMaps, layer_map
 from patchlight.methods.compositions import LAST, ROLLOUT, Readout
 
 FFN = Literal["skip", "norm2"]
@@ -132,9 +132,7 @@ _ABOUT: dict[str, Any] = {
 }
 
 
-@register_method(
-    "attin", paper="Kobayashi et al., EMNLP 2020 and 2021", aliases=("attention-norm",), combine=LAST, **_ABOUT
-)
+@layer_map("attin", paper="Kobayashi et al., EMNLP 2020 and 2021", aliases=("attention-norm",), combine=LAST, **_ABOUT)
 def attin(
     b: Evidence, vectors: Literal["attention", "residual", "norm"] = "attention", value_bias: bool = True
 ) -> Tensor:
@@ -147,7 +145,7 @@ def attin(
     return l2_norms(b, w, skip=vectors != "attention", ffn="norm" if vectors == "norm" else "skip")
 
 
-@register_method(
+@layer_map(
     "globenc",
     paper="Modarressi et al., NAACL 2022",
     combine=PRODUCT,
@@ -165,7 +163,7 @@ def globenc(b: Evidence, ffn: FFN = "skip", value_bias: bool = False) -> Tensor:
     return l2_norms(b, head_vectors(b, value_bias), skip=True, ffn=ffn)
 
 
-@register_method(
+@layer_map(
     "alti",
     paper="Ferrando et al., EMNLP 2022",
     combine=PRODUCT,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from patchlight.evidence.record import Evidence
-from patchlight.methods.base import register_method
+from patchlight.methods.base import layer_map
 from patchlight.methods.compositions import FIRST
 from patchlight.methods.gradients import token_ixg
 
 
-@register_method(
+@layer_map(
     "decompx",
     paper="Modarressi et al., ACL 2023; on ViTs SkipPLUS, CVPR-W 2024",
     needs={"x", "g"},

@@ -12,7 +12,7 @@ from patchlight.anatomy.base import Anatomy, affine
 from patchlight.core.registry import Settings
 from patchlight.evidence.passes import WHOLE, Course
 from patchlight.evidence.record import Evidence
-from patchlight.methods.base import register_method
+from patchlight.methods.base import layer_map
 from patchlight.methods.compositions import LAST
 from patchlight.methods.legrad import Attended, no_pooler, reads_pooler
 
@@ -60,7 +60,7 @@ def spatial_weights(q: Tensor, k: Tensor, prefix: int) -> Tensor:
     return torch.where(high > low, (cosine - low) / (high - low), 0)
 
 
-@register_method(
+@layer_map(
     "grad-eclip",
     paper="Zhao et al., ICML 2024",
     aliases=("gradeclip",),

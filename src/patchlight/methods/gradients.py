@@ -17,7 +17,7 @@ from patchlight.core.registry import Settings
 from patchlight.engine import finish, job
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass, in_memory, rows_at_once
 from patchlight.evidence.record import Evidence
-from patchlight.methods.base import Ask, Composition, Estimate, LayerMaps, Level, register_method
+from patchlight.methods.base import Ask, Composition, Estimate, LayerMaps, Level, layer_map, own_passes
 from patchlight.methods.compositions import FIRST, PLUS, block_index
 from patchlight.methods.requests import resolve
 from patchlight.methods.sampling import GROUPS, Tolerance, in_rounds, jackknife
@@ -77,7 +77,7 @@ def degenerate_ixg(settings: Settings, vit: Anatomy) -> str | None:
     return None
 
 
-@register_method(
+@layer_map(
     "grad",
     paper="Simonyan et al., 2013",
     unsigned=True,
@@ -96,7 +96,7 @@ def grad(b: Evidence, reduce: Reduce = "l2") -> Tensor:
     return reduced(b.g, reduce)
 
 
-@register_method(
+@layer_map(
     "ixg",
     paper="Shrikumar et al., 2016",
     aliases=("inputxgradient", "input-x-gradient"),
@@ -161,7 +161,7 @@ def _gradient_map(ask: Ask, level: Level, values: Tensor, reduce: Reduce) -> Ten
     return scores if level == "pixel" else ask.vit.patches(scores)
 
 
-@register_method(
+@own_passes(
     "smoothgrad",
     paper="Smilkov et al., 2017",
     unsigned=True,
@@ -248,7 +248,7 @@ def nodes(steps: int, quadrature: Quadrature) -> tuple[list[float], list[float]]
     return points, [1 / steps] * steps
 
 
-@register_method(
+@own_passes(
     "ig",
     paper="Sundararajan et al., ICML 2017",
     aliases=("integrated-gradients",),
@@ -318,7 +318,7 @@ def _with_later_biases(maps: LayerMaps, start: int = 0) -> Tensor:
 FULL = Composition(_with_later_biases, lambda depth, s: range(block_index(s["start"], depth), depth), staged=True)
 
 
-@register_method(
+@layer_map(
     "fullgrad",
     paper="Srinivas & Fleuret, NeurIPS 2019, on tokens",
     needs={"x", "g", "bias"},
@@ -338,7 +338,7 @@ def _bias_needs(settings: Settings) -> frozenset[str]:
     return frozenset({"x", "g", "bias"} if settings["include_bias"] else {"x", "g"})
 
 
-@register_method(
+@layer_map(
     "fullgrad-plus",
     paper="SkipPLUS, CVPR-W 2024",
     aliases=("fullgrad+",),

@@ -12,7 +12,7 @@ from torch import Tensor
 from patchlight.core.resize import to_pixels
 from patchlight.evidence.ablation import Count, PixelMasks
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.methods.base import Ask, Estimate, Level, register_method
+from patchlight.methods.base import Ask, Estimate, Level, ablates
 from patchlight.methods.masking import at_level, owners
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
@@ -50,10 +50,9 @@ def hsic_of(masks: Tensor, outputs: Tensor, floor: float) -> Tensor:
     return torch.cat([some(a, b) for a, b in zip(y.split(rows), width.split(rows), strict=True)])
 
 
-@register_method(
+@ablates(
     "hsic",
     paper="Novello et al., NeurIPS 2022",
-    ablates=True,
     levels=("pixel", "token"),
     stochastic=True,
     unsigned=True,

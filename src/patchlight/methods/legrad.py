@@ -10,7 +10,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.core.registry import Settings
 from patchlight.evidence.passes import Course
 from patchlight.evidence.record import Evidence
-from patchlight.methods.base import register_method
+from patchlight.methods.base import layer_map
 from patchlight.methods.compositions import MEAN, Readout
 
 Attended = Literal["auto", "block", "pooler"]
@@ -41,7 +41,7 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     return no_pooler(settings, vit)
 
 
-@register_method(
+@layer_map(
     "legrad",
     paper="Bousselham et al., ICCV 2025",
     needs={"v", "dO"},

@@ -14,7 +14,7 @@ from patchlight.core.extras import missing_extra
 from patchlight.core.resize import to_cells, to_pixels
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill, Filling, fill_images
-from patchlight.methods.base import Ask, Estimate, Level, register_method
+from patchlight.methods.base import Ask, Estimate, Level, ablates
 from patchlight.methods.masking import MadeMasks, bernoulli, owners, removes_tokens, score_kept
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
@@ -68,10 +68,9 @@ def kernel(z: Tensor, counts: Tensor, width: float) -> Tensor:
     return torch.exp(-(distance**2) / width**2).sqrt()
 
 
-@register_method(
+@ablates(
     "lime",
     paper="Ribeiro et al., KDD 2016",
-    ablates=True,
     levels=("token", "pixel"),
     stochastic=True,
     cost="samples forwards (2000)",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.methods.base import Ask, Level, register_method
+from patchlight.methods.base import Ask, Level, ablates
 from patchlight.methods.masking import (
     at_level,
     removes_tokens,
@@ -27,11 +27,10 @@ def _pair(extent: Extent | None, default: tuple[int, int]) -> tuple[int, int]:
     return (extent, extent) if isinstance(extent, int) else extent
 
 
-@register_method(
+@ablates(
     "occlusion",
     paper="Zeiler & Fergus, ECCV 2014",
     aliases=("sliding-window",),
-    ablates=True,
     levels=("pixel", "token"),
     cost="1 forward per window + 1 (197 at 14 x 14 patches)",
     presets={

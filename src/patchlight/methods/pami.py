@@ -10,14 +10,13 @@ from torch import Tensor
 
 from patchlight.evidence.ablation import Count
 from patchlight.evidence.fills import Fill
-from patchlight.methods.base import Ask, register_method
+from patchlight.methods.base import Ask, ablates
 from patchlight.methods.masking import removes_tokens, score_patches, sliding, window_masks, window_sum
 
 
-@register_method(
+@ablates(
     "pami",
     paper="Shi et al., 2023",
-    ablates=True,
     cost="1 forward per window (121 at 14 x 14 patches)",
     quick={"windows": 2},
     constant="a window as large as the grid says the same of every patch; use a smaller one",

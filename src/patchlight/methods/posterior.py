@@ -17,7 +17,7 @@ from patchlight.core.resize import at_size, to_cells
 from patchlight.engine import compute
 from patchlight.evidence.fills import Fill
 from patchlight.evidence.kmeans import draw_initial, kmeans
-from patchlight.methods.base import Ask, Estimate, register_method
+from patchlight.methods.base import Ask, Estimate, ablates
 from patchlight.methods.masking import Ratio
 from patchlight.methods.requests import refusal, resolve
 from patchlight.methods.sampling import Tolerance, in_rounds
@@ -183,10 +183,9 @@ def _depends(settings: Settings) -> object:
     return None if request.method.depends is None else request.method.depends(request.settings)
 
 
-@register_method(
+@ablates(
     "posterior",
     paper="Patchlight",
-    ablates=True,
     stochastic=True,
     exact=False,
     cost="the prior's forward and backward, 1 + samples (128) forwards of half the tokens, and a k-means",

@@ -24,7 +24,7 @@ from patchlight.core.registry import Settings
 from patchlight.core.targets import score_of
 from patchlight.evidence.passes import Pass
 from patchlight.evidence.precision import Decided, rounding
-from patchlight.methods.base import Ask, Level, register_method
+from patchlight.methods.base import Ask, Level, own_passes
 from patchlight.methods.compositions import ADDITIVE, LAST
 
 Rules = Literal["ours", "orig"]
@@ -378,7 +378,7 @@ def _attention_maps(ask: Ask, rules: Rules, gradient: bool) -> Pass:
     return Pass(logits.to(ask.images), ask.targets, scores.to(ask.images), [[maps]])
 
 
-@register_method(
+@own_passes(
     "lrp",
     paper="Bach et al., 2015, on ViTs as in Chefer et al., CVPR 2021",
     aliases=("full-lrp",),
@@ -408,7 +408,7 @@ def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
     return seen.pixels(R).sum(1).to(ask.images)
 
 
-@register_method(
+@own_passes(
     "partial-lrp",
     paper="Voita et al., ACL 2019, on ViTs as in Chefer et al., CVPR 2021",
     combine=LAST,
@@ -427,7 +427,7 @@ def partial_lrp(ask: Ask, rules: Rules = "orig") -> Pass:
     return _attention_maps(ask, rules, gradient=False)
 
 
-@register_method(
+@own_passes(
     "transatt",
     paper="Chefer et al., CVPR 2021",
     aliases=("chefer1", "cgw1"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.methods.base import Ask, Estimate, Level, register_method
+from patchlight.methods.base import Ask, Estimate, Level, ablates
 from patchlight.methods.masking import Ratio, at_level, bernoulli, removes_tokens, score_masks, score_patches
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
@@ -83,10 +83,9 @@ def draw_grids(n: int, cells: int, keep: float, size: tuple[int, int], generator
     return Grids(grids, torch.stack(shifts, 1), size)
 
 
-@register_method(
+@ablates(
     "rise",
     paper="Petsiuk et al., BMVC 2018",
-    ablates=True,
     levels=("pixel", "token"),
     stochastic=True,
     cost="samples forwards (4000)",

@@ -11,7 +11,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.core.registry import Settings
 from patchlight.core.resize import to_pixels
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.methods.base import Ask, register_method
+from patchlight.methods.base import Ask, ablates
 from patchlight.methods.cams import NORM1, feature_maps, no_place
 from patchlight.methods.masking import MadeMasks, owners
 
@@ -20,11 +20,10 @@ def refuses(settings: Settings, vit: Anatomy) -> str | None:
     return None if vit.hierarchical else no_place(settings["layer"], vit)
 
 
-@register_method(
+@ablates(
     "score-cam",
     paper="Wang et al., CVPR-W 2020, on tokens",
     aliases=("scorecam",),
-    ablates=True,
     score="logit",
     cost="1 forward per channel + 1 (769 at width 768)",
     refuses=refuses,

@@ -14,7 +14,7 @@ from patchlight.core.registry import Settings
 from patchlight.evidence.ablation import PixelMasks, TokenSubsets
 from patchlight.evidence.coalitions import Unseen, draw_coalitions, members_first, no_coalitions
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.methods.base import Ask, Estimate, register_method
+from patchlight.methods.base import Ask, Estimate, ablates
 from patchlight.methods.masking import owners
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
@@ -94,11 +94,10 @@ def _advice(settings: Settings, vit: Anatomy) -> str | None:
     return f"{settings['samples']} coalitions cannot tell {players} patches apart; use samples={10 * players} or more"
 
 
-@register_method(
+@ablates(
     "kernel-shap",
     paper="Lundberg & Lee, NeurIPS 2017",
     aliases=("kernelshap",),
-    ablates=True,
     stochastic=True,
     cost="samples (2000) + 2 forwards, of half the tokens on average",
     quick={"samples": 200},

@@ -15,7 +15,7 @@ from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, Varian
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
 from patchlight.evidence.passes import LayerJob
-from patchlight.methods.base import Ask, Estimate, register_method
+from patchlight.methods.base import Ask, Estimate, ablates
 from patchlight.methods.masking import Ratio, Ratios, owners
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
@@ -95,11 +95,10 @@ def _no_dropping(settings: Settings, vit: Anatomy) -> str | None:
     return vit.can_drop
 
 
-@register_method(
+@ablates(
     "tis",
     paper="Englebert et al., ICCV-W 2023",
     aliases=("transformer-input-sampling",),
-    ablates=True,
     stochastic=True,
     exact=False,
     cost="1 + samples (1024) forwards of half the tokens, and a k-means",

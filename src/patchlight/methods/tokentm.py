@@ -10,7 +10,7 @@ from patchlight.anatomy.base import Anatomy, linear
 from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import Entry, Matrix, lengths, times, written
-from patchlight.methods.base import Composition, LayerMaps, register_method
+from patchlight.methods.base import Composition, LayerMaps, layer_map
 from patchlight.methods.compositions import Readout
 
 _GUARD = 1e-8
@@ -99,7 +99,7 @@ READINGS: dict[str, dict[str, object]] = {
 # Presets set all five open choices, so that a reading stays what it is if the defaults ever change.
 
 
-@register_method(
+@layer_map(
     "tokentm",
     paper="Wu et al., CVPR 2024",
     needs=_needs,

@@ -13,7 +13,7 @@ from patchlight.anatomy.base import linear
 from patchlight.evidence.passes import LayerJob, Pass, in_memory, rows_at_once
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import written
-from patchlight.methods.base import Ask, LayerMaps, register_method
+from patchlight.methods.base import Ask, LayerMaps, own_passes
 from patchlight.methods.compositions import Readout, block_index
 from patchlight.methods.tokentm import no_linear_values
 
@@ -83,7 +83,7 @@ def _read(ask: Ask, weights: Tensor, product: Tensor) -> Tensor:
     return ask.vit.patches((weights[:, :, None] * product).sum(1))
 
 
-@register_method(
+@own_passes(
     "tam",
     needs={"A", "G"},
     paper="Yuan et al., NeurIPS Workshop 2021",
@@ -140,7 +140,7 @@ def value_ratio(b: Evidence) -> Tensor:
     return ratio
 
 
-@register_method(
+@own_passes(
     "bt-h",
     needs={"A", "G"},
     paper="Chen et al., TMLR 2022",
@@ -170,7 +170,7 @@ def bt_h(
     return _read(ask, weights, perception * feedback(ask, rows, steps, with_integral))
 
 
-@register_method(
+@own_passes(
     "bt-t",
     needs={"A", "G", "v"},
     paper="Chen et al., TMLR 2022",

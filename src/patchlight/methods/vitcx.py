@@ -17,7 +17,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.core.registry import Settings
 from patchlight.core.resize import axis_matrix, fitted, to_pixels
 from patchlight.evidence.ablation import Count, Rendered
-from patchlight.methods.base import Ask, Estimate, register_method
+from patchlight.methods.base import Ask, Estimate, ablates
 from patchlight.methods.cams import ATTENTION, NORM1, feature_maps, no_place
 from patchlight.methods.masking import owners
 from patchlight.methods.rise import draw_grids
@@ -215,11 +215,10 @@ def _covered(total: Tensor, coverage: Tensor) -> Tensor:
     return torch.where(coverage > 1e-9, total / coverage.clamp_min(1e-9), 0)
 
 
-@register_method(
+@ablates(
     "vit-cx",
     paper="Xie et al., IJCAI 2023",
     aliases=("vitcx",),
-    ablates=True,
     stochastic=True,
     exact=False,
     levels=("pixel",),

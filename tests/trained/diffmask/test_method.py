@@ -9,10 +9,10 @@ import torch
 
 import patchlight as pl
 from patchlight.core.errors import PatchlightError, Unsupported
-from patchlight.methods import diffmask
-from patchlight.methods.diffmask import SHIPPED
 from patchlight.testing import check_method
+from patchlight.trained.diffmask import method
 from patchlight.trained.diffmask.gates import DiffMask, aggregate, new_gates, observe
+from patchlight.trained.diffmask.method import SHIPPED
 from tests.families import FAMILIES, HIERARCHICAL, STRUCTURAL, images, shared
 from tests.trained.toys import pictures, toy
 
@@ -54,7 +54,7 @@ def test_gates_inside_the_pass_or_all_in_pass(family: str, monkeypatch: pytest.M
     for settings in ({}, {"gate": 1}, {"gate": 1, "aggregated": False}):
         maps = []
         for inside in (True, False):
-            monkeypatch.setattr(diffmask, "_in_pass", lambda h0, inside=inside: inside)
+            monkeypatch.setattr(method, "_in_pass", lambda h0, inside=inside: inside)
             maps.append(pl.explain(vit, images(vit, 2), "diffmask", explainer=dm, **settings).scores)
         assert torch.allclose(*maps, atol=1e-5)
 

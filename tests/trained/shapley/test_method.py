@@ -9,8 +9,8 @@ import torch
 
 import patchlight as pl
 from patchlight.core.errors import PatchlightError, Unsupported
-from patchlight.methods.vitshapley import SHIPPED
 from patchlight.testing import check_method
+from patchlight.trained.shapley.method import SHIPPED
 from patchlight.trained.shapley.networks import why_not
 from tests.families import FAMILIES, STRUCTURAL, images, shared
 from tests.trained.shapley.test_networks import untrained

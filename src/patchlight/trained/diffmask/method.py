@@ -12,7 +12,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.core.fingerprints import fingerprint
 from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence
-from patchlight.methods.base import Composition, LayerMaps, register_method
+from patchlight.methods.base import Composition, LayerMaps, layer_map
 from patchlight.trained.diffmask.gates import DiffMask, Map, aggregate, why_not
 from patchlight.trained.explainer import chosen
 from patchlight.zoo.pocket import HERE
@@ -69,7 +69,7 @@ def _product(
     return F.pad(aggregate(u, map, gates.alpha), (maps.vit.prefix, 0))
 
 
-@register_method(
+@layer_map(
     "diffmask",
     paper="Nalmpantis et al., CVPR-W 2023",
     aliases=("vision-diffmask",),

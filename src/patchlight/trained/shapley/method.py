@@ -12,7 +12,7 @@ from patchlight.core.errors import Unsupported
 from patchlight.core.fingerprints import fingerprint
 from patchlight.core.registry import Settings
 from patchlight.evidence.precision import casting, rounding
-from patchlight.methods.base import Ask, register_method
+from patchlight.methods.base import Ask, own_passes
 from patchlight.trained.explainer import chosen
 from patchlight.trained.shapley.networks import ViTShapley, why_not
 from patchlight.zoo.pocket import HERE
@@ -44,7 +44,7 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     return explainer_of(given).mismatch(vit)
 
 
-@register_method(
+@own_passes(
     "vit-shapley",
     paper="Covert et al., ICLR 2023",
     aliases=("vitshapley",),
