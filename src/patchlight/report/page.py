@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from patchlight.core.drawing.charts import PALETTE as PALETTE
+from patchlight.core.drawing.page import data_url as data_url
 
 if TYPE_CHECKING:
     from jinja2 import Template
-    from PIL.Image import Image
-
-PALETTE = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
-    *("#7a4b94", "#8c6d31", "#d62728", "#17becf", "#6b6b6b", "#393b79"),
-)
 
 
 def page_template(package: str, name: str) -> Template:
@@ -34,14 +29,7 @@ def page_template(package: str, name: str) -> Template:
 
 def page_style() -> str:
     """The style sheet that pages begin with; it may stand in a style element as it is."""
-    return files("patchlight.report").joinpath("templates", "page.css").read_text(encoding="utf-8")
-
-
-def data_url(picture: Image, kind: str = "jpeg", **options: Any) -> str:
-    """A picture as an address that holds it."""
-    out = io.BytesIO()
-    picture.save(out, kind, **(options or ({"optimize": True} if kind == "png" else {"quality": 88})))
-    return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
+    return files("patchlight.core.drawing").joinpath("templates", "page.css").read_text(encoding="utf-8")
 
 
 def round_values(low: float, high: float) -> list[float]:

@@ -24,10 +24,10 @@ from patchlight.core.drawing.heat import (
     robust_scale,
     upsample,
 )
+from patchlight.core.drawing.page import data_url
 from patchlight.core.drawing.pictures import figure_bytes
 from patchlight.core.photos import as_picture
 from patchlight.core.statistics import SIGNS, Mark
-from patchlight.report.page import data_url
 
 if TYPE_CHECKING:
     from patchlight.core.drawing.shown import ShownFigure

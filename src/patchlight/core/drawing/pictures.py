@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ SCALES = {
     False: ("lowest", "highest (each map to its 99th percentile)"),
     True: ("against", "for (each map to ± its 99th percentile)"),
 }
+
+_SETTINGS = threading.Lock()
+"""Held while matplotlib's settings, which all threads share, are changed."""
 
 
 @dataclass(frozen=True)
@@ -213,14 +217,21 @@ def figure_bytes(fig: Figure, path: str | Path) -> bytes:
     kind = figure_format(path)
     out = io.BytesIO()
     if kind in ("pdf", "svg"):
-        import matplotlib
-
-        stamp: dict[str, Any] = {"CreationDate": None} if kind == "pdf" else {"Date": None}
-        with matplotlib.rc_context({"svg.hashsalt": "patchlight", "pdf.fonttype": 42}):
-            fig.savefig(out, format=kind, metadata=stamp)
-        return out.getvalue()
+        return vector_bytes(fig, kind, outlines=True)
     options: dict[str, Any] = {"optimize": True} if kind == "png" else {"quality": 92}
     figure_picture(fig).save(out, format=kind, dpi=(fig.dpi, fig.dpi), **options)
+    return out.getvalue()
+
+
+def vector_bytes(fig: Figure, kind: str, outlines: bool = False) -> bytes:
+    """A figure as PDF or SVG without dates and random ids; `outlines` draws an SVG's words as paths."""
+    import matplotlib
+
+    out = io.BytesIO()
+    nothing = ("CreationDate",) if kind == "pdf" else ("Date",) if outlines else ("Date", "Creator", "Format", "Type")
+    fonts: Any = {"svg.fonttype": "path" if outlines else "none", "pdf.fonttype": 42, "svg.hashsalt": "patchlight"}
+    with _SETTINGS, matplotlib.rc_context(fonts):
+        fig.savefig(out, format=kind, metadata=dict.fromkeys(nothing))
     return out.getvalue()
 
 

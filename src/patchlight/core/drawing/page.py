@@ -1,0 +1,34 @@
+"""Pages that open offline: templates with one base and style, and pictures inside the file."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def render_page(package: str, name: str, **values: Any) -> str:
+    """A template of a package's folder `templates`, which may extend `base.html` or a piece of it.
+
+    Every word is escaped, and a name that is missing is an error.
+    """
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(package), PackageLoader("patchlight.core.drawing")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name).render(values)
+
+
+def data_url(picture: Image, kind: str = "jpeg", **options: Any) -> str:
+    """A picture as an address that holds it."""
+    out = io.BytesIO()
+    picture.save(out, kind, **(options or ({"optimize": True} if kind == "png" else {"quality": 88})))
+    return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
