@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import record
-from patchlight.recipes import bundled
+from patchlight.core.recipes import bundled
 
 MASKS = ("pets", "imagenet-s", "imagenet-segmentation")
 

@@ -201,7 +201,7 @@ def test_an_installed_plugin_is_loaded_by_itself(tmp_path: Path) -> None:
     info = tmp_path / "mine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[patchlight.core.plugins]\nmine = mine\nbroken = nowhere_at_all\n")
+    (info / "entry_points.txt").write_text("[patchlight.plugins]\nmine = mine\nbroken = nowhere_at_all\n")
     code = "import patchlight as pl; print('positive-gradient' in [m.name for m in pl.list_methods()])"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.append({str(tmp_path)!r}); {code}"],

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from patchlight.bench.recipe import read_recipe
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
-from patchlight.recipes import KINDS, bundled, find_recipe, read_text
+from patchlight.core.recipes import KINDS, bundled, find_recipe, read_text
 
 from .bench.small import text
 
@@ -46,9 +46,10 @@ def test_recipes_are_files_of_the_package() -> None:
 
 
 def test_other_files_are_no_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bench").mkdir()
+    folder = tmp_path / "recipes" / "bench"
+    folder.mkdir(parents=True)
     for name in (".DS_Store", "one.toml", "one.toml.orig"):
-        (tmp_path / "bench" / name).touch()
+        (folder / name).touch()
     monkeypatch.setattr(resources, "files", lambda name: tmp_path)
     assert list(bundled()) == ["one"]
 

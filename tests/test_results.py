@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from patchlight.recipes import KINDS, bundled
+from patchlight.core.recipes import KINDS, bundled
 from patchlight.report.figures import FIGURES
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results"

@@ -12,14 +12,15 @@ import torch
 
 import patchlight as pl
 from patchlight import engine
+from patchlight.anatomy.spec import ModelSpec, PreprocessSpec
 from patchlight.bench.local import run
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import override, parse
 from patchlight.bench.unit import Resources, run_unit
 from patchlight.core.errors import PatchlightError
-from patchlight.methods import requests
-from patchlight.metrics import base, evaluation
-from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec, PreprocessSpec
+from patchlight.data.spec import DataSpec
+from patchlight.study import evaluate, spec
+from patchlight.study.spec import MethodSpec, MetricSpec
 from patchlight.trained.diffmask.recipe import read_recipe
 from patchlight.trained.recipe import data_at
 from tests.bench.small import pictures, recipe, text, units
@@ -101,7 +102,7 @@ def test_data_at_a_folder_or_of_a_kind(tmp_path: Path) -> None:
 def test_a_model_of_another_name_keeps_nothing_of_the_recipes() -> None:
     own = ModelSpec(name="a", weights="w", labels="l", stage=2, preprocess=PreprocessSpec(crop_pct=0.5))
     assert own.other() == own.other("a") == own
-    assert own.other("a", "v") == own.model_copy(update={"weights": "v"})
+    assert own.other("a", weights="v") == own.model_copy(update={"weights": "v"})
     assert own.other("b", labels="m") == ModelSpec(name="b", labels="m")
 
 
@@ -126,10 +127,10 @@ def test_a_name_is_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     resolved: list[str] = []
     anew: list[str] = []
-    monkeypatch.setattr(requests, "resolve", counted(resolved, requests.resolve))
-    monkeypatch.setattr(base, "resolve_metric", counted(resolved, base.resolve_metric))
+    monkeypatch.setattr(spec, "resolve", counted(resolved, spec.resolve))
+    monkeypatch.setattr(spec, "resolve_metric", counted(resolved, spec.resolve_metric))
     monkeypatch.setattr(engine, "resolve", counted(anew, engine.resolve))
-    monkeypatch.setattr(evaluation, "resolve_metric", counted(anew, evaluation.resolve_metric))
+    monkeypatch.setattr(evaluate, "resolve_metric", counted(anew, evaluate.resolve_metric))
     read = parse(text(pictures(tmp_path / "images", 4)).partition("[quick.")[0])
     run(override(read, seed=1), tmp_path / "run")
     assert sorted(resolved) == ["deletion", "genatt", "insertion", "random", "rollout", "rollout"]

@@ -15,7 +15,7 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.core.statistics import spearman
 from patchlight.data import batches
-from patchlight.specs import DataSpec, kind_and_path
+from patchlight.data.spec import DataSpec, kind_and_path
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "posterior": {"samples": 1024},

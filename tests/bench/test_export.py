@@ -29,7 +29,7 @@ from patchlight.bench.store import Store
 from patchlight.bench.tables import as_markdown, gather
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
-from patchlight.recipes import bundled
+from patchlight.core.recipes import bundled
 from tests.bench.conftest import MORE, Shared
 from tests.bench.small import replaced
 from tests.bench.test_merge import copied, measured, values

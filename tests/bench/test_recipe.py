@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from patchlight.anatomy.spec import PreprocessSpec
 from patchlight.bench.recipe import Quick, override, parse, quickened, read_recipe
 from patchlight.core.errors import PatchlightError
+from patchlight.core.recipes import bundled, key_lines
 from patchlight.methods.base import METHODS
-from patchlight.recipes import bundled, key_lines
-from patchlight.specs import MetricSpec, PreprocessSpec
+from patchlight.study.spec import MetricSpec
 from tests.bench.small import text
 
 BENCH = list(bundled())

@@ -15,7 +15,7 @@ import patchlight as pl
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import Preprocess
 from patchlight.data import Data, Sources, load_batch, open_data, takes_classes
-from patchlight.specs import DataSpec, kind_and_path
+from patchlight.data.spec import DataSpec, kind_and_path
 
 from .files import picture, save_array, write
 

@@ -329,7 +329,9 @@ def _with_cut(cut: str) -> tuple[str, str]:
 _recipe_row("lists in lists", "batch_size = 2", f"notes = {'[' * 5000}{']' * 5000}", "nested too deeply")
 _recipe_row("NaN means", *_with_cut("mean = [nan, 0.5, 0.5]"), "line 6", "mean", "finite number")
 _recipe_row("no spread", *_with_cut("std = [0.0, 0.5, 0.5]"), "line 6", "std", "greater than 0")
-_recipe_row("sizes that do not fit", *_with_cut("size = [100, 100]"), "100 x 100", "32 x 32", "leave out size")
+_recipe_row(
+    "sizes that do not fit", *_with_cut("size = [100, 100]"), "[1, 3, 100, 100]", "(32)", "of the size it takes"
+)
 _recipe_row("sizes of nothing", *_with_cut("size = [0, 32]"), "line 6", "size")
 _recipe_row("images true", "[methods]", "images = true\n\n[methods]", "line 12", "data.images", "True")
 _recipe_row("a seed too large", "batch_size = 2", f"seed = {2**70}", "line 3", "seed")

@@ -14,12 +14,14 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 import patchlight
+from patchlight.anatomy.spec import ModelSpec, PreprocessSpec
 from patchlight.bench.recipe import Published, Quick, Recipe
 from patchlight.cli import app
 from patchlight.core import errors
 from patchlight.core.registry import in_words, settings_of
 from patchlight.data import KINDS
-from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec, PreprocessSpec
+from patchlight.data.spec import DataSpec
+from patchlight.study.spec import MethodSpec, MetricSpec
 from tools.docs.words import as_markdown, code, paragraphs, table
 
 SOURCE = Path(patchlight.__file__).parent

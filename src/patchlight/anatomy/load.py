@@ -20,11 +20,11 @@ from patchlight.anatomy.hf import as_processed
 from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
 from patchlight.anatomy.own import OWN, read_own
 from patchlight.anatomy.preprocessing import applied, read_preprocess
+from patchlight.anatomy.spec import PreprocessSpec
 from patchlight.core.errors import AssumedPreprocess, NoClassifier, PatchlightError, first_line, nearest
 from patchlight.core.extras import missing_extra
 from patchlight.core.images import Preprocess
 from patchlight.core.registry import matching
-from patchlight.specs import PreprocessSpec
 
 if TYPE_CHECKING:
     from patchlight.anatomy.heads import Head

@@ -10,10 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from patchlight.anatomy.spec import PreprocessSpec
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.extras import missing_extra
 from patchlight.core.images import Preprocess
-from patchlight.specs import PreprocessSpec
+from patchlight.core.recipes import parse_as
 
 PROCESSOR = "preprocessor_config.json"
 Prepared = Preprocess | PreprocessSpec
@@ -26,6 +27,8 @@ def read_preprocess(given: Any) -> Prepared:
     A `Preprocess`, or an image processor of transformers, or a folder with its preprocessor_config.json, says all of
     it. A dictionary, or a JSON or TOML file, has some of the fields of `Preprocess`; the others stay the model's own.
     """
+    if isinstance(given, PreprocessSpec) and None not in (fields := given.model_dump()).values():
+        return Preprocess(**fields)
     if isinstance(given, Preprocess | PreprocessSpec):
         return given
     if isinstance(given, Mapping):
@@ -67,8 +70,6 @@ def _read_path(path: Path) -> Prepared:
     except (OSError, UnicodeDecodeError) as error:
         raise PatchlightError(f"'{path}' cannot be read as a preprocessing: {error}") from error
     if path.suffix.lower() == ".toml":
-        from patchlight.recipes import parse_as
-
         return parse_as(PreprocessSpec, text, f"'{path}'")
     try:
         content = json.loads(text)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from patchlight.anatomy.spec import ModelSpec
 from patchlight.bench.manifest import Manifest
-from patchlight.specs import MethodSpec, MetricSpec, ModelSpec
+from patchlight.study.spec import MethodSpec, MetricSpec
 
 S = TypeVar("S", ModelSpec, MethodSpec, MetricSpec)
 PLACES = {"weights", "labels", "stands_for"}

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.spec import ModelSpec
 from patchlight.bench.code import described
 from patchlight.bench.contents import contents, planned_sample, same_classes
 from patchlight.bench.events import Listener
 from patchlight.bench.recipe import Recipe
 from patchlight.core.errors import PatchlightError
 from patchlight.core.fingerprints import digest_of, identity
-from patchlight.specs import DataSpec, MethodSpec, MetricSpec, ModelSpec
+from patchlight.data.spec import DataSpec
+from patchlight.study.spec import MethodSpec, MetricSpec
 
 if TYPE_CHECKING:
     from patchlight.data import Data, Sample

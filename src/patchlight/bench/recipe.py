@@ -8,9 +8,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
+from patchlight.anatomy.spec import ModelSpec
 from patchlight.core.errors import PatchlightError, nearest
-from patchlight.recipes import Keys, at_line, parse_as, read_text
-from patchlight.specs import DataSpec, Many, MethodSpec, MetricSpec, ModelSpec, OpenSpec, Spec, Whole
+from patchlight.core.recipes import Keys, at_line, parse_as, read_text
+from patchlight.core.spec import Many, OpenSpec, Spec, Whole
+from patchlight.data.spec import DataSpec
+from patchlight.study.spec import MethodSpec, MetricSpec
 
 Told = Callable[[Keys, object], PatchlightError]
 T = TypeVar("T", MethodSpec, MetricSpec)

@@ -21,10 +21,10 @@ from patchlight.core.errors import PatchlightError, spelled
 from patchlight.core.statistics import constant
 from patchlight.core.targets import predicted
 from patchlight.data import Batch, Data, labelled, load_batch, takes_classes
+from patchlight.data.spec import DataSpec
 from patchlight.engine import explain
 from patchlight.methods.requests import Request, refusal
 from patchlight.metrics.base import Evaluation, MetricRequest, on_grid
-from patchlight.specs import DataSpec
 from patchlight.study.evaluate import evaluate
 
 T = TypeVar("T")

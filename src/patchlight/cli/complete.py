@@ -61,14 +61,14 @@ def complete_kind(incomplete: str) -> list[Offer]:
 
 def complete_recipe(incomplete: str) -> list[Offer]:
     """The bundled recipes of the benchmark."""
-    from patchlight.recipes import bundled
+    from patchlight.core.recipes import bundled
 
     return _beginning(incomplete, ((name, "") for name in bundled("bench")))
 
 
 def complete_training_recipe(ctx: typer.Context, incomplete: str) -> list[Offer]:
     """The bundled recipes of the explainer that is to be trained."""
-    from patchlight.recipes import bundled
+    from patchlight.core.recipes import bundled
 
     command = ctx.parent.info_name if ctx.parent is not None else None
     return _beginning(incomplete, ((name, "") for name in bundled(command or "")))

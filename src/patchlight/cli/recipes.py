@@ -30,7 +30,7 @@ def list_recipes(
     """List the bundled recipes: whose tables they repeat, what is measured, on which models and data; or print one."""
     with answering(as_json, debug):
         if name is not None:
-            from patchlight.recipes import read_text
+            from patchlight.core.recipes import read_text
 
             text = read_text(name)
             print_json(tomllib.loads(text)) if as_json else print(text, end="")
@@ -51,7 +51,7 @@ def list_recipes(
 
 def recipe_rows() -> list[dict[str, Any]]:
     """Every bundled recipe of the benchmark: whose it is, its metrics, models by label, data, and counts."""
-    from patchlight.recipes import bundled
+    from patchlight.core.recipes import bundled
 
     rows = []
     for name, file in bundled("bench").items():

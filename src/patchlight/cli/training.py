@@ -12,7 +12,7 @@ from patchlight.core.errors import PatchlightError
 
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
-    from patchlight.specs import ModelSpec
+    from patchlight.anatomy.spec import ModelSpec
     from patchlight.trained.recipe import TrainingRecipe
     from patchlight.trained.settings import Training
 
@@ -52,7 +52,7 @@ def recipe_of(
     beside: dict[str, Any],
 ) -> R:
     """The recipe, if one was given, with what was given beside it; `said` is about the model, `beside` all else."""
-    from patchlight.recipes import parse_as, read_text
+    from patchlight.core.recipes import parse_as, read_text
     from patchlight.trained.recipe import data_at
 
     recipe = kind() if given is None else parse_as(kind, read_text(given, kind.command), given)
@@ -73,11 +73,11 @@ def model_spec(
 ) -> ModelSpec:
     """The model that the options name, else `base`, else the bundled one."""
     from patchlight.anatomy.preprocessing import as_spec
-    from patchlight.specs import ModelSpec
+    from patchlight.anatomy.spec import ModelSpec
 
     prepared = None if said["preprocess"] is None else as_spec(said["preprocess"])
     first = ModelSpec(name="pocket") if base is None else base
-    return first.other(model, _text(weights), _text(labels), **{**said, "preprocess": prepared})
+    return first.other(model, weights=_text(weights), labels=_text(labels), **{**said, "preprocess": prepared})
 
 
 def loaders(recipe: TrainingRecipe, vit: Anatomy, settings: Training, workers: int) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from patchlight.core.errors import PatchlightError, warn
 
-GROUP = "patchlight.core.plugins"
+GROUP = "patchlight.plugins"
 """The group of entry points a package names its modules in; they are loaded with the bundled ones."""
 _LOCK = threading.RLock()
 _INSTALLED: list[str] = []

@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.spec import ModelSpec
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import to_batch
+from patchlight.core.spec import Spec
 from patchlight.data import Data
-from patchlight.specs import DataSpec, ModelSpec, Spec, kind_and_path
+from patchlight.data.spec import DataSpec, kind_and_path
 
 
 class TrainingRecipe(Spec):

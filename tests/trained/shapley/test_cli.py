@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from patchlight.recipes import parse_as, read_text
+from patchlight.core.recipes import parse_as, read_text
 from patchlight.trained.shapley.recipe import ShapleyRecipe
 from tests.trained.diffmask.test_cli import call, folder  # noqa: F401
 

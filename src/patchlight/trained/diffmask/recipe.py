@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from patchlight.recipes import parse_as, read_text
+from patchlight.core.recipes import parse_as, read_text
 from patchlight.trained.diffmask.settings import PRESETS, Settings
 from patchlight.trained.recipe import TrainingRecipe
 

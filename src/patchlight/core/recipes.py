@@ -1,6 +1,6 @@
 """Recipes as files: TOML, checked against the model that says what a recipe holds. An error names the line.
 
-Beside this file lie the bundled ones, by the command that takes them: `bench/`, `diffmask/` and `shapley/`.
+The bundled ones are in `recipes/`, by the command that takes them: `bench/`, `diffmask/` and `shapley/`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DEEPEST = 16
 
 def bundled(kind: str = "bench") -> dict[str, Traversable]:
     """The recipes that come with the package, by name, of those that `patchlight KIND` takes."""
-    files = (file for file in (resources.files(__name__) / kind).iterdir() if file.name.endswith(".toml"))
-    return dict(sorted((file.name.removesuffix(".toml"), file) for file in files))
+    files = (resources.files("patchlight") / "recipes" / kind).iterdir()
+    return dict(sorted((file.name.removesuffix(".toml"), file) for file in files if file.name.endswith(".toml")))
 
 
 def find_recipe(given: str | Path, kind: str = "bench") -> Traversable:
