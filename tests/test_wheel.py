@@ -27,9 +27,7 @@ from patchlight.zoo import pocket
 from tools import dist
 
 pytestmark = pytest.mark.slow
-WITH_TORCH = {"jinja2"}
-"""What an extra names and torch brings anyway."""
-ABSENT = {module for extra in EXTRAS.values() for module in extra.modules} - WITH_TORCH
+ABSENT = {module for extra in EXTRAS.values() for module in extra.modules}
 
 
 def closure(requirements: Sequence[str], extra: str = "") -> set[str]:

@@ -540,12 +540,6 @@ def test_a_report_says_which_files_are_in_it_and_which_are_not(folder: Path) -> 
     assert "not in this report" not in Path("whole.html").read_text()
 
 
-@pytest.mark.usefixtures("tiny", "folder")
-def test_a_report_tells_what_it_needs_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert "pip install 'patchlight[web]'" in refused("explain", "photos", "--report", "r.html")
-
-
 @pytest.mark.parametrize("token", ["schlüssel", " around ", "two\nlines"])
 def test_a_token_that_no_header_carries_is_refused(token: str) -> None:
     pytest.importorskip("fastapi")

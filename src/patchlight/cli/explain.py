@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from patchlight.anatomy.base import Anatomy
     from patchlight.core.attribution import Attribution
-    from patchlight.report.explanations import Section
+    from patchlight.report.explanations import ImageSection
     from patchlight.study.faithfulness import Trial
 
 DEMO_METHODS: dict[str, dict[str, Any]] = {
@@ -288,14 +288,11 @@ def _destination(paths: Sequence[str], out: str | None) -> tuple[Path | None, Pa
 
 
 def _report_path(report: str | None) -> Path | None:
-    """The file of a report; what needs an extra is refused before any work is done."""
+    """The file of a report."""
     if report is None:
         return None
     if Path(report).suffix.lower() not in (".html", ".htm"):
         raise PatchlightError(f"'{report}' is no report; its name must end in .html")
-    from patchlight.report.explanations import check_report
-
-    check_report()
     return Path(report)
 
 
@@ -407,7 +404,7 @@ class _Report:
     """The sections of a report, and how the maps in them were made."""
 
     def __init__(self, task: Task, vit: Anatomy) -> None:
-        self.sections: list[Section] = []
+        self.sections: list[ImageSection] = []
         self._task, self._vit = task, vit
         self._first: tuple[dict[str, Attribution], Trial] | None = None
 

@@ -16,12 +16,14 @@ import torch
 from PIL import Image
 
 from patchlight.core.attribution import Attribution
+from patchlight.core.drawing.charts import PALETTE, SOFT, Band, Line, line_chart, line_style
 from patchlight.core.drawing.heat import blend, is_signed, robust_scale
+from patchlight.core.drawing.page import data_url, render_page
 from patchlight.core.drawing.pictures import colour_bar, percent, short
 from patchlight.core.errors import PatchlightError, spelled
-from patchlight.core.extras import missing_extra
 from patchlight.core.statistics import constant
-from patchlight.report.page import PALETTE, data_url, page_style, page_template, round_values
+from patchlight.methods.requests import list_methods
+from patchlight.study.faithfulness import sanity_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
 SURE, CLOSE, LEFT = 0.5, 0.1, 0.5
 """Below which probability, and within which of the second class, a model is called unsure; and how much of the first
 value may be left once every patch is gone before that is told."""
-WIDTH, HEIGHT, EDGES = 460, 250, (48, 12, 12, 42)
-"""Of a chart, and its edges: left, top, right, bottom."""
-DASHES = ("", "7 3", "2 3")
 _PAINT = {
     "zero": "the mean colour of the data that the model was trained on",
     "black": "black",
@@ -70,37 +69,22 @@ class Explained:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A curve in a chart: `points` as SVG has them, and the number of its colour; None for the mean of random."""
-
-    method: str
-    points: str
-    colour: int | None
-    dash: str
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Where one of the two charts draws things; ticks are (place, words)."""
+class CurveChart:
+    """The deletion or insertion curves of all methods, drawn as SVG."""
 
     title: str
     words: str
-    x_title: str
-    y_title: str
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
-    band: str
-    lines: list[Line]
+    svg: str
 
 
 @dataclass(frozen=True)
-class Shown:
+class TestedMap:
     """A method's map and what the test says of it, in words and numbers."""
 
     method: str
     src: str
     about: str
-    colour: int
+    colour: str
     dash: str
     better: bool
     said: str
@@ -113,7 +97,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Section:
+class ImageSection:
     """One image of a report, as small as it is shown; `size` is of its pictures, `pixels` of the model's input."""
 
     name: str
@@ -122,8 +106,9 @@ class Section:
     pixels: tuple[int, int]
     predictions: list[tuple[str, str, float | None]]
     asked: str
-    shown: list[Shown]
-    charts: list[Chart]
+    shown: list[TestedMap]
+    charts: list[CurveChart]
+    quantity: str
     random: dict[str, str]
     notes: list[str]
     failures: dict[str, str]
@@ -133,7 +118,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Made:
+class Provenance:
     """How everything in a report was made: `facts` about the model and the test, and the methods with their settings.
 
     `removed` says in words what removing a patch means, and `command` is what makes the same report. `left_out` are
@@ -149,7 +134,7 @@ class Made:
     left_out: Sequence[str] = ()
 
 
-def section_of(image: Explained) -> Section:
+def section_of(image: Explained) -> ImageSection:
     """What a report shows of one image; pictures are encoded, so that many images take little memory."""
     for name, att in image.maps.items():
         if att.scores.ndim != 3 or len(att) != 1:
@@ -159,7 +144,7 @@ def section_of(image: Explained) -> Section:
         raise PatchlightError(f"a report needs at least one map; none was made{f' ({why})' if why else ''}")
     first, trial = next(iter(image.maps.values())), image.trial
     probable = trial.vit.probable
-    return Section(
+    return ImageSection(
         name=spelled(image.name),
         photo=data_url(image.picture.convert("RGB")),
         size=image.picture.size,
@@ -170,7 +155,8 @@ def section_of(image: Explained) -> Section:
         ],
         asked=first.named[0],
         shown=[_shown(image, name, place) for place, name in enumerate(image.maps)],
-        charts=_charts(trial, image.truths, first.named[0]),
+        charts=_charts(trial, image.truths),
+        quantity=f"{quantity_word(trial)} of {first.named[0]}",
         random={
             "count": str(len(trial.random.scores)),
             "deletion": _number(trial.random.deletion_areas.mean()),
@@ -190,29 +176,18 @@ def quantity_word(trial: Trial) -> str:
     return "similarity, (1 + cosine) / 2," if trial.quantity == "similarity" else trial.quantity
 
 
-def check_report() -> None:
-    """Refuse, before any work is done, what cannot be written without the package that draws pages."""
-    try:
-        import jinja2  # noqa: F401
-    except ImportError as error:
-        raise missing_extra("the report needs", "jinja2", "web") from error
-
-
-def report_html(sections: Sequence[Section], made: Made) -> str:
+def report_html(sections: Sequence[ImageSection], made: Provenance) -> str:
     """The whole report as one page; the same sections give the same bytes."""
     if not sections:
         raise PatchlightError("a report needs at least one image; none could be explained")
-    check_report()
-    return page_template("patchlight.report", "report.html").render(
-        style=page_style(),
+    return render_page(
+        "patchlight.report",
+        "report.html",
         palette=PALETTE,
         made=made,
         sections=sections,
         summary=_summary(sections),
         bars=[(signed, _bar(signed)) for signed in (False, True) if not signed or any(s.signed for s in sections)],
-        width=WIDTH,
-        height=HEIGHT,
-        edges=EDGES,
     )
 
 
@@ -222,13 +197,11 @@ def made_by(
     command: str,
     warnings: Sequence[str] = (),
     left_out: Sequence[str] = (),
-) -> Made:
+) -> Provenance:
     """How maps of a model and their test were made, today; `command` makes the same report, `warnings` came on the way.
 
     `left_out` are sentences about images that could not be explained.
     """
-    from patchlight.methods.requests import list_methods
-
     known = {info.name: info for info in list_methods()}
     first, vit = next(iter(maps.values())), trial.vit
     rows = []
@@ -262,7 +235,7 @@ def made_by(
     }
     removed = removed_words(trial.unit, str(trial.fill))
     said = tuple(map(spelled, left_out))
-    return Made(first.model, removed, facts, rows, spelled(command), tuple(warnings), said)
+    return Provenance(first.model, removed, facts, rows, spelled(command), tuple(warnings), said)
 
 
 def _own_classes(vit: Anatomy) -> str:
@@ -283,18 +256,17 @@ def removed_words(unit: str, fill: str) -> str:
     return f"a removed patch is painted over{paint} (fill '{fill}')"
 
 
-def _shown(image: Explained, name: str, place: int) -> Shown:
-    from patchlight.study.faithfulness import sanity_words
-
+def _shown(image: Explained, name: str, place: int) -> TestedMap:
     att, truth = image.maps[name], image.truths[name]
     scores = att.scores[0]
     heat = blend(image.picture, scores, robust_scale(scores), covers=att.covers)
-    return Shown(
+    colour, dash = line_style(place)
+    return TestedMap(
         method=name,
         src=data_url(heat),
         about=f"for {att.named[0]}",
-        colour=place % len(PALETTE),
-        dash=DASHES[place // len(PALETTE) % len(DASHES)],
+        colour=f"var(--m{PALETTE.index(colour)})",
+        dash=dash,
         better=truth.better,
         said=truth.words,
         sanity=sanity_words(image.sanity[name]) if name in image.sanity else "",
@@ -336,54 +308,35 @@ def _notes(image: Explained, first: Attribution) -> list[str]:
     return found
 
 
-def _charts(trial: Trial, truths: Mapping[str, Truth], asked: str) -> list[Chart]:
+def _charts(trial: Trial, truths: Mapping[str, Truth]) -> list[CurveChart]:
     """Deletion and insertion on one scale: a line per method, and random orders as their mean and a band."""
-    fractions = (trial.removed / trial.removed[-1]).tolist()
+    x = (trial.removed / trial.removed[-1]).tolist()
     curves = [trial.random, *(truth.curves for truth in truths.values())]
     values = torch.cat([side.flatten() for one in curves for side in (one.deletion, one.insertion)])
     known: list[float] = values[values.isfinite()].tolist() or [0.0]
-    low, high = min(0.0, *known), max(0.0, *known)
+    limits = min(0.0, *known), max(0.0, *known)
     if trial.score == "probability" and trial.targets.against is None:
-        high = max(high, 1.0)
-    left, top, right, bottom = EDGES
-    span = (high - low) or 1.0
+        limits = limits[0], max(limits[1], 1.0)
 
-    def x(fraction: float) -> float:
-        return round(left + fraction * (WIDTH - left - right), 1)
-
-    def y(value: float) -> float:
-        return round(HEIGHT - bottom - (value - low) / span * (HEIGHT - top - bottom), 1)
-
-    def points(side: Tensor) -> list[str]:
-        pairs = zip(fractions, side.tolist(), strict=True)
-        return [f"{x(f)},{y(v)}" for f, v in pairs if math.isfinite(v)]
-
-    def lines(which: str) -> list[Line]:
-        drawn = [Line("random", " ".join(points(getattr(trial.random, which).mean(0))), None, "4 4")]
+    def chart(title: str, which: str, words: str, done: str) -> CurveChart:
+        random = getattr(trial.random, which)
+        low, high = random.quantile(torch.tensor(BAND, dtype=torch.float64), 0).tolist()
+        lines = [Line("random", x, random.mean(0).tolist(), SOFT, "4 4")]
         for place, (name, truth) in enumerate(truths.items()):
-            dash = DASHES[place // len(PALETTE) % len(DASHES)]
-            own = " ".join(points(getattr(truth.curves, which)[0]))
-            drawn.append(Line(name, own, place % len(PALETTE), dash))
-        return drawn
+            lines.append(Line(name, x, getattr(truth.curves, which)[0].tolist(), *line_style(place)))
+        below = f"share of the patches {done}"
+        label = f"{title} curves by {below}"
+        bands = [Band(x, low, high)]
+        svg = line_chart(lines, x=below, y_limits=limits, bands=bands, percent=True, words=label)
+        return CurveChart(title, words, svg)
 
-    def band(which: str) -> str:
-        ends = getattr(trial.random, which).quantile(torch.tensor(BAND, dtype=torch.float64), 0)
-        return " ".join([*points(ends[0]), *reversed(points(ends[1]))])
-
-    x_ticks = [(x(f), f"{round(100 * f)} %") for f in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    y_ticks = [(y(v), f"{v:g}") for v in round_values(low, high)]
-    quantity = f"{quantity_word(trial)} of {asked}"
-    said = {
-        "deletion": ("Deletion", "patches removed, the highest first: falls early if the map is right", "removed"),
-        "insertion": ("Insertion", "patches shown, the highest first: rises early if the map is right", "shown"),
-    }
     return [
-        Chart(title, words, f"share of the patches {done}", quantity, x_ticks, y_ticks, band(which), lines(which))
-        for which, (title, words, done) in said.items()
+        chart("Deletion", "deletion", "patches removed, the highest first: falls early if the map is right", "removed"),
+        chart("Insertion", "insertion", "patches shown, the highest first: rises early if the map is right", "shown"),
     ]
 
 
-def _summary(sections: Sequence[Section]) -> list[dict[str, str]]:
+def _summary(sections: Sequence[ImageSection]) -> list[dict[str, str]]:
     """Of several images, how often each method was better than random, and its mean score beside random's."""
     if len(sections) < 2:
         return []

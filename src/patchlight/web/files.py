@@ -13,7 +13,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing import figure_bytes, seen_figure
 from patchlight.metrics.base import on_grid
-from patchlight.report.explanations import Explained, check_report, made_by, report_html, section_of
+from patchlight.report.explanations import Explained, made_by, report_html, section_of
 from patchlight.study.faithfulness import Trial, truths
 from patchlight.web.album import Held
 from patchlight.web.answers import explained, trial_of
@@ -37,8 +37,6 @@ KINDS = {
 def make_file(site: Site, asked: FileAsked, held: Held, work: Work) -> None:
     """Make the file of a job: its bytes, their type, and a name."""
     kind, end = KINDS[asked.kind]
-    if asked.kind == "report":
-        check_report()
     question = site.understood(asked, held)
     if asked.kind == "report":
         trial_of(site, question, asked)  # what cannot be tested is refused before any map is made
