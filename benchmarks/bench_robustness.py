@@ -16,7 +16,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.core.targets import Targets
 from patchlight.metrics.base import MapFunction
 from patchlight.metrics.robustness import draws
-from patchlight.study.evaluate import map_function
+from patchlight.study.sources import map_function
 
 IMAGES, DRAWS, RADIUS = 4, 10, 0.02
 Explanation = Callable[[Tensor | tuple[Tensor, ...]], tuple[Tensor]]

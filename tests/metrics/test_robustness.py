@@ -15,7 +15,7 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.targets import Targets
 from patchlight.metrics.robustness import draws
-from patchlight.study.evaluate import map_function
+from patchlight.study.sources import map_function
 from tests.families import images, shared
 from tests.reference import deit_tiny, inputs, reference, shared_dir
 

@@ -18,7 +18,7 @@ from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import average_ranks
 from patchlight.core.targets import Targets
 from patchlight.metrics.sanity import hog, random_parameters, spearman, ssim, stages, twin
-from patchlight.study.evaluate import map_function
+from patchlight.study.sources import map_function
 from tests.close import within
 from tests.families import STRUCTURAL, build, images, shared
 

@@ -139,7 +139,7 @@ def _maps(task: Task, vit: Anatomy, batch: Batch, done: Done) -> Iterator[tuple[
     from patchlight.core.attribution import Attribution
     from patchlight.core.fingerprints import of_images
     from patchlight.engine import explain
-    from patchlight.study.evaluate import check_model
+    from patchlight.study.sources import check_model
 
     if task.saved is None:
         with _quiet():

@@ -61,6 +61,8 @@ class Measure:
     """`chunk`, `precision` and `compile` of a metric that ablates."""
     shared: dict[Any, Any] = field(default_factory=dict)
     """What metrics of one call keep for each other."""
+    clean: dict[Any, Any] = field(default_factory=dict)
+    """What depends on the images alone, and is computed once for the maps of all methods."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """What metrics keep for the batches to come."""
     current: bool = False
@@ -79,9 +81,7 @@ class Measure:
 
     def once(self, key: Any, function: Callable[[], Any]) -> Any:
         """`function()`, computed by the first metric that asks for `key`."""
-        if key not in self.shared:
-            self.shared[key] = function()
-        return self.shared[key]
+        return _once(self.shared, key, function)
 
     def explain(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
         """Maps [n,h,w] of other images, or of another model, made as these were."""
@@ -90,7 +90,7 @@ class Measure:
     def logits(self) -> Tensor:
         """The clean images' logits [B,C], in the precision the variants are scored in."""
         key = ("logits", *sorted(self.ablation_settings.items()))
-        logits: Tensor = self.once(key, lambda: self.ablation.logits(_Whole(torch.arange(len(self.images)))))
+        logits: Tensor = _once(self.clean, key, lambda: self.ablation.logits(_Whole(torch.arange(len(self.images)))))
         return logits
 
     def of(self, which: TargetClass) -> Targets:
@@ -106,7 +106,7 @@ class Measure:
                 return Targets(torch.where(unknown, self.targets.index[:, 0].cpu(), truth)[:, None])
         if which == "prediction":
             rounded = self.ablation.rounds
-            logits = self.once("clean", lambda: self.vit.logits(self.images)) if rounded else self.logits()
+            logits = _once(self.clean, "full", lambda: self.vit.logits(self.images)) if rounded else self.logits()
             return predicted(logits, self.vit.outputs)
         return self.targets
 
@@ -130,6 +130,12 @@ class Measure:
 
         ranks: Tensor = self.once(("ranks", unit, upsampling, lowest_first), make)
         return ranks
+
+
+def _once(kept: dict[Any, Any], key: Any, function: Callable[[], Any]) -> Any:
+    if key not in kept:
+        kept[key] = function()
+    return kept[key]
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,10 @@ from patchlight.engine import attribution_of, default_batch_size
 from patchlight.methods.base import Estimate
 from patchlight.methods.requests import Request, resolve
 from patchlight.metrics.base import Evaluation, MetricRequest, all_intervals, resolve_metric, summaries
-from patchlight.study.evaluate import Annotations, measure
+from patchlight.study.evaluate import unwrapped
 from patchlight.study.ranking import SAMPLES, compared, placed
+from patchlight.study.run import MeasureOptions, measure
+from patchlight.study.sources import Annotations
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,19 +78,11 @@ def compare(
     asked = resolve_all(methods, {}, Request, "method", lambda label, own: resolve(label, own, score))
     wanted = resolve_all(metrics, {}, MetricRequest, "metric", resolve_metric)
     first = _First(vit, Photos(vit.preprocess, min(integer("shown", shown, 0), MOST)))
-    found = measure(
-        vit,
-        images,
-        {request.label: request for request in asked},
-        wanted,
-        target,
-        Annotations(labels, boxes, masks),
-        seed,
-        default_batch_size(vit) if batch_size is None else batch_size,
-        progress,
-        note=first.photos.add,
-        watch=first.see,
-    )
+    size = default_batch_size(vit) if batch_size is None else batch_size
+    annotations = Annotations(labels, boxes, masks)
+    options = MeasureOptions(target, annotations, seed, size, progress, note=first.photos.add, watch=first.see)
+    sources = {request.label: request for request in asked}
+    found = unwrapped(measure(vit, images, sources, dict.fromkeys(sources, wanted), options))
     return Comparison(vit.name, {label: dict(own) for label, own in found.items()}, first.maps(asked, seed))
 
 

@@ -23,10 +23,10 @@ from patchlight.methods.requests import Request
 from patchlight.metrics.base import Measure, MetricRequest
 from patchlight.metrics.quantities import lacking
 from patchlight.metrics.sanity import random_parameters, twin
-from patchlight.study.evaluate import maps_by
 from patchlight.study.recommend.cells import EXPLANATION, FALL, MODEL, UNTRAINED, Cell, Cells
 from patchlight.study.recommend.gallery import Gallery
 from patchlight.study.recommend.panel import AGREEMENT, Metrics, forwards
+from patchlight.study.sources import maps_by
 
 GROUP = 8
 """Images that are worked on at a time, at most."""

@@ -1,0 +1,44 @@
+"""One measurement: what a metric says of a method's map of one image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One image under one method and one metric.
+
+    Attributes:
+        image: The name of the image.
+        method: The label of the method.
+        metric: The label of the metric.
+        value: The number, or None where there is none.
+        note: Why the value does not exist, or says little.
+        error: Why explaining or measuring failed.
+        target: The class that was explained.
+        curve: The metric's curve, where it has one.
+        parts: The flat columns that a micro average is made of.
+        seconds: Time of measuring this image.
+        explain_seconds: Time of the pass that explained this image.
+        shared_by: How many methods share that pass.
+    """
+
+    image: str
+    method: str
+    metric: str
+    value: float | None = None
+    note: str = ""
+    error: str = ""
+    target: int | None = None
+    curve: Sequence[float] | None = None
+    parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    seconds: float | None = None
+    explain_seconds: float | None = None
+    shared_by: int | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why there is no value, or why it says little."""
+        return self.error or self.note
