@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from tests.families import images
-from tests.strangers.models import tiny
+from tests.helpers import tiny
 
 FORWARDS = 100
 """Plain forwards beside the others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from typer.testing import CliRunner
 import patchlight as pl
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
-from patchlight.trained.diffmask import Settings
+from patchlight.trained.diffmask import Settings, counting_task
 from patchlight.trained.diffmask.recipe import read_recipe
+from tests.helpers import command
 
 FEW = ["--set", "steps=2", "--set", "batch_size=2", "--set", "log_every=1"]
 
@@ -103,3 +105,10 @@ def test_recipes_are_valid(tmp_path: Path) -> None:
 def test_the_room_is_reached_by_its_name() -> None:
     assert pl.diffmask.train is not None
     assert pl.diffmask.load is not None
+
+
+def test_a_counting_task_that_is_not_passed_exits_with_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = counting_task.Verdict("diffmask", 0.5, 0.25, 0.5, False)
+    result = SimpleNamespace(verdicts=[missed], explainer=SimpleNamespace(about={"result": {}}))
+    monkeypatch.setattr(counting_task, "run", lambda *args: result)
+    command("diffmask", "counting", "--out", str(tmp_path), code=3, says=("exact on 50.0% of the grids",))

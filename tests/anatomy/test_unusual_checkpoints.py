@@ -1,0 +1,325 @@
+"""Checkpoints, label files and keywords of `load` and `wrap` that are incomplete, odd or misspelt, and the hub."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import patchlight as pl
+from patchlight.anatomy import hub
+from patchlight.anatomy.files import read_labels
+from patchlight.core.images import Preprocess
+from tests.anatomy.test_processors import model, picture
+from tests.families import randomise
+from tests.helpers import command, refuses
+
+
+def folder_of(kind: str, folder: Path) -> str:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    vision = {**sizes, "image_size": 32, "patch_size": 16}
+    stem = kind.removesuffix("Model")
+    if stem in ("CLIP", "Siglip"):
+        text = {**sizes, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+        made = getattr(transformers, f"{stem}Config")(vision_config=vision, text_config=text, projection_dim=16)
+    else:
+        made = getattr(transformers, f"{stem}Config")(**vision)
+    getattr(transformers, kind)(made).save_pretrained(folder / kind)
+    return str(folder / kind)
+
+
+def test_a_folder_without_a_classifier(tmp_path: Path) -> None:
+    for kind in ("ViTModel", "Dinov2Model", "DeiTModel"):
+        name = folder_of(kind, tmp_path)
+        refuses(("no classifier", "Similar(images)"), pl.load, f"hf:{name}")
+    picture("square").save(tmp_path / "image.png")
+    command("explain", str(tmp_path / "image.png"), "--model", f"hf:{name}", code=2, says=("no classifier", "Linear"))
+
+
+def test_a_folder_of_an_image_text_model(tmp_path: Path) -> None:
+    for kind in ("CLIPModel", "SiglipModel"):
+        name = folder_of(kind, tmp_path)
+        refuses(("no classifier", "Texts(sentences)"), pl.load, f"hf:{name}")
+        refuses(("without a tokenizer", "processor="), pl.load, f"hf:{name}", texts=["a dog"])
+
+
+def test_a_checkpoint_with_holes(tmp_path: Path) -> None:
+    model("hf-vit").save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    gone = [key for key in state if ".1." in key or "layernorm.bias" in key]
+    save_file({k: v for k, v in state.items() if k not in gone}, tmp_path / "model.safetensors", {"format": "pt"})
+    refuses(("without 'vit.", "more, which would be random"), pl.load, f"hf:{tmp_path}")
+
+
+def test_another_number_of_classes_than_the_checkpoint_has(tmp_path: Path) -> None:
+    model("hf-vit").save_pretrained(tmp_path)
+    for options in ({"num_labels": 3}, {"num_labels": 3, "ignore_mismatched_sizes": True}):
+        refuses("'classifier.bias' is [7] in the checkpoint but would be [3]", pl.load, f"hf:{tmp_path}", **options)
+    refuses(("pretrained for 1000", "num_classes=3", "random"), pl.load, "vit_tiny_patch16_224", num_classes=3)
+
+
+def test_a_transformers_model_filled_from_a_file(tmp_path: Path) -> None:
+    for family in ("hf-vit", "hf-deit"):
+        own = model(family)
+        own.config.architectures = [type(own).__name__]
+        own.config.save_pretrained(tmp_path)
+        state = {k: v[:3].clone() if "classifier" in k else v for k, v in own.state_dict().items()}
+        save_file(state, tmp_path / "file.safetensors")
+        vit = pl.load(f"hf:{tmp_path}", weights=tmp_path / "file.safetensors", preprocess=Preprocess((64, 64)))
+        assert vit.classes == 3
+        batch = vit.batch(picture("square"))
+        with torch.no_grad():
+            whole = own(batch).logits
+        torch.testing.assert_close(vit.logits(batch), whole[:, : vit.classes], atol=1e-5, rtol=1e-5)
+
+
+SMALL: dict[str, Any] = {"img_size": 32, "embed_dim": 24, "depth": 1, "num_heads": 2}
+
+
+def test_weights_that_are_not_floating_point(tmp_path: Path) -> None:
+    state = pl.load("vit_tiny_patch16_224", pretrained=False, num_classes=3, **SMALL).model.state_dict()
+    for kind in (torch.int32, torch.int8, torch.complex64, torch.bool):
+        odd = {**state, "blocks.0.mlp.fc1.weight": state["blocks.0.mlp.fc1.weight"].to(kind)}
+        for file in (tmp_path / "odd.safetensors", tmp_path / "odd.pth"):
+            (save_file if file.suffix == ".safetensors" else torch.save)(odd, file)
+            told = ("'blocks.0.mlp.fc1.weight' is " + str(kind).removeprefix("torch."), "must be floating point")
+            refuses((*told,), pl.load, "vit_tiny_patch16_224", weights=file, **SMALL)
+    torch.save({**state, "norm.weight": torch.ones(24, device="meta")}, tmp_path / "meta.pth")
+    refuses(
+        ("'norm.weight'", "without values"), pl.load, "vit_tiny_patch16_224", weights=tmp_path / "meta.pth", **SMALL
+    )
+    torch.save({**state, "norm.weight": torch.ones(24).to_sparse()}, tmp_path / "sparse.pth")
+    refuses("'norm.weight'", pl.load, "vit_tiny_patch16_224", weights=tmp_path / "sparse.pth", **SMALL)
+
+
+def test_weights_of_another_floating_precision_become_the_models(tmp_path: Path) -> None:
+    state = pl.load("vit_tiny_patch16_224", pretrained=False, num_classes=3, **SMALL).model.state_dict()
+    for kind in (torch.float16, torch.bfloat16, torch.float64):
+        save_file({k: v.to(kind) for k, v in state.items()}, tmp_path / "w.safetensors")
+        vit = pl.load("vit_tiny_patch16_224", weights=tmp_path / "w.safetensors", **SMALL)
+        assert vit.dtype == torch.float32
+        loaded: Tensor = vit.model.state_dict()["head.weight"]
+        assert torch.equal(loaded, state["head.weight"].to(kind).float())
+
+
+def test_a_transformers_folder_of_whole_numbers(tmp_path: Path) -> None:
+    model("hf-vit").save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    for kind, name in ((torch.int32, "I32"), (torch.complex64, "C64")):
+        save_file(
+            {**state, "classifier.weight": (state["classifier.weight"] * 9).to(kind)},
+            tmp_path / "model.safetensors",
+            {"format": "pt"},
+        )
+        refuses((f"'classifier.weight' in '{tmp_path}", name, "floating point"), pl.load, f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("labels.csv", "index,name\n0,cat\n0,dog\n1,cow\n", "names class 0 more than once"),
+        ("labels.csv", "index,name\n0,cat\n2,dog\n3,cow\n", "none for class 1"),
+        ("labels.csv", "index,name\n1,cat\n2,dog\n", "none for class 0"),
+        ("labels.csv", "index,name\n0,cat\none,dog\n", "index 'one'"),
+        ("labels.csv", "index,name\n0,cat\n1.5,dog\n", "index '1.5'"),
+        ("labels.csv", "index,name\n0,cat\n-1,dog\n", "index '-1'"),
+        ("labels.csv", "index,name\n0,cat\n,dog\n", "index ''"),
+        ("labels.csv", "index,name\n0,cat\n1\n2,cow\n", "class 1 has no name"),
+        ("labels.csv", "index,name\n", "no line below it"),
+        ("labels.csv", "", "no line below it"),
+        ("labels.txt", "", "holds no labels"),
+        ("labels.txt", "\n\n", "holds no labels"),
+        ("labels.txt", " \n", "holds no labels"),
+        ("labels.txt", "cat\n\ncow\n", "class 1 has no name"),
+        ("labels.txt", b"\x89PNG\r\n\x1a\n\xff\xfe", "not a text file in UTF-8"),
+        ("labels.csv", b"cat\0\ndog\n", "not a text file in UTF-8"),
+        ("labels.txt", "cat\ndog\n".encode("utf-16"), "not a text file in UTF-8"),
+    ],
+)
+def test_label_files_that_are_refused(name: str, content: str | bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    refuses((name, words), read_labels, tmp_path / name)
+
+
+def test_label_files_with_marks_and_blank_ends(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("\ufeffindex,name\n1,dog\n0,cat\n", encoding="utf-8")
+    assert read_labels(tmp_path / "labels.csv") == ["cat", "dog"]
+    (tmp_path / "labels.txt").write_bytes("\ufeffcat\r\ndog\x0cfox\r\n\r\n".encode())
+    assert read_labels(tmp_path / "labels.txt") == ["cat", "dog\x0cfox"]
+
+
+def test_labels_that_are_no_list() -> None:
+    assert read_labels({1: "dog", 0: "cat"}) == ["cat", "dog"]
+    refuses("none for class 1", read_labels, {0: "cat", 2: "dog"})
+    for labels in (3, {"cat", "dog"}, b"cat"):
+        refuses(f"given as {type(labels).__name__}", read_labels, labels)
+
+
+def test_nothing_given_as_a_keyword_of_wrap() -> None:
+    plain = pl.load("pocket").model
+    vit = pl.wrap(plain, labels=None, name=None, preprocess=None, sigmoid=None, stage=None)
+    assert vit.labels is None
+    assert vit.preprocess == pl.wrap(plain).preprocess
+    assert vit.name == pl.wrap(plain).name
+
+
+def test_a_wrong_keyword_of_wrap() -> None:
+    vit = pl.load("pocket")
+    refuses(("wrap takes no 'lables'", "did you mean 'labels'"), pl.wrap, vit.model, lables=["a"])
+    refuses(("wrap takes no 'block'", "'blocks'"), pl.wrap, vit.model, embed=vit.embed, block=[])
+    refuses(("labels cannot be given", "wrapped already"), pl.wrap, vit, labels=["a"])
+    refuses(("1 labels", "classes"), pl.wrap, vit.model, labels=["a"])
+    refuses(("no preprocessing at 'squash'", "JSON or TOML"), pl.wrap, vit.model, preprocess="squash")
+    refuses(("the object of VisionTransformer", "pass preprocess="), pl.wrap, vit.model, processor=object())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("vit_tiny_patch16_224", {"img_sise": 32}, ("'img_sise'", "'img_size'")),
+        ("swin_tiny_patch4_window7_224", {"num_clases": 3}, ("'num_clases'", "'num_classes'")),
+        ("torchvision:vit_b_16", {"num_clases": 3}, ("'num_clases'", "'num_classes'")),
+        ("hf", {"num_lables": 3}, ("'num_lables'", "'num_labels'")),
+        ("pocket", {"device_": "cpu"}, ("'device_'", "'device'")),
+    ],
+)
+def test_a_misspelt_keyword_of_load(name: str, options: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+    if name == "hf":
+        model("hf-vit").save_pretrained(tmp_path)
+        name = f"hf:{tmp_path}"
+    elif name != "pocket":
+        options = {"pretrained": False, **options}
+    refuses(words, pl.load, name, **options)
+
+
+def image_text(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return randomise(transformers.CLIPModel.from_pretrained(folder_of("CLIPModel", folder)))
+
+
+def test_an_image_text_model_is_told_how_to_be_described(tmp_path: Path) -> None:
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vision_model = image_text(tmp_path).vision_model
+
+        def encode_text(self) -> None: ...
+
+    refuses(
+        (
+            "Other compares images with texts",
+            "blocks=model.vision_model.encoder.layers",
+            "classes=number of texts, labels=texts",
+        ),
+        pl.wrap,
+        Other(),
+    )
+
+
+def test_an_image_text_model_described_as_advised(tmp_path: Path) -> None:
+    clip = image_text(tmp_path)
+    texts = torch.tensor([[0, 5, 9, 1], [0, 7, 2, 1], [0, 3, 3, 1]])
+    side = clip.vision_model
+
+    def normalised(x: Tensor) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True)
+
+    with torch.no_grad():
+        features = normalised(clip.text_projection(clip.text_model(texts).pooler_output))
+
+    def readout(tokens: Tensor) -> Tensor:
+        image = normalised(clip.visual_projection(side.post_layernorm(tokens[:, 0])))
+        return clip.logit_scale.exp() * image @ features.T
+
+    sizes: dict[str, Any] = {"grid": (2, 2), "prefix": 1, "pooling": "cls", "heads": 2, "classes": 3}
+    parts = {"embed": lambda images: side.pre_layrnorm(side.embeddings(images)), "blocks": side.encoder.layers}
+    labels, preprocess = ["a cat", "a dog", "a cow"], Preprocess((32, 32))
+    vit = pl.wrap(clip, **parts, readout=readout, **sizes, labels=labels, preprocess=preprocess)
+    batch = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = clip(input_ids=texts, pixel_values=batch).logits_per_image
+    torch.testing.assert_close(vit.logits(batch), whole, atol=1e-5, rtol=1e-5)
+    maps = pl.explain(vit, batch, ["rollout", "ixg", "genatt"], target="a dog")
+    assert all(a.scores.shape == (2, 2, 2) and float(a.scores.abs().max()) > 0 for a in maps.values())
+
+
+@contextlib.contextmanager
+def hub_at(place: str, folder: Path) -> Iterator[None]:
+    """Inside, the hub is at another address, and its cache in a folder."""
+    from huggingface_hub import constants
+
+    kept = constants.ENDPOINT, constants.HF_HUB_CACHE
+    constants.ENDPOINT, constants.HF_HUB_CACHE = place, str(folder)
+    try:
+        yield
+    finally:
+        constants.ENDPOINT, constants.HF_HUB_CACHE = kept
+
+
+NOBODY = "http://127.0.0.1:9"
+"""A port where nobody listens."""
+
+
+def test_a_hub_out_of_reach_is_told_at_once(tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    with hub_at(NOBODY, tmp_path):
+        for name in ("vit_tiny_patch16_224", "hf:nobody/nothing"):
+            begun = time.monotonic()
+            told = refuses(("not in the local cache", f"{NOBODY} cannot be reached"), pl.load, name)
+            assert time.monotonic() - begun < 3, name
+            assert told.startswith(f"'{name}' could not be loaded")
+        assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_hub_out_of_reach_does_not_matter_where_the_model_is_cached(tmp_path: Path) -> None:
+    def snapshot(repository: str) -> Path:
+        home = tmp_path / f"models--{repository.replace('/', '--')}"
+        (home / "refs").mkdir(parents=True)
+        (home / "refs" / "main").write_text("a" * 40)
+        (home / "snapshots" / ("a" * 40)).mkdir(parents=True)
+        return home / "snapshots" / ("a" * 40)
+
+    plain_hf, plain = model("hf-vit"), timm.create_model("vit_tiny_patch16_224", pretrained=False)
+    plain_hf.save_pretrained(snapshot("some/body"))
+    repository = timm.models.get_pretrained_cfg("vit_tiny_patch16_224").hf_hub_id
+    save_file(plain.state_dict(), snapshot(repository) / "model.safetensors")
+    with hub_at(NOBODY, tmp_path), warnings.catch_warnings():
+        warnings.simplefilter("ignore", pl.AssumedPreprocess)
+        for name, given in (("hf:some/body", plain_hf), ("vit_tiny_patch16_224", plain)):
+            begun = time.monotonic()
+            found = pl.load(name).model.state_dict()
+            assert time.monotonic() - begun < 5, name
+            assert all(torch.equal(found[key], value) for key, value in given.state_dict().items())
+
+
+def test_a_hub_that_is_slow_is_not_out_of_reach(tmp_path: Path) -> None:
+    """A host that takes connections, and then says nothing for a while."""
+    patience, begun = hub.PATIENCE, time.monotonic()
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1)
+        try:
+            hub.PATIENCE = 0.3
+            with hub_at(f"http://127.0.0.1:{listening.getsockname()[1]}", tmp_path):
+                assert hub.unreachable() == ""
+        finally:
+            hub.PATIENCE = patience
+    assert time.monotonic() - begun < 2
+
+
+def test_a_folder_that_is_not_there() -> None:
+    for name in ("./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", ""):
+        refuses(f"no folder at '{name}'", pl.load, f"hf:{name}")
