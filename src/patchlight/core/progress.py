@@ -7,15 +7,11 @@ inside the work on one image: it hears of every chunk, and can stop it there.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from patchlight.core.errors import Cancelled, PatchlightError
@@ -101,29 +97,27 @@ def bar(words: str) -> Iterator[Bar]:
 
 @contextlib.contextmanager
 def telling(progress: Progress | bool | None, words: str) -> Iterator[Tell]:
-    """What to call as work goes on, with the images done and their number.
+    """A function to call with the images done and their number as work proceeds.
 
-    `progress` itself is called with whole images; True draws a bar where somebody watches; False and None do nothing.
+    Args:
+        progress: True for a progress bar that appears after two seconds, a function that is called with whole images,
+            or False or None for neither.
+        words: What the bar says.
     """
     if progress is True:
-        shown = _display(words)
-        with contextlib.nullcontext(_silent) if shown is None else _late(shown) as tell:
+        with _late_bar(words) as tell:
             yield tell
     elif progress is None or progress is False:
         yield _silent
     elif callable(progress):
-        yield _whole(progress)
+        yield lambda done, total: progress(done, total) if isinstance(done, int) else None
     else:
         kind = type(progress).__name__
         raise PatchlightError(f"progress {progress!r} is a {kind}; give True, False or a function of (done, total)")
 
 
 def _silent(done: float, total: int | None) -> None:
-    """Nobody watches."""
-
-
-def _whole(progress: Progress) -> Tell:
-    return lambda done, total: progress(done, total) if isinstance(done, int) else None
+    """Show nothing."""
 
 
 @contextlib.contextmanager
@@ -138,79 +132,44 @@ def alone() -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _late(shown: AbstractContextManager[Tell]) -> Iterator[Tell]:
-    """Show something after PATIENCE, unless the work is over by then or there is another bar."""
-    with alone() as mine, ExitStack() as until_over:
-        lock = threading.RLock()
+def _late_bar(words: str) -> Iterator[Tell]:
+    """A bar on a terminal or in a notebook after PATIENCE, unless the work is over by then or there is another bar."""
+    with alone() as mine:
+        lock = threading.Lock()
         now: tuple[float, int | None] = 0, None
-        draw: Tell = _silent
+        shown: Any = None
+
+        def draw() -> None:
+            if shown is not None:
+                shown.n, shown.total = round(now[0], 1), now[1]
+                shown.refresh()
 
         def start() -> None:
-            nonlocal draw
+            nonlocal shown
+            from tqdm.auto import tqdm
+
             with lock:
                 if not timer.finished.is_set():
-                    draw = until_over.enter_context(shown)
-                    draw(*now)
+                    shown = tqdm(desc=words, leave=False, disable=None)
+                    draw()
 
         def tell(done: float, total: int | None) -> None:
             nonlocal now
             with lock:
                 now = done, total
-                draw(done, total)
+                draw()
 
         timer = threading.Timer(PATIENCE, start)
         timer.daemon = True
-        if mine:
+        if mine and sys.stderr is not None:
             timer.start()
         try:
             yield tell
         finally:
             with lock:
                 timer.cancel()
-
-
-def _display(words: str) -> AbstractContextManager[Tell] | None:
-    """A bar where somebody watches: in a notebook, or on a terminal."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if hasattr(shell, "kernel"):
-        return _in_notebook(words, importlib.import_module("IPython.display").display, time.monotonic())
-    return _on_terminal(words) if sys.stderr is not None and sys.stderr.isatty() else None
-
-
-@contextlib.contextmanager
-def _on_terminal(words: str) -> Iterator[Tell]:
-    with bar(words) as shown:
-        yield lambda done, total: shown.update(shown.task_ids[0], completed=done, total=total)
-
-
-@contextlib.contextmanager
-def _in_notebook(words: str, display: Callable[..., Any], begun: float) -> Iterator[Tell]:
-    """An HTML progress element below the cell; five a second at most."""
-    handle = display(_Html(""), display_id=True)
-    drawn = 0.0
-
-    def draw(done: float, total: int | None) -> None:
-        nonlocal drawn
-        now = time.monotonic()
-        if now - drawn < 0.2:
-            return
-        drawn = now
-        far = "" if total is None else f' value="{done:g}" max="{total}"'
-        count = f"{int(done)}" if total is None else f"{int(done)} of {total}"
-        left = f", {clock((now - begun) / done * (total - done))} left" if total is not None and done else ""
-        handle.update(_Html(f"<progress{far}></progress> {escape(words)} {count}{left}"))
-
-    try:
-        yield draw
-    finally:
-        handle.update(_Html(""))
-
-
-class _Html(str):
-    """Text that a notebook takes as HTML."""
-
-    def _repr_html_(self) -> str:
-        return str(self)
+                if shown is not None:
+                    shown.close()
 
 
 def clock(seconds: float) -> str:
