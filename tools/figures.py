@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import patchlight as pl
-from patchlight.cli.explain import demo
+from patchlight.cli import app
 from patchlight.zoo import pocket
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -20,7 +20,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 def draw_demo(folder: Path) -> None:
     """The two figures of `patchlight demo`."""
     with tempfile.TemporaryDirectory() as drawn:
-        demo(Path(drawn))
+        app(["demo", "--out", drawn], standalone_mode=False)
         for name in ("demo", "two-classes"):
             shutil.copyfile(Path(drawn) / f"patchlight-{name}.png", folder / f"{name}.png")
 

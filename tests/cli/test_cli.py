@@ -448,7 +448,7 @@ def test_what_is_said_about_a_model_reaches_it(folder: Path, asked: dict[str, An
     ):
         asked.clear()
         run(*command, *said)
-        assert (asked["preprocess"], asked["sigmoid"], asked["pretrained"]) == (Path("own.json"), True, False)
+        assert (asked["preprocess"].mean, asked["sigmoid"], asked["pretrained"]) == ((0.1, 0.1, 0.1), True, False)
         asked.clear()
         run(*command, *(["--force"] if command[0] == "explain" else []))
         assert not {"preprocess", "sigmoid", "pretrained"} & set(asked)

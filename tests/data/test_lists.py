@@ -13,8 +13,8 @@ from patchlight.bench.local import run
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import override, parse
 from patchlight.cli import app
-from patchlight.cli.common import of_model
-from patchlight.cli.training import recipe_of
+from patchlight.cli.options import TrainedModelOptions
+from patchlight.cli.training import TrainingOptions
 from patchlight.core.errors import PatchlightError
 from patchlight.data import open_data, read_list
 from patchlight.trained.recipe import open_images
@@ -140,7 +140,7 @@ def test_a_training_takes_a_list(tmp_path: Path) -> None:
     import patchlight as pl
 
     data, file = f"folder:{pictures(tmp_path / 'images', 4)}", str(written(tmp_path, "2\n0\n"))
-    given = recipe_of(ShapleyRecipe, None, data, file, None, None, None, None, of_model(None, False, False), {})
+    given = TrainingOptions(tmp_path, data=data, listed=file).read(ShapleyRecipe, TrainedModelOptions())
     assert given.data is not None
     assert open_images(given.data, pl.load("pocket")).names == ["2.png", "0.png"]
 

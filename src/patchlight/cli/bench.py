@@ -12,19 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight.cli.chosen import Chosen, choosing
-from patchlight.cli.common import (
-    SOME_FAILED,
-    AsJson,
-    Debug,
-    Plugin,
-    answering,
-    print_json,
-    progress,
-    say,
-)
+from patchlight.cli.common import SOME_FAILED, answering, print_json, progress, say
+from patchlight.cli.options import AsJson, Debug, Plugin, command
 from patchlight.cli.planning import plan_run
-from patchlight.cli.recipes import list_recipes
+from patchlight.cli.recipes import RecipeOptions, list_recipes
 from patchlight.cli.sharing import compare, export, merge, print_per_image, tell_unused
 from patchlight.cli.slurm import print_job
 from patchlight.core.errors import PatchlightError
@@ -52,9 +43,9 @@ bench.command("slurm")(print_job)
 
 
 @bench.command()
-@choosing
+@command
 def run(
-    chosen: Chosen,
+    chosen: RecipeOptions,
     out: Out,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; with --device cuda:all one per GPU.")] = None,
     shard: Annotated[str | None, typer.Option(help="I/N: this part of the images alone, as in 3/16.")] = None,

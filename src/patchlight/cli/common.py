@@ -1,4 +1,4 @@
-"""What the commands share: options, the way they answer and fail, progress, and how settings are read."""
+"""What the commands share: the way they answer and fail, progress, and how settings and images are read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from patchlight.cli.complete import complete_model, complete_setting, one_of
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, nearest
 from patchlight.core.files import finite_or_none
 from patchlight.core.progress import bar
@@ -31,57 +30,6 @@ WIDE = 160
 SOME_FAILED = 3
 _ABOUT_ANSWERS = ("as_json", "debug", "force")
 """Options that change how a command answers, and not what."""
-
-
-def _load(files: list[str] | None) -> list[str] | None:
-    from patchlight.core.plugins import load_plugin
-
-    with answering(as_json=False, debug=False):
-        for file in files or ():
-            load_plugin(file)
-    return files
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Model = Annotated[
-    str,
-    typer.Option(
-        help="pocket, a timm name, hf:NAME, open_clip:NAME or torchvision:NAME.", autocompletion=complete_model
-    ),
-]
-Weights = Annotated[Path | None, typer.Option(help="Weights of the model, a safetensors file.")]
-Labels = Annotated[Path | None, typer.Option(help="Class names: a text file, one a line, or a CSV.")]
-Stage = Annotated[int | None, typer.Option(help="Stage that a hierarchical model (Swin, PVT, …) is opened at.")]
-Preprocessed = Annotated[
-    Path | None,
-    typer.Option(
-        "--preprocess", help="How images are prepared: a processor's folder, or a JSON or TOML file of size, mean, …"
-    ),
-]
-Sigmoid = Annotated[bool, typer.Option("--sigmoid", help="Probabilities are sigmoids: several classes at once.")]
-NoPretrained = Annotated[bool, typer.Option("--no-pretrained", help="Random weights instead of pretrained ones.")]
-Text = Annotated[
-    list[str] | None, typer.Option(help="A sentence as a class, for a model with a text side; repeatable.")
-]
-Template = Annotated[str | None, typer.Option(help="What stands around each --text, as in 'a photo of a {}'.")]
-SimilarTo = Annotated[
-    list[Path] | None, typer.Option(help="An image as a class: what is similar to it; repeatable.", metavar="IMAGE")
-]
-ImageList = Annotated[
-    str | None,
-    typer.Option("--list", help="A text file of the images to use: names or indices, one per line.", metavar="FILE"),
-]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, …", autocompletion=one_of("cpu", "cuda", "mps"))]
-Seed = Annotated[int, typer.Option(help="Seed of everything drawn at random.")]
-Plugin = Annotated[
-    list[str] | None,
-    typer.Option(help="A Python file that registers methods, metrics, …; repeatable.", is_eager=True, callback=_load),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="A setting: name.key=value, or key=value.", autocompletion=complete_setting),
-]
 
 
 @contextlib.contextmanager
@@ -159,31 +107,12 @@ def progress(first: str) -> contextlib.AbstractContextManager[Progress]:
 
 
 @contextlib.contextmanager
-def telling_warnings() -> Iterator[None]:
+def showing_warnings() -> Iterator[None]:
     """Warnings are lines on stderr."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", AssumedPreprocess)
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
         yield
-
-
-def load_model(
-    name: str,
-    weights: Path | None = None,
-    labels: Path | None = None,
-    device: str = "cpu",
-    stage: int | None = None,
-    asked: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Anatomy:
-    """The model; `asked` are `texts`, `template` and `similar_to`."""
-    from patchlight.anatomy.heads import head_of
-    from patchlight.anatomy.load import load
-
-    given = {key: value for key, value in {"stage": stage, **options}.items() if value is not None}
-    with telling_warnings():
-        head = head_of(**(asked or {}))
-        return load(name, weights=weights, labels=labels, device=device, head=head, **given)
 
 
 def open_images(kind: str | None, paths: Sequence[Path], vit: Anatomy, listed: str | None = None) -> Data:
@@ -209,23 +138,6 @@ def _every_image(kind: str | None, paths: Sequence[Path], vit: Anatomy) -> Data:
             name = one.relative_to(root).as_posix()
             found[name if len(paths) == 1 or name not in found else one.as_posix()] = one
     return Data(paths[0].name, list(found), lambda name: Sample(name, open_image(found[name])))
-
-
-def of_model(preprocess: Path | None, sigmoid: bool, no_pretrained: bool) -> dict[str, Any]:
-    """What was said about a model beside its weights and labels; None where nothing was."""
-    return {"preprocess": preprocess, "sigmoid": sigmoid or None, "pretrained": False if no_pretrained else None}
-
-
-def asked_by(text: list[str] | None, template: str | None, similar_to: list[Path] | None) -> dict[str, Any]:
-    """What --text, --template and --similar-to say, checked before anything slow is imported."""
-    missing = next((path for path in similar_to or () if not path.is_file()), None)
-    if missing is not None:
-        raise PatchlightError(f"no image at '{missing}' (--similar-to)")
-    if text and similar_to:
-        raise PatchlightError("give either --text or --similar-to: classes are sentences or images")
-    if template is not None and not text:
-        raise PatchlightError("--template stands around the sentences of --text; give one or more")
-    return {"texts": text or (), "template": template or "{}", "similar_to": similar_to or ()}
 
 
 def read_settings(

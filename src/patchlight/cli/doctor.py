@@ -12,7 +12,8 @@ from importlib import metadata
 import typer
 
 from patchlight import __version__
-from patchlight.cli.common import AsJson, Debug, answering, console, print_json, progress
+from patchlight.cli.common import console, print_json, progress
+from patchlight.cli.options import AsJson, Debug, command
 from patchlight.core.errors import first_line
 from patchlight.core.extras import EXTRAS, missing_extras
 
@@ -61,17 +62,17 @@ class Findings:
         return all(check.well for check in self.checks)
 
 
+@command
 def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
     """Say what is installed and missing, and try the bundled model; exit code 2 where something is broken."""
-    with answering(as_json, debug):
-        with progress("looking"):
-            found = examined(debug)
-        if as_json:
-            print_json({**asdict(found), "well": found.well})
-        else:
-            _show(found)
-        if not found.well:
-            raise typer.Exit(BROKEN)
+    with progress("looking"):
+        found = examined(debug)
+    if as_json:
+        print_json({**asdict(found), "well": found.well})
+    else:
+        _show(found)
+    if not found.well:
+        raise typer.Exit(BROKEN)
 
 
 def examined(debug: bool = False) -> Findings:

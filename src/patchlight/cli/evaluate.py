@@ -10,42 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from patchlight.cli.common import (
-    SOME_FAILED,
-    AsJson,
-    Debug,
-    Device,
-    ImageList,
-    Labels,
-    Model,
-    NoPretrained,
-    Plugin,
-    Preprocessed,
-    Seed,
-    Settings,
-    Sigmoid,
-    SimilarTo,
-    Stage,
-    Template,
-    Text,
-    Weights,
-    answering,
-    asked_by,
-    console,
-    load_model,
-    of_model,
-    open_images,
-    print_json,
-    progress,
-    read_settings,
-    say,
-)
-from patchlight.cli.complete import complete_kind, complete_methods, complete_metrics, complete_preset
+from patchlight.cli.common import SOME_FAILED, console, open_images, print_json, progress, read_settings, say
+from patchlight.cli.complete import complete_methods, complete_metrics, complete_preset
 from patchlight.cli.measure import Done, Task, find_maps, measure, with_maps
+from patchlight.cli.options import AsJson, DataKind, Force, ImageList, ModelOptions, Seed, Settings, command
 from patchlight.core.errors import PatchlightError
 
 
+@command
 def evaluate(
+    *,
     maps: Annotated[
         Path | None, typer.Argument(help="What `patchlight explain … --save` wrote.", metavar="[MAPS_DIR]")
     ] = None,
@@ -61,77 +35,55 @@ def evaluate(
             autocompletion=complete_methods,
         ),
     ] = None,
-    model: Model = "pocket",
-    weights: Weights = None,
-    labels: Labels = None,
-    stage: Stage = None,
-    preprocess: Preprocessed = None,
-    sigmoid: Sigmoid = False,
-    no_pretrained: NoPretrained = False,
-    text: Text = None,
-    template: Template = None,
-    similar_to: SimilarTo = None,
+    model: ModelOptions,
     target: Annotated[
         str | None, typer.Option(help="Class asked about, a name or index, or 'label'; else what the maps explain.")
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Kind of data set at --images, for its labels, boxes and masks.",
-            metavar="KIND",
-            autocompletion=complete_kind,
-        ),
-    ] = None,
+    data: DataKind = None,
     listed: ImageList = None,
     preset: Annotated[
         str | None, typer.Option(help="Preset of every metric, such as tis.", autocompletion=complete_preset)
     ] = None,
     settings: Settings = None,
-    plugin: Plugin = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="File for one line per image and metric.")] = None,
     seed: Seed = 0,
-    device: Device = "cpu",
     batch_size: Annotated[int, typer.Option(min=1, help="Images at once.")] = 16,
-    force: Annotated[bool, typer.Option("--force", help="Replace existing output.")] = False,
+    force: Force = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Measure explanations: saved maps, or methods that explain the images first."""
-    with answering(as_json, debug):
-        if images is None:
-            raise PatchlightError("no images were given; name their folder with --images FOLDER")
-        if maps is None and method is None:
-            raise PatchlightError("nothing to measure; give a folder of saved maps, or --method NAME")
-        if not images.exists():
-            raise PatchlightError(f"no image or folder at '{images}'")
-        head = asked_by(text, template, similar_to)
-        _check_csv(csv_file, force)
-        metrics = [name.strip() for name in metric.split(",") if name.strip()]
-        methods = [name.strip() for name in (method or "").split(",") if name.strip()]
-        named = [*metrics, *(methods if maps is None else [])]
-        own = read_settings(named, settings or [], "metric", "metric or method" if named != metrics else "")
-        wanted = {name: {"preset": preset, **own[name]} if preset else own[name] for name in metrics}
-        _check_names(wanted, {name: own[name] for name in methods} if maps is None else {})
-        with progress("loading the model") as bar:
-            said = of_model(preprocess, sigmoid, no_pretrained)
-            vit = load_model(model, weights, labels, device, stage, head, **said)
-            shown = open_images(data, [images], vit, listed)
-            if maps is not None:
-                saved = find_maps(maps, shown.names)
-                if listed is not None:
-                    saved = {name: saved[name] for name in shown.names if name in saved}
-                methods = methods or sorted({name for each in saved.values() for name in each})
-                shown = with_maps(shown, saved, methods, maps)
-            else:
-                saved = None
-            task = Task(wanted, {name: own.get(name, {}) for name in methods}, target, seed, batch_size, saved)
-            bar.update(bar.task_ids[0], description="measuring", total=len(shown) * len(methods))
-            done = measure(task, vit, shown, lambda n: bar.advance(bar.task_ids[0], n))
-        _report(done, as_json)
-        if csv_file is not None:
-            _write_csv(done, csv_file)
-        if done.errors:
-            raise typer.Exit(SOME_FAILED)
+    if images is None:
+        raise PatchlightError("no images were given; name their folder with --images FOLDER")
+    if maps is None and method is None:
+        raise PatchlightError("nothing to measure; give a folder of saved maps, or --method NAME")
+    if not images.exists():
+        raise PatchlightError(f"no image or folder at '{images}'")
+    _check_csv(csv_file, force)
+    metrics = [name.strip() for name in metric.split(",") if name.strip()]
+    methods = [name.strip() for name in (method or "").split(",") if name.strip()]
+    named = [*metrics, *(methods if maps is None else [])]
+    own = read_settings(named, settings or [], "metric", "metric or method" if named != metrics else "")
+    wanted = {name: {"preset": preset, **own[name]} if preset else own[name] for name in metrics}
+    _check_names(wanted, {name: own[name] for name in methods} if maps is None else {})
+    with progress("loading the model") as bar:
+        vit = model.load()
+        shown = open_images(data, [images], vit, listed)
+        if maps is not None:
+            saved = find_maps(maps, shown.names)
+            if listed is not None:
+                saved = {name: saved[name] for name in shown.names if name in saved}
+            methods = methods or sorted({name for each in saved.values() for name in each})
+            shown = with_maps(shown, saved, methods, maps)
+        else:
+            saved = None
+        task = Task(wanted, {name: own.get(name, {}) for name in methods}, target, seed, batch_size, saved)
+        bar.update(bar.task_ids[0], description="measuring", total=len(shown) * len(methods))
+        done = measure(task, vit, shown, lambda n: bar.advance(bar.task_ids[0], n))
+    _report(done, as_json)
+    if csv_file is not None:
+        _write_csv(done, csv_file)
+    if done.errors:
+        raise typer.Exit(SOME_FAILED)
 
 
 def _check_csv(path: Path | None, force: bool) -> None:

@@ -16,28 +16,8 @@ import typer
 
 from patchlight.cli.common import (
     SOME_FAILED,
-    AsJson,
-    Debug,
-    Device,
-    Labels,
-    Model,
-    NoPretrained,
-    Plugin,
-    Preprocessed,
-    Seed,
-    Settings,
-    Sigmoid,
-    SimilarTo,
-    Stage,
-    Template,
-    Text,
-    Weights,
-    answering,
-    asked_by,
     command_line,
     console,
-    load_model,
-    of_model,
     print_json,
     program,
     progress,
@@ -46,6 +26,7 @@ from patchlight.cli.common import (
     say,
 )
 from patchlight.cli.complete import complete_methods, one_of
+from patchlight.cli.options import AsJson, Force, ModelOptions, Seed, Settings, command
 from patchlight.core.errors import NotFinite, PatchlightError
 from patchlight.core.extras import EXTRAS
 
@@ -72,32 +53,31 @@ TWO_CLASSES = "dog-and-cat.jpg"
 BATCH, TABLE_ROWS = 16, 50
 
 
+@command
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the figures; an earlier demo's are replaced.")] = Path("demo"),
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Explain the bundled photographs with the bundled model, and write two figures."""
-    with answering(as_json, debug):
-        with progress("loading the model"):
-            from patchlight.zoo import pocket
+    with progress("loading the model"):
+        from patchlight.zoo import pocket
 
-            photos = [
-                pocket.PHOTOS / about["file"] for about in json.loads((pocket.PHOTOS / "photos.json").read_text())
-            ]
-            vit = load_model("pocket")
-        items = [Item(photo, None, None) for photo in photos if photo.name != TWO_CLASSES]
-        done = _run(Task(items, out / "patchlight-demo.png", DEMO_METHODS), lambda: vit)
-        done.written.append(str(_two_classes(vit, pocket.PHOTOS / TWO_CLASSES, out / "patchlight-two-classes.png")))
-        _report(done, as_json)
-        if not as_json:
-            print(f"Your own image: {program()} explain photo.jpg --method genatt,rollout --out explained.png")
-            absent = EXTRAS["web"].missing()
-            first = f", after pip install 'patchlight[web]', which brings {', '.join(absent)}" if absent else ""
-            print(f"In a browser: {program()} serve, and open the address that it prints{first}")
+        photos = [pocket.PHOTOS / about["file"] for about in json.loads((pocket.PHOTOS / "photos.json").read_text())]
+        vit = ModelOptions().load()
+    items = [Item(photo, None, None) for photo in photos if photo.name != TWO_CLASSES]
+    done = _run(Task(items, out / "patchlight-demo.png", DEMO_METHODS), lambda: vit)
+    done.written.append(str(_two_classes(vit, pocket.PHOTOS / TWO_CLASSES, out / "patchlight-two-classes.png")))
+    _report(done, as_json)
+    if not as_json:
+        print(f"Your own image: {program()} explain photo.jpg --method genatt,rollout --out explained.png")
+        absent = EXTRAS["web"].missing()
+        first = f", after pip install 'patchlight[web]', which brings {', '.join(absent)}" if absent else ""
+        print(f"In a browser: {program()} serve, and open the address that it prints{first}")
 
 
+@command
 def explain(
+    *,
     context: typer.Context,
     paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH...")],
     method: Annotated[
@@ -107,21 +87,11 @@ def explain(
             autocompletion=complete_methods,
         ),
     ] = "genatt",
-    model: Model = "pocket",
-    weights: Weights = None,
-    labels: Labels = None,
-    stage: Stage = None,
-    preprocess: Preprocessed = None,
-    sigmoid: Sigmoid = False,
-    no_pretrained: NoPretrained = False,
-    text: Text = None,
-    template: Template = None,
-    similar_to: SimilarTo = None,
+    model: ModelOptions,
     target: Annotated[str | None, typer.Option(help="Class to explain, a name or index; else the prediction.")] = None,
     against: Annotated[str | None, typer.Option(help="Class that the target is contrasted with.")] = None,
     out: Annotated[str | None, typer.Option(help="A file for one figure, or a folder for one per image.")] = None,
     settings: Settings = None,
-    plugin: Plugin = None,
     explainer: Annotated[
         Path | None, typer.Option(help="Folder of a trained explainer: diffmask, vit-shapley.")
     ] = None,
@@ -138,47 +108,42 @@ def explain(
         ),
     ] = None,
     seed: Seed = 0,
-    device: Device = "cpu",
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Images at once; by default what memory allows.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace existing output.")] = False,
+    force: Force = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Explain images: which patches speak for a class. Writes pictures and prints predictions.
 
     With --report the maps are tested too, by removing patches in their order, and pictures are written only with --out.
     """
-    with answering(as_json, debug):
-        _check_paths(paths)
-        said = of_model(preprocess, sigmoid, no_pretrained)
-        head = asked_by(text, template, similar_to)
-        names = _expanded(method.split(","))
-        wanted = read_settings(names, settings or [])
-        if explainer is not None:
-            _add_explainer(wanted, explainer)
-        _check_settings(wanted, score)
-        figure, folder = (None, None) if report is not None and out is None else _destination(paths, out)
-        task = Task(
-            items=_plan(paths, folder, save),
-            figure=figure,
-            methods=wanted,
-            target=target,
-            against=against,
-            score=score,
-            seed=seed,
-            batch_size=batch_size,
-            force=force,
-            report=_report_path(report),
-            command=command_line(context),
-            optional=frozenset(names) - {name.strip() for name in method.split(",")},
-        )
-        _check_outputs(task)
-        done = _run(task, lambda: load_model(model, weights, labels, device, stage, head, **said))
-        _report(done, as_json)
-        if done.errors:
-            raise typer.Exit(SOME_FAILED)
+    _check_paths(paths)
+    names = _expanded(method.split(","))
+    wanted = read_settings(names, settings or [])
+    if explainer is not None:
+        _add_explainer(wanted, explainer)
+    _check_settings(wanted, score)
+    figure, folder = (None, None) if report is not None and out is None else _destination(paths, out)
+    task = Task(
+        items=_plan(paths, folder, save),
+        figure=figure,
+        methods=wanted,
+        target=target,
+        against=against,
+        score=score,
+        seed=seed,
+        batch_size=batch_size,
+        force=force,
+        report=_report_path(report),
+        command=command_line(context),
+        optional=frozenset(names) - {name.strip() for name in method.split(",")},
+    )
+    _check_outputs(task)
+    done = _run(task, model.load)
+    _report(done, as_json)
+    if done.errors:
+        raise typer.Exit(SOME_FAILED)
 
 
 @dataclass(frozen=True)

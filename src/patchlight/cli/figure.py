@@ -11,23 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchlight.cli.common import (
-    AsJson,
-    Debug,
-    Device,
-    Labels,
-    Model,
-    NoPretrained,
-    Plugin,
-    Preprocessed,
-    Seed,
-    Settings,
-    Sigmoid,
-    Stage,
-    Weights,
-    answering,
     console,
-    load_model,
-    of_model,
     open_images,
     print_json,
     progress,
@@ -35,38 +19,28 @@ from patchlight.cli.common import (
     read_settings,
     say,
 )
-from patchlight.cli.complete import complete_figure, complete_kind, complete_model
+from patchlight.cli.complete import complete_figure, complete_model
 from patchlight.cli.names import table
+from patchlight.cli.options import AsJson, DataKind, ModelOptions, Seed, Settings, command
 from patchlight.core.errors import PatchlightError, nearest
 
 if TYPE_CHECKING:
     from patchlight.data import Data
 
 
+@command
 def figure(
+    *,
     name: Annotated[
         str | None,
         typer.Argument(help="Which figure (`patchlight figure --list`).", autocompletion=complete_figure),
     ] = None,
     tell: Annotated[bool, typer.Option("--list", help="List the figures, or with NAME the settings of one.")] = False,
-    model: Model = "pocket",
-    weights: Weights = None,
-    labels: Labels = None,
-    stage: Stage = None,
-    preprocess: Preprocessed = None,
-    sigmoid: Sigmoid = False,
-    no_pretrained: NoPretrained = False,
+    model: ModelOptions,
     images: Annotated[
         list[Path] | None, typer.Option(help="Images: a folder, or files; repeatable.", metavar="PATH")
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Kind of data set at --images, for its labels, boxes and masks.",
-            metavar="KIND",
-            autocompletion=complete_kind,
-        ),
-    ] = None,
+    data: DataKind = None,
     listed: Annotated[
         str | None,
         typer.Option(
@@ -89,51 +63,46 @@ def figure(
         Path | None, typer.Option(help="File for the numbers that the figure shows: .csv or .json.")
     ] = None,
     settings: Settings = None,
-    plugin: Plugin = None,
     seed: Seed = 0,
-    device: Device = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Draw a figure of one of the papers, by name, with your own model and images."""
-    with answering(as_json, debug):
-        if tell or name is None:
-            if name is None and not tell:
-                raise PatchlightError("no figure was named; `patchlight figure --list` lists them")
-            _tell(name, bool(plugin), as_json)
-            return
-        row = _row(_rows(bool(plugin)), name)
-        path = out or Path(f"{row['name']}.pdf")
-        _check(path, numbers, images, force)
-        own = read_settings([row["name"]], settings or [], "figure")[row["name"]]
-        _check_settings(row, own)
-        with progress("loading the model"):
-            said = of_model(preprocess, sigmoid, no_pretrained)
-            vit = load_model(model, weights, labels, device, stage, **said)
-            second = None if other is None else load_model(other, other_weights, labels, device)
-            shown = _spread(open_images(data, images or _bundled(), vit, listed), count)
-            asked = None if target is None else read_class(target, vit)
-        from patchlight.report.figures import draw
+    if tell or name is None:
+        if name is None and not tell:
+            raise PatchlightError("no figure was named; `patchlight figure --list` lists them")
+        _tell(name, bool(model.plugin), as_json)
+        return
+    row = _row(_rows(bool(model.plugin)), name)
+    path = out or Path(f"{row['name']}.pdf")
+    _check(path, numbers, images, force)
+    own = read_settings([row["name"]], settings or [], "figure")[row["name"]]
+    _check_settings(row, own)
+    with progress("loading the model"):
+        vit = model.load()
+        second = None if other is None else ModelOptions(other, other_weights, model.labels, device=model.device).load()
+        shown = _spread(open_images(data, images or _bundled(), vit, listed), count)
+        asked = None if target is None else read_class(target, vit)
+    from patchlight.report.figures import draw
 
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
-            given: dict[str, Any] = {
-                "target": asked,
-                "other": second,
-                "explainer": explainer,
-                "numbers": numbers,
-                "seed": seed,
-            }
-            drawn = draw(row["name"], vit, shown, path, **given, **own)
-        width, height = (round(float(side), 2) for side in drawn.get_size_inches())
-        if as_json:
-            about = {"figure": row["name"], "model": vit.name, "seed": seed, "settings": own}
-            table = None if numbers is None else str(numbers)
-            print_json({**about, "written": str(path), "inches": [width, height], "numbers": table})
-        else:
-            beside = "" if numbers is None else f" and {numbers}"
-            print(f"Wrote {path} ({width} x {height} inches){beside}")
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+        given: dict[str, Any] = {
+            "target": asked,
+            "other": second,
+            "explainer": explainer,
+            "numbers": numbers,
+            "seed": seed,
+        }
+        drawn = draw(row["name"], vit, shown, path, **given, **own)
+    width, height = (round(float(side), 2) for side in drawn.get_size_inches())
+    if as_json:
+        about = {"figure": row["name"], "model": vit.name, "seed": seed, "settings": own}
+        table = None if numbers is None else str(numbers)
+        print_json({**about, "written": str(path), "inches": [width, height], "numbers": table})
+    else:
+        beside = "" if numbers is None else f" and {numbers}"
+        print(f"Wrote {path} ({width} x {height} inches){beside}")
 
 
 def _bundled() -> list[Path]:

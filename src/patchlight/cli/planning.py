@@ -7,39 +7,38 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchlight.cli.chosen import Chosen, choosing
-from patchlight.cli.common import AsJson, Debug, answering, console, print_json, progress
+from patchlight.cli.common import console, print_json, progress
+from patchlight.cli.options import AsJson, command
+from patchlight.cli.recipes import RecipeOptions
 
 if TYPE_CHECKING:
     from patchlight.bench.estimate import Estimated
     from patchlight.bench.plan import Plan
 
 
-@choosing
+@command
 def plan_run(
-    chosen: Chosen,
+    chosen: RecipeOptions,
     estimate: Annotated[bool, typer.Option("--estimate", help="Time a first batch of everything.")] = False,
     seconds: Annotated[float, typer.Option(min=1, help="How long timing may take, for each group of methods.")] = 60.0,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """What a run will be: images, groups of methods, values; with --estimate, what it will take. Nothing is kept."""
-    with answering(as_json, debug):
-        from patchlight.bench.estimate import estimated
-        from patchlight.bench.plan import plan
-        from patchlight.bench.workers import devices_of
+    from patchlight.bench.estimate import estimated
+    from patchlight.bench.plan import plan
+    from patchlight.bench.workers import devices_of
 
-        device = devices_of(chosen.device)[0]
-        with progress("reading images and models"):
-            whole = plan(chosen.recipe, device=device)
-        found: list[Estimated] = []
-        if estimate:
-            with progress("timing a first batch of every group of methods"):
-                found = estimated(whole, device, seconds)
-        if as_json:
-            print_json(_told(whole, found))
-            return
-        _print(whole, found, device)
+    device = devices_of(chosen.device)[0]
+    with progress("reading images and models"):
+        whole = plan(chosen.recipe, device=device)
+    found: list[Estimated] = []
+    if estimate:
+        with progress("timing a first batch of every group of methods"):
+            found = estimated(whole, device, seconds)
+    if as_json:
+        print_json(_told(whole, found))
+        return
+    _print(whole, found, device)
 
 
 def _told(whole: Plan, found: list[Estimated]) -> dict[str, object]:

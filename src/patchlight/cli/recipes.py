@@ -1,52 +1,113 @@
-"""`patchlight bench list`: the recipes that come with the package, told without importing torch."""
+"""The recipes of the benchmark: the options that choose one, and `patchlight bench list`, which imports no torch."""
 
 from __future__ import annotations
 
+import functools
 import tomllib
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight.cli.common import AsJson, Debug, answering, console, print_json, say
-from patchlight.cli.complete import complete_recipe
+from patchlight.cli.common import console, print_json, progress, read_settings, say
+from patchlight.cli.complete import complete_model, complete_recipe, one_of
+from patchlight.cli.options import AsJson, Device, ImageList, NoPretrained, Plugin, Sigmoid, command
 
-RecipeGiven = Annotated[
-    str,
-    typer.Argument(
-        help="A recipe: the name of a bundled one (`patchlight bench list`), or a TOML file.",
-        metavar="RECIPE",
-        autocompletion=complete_recipe,
-    ),
-]
+if TYPE_CHECKING:
+    from patchlight.bench.recipe import Recipe
 
 
+@dataclass(frozen=True)
+class RecipeOptions:
+    """The options that say what is run: `recipe` is the recipe as it is to be run, `text` its file's text."""
+
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe: the name of a bundled one (`patchlight bench list`), or a TOML file.",
+            metavar="RECIPE",
+            autocompletion=complete_recipe,
+        ),
+    ]
+    quick: Annotated[bool, typer.Option("--quick", help="With the recipe's quick settings.")] = False
+    images: Annotated[int | None, typer.Option(min=1, help="How many images, spread over the data.")] = None
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="LABEL=NAME: your model for the recipe's of that label (NAME, if it has one); repeatable.",
+            autocompletion=complete_model,
+        ),
+    ] = None
+    weights: Annotated[list[str] | None, typer.Option(help="Weights of each --model, in order.")] = None
+    labels: Annotated[list[str] | None, typer.Option(help="Class names of each --model, in order.")] = None
+    preprocess: Annotated[
+        list[str] | None,
+        typer.Option(help="How images of each --model are prepared, in order: a processor's folder, or a file."),
+    ] = None
+    sigmoid: Sigmoid = False
+    no_pretrained: NoPretrained = False
+    data: Annotated[str | None, typer.Option(help="Folder of the data, or KIND:FOLDER.")] = None
+    listed: ImageList = None
+    target: Annotated[
+        str | None,
+        typer.Option(help="Class to explain: label or prediction.", autocompletion=one_of("label", "prediction")),
+    ] = None
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of a method or metric of the recipe: label.key=value.")
+    ] = None
+    plugin: Plugin = None
+    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's seed.")] = None
+    device: Device = "cpu"
+
+    @functools.cached_property
+    def _read(self) -> tuple[Recipe, str]:
+        with progress("reading the recipe"):
+            from patchlight.anatomy.preprocessing import as_spec
+            from patchlight.bench.recipe import override, read_recipe
+
+            read, text = read_recipe(self.name)
+            settings = read_settings([*read.methods, *read.metrics], self.settings or [])
+            about = {"labels": self.labels or (), "preprocess": [as_spec(each) for each in self.preprocess or ()]}
+            flags = {"sigmoid": self.sigmoid or None, "pretrained": False if self.no_pretrained else None}
+            sizes = {key: getattr(self, key) for key in ("data", "images", "listed", "quick", "seed", "target")}
+            models = self.model or (), self.weights or ()
+            return override(read, *models, **sizes, settings=settings, about=about, flags=flags), text
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._read[0]
+
+    @property
+    def text(self) -> str:
+        return self._read[1]
+
+
+@command
 def list_recipes(
     name: Annotated[
         str | None, typer.Argument(help="One recipe, to print its TOML.", autocompletion=complete_recipe)
     ] = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """List the bundled recipes: whose tables they repeat, what is measured, on which models and data; or print one."""
-    with answering(as_json, debug):
-        if name is not None:
-            from patchlight.core.recipes import read_text
+    if name is not None:
+        from patchlight.core.recipes import read_text
 
-            text = read_text(name)
-            print_json(tomllib.loads(text)) if as_json else print(text, end="")
-            return
-        rows = recipe_rows()
-        if as_json:
-            print_json(rows)
-            return
-        from rich.table import Table
+        text = read_text(name)
+        print_json(tomllib.loads(text)) if as_json else print(text, end="")
+        return
+    rows = recipe_rows()
+    if as_json:
+        print_json(rows)
+        return
+    from rich.table import Table
 
-        table = Table("recipe", "paper", "measures", "models", "data", "methods", "metrics", box=None, pad_edge=False)
-        for row in rows:
-            words = [row["name"], row["paper"], *(", ".join(row[key]) for key in ("measures", "models")), row["data"]]
-            table.add_row(*words, str(row["methods"]), str(row["metrics"]))
-        console().print(table)
-        say("`patchlight bench run NAME --out DIR` runs one, `patchlight bench list NAME` prints it")
+    table = Table("recipe", "paper", "measures", "models", "data", "methods", "metrics", box=None, pad_edge=False)
+    for row in rows:
+        words = [row["name"], row["paper"], *(", ".join(row[key]) for key in ("measures", "models")), row["data"]]
+        table.add_row(*words, str(row["methods"]), str(row["metrics"]))
+    console().print(table)
+    say("`patchlight bench run NAME --out DIR` runs one, `patchlight bench list NAME` prints it")
 
 
 def recipe_rows() -> list[dict[str, Any]]:

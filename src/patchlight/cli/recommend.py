@@ -9,39 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from patchlight.cli.common import (
-    SOME_FAILED,
-    AsJson,
-    Debug,
-    Device,
-    ImageList,
-    Labels,
-    Model,
-    NoPretrained,
-    Plugin,
-    Preprocessed,
-    Seed,
-    Settings,
-    Sigmoid,
-    SimilarTo,
-    Stage,
-    Template,
-    Text,
-    Weights,
-    answering,
-    asked_by,
-    load_model,
-    of_model,
-    open_images,
-    print_json,
-    read_settings,
-    say,
-)
+from patchlight.cli.common import SOME_FAILED, open_images, print_json, read_settings, say
 from patchlight.cli.complete import complete_kind, complete_methods, complete_metrics
+from patchlight.cli.options import AsJson, ImageList, ModelOptions, Seed, Settings, command
 from patchlight.core.errors import PatchlightError
 
 
+@command
 def recommend(
+    *,
     images: Annotated[Path | None, typer.Option(help="The images: a folder, or one image.")] = None,
     data: Annotated[
         str | None,
@@ -69,60 +45,45 @@ def recommend(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the cells in --out.")] = False,
     worth: Annotated[float, typer.Option(min=0.0, help="The smallest difference of scores that counts.")] = 0.01,
-    model: Model = "pocket",
-    weights: Weights = None,
-    labels: Labels = None,
-    stage: Stage = None,
-    preprocess: Preprocessed = None,
-    sigmoid: Sigmoid = False,
-    no_pretrained: NoPretrained = False,
-    text: Text = None,
-    template: Template = None,
-    similar_to: SimilarTo = None,
+    model: ModelOptions,
     settings: Settings = None,
-    plugin: Plugin = None,
     seed: Seed = 0,
-    device: Device = "cpu",
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Race methods on your images: which explanation to trust, what is as good and cheaper, and how sure that is."""
     begun = time.monotonic()
-    with answering(as_json, debug):
-        from patchlight.study.recommend.run import recommend as race
-        from patchlight.study.recommend.run import seconds_of
-        from patchlight.study.recommend.work import Clock
+    from patchlight.study.recommend.run import recommend as race
+    from patchlight.study.recommend.run import seconds_of
+    from patchlight.study.recommend.work import Clock
 
-        seconds = seconds_of(budget)
-        if images is None and data is None:
-            raise PatchlightError("no images were given; name their folder with --images FOLDER")
-        path, kind = (images, data) if images is not None else (Path(str(data)), None)
-        if not path.exists():
-            raise PatchlightError(f"no image or folder at '{path}'")
-        names = {noun: _names(given) for noun, given in (("method", methods), ("metric", metrics))}
-        asked = _asked(names, settings or [])
-        head = asked_by(text, template, similar_to)
-        said = of_model(preprocess, sigmoid, no_pretrained)
-        vit = load_model(model, weights, labels, device, stage, head, **said)
-        verdict = race(
-            vit,
-            open_images(kind, [path], vit, listed),
-            budget=Clock(seconds, spent=time.monotonic() - begun),
-            methods=asked["method"],
-            metrics=asked["metric"],
-            seed=seed,
-            worth=worth,
-            out=out,
-            resume=resume,
-        )
-        if as_json:
-            print_json(json.loads(verdict.to_json()) | {"seconds": verdict.seconds})
-        else:
-            print(verdict)
-        if out is not None:
-            say(f"Wrote {out / 'verdict.html'}")
-        if verdict.failed:
-            raise typer.Exit(SOME_FAILED)
+    seconds = seconds_of(budget)
+    if images is None and data is None:
+        raise PatchlightError("no images were given; name their folder with --images FOLDER")
+    path, kind = (images, data) if images is not None else (Path(str(data)), None)
+    if not path.exists():
+        raise PatchlightError(f"no image or folder at '{path}'")
+    names = {noun: _names(given) for noun, given in (("method", methods), ("metric", metrics))}
+    asked = _asked(names, settings or [])
+    vit = model.load()
+    verdict = race(
+        vit,
+        open_images(kind, [path], vit, listed),
+        budget=Clock(seconds, spent=time.monotonic() - begun),
+        methods=asked["method"],
+        metrics=asked["metric"],
+        seed=seed,
+        worth=worth,
+        out=out,
+        resume=resume,
+    )
+    if as_json:
+        print_json(json.loads(verdict.to_json()) | {"seconds": verdict.seconds})
+    else:
+        print(verdict)
+    if out is not None:
+        say(f"Wrote {out / 'verdict.html'}")
+    if verdict.failed:
+        raise typer.Exit(SOME_FAILED)
 
 
 def _names(given: str | None) -> list[str]:

@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from patchlight.cli.common import (
-    AsJson,
-    Debug,
-    Device,
-    ImageList,
-    Labels,
-    NoPretrained,
-    Plugin,
-    Preprocessed,
-    Settings,
-    Sigmoid,
-    Weights,
-    answering,
-    of_model,
-    print_json,
-    progress,
-    read_settings,
-    telling_warnings,
-)
-from patchlight.cli.training import (
-    ExplainerFolder,
-    Preset,
-    RecipeGiven,
-    Resume,
-    TrainedModel,
-    TrainingData,
-    Workers,
-    loaders,
-    recipe_of,
-)
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
+from patchlight.cli.common import print_json, progress, showing_warnings
+from patchlight.cli.complete import one_of
+from patchlight.cli.options import AsJson, TrainedModelOptions, command
+from patchlight.cli.training import TrainingOptions, advance, print_use
 
 shapley = typer.Typer(name="shapley", help="Train the explainer ViT-Shapley.", no_args_is_help=True)
+Preset = Annotated[
+    str | None, typer.Option(help="default, paper or code.", autocompletion=one_of("default", "paper", "code"))
+]
 
 
 @shapley.callback()
@@ -49,59 +23,30 @@ def _shapley() -> None:
 
 
 @shapley.command()
+@command
 def train(
-    out: ExplainerFolder,
-    recipe: RecipeGiven = None,
-    data: TrainingData = None,
-    listed: ImageList = None,
-    held_out: Annotated[
-        str | None, typer.Option(help="Images the model was not trained on, to measure the loss on at the end.")
-    ] = None,
-    model: TrainedModel = None,
-    weights: Weights = None,
-    labels: Labels = None,
-    preprocess: Preprocessed = None,
-    sigmoid: Sigmoid = False,
-    no_pretrained: NoPretrained = False,
-    preset: Preset = None,
-    settings: Settings = None,
-    plugin: Plugin = None,
-    workers: Workers = 0,
-    resume: Resume = True,
-    device: Device = "cpu",
-    as_json: AsJson = False,
-    debug: Debug = False,
+    training: TrainingOptions, model: TrainedModelOptions, preset: Preset = None, as_json: AsJson = False
 ) -> None:
     """Train ViT-Shapley for a model: a network that gives the Shapley values of all patches in one forward."""
-    with answering(as_json, debug):
-        with progress("loading the model") as bar:
-            said = of_model(preprocess, sigmoid, no_pretrained)
-            from patchlight.trained.shapley import train as train_values
-            from patchlight.trained.shapley.recipe import ShapleyRecipe
+    with progress("loading the model") as bar:
+        from patchlight.trained.shapley import train as train_values
+        from patchlight.trained.shapley.recipe import ShapleyRecipe
 
-            asked = recipe_of(
-                ShapleyRecipe, recipe, data, listed, held_out, model, weights, labels, said, {"preset": preset}
-            )
-            chosen = asked.training(**read_settings(["train"], settings or [])["train"])
-            with telling_warnings():
-                vit = asked.model.load(device)
-                loader, held = loaders(asked, vit, chosen, workers)
-                explainer = train_values(vit, loader, chosen, _watch(bar), out, resume, held)
-        result = explainer.about["result"]
-        if as_json:
-            print_json({"explainer": str(out), "model": vit.name, **result})
-        else:
-            end = result.get("held_out", result)
-            print(f"{explainer!r} in {out}: loss {end['loss']:.4g}, of equal values {end['even']:.4g}")
-            model_name = asked.model.name
-            print(f"Use it: patchlight explain photo.jpg --model {model_name} --method vit-shapley --explainer {out}")
+        def watch(now: Any) -> None:
+            surrogate = hasattr(now, "untrained")
+            beside = f"untrained {now.untrained:.4g}" if surrogate else f"equal values {now.even:.4g}"
+            advance(bar, now, f"{'surrogate' if surrogate else 'values'}: loss {now.loss:.4g}  {beside}")
 
-
-def _watch(bar: Bar) -> Any:
-    def tell(now: Any) -> None:
-        beside = f"untrained {now.untrained:.4g}" if hasattr(now, "untrained") else f"equal values {now.even:.4g}"
-        what = "surrogate" if hasattr(now, "untrained") else "values"
-        words = f"{what}: loss {now.loss:.4g}  {beside}"
-        bar.update(bar.task_ids[0], description=words, completed=now.step, total=now.steps)
-
-    return tell
+        recipe = training.read(ShapleyRecipe, model, preset=preset)
+        settings = recipe.training(**training.changes)
+        with showing_warnings():
+            vit = recipe.model.load(model.device)
+            loader, held = training.loaders(recipe, vit, settings)
+            explainer = train_values(vit, loader, settings, watch, training.out, training.resume, held)
+    result = explainer.about["result"]
+    if as_json:
+        print_json({"explainer": str(training.out), "model": vit.name, **result})
+        return
+    end = result.get("held_out", result)
+    print(f"{explainer!r} in {training.out}: loss {end['loss']:.4g}, of equal values {end['even']:.4g}")
+    print_use(recipe.model.name, "vit-shapley", training.out)

@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from patchlight.cli.chosen import Chosen, choosing
-from patchlight.cli.common import Debug, answering, say
+from patchlight.cli.common import say
+from patchlight.cli.options import command, option_words
+from patchlight.cli.recipes import RecipeOptions
 
 
-@choosing
+@command
 def print_job(
-    chosen: Chosen,
+    chosen: RecipeOptions,
     out: Annotated[Path, typer.Option(help="Folder of the run, which all tasks see.")],
     array: Annotated[str, typer.Option(help="Tasks, each for an equal part of the images; 64%8: eight at once.")],
     time: Annotated[str, typer.Option(help="Time of a task: 2h, 90m, 1-12:00:00; one that needs more goes on later.")],
@@ -29,25 +30,23 @@ def print_job(
         list[str] | None,
         typer.Option(help="A line of the shell to begin with: 'source venv/bin/activate'; repeatable."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Print a file for sbatch that runs a recipe as an array of tasks, and reports when all of them are over.
 
     A task that is preempted, or whose time is up, goes back into the queue and on from where it was.
     """
-    with answering(False, debug):
-        from patchlight.bench.slurm import Job, script
+    from patchlight.bench.slurm import Job, script
 
-        if gpus and chosen.device == "cpu":
-            chosen = replace(chosen, given={**chosen.given, "device": "cuda" if gpus == 1 else "cuda:all"})
-        job = Job(array, time, cpus, gpus, mem, partition, account, mail, setup or ())
-        program = ["patchlight"] if setup else [sys.executable, "-m", "patchlight"]
-        run = [*program, "bench", "run", *chosen.words, "--out", str(out)]
-        report = [*program, "bench", "report", str(out), "--html", str(out / "report.html")]
-        for plugin in chosen.given["plugin"] or ():
-            report += ["--plugin", plugin]
-        chosen.recipe.data.check_given()
-        text = script(chosen.recipe.name, str(out), run, report, job)
-        (out / "logs").mkdir(parents=True, exist_ok=True)  # where SLURM writes what tasks print, before they begin
-        print(text, end="")
-        say("`sbatch FILE` begins it; `patchlight bench status` tells how far it is")
+    if gpus and chosen.device == "cpu":
+        chosen = replace(chosen, device="cuda" if gpus == 1 else "cuda:all")
+    job = Job(array, time, cpus, gpus, mem, partition, account, mail, setup or ())
+    program = ["patchlight"] if setup else [sys.executable, "-m", "patchlight"]
+    run = [*program, "bench", "run", *option_words(chosen), "--out", str(out)]
+    report = [*program, "bench", "report", str(out), "--html", str(out / "report.html")]
+    for plugin in chosen.plugin or ():
+        report += ["--plugin", plugin]
+    chosen.recipe.data.check_given()
+    text = script(chosen.recipe.name, str(out), run, report, job)
+    (out / "logs").mkdir(parents=True, exist_ok=True)  # where SLURM writes what tasks print, before they begin
+    print(text, end="")
+    say("`sbatch FILE` begins it; `patchlight bench status` tells how far it is")

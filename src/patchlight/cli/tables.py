@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight.cli.common import AsJson, Debug, Plugin, answering, console, load_model, print_json, progress, say
+from patchlight.cli.common import console, print_json, progress, say
 from patchlight.cli.complete import complete_method, complete_metric, complete_model
 from patchlight.cli.names import table as names
+from patchlight.cli.options import AsJson, ModelOptions, Plugin, command
 from patchlight.core.errors import PatchlightError, nearest
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ Row = dict[str, Any]
 """A method or metric with all that is told of it."""
 
 
+@command
 def methods(
     name: Annotated[
         str | None, typer.Argument(help="One method, to see its settings.", autocompletion=complete_method)
@@ -30,69 +32,65 @@ def methods(
     ] = None,
     plugin: Plugin = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """List the methods, or the settings of one."""
-    with answering(as_json, debug):
-        with progress(f"loading {model or 'the methods'}"):
-            vit = None if model is None else load_model(model, pretrained=False)
-            rows = names()["methods"] if vit is None and not plugin else method_rows(vit)
-        if name is not None:
-            rows = [_named(rows, name) or _composed(rows, name)]
-        if as_json:
-            print_json(rows)
-        elif name is not None:
-            _describe_method(rows[0])
-        else:
-            _list_methods(rows, model is not None)
+    with progress(f"loading {model or 'the methods'}"):
+        vit = None if model is None else ModelOptions(model, no_pretrained=True).load()
+        rows = names()["methods"] if vit is None and not plugin else method_rows(vit)
+    if name is not None:
+        rows = [_named(rows, name) or _composed(rows, name)]
+    if as_json:
+        print_json(rows)
+    elif name is not None:
+        _describe_method(rows[0])
+    else:
+        _list_methods(rows, model is not None)
 
 
+@command
 def metrics(
     name: Annotated[
         str | None, typer.Argument(help="One metric, to see its settings.", autocompletion=complete_metric)
     ] = None,
     plugin: Plugin = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """List the metrics, or the settings of one."""
-    with answering(as_json, debug):
-        with progress("loading the metrics"):
-            rows = metric_rows() if plugin else names()["metrics"]
-        if name is not None:
-            found = _named(rows, name)
-            if found is None:
-                known = [n for row in rows for n in (row["name"], *row["aliases"])]
-                raise PatchlightError(f"no metric is called '{name}'; {nearest(name, known)}")
-            rows = [found]
-        if as_json:
-            print_json(rows)
-        elif name is not None:
-            _describe_metric(rows[0])
-        else:
-            _list_metrics(rows)
+    with progress("loading the metrics"):
+        rows = metric_rows() if plugin else names()["metrics"]
+    if name is not None:
+        found = _named(rows, name)
+        if found is None:
+            known = [n for row in rows for n in (row["name"], *row["aliases"])]
+            raise PatchlightError(f"no metric is called '{name}'; {nearest(name, known)}")
+        rows = [found]
+    if as_json:
+        print_json(rows)
+    elif name is not None:
+        _describe_metric(rows[0])
+    else:
+        _list_metrics(rows)
 
 
+@command
 def models(
     pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern such as 'deit*'.")] = "",
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """List the models that can be loaded by name."""
-    with answering(as_json, debug):
-        with progress("loading the names"):
-            known = names()["models"]
-        from patchlight.core.registry import matching as matching_names
+    with progress("loading the names"):
+        known = names()["models"]
+    from patchlight.core.registry import matching as matching_names
 
-        matching = matching_names(known, pattern)
-        if not matching:
-            raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, known)}")
-        if as_json:
-            print_json(matching)
-            return
-        for model in matching:
-            print(model)
-        say(f"{len(matching)} models; also hf:NAME (transformers), open_clip:NAME and torchvision:NAME")
+    matching = matching_names(known, pattern)
+    if not matching:
+        raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, known)}")
+    if as_json:
+        print_json(matching)
+        return
+    for model in matching:
+        print(model)
+    say(f"{len(matching)} models; also hf:NAME (transformers), open_clip:NAME and torchvision:NAME")
 
 
 def method_rows(vit: Anatomy | None = None) -> list[Row]:
