@@ -19,7 +19,7 @@ from patchlight.metrics.base import resolve_metric
 from patchlight.report.figures import list_figures
 from patchlight.web.app import create_app
 from patchlight.web.serve import Server
-from patchlight.web.site import Site
+from patchlight.web.service import ModelService
 from patchlight.zoo import pocket
 from tests.registries import restored
 
@@ -67,7 +67,7 @@ def test_the_examples_of_the_api_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {kind for kind, _ in blocks} == {"python", "sh"}
     shutil.copy(pocket.PHOTOS / "cat.jpg", tmp_path / "photo.jpg")
     monkeypatch.chdir(tmp_path)
-    server = Server(Site(pl.load("pocket")))
+    server = Server(ModelService(pl.load("pocket")))
     server.start()
     try:
         names: dict[str, object] = {"__name__": "example"}
@@ -89,7 +89,7 @@ def test_the_examples_of_the_api_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_table_of_routes_is_what_there_is() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     told = set(re.findall(r"^\| `([A-Z]+ /api/[^`]*)` \|", page, re.MULTILINE))
-    paths = create_app(Site(pl.load("pocket"))).openapi()["paths"]
+    paths = create_app(ModelService(pl.load("pocket"))).openapi()["paths"]
     there = {f"{verb.upper()} {re.sub('{[a-z]+}', '{id}', path)}" for path, verbs in paths.items() for verb in verbs}
     assert told == there
 

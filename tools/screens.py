@@ -9,7 +9,7 @@ from playwright.sync_api import Page, sync_playwright
 
 import patchlight as pl
 from patchlight.web.serve import Server
-from patchlight.web.site import Site
+from patchlight.web.service import ModelService
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 METHODS = "genatt,tokentm,decompx.skipplus,posterior,random"
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--browser", default="/usr/bin/chromium")
     given = parser.parse_args()
-    server = Server(Site(pl.load("pocket"), "pl.load('pocket')", "--model pocket"))
+    server = Server(ModelService(pl.load("pocket"), "pl.load('pocket')", "--model pocket"))
     server.start()
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=given.browser, args=["--no-sandbox"])

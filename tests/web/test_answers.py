@@ -19,7 +19,7 @@ fastapi = pytest.importorskip("fastapi")
 from starlette.testclient import TestClient  # noqa: E402
 
 from patchlight.web.serve import guarded  # noqa: E402
-from patchlight.web.site import Site  # noqa: E402
+from patchlight.web.service import ModelService  # noqa: E402
 from tests.families import build  # noqa: E402
 from tests.pairs import TEXTS, shared_pair  # noqa: E402
 
@@ -33,7 +33,7 @@ def vit() -> pl.Anatomy:
 
 @pytest.fixture(scope="module")
 def client(vit: pl.Anatomy) -> Iterator[TestClient]:
-    site = Site(vit)
+    site = ModelService(vit)
     with TestClient(guarded(site), base_url="http://localhost") as client:
         yield client
     site.close()
@@ -205,7 +205,7 @@ def test_inside(client: TestClient, vit: pl.Anatomy) -> None:
 @pytest.mark.parametrize("family", ["reg4-gap", "siglip", "swin"])
 def test_other_models_say_what_they_lack(family: str) -> None:
     other = build(family)
-    site = Site(other)
+    site = ModelService(other)
     with TestClient(guarded(site), base_url="http://localhost") as client:
         facts = client.get("/api/model").json()
         assert facts["grid"] == list(other.grid)
@@ -217,7 +217,7 @@ def test_other_models_say_what_they_lack(family: str) -> None:
         assert post(client, "ablate", image="cat", removed=[whole])["variants"]
         if other.can_drop is None:
             assert (
-                "one at least must stay"
+                "nothing is left to classify"
                 in post(client, "ablate", 400, image="cat", removed=[whole], unit="token")["error"]
             )
         else:
@@ -228,7 +228,7 @@ def test_other_models_say_what_they_lack(family: str) -> None:
 
 
 def test_what_cannot_be_tested_is_told_before_any_map_is_made() -> None:
-    site = Site(build("reg4-gap"))
+    site = ModelService(build("reg4-gap"))
     with TestClient(guarded(site), base_url="http://localhost") as client:
         asked = {"image": "cat", "methods": [{"name": "ixg"}], "unit": "token", "wait": 60}
         for told in (post(client, "measure", **asked), post(client, "files", **asked, kind="report")):
@@ -242,7 +242,7 @@ def test_what_cannot_be_tested_is_told_before_any_map_is_made() -> None:
 def test_sentences_are_classes(kind: str) -> None:
     pytest.importorskip(kind.split("-")[0])
     vit = shared_pair(kind)
-    site = Site(vit)
+    site = ModelService(vit)
     with TestClient(guarded(site), base_url="http://localhost") as client:
         assert client.get("/api/model").json()["takes_texts"]
         texts = [TEXTS[1], TEXTS[0]]
@@ -279,14 +279,14 @@ def test_a_job_that_breaks_is_in_the_log_and_keeps_nothing(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept: list[weakref.ref[torch.Tensor]] = []
-    errors: list[Exception] = [Cancelled("enough"), RuntimeError("unforeseen")]
+    errors: list[BaseException] = [Cancelled("enough"), RuntimeError("unforeseen")]
 
     def broken(*given: Any, **options: Any) -> None:
         large = torch.zeros(3)
         kept.append(weakref.ref(large))
         raise errors.pop()
 
-    monkeypatch.setattr("patchlight.web.answers.explain", broken)
+    monkeypatch.setattr("patchlight.study.run.explain", broken)
     told = post(client, "explain", image="ship", methods=[{"name": "ixg"}], wait=30)
     assert told["state"] == "failed"
     assert "the server's log says more" in told["error"]

@@ -17,7 +17,7 @@ from PIL import Image
 import patchlight as pl
 from patchlight.cli.common import read_settings
 from patchlight.web.app import create_app
-from patchlight.web.site import Site
+from patchlight.web.service import ModelService
 from patchlight.zoo import pocket
 
 METHODS = [{"name": "genatt"}, {"name": "rollout", "settings": {"start": 1}}]
@@ -26,12 +26,12 @@ PAIR = {"target": 3, "against": 5, "seed": 2}
 
 
 @pytest.fixture(scope="module")
-def site() -> Site:
-    return Site(pl.load("pocket"), cli="--model pocket")
+def site() -> ModelService:
+    return ModelService(pl.load("pocket"), cli="--model pocket")
 
 
 @pytest.fixture(scope="module")
-def client(site: Site) -> Iterator[TestClient]:
+def client(site: ModelService) -> Iterator[TestClient]:
     with TestClient(create_app(site)) as client:
         yield client
 
@@ -51,7 +51,7 @@ def made(client: TestClient, **asked: Any) -> tuple[bytes, str, str]:
     return answer.content, answer.headers["content-type"], name
 
 
-def test_arrays_are_what_load_opens(site: Site, client: TestClient, tmp_path: Path) -> None:
+def test_arrays_are_what_load_opens(site: ModelService, client: TestClient, tmp_path: Path) -> None:
     data, kind, name = made(client, kind="arrays", target=5, name="cat.jpg")
     assert (kind, name) == ("application/zip", "cat-patchlight.zip")
     assert data == made(client, kind="arrays", target=5)[0], "the same maps give the same bytes"

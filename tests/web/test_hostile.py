@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse
 import patchlight as pl
 from patchlight.web.guard import Guard
 from patchlight.web.serve import Server as Here
-from patchlight.web.site import Site
+from patchlight.web.service import ModelService
 from tests.web import hostile
 from tests.web.server import WEB, Server
 
@@ -597,16 +597,16 @@ def test_what_the_api_gives_is_not_kept_by_the_browser(client: httpx.Client) -> 
 @pytest.fixture(scope="module")
 def closed() -> Iterator[str]:
     """A server in this process that wants a token."""
-    here = Here(Site(pl.load("pocket")), token="correct-horse")
+    here = Here(ModelService(pl.load("pocket")), token="correct-horse")
     here.start()
     yield f"http://127.0.0.1:{here.port}"
     here.stop()
 
 
 def test_any_token_goes_into_the_address() -> None:
-    here = Here(Site(pl.load("pocket")), token="a+b/c=&d #e")
+    here = Here(ModelService(pl.load("pocket")), token="a+b/c=&d #e")
     assert parse_qs(urlsplit(here.url).fragment) == {"token": ["a+b/c=&d #e"]}
-    here.site.close()
+    here.service.close()
 
 
 def test_a_large_body_counts_until_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -637,7 +637,7 @@ def test_who_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether an answer is still written or all are: what waits to be read holds no line for ever."""
     monkeypatch.setattr("patchlight.web.serve.READ_SECONDS", 0.5)
     monkeypatch.setattr("patchlight.web.serve.HEAD_SECONDS", 0.5)
-    here = Here(Site(pl.load("pocket")))
+    here = Here(ModelService(pl.load("pocket")))
     here._server.config.timeout_keep_alive = 1
     here.start()
     with contextlib.ExitStack() as stack:

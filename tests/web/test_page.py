@@ -23,7 +23,7 @@ from playwright.sync_api import Browser, Locator, expect
 
 import patchlight as pl
 from patchlight.web.serve import Server as Here
-from patchlight.web.site import Site
+from patchlight.web.service import ModelService
 from tests.pairs import folder
 from tests.web import hostile
 from tests.web.browser import Visit, browsing, chromium, serious, visiting
@@ -829,7 +829,7 @@ def test_a_link_of_nonsense_is_a_page(opened: Opened, fragment: str) -> None:
 def test_a_label_of_markup_is_text(opened: Opened) -> None:
     """A model whose classes are called so."""
     vit = pl.load("pocket", labels=[EVIL, "</script><b>", "'\"`${1}", "a\nb", *map(str, range(100, 106))])
-    with beside(Site(vit)) as url, opened("#methods=genatt", url=url) as visit:
+    with beside(ModelService(vit)) as url, opened("#methods=genatt", url=url) as visit:
         ready(visit)
         for row in visit.get("prediction").all():
             if row.get_attribute("data-index") == "0":
@@ -880,7 +880,7 @@ def test_sentences_are_the_classes(opened: Opened, tmp_path: Path) -> None:
 @pytest.mark.page
 def test_a_token(opened: Opened) -> None:
     """It is taken from the address, which then no longer shows it; without it, a sentence says what is missing."""
-    with beside(Site(pl.load("pocket")), token="correct-horse") as url:
+    with beside(ModelService(pl.load("pocket")), token="correct-horse") as url:
         with opened("#token=correct-horse&methods=genatt", url=url) as visit:
             ready(visit)
             assert "correct-horse" not in visit.page.url
@@ -896,7 +896,7 @@ def test_a_token(opened: Opened) -> None:
 
 
 @contextlib.contextmanager
-def beside(site: Site, **options: Any) -> Iterator[str]:
+def beside(site: ModelService, **options: Any) -> Iterator[str]:
     """A server in this process."""
     server = Here(site, **options)
     server.start()
@@ -908,7 +908,7 @@ def beside(site: Site, **options: Any) -> Iterator[str]:
 
 @pytest.mark.page
 def test_a_server_that_is_gone_is_told(browser: Browser) -> None:
-    with beside(Site(pl.load("pocket"))) as url, visiting(browser, url) as visit:
+    with beside(ModelService(pl.load("pocket"))) as url, visiting(browser, url) as visit:
         ready(visit.open("/#methods=genatt"))
         visit.page.route("**/api/**", lambda route: route.abort())
         visit.get("photo-dog").click()

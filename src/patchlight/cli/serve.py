@@ -43,24 +43,24 @@ def serve(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # lanes compute at once, and must not wait busily
     with progress(f"loading {model.model}"):
         from patchlight.web.serve import Server, is_loopback
-        from patchlight.web.site import Site, begun_with_sentences
+        from patchlight.web.service import ModelService, with_default_texts
 
         try:
             vit = model.load()
-        except NoClassifier as found:
-            vit = begun_with_sentences(found)
+        except NoClassifier as error:
+            vit = with_default_texts(error)
             model = replace(model, text=list(vit.labels or ()))
         if not is_loopback(host):  # where this machine's folders are is nobody else's business
             names: dict[str, Any] = {
                 key: Path(path.name) for key in ("weights", "labels", "preprocess") if (path := getattr(model, key))
             }
             model = replace(model, **names)
-        site = Site(vit, in_python(model), in_shell(model))
+        service = ModelService(vit, in_python(model), in_shell(model))
     if token == "new":
         import secrets
 
         token = secrets.token_urlsafe(24)
-    server = Server(site, host, port, token, frozenset(allow_host or ()))
+    server = Server(service, host, port, token, frozenset(allow_host or ()))
     if not is_loopback(host):
         guard = "who has the token" if token else "everybody there, without a token (--token new draws one)"
         say(f"warning: listening on {host}: other machines can reach this page; it answers {guard}")

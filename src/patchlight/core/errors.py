@@ -64,8 +64,8 @@ class LogSkipped(UserWarning):
     """Something of a training was not logged, with the reason and what to change."""
 
 
-class Cancelled(Exception):
-    """Who watches the work (`progress.watched`) asked to stop."""
+class Cancelled(BaseException):
+    """Who watches the work (`progress.watched`) asked to stop; nothing that handles errors may take it for one."""
 
 
 _HEARD: ContextVar[list[str] | None] = ContextVar("heard", default=None)

@@ -31,7 +31,7 @@ EXTRAS = {
         Extra("train", ("accelerate", "tensorboard"), "training explainers: patchlight diffmask and shapley"),
         Extra("bench", ("pyarrow", "plotly"), "recipes and their tables: patchlight bench"),
         Extra("ray", ("ray",), "patchlight bench run --ray"),
-        Extra("web", ("fastapi", "uvicorn"), "the page, patchlight serve"),
+        Extra("web", ("fastapi", "uvicorn", "cachetools"), "the page, patchlight serve"),
         Extra("segmentation", ("h5py",), "ImageNet-Segmentation's file, gtsegs_ijcv.mat"),
         Extra("pandas", ("pandas",), "to_frame() of results"),
     )

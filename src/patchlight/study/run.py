@@ -72,6 +72,7 @@ def explain_each(
     *,
     seed: int = 0,
     finite: bool = False,
+    catch: type[Exception] = Exception,
     finished: Callable[[Mapping[str, Outcome[Attribution]]], None] = lambda outcomes: None,
 ) -> dict[str, Outcome[Attribution]]:
     """Explain images with every method: all that share a pass together, and one by one where that fails.
@@ -83,6 +84,7 @@ def explain_each(
         target: The classes to explain, as `explain` takes them.
         seed: The seed of methods that sample.
         finite: Whether a map that is not finite counts as failed.
+        catch: The errors that become reasons; others are raised.
         finished: Called with the outcomes of every call as it is done.
 
     Returns:
@@ -103,23 +105,26 @@ def explain_each(
         return explain(vit, images, some, target, seed=seed, finite=finite, progress=False)
 
     for some in filter(None, [[r for r in able if r.in_pass], *([r] for r in able if not r.in_pass)]):
-        together = _together(call, some, len(images))
+        together = _together(call, some, len(images), catch)
         outcomes |= together
         finished(together)
     return {request.label: outcomes[request.label] for request in requests}
 
 
 def _together(
-    call: Callable[[Sequence[Request]], Mapping[str, Attribution]], requests: Sequence[Request], images: int
+    call: Callable[[Sequence[Request]], Mapping[str, Attribution]],
+    requests: Sequence[Request],
+    images: int,
+    catch: type[Exception],
 ) -> dict[str, Outcome[Attribution]]:
     """One call for all these methods, which share its time; where it fails, one for each."""
     begin = time.perf_counter()
     try:
         maps = call(requests)
-    except Exception as error:
+    except catch as error:
         if len(requests) == 1:
             return {requests[0].label: Outcome(error=reason_of(error))}
-        return {label: one for request in requests for label, one in _together(call, [request], images).items()}
+        return {label: one for request in requests for label, one in _together(call, [request], images, catch).items()}
     seconds = (time.perf_counter() - begin) / images
     return {request.label: Outcome(maps[request.label], "", seconds, len(requests)) for request in requests}
 

@@ -1,4 +1,4 @@
-"""What is on the screen as a file: a picture, arrays, a report. Nothing of it is ever on a disk here."""
+"""What is on the screen as a file: a picture, arrays, a report. Nothing is written to a disk here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.core.attribution import Attribution
@@ -15,11 +15,11 @@ from patchlight.core.drawing import figure_bytes, seen_figure
 from patchlight.metrics.base import on_grid
 from patchlight.report.explanations import Explained, made_by, report_html, section_of
 from patchlight.study.faithfulness import Trial, truths
-from patchlight.web.album import Held
-from patchlight.web.answers import explained, trial_of
-from patchlight.web.jobs import Work
-from patchlight.web.schemas import FileAsked
-from patchlight.web.site import Asked, Site
+from patchlight.web.answers import explain
+from patchlight.web.images import StoredImage
+from patchlight.web.jobs import RunningJob
+from patchlight.web.schemas import FileRequest
+from patchlight.web.service import ModelService, ResolvedMethod, ResolvedQuestion
 
 SHARPER = 2
 """How many times as many dots a picture has as a figure in a notebook."""
@@ -34,24 +34,30 @@ KINDS = {
 }
 
 
-def make_file(site: Site, asked: FileAsked, held: Held, work: Work) -> None:
+def make_file(
+    service: ModelService,
+    request: FileRequest,
+    methods: Sequence[ResolvedMethod],
+    image: StoredImage,
+    job: RunningJob,
+) -> None:
     """Make the file of a job: its bytes, their type, and a name."""
-    kind, end = KINDS[asked.kind]
-    question = site.understood(asked, held)
-    if asked.kind == "report":
-        trial_of(site, question, asked)  # what cannot be tested is refused before any map is made
-    maps = explained(site, asked, held, work)
-    if asked.kind == "report":
-        data = report(site, question, maps, asked, work)
+    kind, end = KINDS[request.kind]
+    question = service.resolve_question(request, image)
+    if request.kind == "report":
+        service.trial(question, request)  # what cannot be tested is refused before any map is made
+    maps = explain(service, request, methods, image, job)
+    if request.kind == "report":
+        data = report(service, question, maps, request, job)
     else:
-        data = arrays(maps) if asked.kind == "arrays" else picture(question, maps, end)
-    work.file = data, kind, f"{_plain(asked.name)}-patchlight{end}"
-    work.job.file = f"/api/jobs/{work.job.id}/file"
+        data = arrays(maps) if request.kind == "arrays" else picture(question, maps, end)
+    job.file = data, kind, f"{_plain(request.name)}-patchlight{end}"
+    job.status.file = f"/api/jobs/{job.status.id}/file"
 
 
-def picture(question: Asked, maps: Mapping[str, Attribution], end: str) -> bytes:
+def picture(question: ResolvedQuestion, maps: Mapping[str, Attribution], end: str) -> bytes:
     """A figure of the maps, as `pl.figure` draws it, with sharper pictures."""
-    fig = seen_figure([question.held.seen], maps, [_predictions(question)[0]], question.vit)
+    fig = seen_figure([question.image.seen], maps, [_predictions(question)[0]], question.vit)
     fig.set_dpi(SHARPER * fig.dpi)
     return figure_bytes(fig, f"figure{end}")
 
@@ -68,46 +74,52 @@ def arrays(maps: Mapping[str, Attribution]) -> bytes:
     return out.getvalue()
 
 
-def report(site: Site, question: Asked, maps: Mapping[str, Attribution], asked: FileAsked, work: Work) -> bytes:
+def report(
+    service: ModelService,
+    question: ResolvedQuestion,
+    maps: Mapping[str, Attribution],
+    request: FileRequest,
+    job: RunningJob,
+) -> bytes:
     """The maps with their test, and how all of it was made, as one HTML file."""
-    trial = trial_of(site, question, asked)
+    trial = service.trial(question, request)
     tested = truths(trial, {name: on_grid(att.scores, question.vit)[0] for name, att in maps.items()})
     section = section_of(
         Explained(
-            name=asked.name,
-            picture=question.held.seen,
+            name=request.name,
+            picture=question.image.seen,
             predictions=_predictions(question),
             maps=maps,
             trial=trial,
             truths=tested,
-            failures=work.job.failures,
+            failures=job.status.failures,
         )
     )
-    said = [f"{told.method}: {told.warning}" for told in work.job.maps if told.warning]
-    page = report_html([section], made_by(maps, trial, repeated(site, question, asked), said))
+    warnings = [f"{found.method}: {found.warning}" for found in job.status.maps if found.warning]
+    page = report_html([section], made_by(maps, trial, command(service, question, request), warnings))
     return page.encode(errors="backslashreplace")
 
 
-def repeated(site: Site, question: Asked, asked: FileAsked) -> str:
+def command(service: ModelService, question: ResolvedQuestion, request: FileRequest) -> str:
     """The command that makes the same report of the image under its name.
 
     There is none of a model that was given in Python, nor of a test that the command line does not make.
     """
-    test = (asked.steps, asked.unit, asked.fill, asked.randoms)
-    if not site.cli or test != (Trial.steps, Trial.unit, Trial.fill, Trial.randoms):
+    test = (request.steps, request.unit, request.fill, request.randoms)
+    if not service.cli or test != (Trial.steps, Trial.unit, Trial.fill, Trial.randoms):
         return ""
-    image = f"./{asked.name}" if asked.name.startswith("-") else asked.name
-    words = ["patchlight", "explain", image, *shlex.split(site.cli)]
-    for text in asked.texts or ():
+    image = f"./{request.name}" if request.name.startswith("-") else request.name
+    words = ["patchlight", "explain", image, *shlex.split(service.cli)]
+    for text in request.texts or ():
         words += ["--text", text]
-    words += ["--template", asked.template] if asked.texts and asked.template != "{}" else []
-    words += ["--method", ",".join(method.name for method in asked.methods)]
-    for method in asked.methods:
+    words += ["--template", request.template] if request.texts and request.template != "{}" else []
+    words += ["--method", ",".join(method.name for method in request.methods)]
+    for method in request.methods:
         for key, value in method.settings.items():
             words += ["--set", f"{method.name}.{key}={'null' if value is None else _setting(value)}"]
     words += ["--target", _class(question.vit, question.index)]
     words += [] if question.against is None else ["--against", _class(question.vit, question.against)]
-    words += ["--seed", str(asked.seed)] if asked.seed else []
+    words += ["--seed", str(request.seed)] if request.seed else []
     return shlex.join([*words, "--report", "report.html"])
 
 
@@ -120,9 +132,9 @@ def _setting(value: bool | int | float | str) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _predictions(question: Asked) -> list[tuple[str, float]]:
-    said = question.said(question.logits, MOST)[0].predictions
-    return [(one.label, math.nan if one.value is None else one.value) for one in said]
+def _predictions(question: ResolvedQuestion) -> list[tuple[str, float]]:
+    first = question.predictions(question.logits, MOST)[0].predictions
+    return [(one.label, math.nan if one.value is None else one.value) for one in first]
 
 
 def _plain(name: str) -> str:

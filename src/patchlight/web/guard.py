@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from patchlight.web.album import MOST_BYTES
+from patchlight.web.images import MOST_BYTES
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

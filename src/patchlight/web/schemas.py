@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from patchlight.core.files import finite_or_none
 from patchlight.evidence.fills import Painted
 
 MOST_METHODS, MOST_VARIANTS, MOST_TEXTS, MOST_PREDICTIONS, MOST_PATCHES = 16, 64, 64, 1000, 65_536
@@ -19,6 +20,11 @@ def _number(value: Any) -> Any:
     return value
 
 
+def digits(value: float | None) -> float | None:
+    """A number with the digits that float32 has, as JSON knows it."""
+    return None if value is None else finite_or_none(float(f"{value:.7g}"))
+
+
 Whole = Annotated[int, BeforeValidator(_number)]
 Index = Annotated[Whole, Field(ge=0, lt=2**31)]
 Seed = Annotated[Whole, Field(ge=0, lt=2**31)]
@@ -29,21 +35,22 @@ Seconds = Annotated[
 ]
 ImageId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$", description="A bundled image, or what an upload gave.")]
 Text = Annotated[str, Field(min_length=1, max_length=300)]
-Number = float | None
+Number = Annotated[float | None, BeforeValidator(digits)]
 """A number; null where it is not finite."""
+Quantity = Literal["probability", "cosine", "output"]
 Removal = Literal["token", "patch"]
 """Patch tokens are really removed, or patches are painted with a fill."""
 Kind = Literal["explain", "measure", "file"]
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
-class Closed(BaseModel):
-    """A request: what it does not know, it refuses."""
+class StrictModel(BaseModel):
+    """A request; fields that it does not have are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Question(Closed):
+class Question(StrictModel):
     """An image, and what is asked about it."""
 
     image: ImageId
@@ -55,14 +62,14 @@ class Question(Closed):
     template: Annotated[str, Field(max_length=300)] = Field("{}", description="What stands around each sentence.")
 
 
-class MethodAsked(Closed):
+class MethodRequest(StrictModel):
     """A method with settings."""
 
     name: Annotated[str, Field(pattern=NAME)]
     settings: dict[Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")], bool | int | float | str | None] = {}
 
 
-def once_each(methods: list[MethodAsked]) -> list[MethodAsked]:
+def once_each(methods: list[MethodRequest]) -> list[MethodRequest]:
     """The methods, unless one is there twice: maps are told by their names."""
     names = [method.name for method in methods]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -71,13 +78,13 @@ def once_each(methods: list[MethodAsked]) -> list[MethodAsked]:
     return methods
 
 
-class Predict(Question):
+class PredictRequest(Question):
     most: Annotated[Whole, Field(ge=1, le=MOST_PREDICTIONS)] = 10
     model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat"}]})
 
 
-class Explain(Question):
-    methods: Annotated[list[MethodAsked], AfterValidator(once_each)] = Field(min_length=1, max_length=MOST_METHODS)
+class ExplainRequest(Question):
+    methods: Annotated[list[MethodRequest], AfterValidator(once_each)] = Field(min_length=1, max_length=MOST_METHODS)
     seed: Seed = 0
     wait: Seconds = 0
     model_config = ConfigDict(
@@ -85,7 +92,7 @@ class Explain(Question):
     )
 
 
-class Ablate(Question):
+class AblateRequest(Question):
     """Variants of the image, each without some patches."""
 
     removed: list[Annotated[list[Index], Field(max_length=MOST_PATCHES)]] = Field(
@@ -97,7 +104,7 @@ class Ablate(Question):
     model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat", "removed": [[27, 28, 35, 36]]}]})
 
 
-class MeasureAsked(Explain):
+class MeasureRequest(ExplainRequest):
     """Deletion and insertion of methods' maps, and of random orders."""
 
     steps: Annotated[Whole, Field(ge=2, le=64)] = 16
@@ -107,11 +114,11 @@ class MeasureAsked(Explain):
     sanity: bool = Field(False, description="Also ask whether the maps change when the weights are randomised.")
 
 
-class Inside(Question):
+class InsideRequest(Question):
     model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat"}]})
 
 
-class FileAsked(MeasureAsked):
+class FileRequest(MeasureRequest):
     """What is on the screen, as a file; the fields of a test are for a report."""
 
     kind: Literal["png", "pdf", "arrays", "report"] = "png"
@@ -124,22 +131,22 @@ class Prediction(BaseModel):
     value: Number
 
 
-class Predicted(BaseModel):
+class PredictResult(BaseModel):
     """The first classes by value, and those asked about whatever their place."""
 
     predictions: list[Prediction]
     asked: list[Prediction] = Field(description="The target, and the class it is contrasted with.")
-    quantity: Literal["probability", "cosine", "output"]
+    quantity: Quantity
 
 
-class Ablated(BaseModel):
+class AblateResult(BaseModel):
     """For each variant what the model says; `whole` is what it says of the image as it is."""
 
-    whole: Predicted
-    variants: list[Predicted]
+    whole: PredictResult
+    variants: list[PredictResult]
 
 
-class Map(BaseModel):
+class MapResult(BaseModel):
     """Raw signed scores of one method, row by row."""
 
     method: str
@@ -156,7 +163,7 @@ class Map(BaseModel):
     warning: Annotated[str, Field(description="Why the map may say nothing.")] = ""
 
 
-class Curve(BaseModel):
+class RemovalCurve(BaseModel):
     """One order of removal. `values` are of the class asked about (of a pair, the difference), at each step."""
 
     insertion: list[Number]
@@ -166,13 +173,13 @@ class Curve(BaseModel):
     score: Number = Field(description="Insertion less deletion; higher is better.")
 
 
-class Truth(BaseModel):
+class FaithfulnessResult(BaseModel):
     """What removing patches in a map's order says of the map."""
 
     method: str
     order: list[int] = Field(description="Patches, the highest first.")
-    curve: Curve
-    predictions: list[Predicted] = Field(description="What the model says at each step of the deletion.")
+    curve: RemovalCurve
+    predictions: list[PredictResult] = Field(description="What the model says at each step of the deletion.")
     beaten: int = Field(description="How many of the random orders it beats.")
     better: bool = Field(description="Whether it beats so many that chance does so in 5 % of cases at most.")
     words: str
@@ -182,11 +189,11 @@ class Truth(BaseModel):
     sanity_words: str = ""
 
 
-class Randoms(BaseModel):
+class RandomOrders(BaseModel):
     """The random orders: their mean curves, and their scores."""
 
     count: int
-    curve: Curve
+    curve: RemovalCurve
     low: Number
     high: Number
     scores: list[Number]
@@ -198,11 +205,11 @@ class MeasureResult(BaseModel):
     quantity: Literal["probability", "similarity", "output"] = Field(
         description="What the curves are of; a similarity is (1 + cosine) / 2, as the metric `ins-del` reads it."
     )
-    random: Randoms
-    methods: list[Truth]
+    random: RandomOrders
+    methods: list[FaithfulnessResult]
 
 
-class BlockInside(BaseModel):
+class BlockResult(BaseModel):
     """What the model would have said after a block."""
 
     block: int
@@ -216,26 +223,26 @@ class InsideResult(BaseModel):
     attention: list[list[Number]] | None
     attention_reason: str = ""
     reads: str = Field(description="Which rows of attention these are: of the class token, or the mean of all patches.")
-    lens: list[BlockInside] | None
+    lens: list[BlockResult] | None
     lens_reason: str = ""
-    quantity: Literal["probability", "cosine", "output"]
+    quantity: Quantity
 
 
-class Progress(BaseModel):
+class JobProgress(BaseModel):
     done: int
     total: int | None
 
 
-class Job(BaseModel):
+class JobStatus(BaseModel):
     """A piece of work: its state, how far it is, and what it has given so far."""
 
     id: str
     kind: Kind
     state: State
-    progress: Progress | None = None
+    progress: JobProgress | None = None
     seconds: float = 0.0
     error: str = ""
-    maps: list[Map] = []
+    maps: list[MapResult] = []
     failures: Annotated[dict[str, str], Field(description="Methods that gave no map, and why.")] = {}
     measured: MeasureResult | None = None
     file: Annotated[str | None, Field(description="Where its file is, once it is done.")] = None
@@ -262,7 +269,7 @@ class ModelFacts(BaseModel):
     prefix: int
     classes: int
     labels: list[str]
-    quantity: Literal["probability", "cosine", "output"]
+    quantity: Quantity
     takes_texts: bool
     texts: list[str] = Field(description="The sentences that its classes are, where one template was put around them.")
     template: str
@@ -291,7 +298,7 @@ class MethodFacts(BaseModel):
     settings: dict[str, str]
 
 
-class Methods(BaseModel):
+class MethodList(BaseModel):
     methods: list[MethodFacts]
 
 

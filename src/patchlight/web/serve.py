@@ -1,4 +1,4 @@
-"""A server for a site: uvicorn behind the guard, in this thread or beside it."""
+"""A server for a model: uvicorn behind the guard, in this thread or beside it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from patchlight.core.errors import PatchlightError
 from patchlight.web.app import create_app
 from patchlight.web.guard import App, Guard
-from patchlight.web.site import Site
+from patchlight.web.service import ModelService
 
 HEAD_SECONDS, READ_SECONDS, MOST_CONNECTIONS = 10.0, 30.0, 256
 """How long the head of a request may take to arrive, how long a client may leave what it was sent unread, and how many
 may be connected."""
 
 
-class Patient(H11Protocol):
-    """HTTP/1.1, patient for so long: who does not finish the head of a request, or reads no answer, is let go."""
+class TimeLimitedProtocol(H11Protocol):
+    """HTTP/1.1 with time limits: a client that sends no whole head, or reads no answer, is cut off."""
 
     _timer: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
@@ -73,9 +73,11 @@ class Patient(H11Protocol):
             self.transport.abort()  # not closed, which would wait until all that was sent is read
 
 
-def guarded(site: Site, hosts: frozenset[str] = frozenset(), token: str | None = None, embedded: bool = False) -> App:
-    """The application of a site with its guard before it."""
-    return Guard(create_app(site), hosts, token, embedded)
+def guarded(
+    service: ModelService, hosts: frozenset[str] = frozenset(), token: str | None = None, embedded: bool = False
+) -> App:
+    """The application of a model service with its guard before it."""
+    return Guard(create_app(service), hosts, token, embedded)
 
 
 def is_loopback(host: str) -> bool:
@@ -91,26 +93,26 @@ def is_loopback(host: str) -> bool:
 
 
 class Server:
-    """A site on a port; `run` serves in this thread until it is interrupted, `start` and `stop` beside it.
+    """A model on a port; `run` serves in this thread until it is interrupted, `start` and `stop` beside it.
 
     `port` 0 takes a free one, which `port` then says.
     """
 
     def __init__(
         self,
-        site: Site,
+        service: ModelService,
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
         hosts: frozenset[str] = frozenset(),
         embedded: bool = False,
     ) -> None:
-        self.site, self.host, self.token = site, host, token
+        self.service, self.host, self.token = service, host, token
         self._socket = _listening(host, port)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            guarded(site, hosts | {host}, token, embedded),
-            http=Patient,
+            guarded(service, hosts | {host}, token, embedded),
+            http=TimeLimitedProtocol,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -140,7 +142,7 @@ class Server:
         try:
             self._server.run(sockets=[self._socket])
         finally:
-            self.site.close()
+            self.service.close()
 
     def start(self) -> None:
         """Serve beside this thread; back when it answers."""

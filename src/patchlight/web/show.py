@@ -62,10 +62,10 @@ class View:
             self.close()
 
     def __repr__(self) -> str:
-        return f"<View of {self._server.site.vit.name} at {self.url}>"
+        return f"<View of {self._server.service.vit.name} at {self.url}>"
 
     def _repr_html_(self) -> str:
-        title = escape(f"Patchlight: {self._server.site.vit.name}")
+        title = escape(f"Patchlight: {self._server.service.vit.name}")
         return (
             f'<iframe src="{escape(self.url)}" title="{title}" width="100%" height="{self.height}" '
             'style="border:0" allow="clipboard-read; clipboard-write; fullscreen"></iframe>'
@@ -149,10 +149,10 @@ def _named(methods: Any) -> dict[str, dict[str, Any]]:
 def _opened(vit: Anatomy | nn.Module) -> Anatomy:
     try:
         return wrap(vit)
-    except NoClassifier as found:
-        from patchlight.web.site import begun_with_sentences
+    except NoClassifier as error:
+        from patchlight.web.service import with_default_texts
 
-        return begun_with_sentences(found)
+        return with_default_texts(error)
 
 
 def _bundled_or_opened(image: Picture | None) -> str | Image.Image | None:
@@ -172,22 +172,22 @@ def _bundled_or_opened(image: Picture | None) -> str | Image.Image | None:
 def _kept(server: Server, picture: Image.Image) -> str:
     """The id of a picture that the server is given without a way over the wire."""
     name = "s-" + hashlib.sha256(repr(picture.size).encode() + picture.tobytes()).hexdigest()[:40]
-    return server.site.album.keep(name, picture).id
+    return server.service.images.keep(name, picture).id
 
 
 def _server(given: Any, vit: Anatomy, port: int) -> Server:
     """The server of a model, begun unless it runs already; what it computed before is not shown any more."""
     from patchlight.web.serve import Server
-    from patchlight.web.site import Site
+    from patchlight.web.service import ModelService
 
     with _LOCK:
         _, server = _OPEN.get(id(given), (None, None))
         if server is not None and server.running and port in (0, server.port):
-            server.site.forget()
+            server.service.forget()
             return server
         if server is not None:
             server.stop()
-        server = Server(Site(vit), port=port, token=secrets.token_urlsafe(24), embedded=True)
+        server = Server(ModelService(vit), port=port, token=secrets.token_urlsafe(24), embedded=True)
         server.start()
         _OPEN[id(given)] = given, server
         return server

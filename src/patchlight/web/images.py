@@ -1,4 +1,4 @@
-"""The images of a site: those that are bundled, and uploads, which live in memory alone and go when others come."""
+"""The images of a server: those that are bundled, and uploads, which are held in memory alone; old ones are dropped."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import json
 import re
 import secrets
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 
+from cachetools import LRUCache
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
@@ -31,16 +31,16 @@ MOST_SCANS = 100
 SHARP, LONGEST = 448, 768
 """The longer side, about, of the pictures that are kept to be shown: of the cut that the model sees, and uncut."""
 
+_SCANS = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e]")
+"""How every scan of a JPEG begins."""
 
-TOLD = ("label", "subject", "credit", "licence")
 
-
-class Gone(PatchlightError):
-    """An image that is not there, or no longer."""
+class NotFound(PatchlightError):
+    """An image or job that is not there, or no longer."""
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class StoredImage:
     """An image as the model is given it [1,C,H,W], and pictures of it to be shown, packed."""
 
     id: str
@@ -64,48 +64,44 @@ class Held:
         return len(self.packed_whole) + len(self.packed_seen) + self.tensor.nbytes
 
 
-class Album:
+class ImageStore:
     """Images by their ids. An upload's id is a hash of its bytes under a key that nobody else has."""
 
     def __init__(self, vit: Anatomy) -> None:
         self._vit = vit
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
-        self._uploads: OrderedDict[str, Held] = OrderedDict()
-        self._kept: dict[str, Held] = {}
+        room = max(ROOM, 8 * vit.channels * vit.preprocess.size[0] * vit.preprocess.size[1])  # for one at least
+        self._uploads: LRUCache[str, StoredImage] = LRUCache(room, lambda image: image.bytes)
+        self._lasting: dict[str, StoredImage] = {}
         self.photos = bundled_photos() if vit.channels in (1, 3) else []
 
-    def add(self, data: bytes) -> Held:
+    def add(self, data: bytes) -> StoredImage:
         """Keep an upload; what is no image, or has too many pixels, is refused before it is decoded."""
         name = "u-" + hmac.new(self._key, data, hashlib.sha256).hexdigest()[:40]
         with self._lock:
-            if name in self._uploads:
-                self._uploads.move_to_end(name)
-                return self._uploads[name]
-        held = self._held(name, decoded(data))
-        with self._lock:
-            self._uploads[name] = held
-            while sum(one.bytes for one in self._uploads.values()) > ROOM and len(self._uploads) > 1:
-                self._uploads.popitem(last=False)
-        return held
+            image = self._uploads.get(name)
+        if image is None:
+            image = self._prepare(name, decode(data))
+            with self._lock:
+                self._uploads[name] = image
+        return image
 
-    def keep(self, name: str, picture: Image.Image) -> Held:
+    def keep(self, name: str, picture: Image.Image) -> StoredImage:
         """Keep a picture under a name for good: its owner cannot send it again."""
-        self._kept[name] = self._held(name, picture)
-        return self._kept[name]
+        self._lasting[name] = self._prepare(name, picture)
+        return self._lasting[name]
 
-    def find(self, name: str) -> Held:
+    def find(self, name: str) -> StoredImage:
         with self._lock:
-            if name in self._uploads:
-                self._uploads.move_to_end(name)
-                return self._uploads[name]
-        if name in self._kept:
-            return self._kept[name]
+            image = self._uploads.get(name) or self._lasting.get(name)
+        if image is not None:
+            return image
         if name not in {photo.id for photo in self.photos}:
-            raise Gone(f"no image '{name}' is here; upload it, again if it has been here before")
+            raise NotFound(f"no image '{name}' is here; upload it, again if it has been here before")
         return self.keep(name, open_image(PHOTOS / f"{name}.jpg"))
 
-    def _held(self, name: str, picture: Image.Image) -> Held:
+    def _prepare(self, name: str, picture: Image.Image) -> StoredImage:
         vit = self._vit
         pixels = vit.preprocess.tensor(picture)[None]
         tensor = vit.place(pixels if vit.channels == 3 else pixels.mean(1, keepdim=True))
@@ -114,17 +110,17 @@ class Album:
         sharp = replace(vit.preprocess, size=(scale * height, scale * width))
         whole = picture.copy()
         whole.thumbnail((LONGEST, LONGEST))
-        return Held(name, tensor, picture.size, _packed(whole), _packed(sharp.crop(picture)))
+        return StoredImage(name, tensor, picture.size, _pack(whole), _pack(sharp.crop(picture)))
 
     def picture(self, name: str, side: int, fill: Painted | None = None, whole: bool = False) -> bytes:
         """A PNG: what the model sees of an image, the image uncut, or a fill of it."""
-        held = self.find(name)
+        image = self.find(name)
         if whole:
-            picture = held.whole
+            picture = image.whole
         elif fill is None:
-            picture = held.seen
+            picture = image.seen
         else:
-            filled = fill_images(fill, held.tensor, self._vit)
+            filled = fill_images(fill, image.tensor, self._vit)
             large = max(1, side // max(self._vit.preprocess.size))
             size = tuple(large * s for s in self._vit.preprocess.size)
             picture = self._vit.preprocess.picture(to_pixels(filled.float(), size, upsampling="nearest")[0])
@@ -136,7 +132,7 @@ class Album:
         return out.getvalue()
 
 
-def decoded(data: bytes) -> Image.Image:
+def decode(data: bytes) -> Image.Image:
     """The picture in some bytes, upright, without anything else that the file says of itself."""
     if sum(1 for _ in _SCANS.finditer(data)) > MOST_SCANS:
         raise PatchlightError(f"the image is a JPEG of more than {MOST_SCANS} scans; save it anew")
@@ -160,11 +156,7 @@ def decoded(data: bytes) -> Image.Image:
     return bare
 
 
-_SCANS = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e]")
-"""How every scan of a JPEG begins."""
-
-
-def _packed(picture: Image.Image) -> bytes:
+def _pack(picture: Image.Image) -> bytes:
     """A picture in few bytes, fit to be shown; a small one, which is shown magnified, to the bit."""
     out = io.BytesIO()
     if picture.width * picture.height < 2**16:
@@ -175,6 +167,6 @@ def _packed(picture: Image.Image) -> bytes:
 
 
 def bundled_photos() -> list[Photo]:
-    """What is told of each bundled photograph."""
-    told = json.loads((PHOTOS / "photos.json").read_text(encoding="utf-8"))
-    return [Photo(id=about["file"].removesuffix(".jpg"), **{key: about[key] for key in TOLD}) for about in told]
+    """The bundled photographs, with their credits."""
+    photos = json.loads((PHOTOS / "photos.json").read_text(encoding="utf-8"))
+    return [Photo(id=photo["file"].removesuffix(".jpg"), **photo) for photo in photos]
