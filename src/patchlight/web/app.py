@@ -166,6 +166,12 @@ async def _find_job(request: Request, job: Annotated[str, Path(pattern=r"^[A-Za-
     return found
 
 
+class JobEvents(EventSourceResponse):
+    """Server-sent events; the type is that of errors, which OpenAPI otherwise describes as events too."""
+
+    media_type = "application/json"
+
+
 FoundJob = Annotated[RunningJob, Depends(_find_job)]
 Work = Callable[[ModelService, Any, Sequence[ResolvedMethod], StoredImage, RunningJob], Any]
 """What a job does: a function of the service, the request, its methods and image, and the job."""
@@ -213,7 +219,7 @@ def _jobs(service: ModelService) -> APIRouter:
     @routes.get(
         "/jobs/{job}/events",
         summary="What a job tells, as server-sent events, from its beginning",
-        response_class=EventSourceResponse,
+        response_class=JobEvents,
         responses={200: {"content": {"text/event-stream": {"schema": _EVENT}}}},
     )
     async def events(job: FoundJob) -> AsyncIterator[ServerSentEvent]:

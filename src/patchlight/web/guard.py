@@ -68,10 +68,9 @@ class Guard:
 
         async def dressed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                cache = [(b"cache-control", b"no-store" if api else b"no-cache")]
-                known = {key for key, _ in message.get("headers", [])}
-                added = [pair for pair in [*self._headers, *cache] if pair[0] not in known]
-                message = {**message, "headers": [*message.get("headers", []), *added]}
+                given = [pair for pair in message.get("headers", []) if pair[0] != b"cache-control"]
+                cache = (b"cache-control", b"no-store" if api else b"no-cache")
+                message = {**message, "headers": [*given, *self._headers, cache]}
             await send(message)
 
         with contextlib.ExitStack() as until_answered:
