@@ -10,7 +10,7 @@ from torch import Tensor
 import patchlight as pl
 from benchmarks.common import device, medians, record
 from patchlight.core.targets import Targets
-from patchlight.engine import compute
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 from tests.literal.lrp import Literal
 

@@ -16,10 +16,10 @@ from PIL import Image
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.core.registry import Setting
-from patchlight.engine import _constant, _warn_if_degenerate, compute
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import COMPOSITIONS, METHODS, LayerMap
 from patchlight.methods.compositions import PLUS
+from patchlight.methods.maps import _constant, _warn_if_degenerate, compute
 from patchlight.methods.requests import refusal, resolve
 from tests.families import build, images, shared
 

@@ -14,10 +14,10 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import list_models
 from patchlight.core.errors import Unsupported
 from patchlight.core.targets import Targets
-from patchlight.engine import compute
 from patchlight.evidence.ablation import Ablation, TokenSubsets
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.rules import RULES
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 from tests.completeness import totals
 from tests.families import CLASSES, FAMILIES, HIERARCHICAL, images, randomise, shared

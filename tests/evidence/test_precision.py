@@ -13,7 +13,7 @@ from patchlight.core.errors import NotFinite
 from patchlight.core.targets import Targets
 from patchlight.evidence.passes import LayerJob, in_memory, run_pass, surely_predicted
 from patchlight.evidence.precision import chosen
-from patchlight.methods import requests
+from patchlight.methods import maps, requests
 from patchlight.methods.requests import resolve
 from tests.families import build, images, shared
 
@@ -235,8 +235,8 @@ def test_a_captured_pass_is_given_all_it_depends_on(target: Any, monkeypatch: py
         keys.append(key)
         return recorded.setdefault(key, function)(*(t.clone() for t in inputs))
 
-    monkeypatch.setattr(engine, "captured", captured)
-    monkeypatch.setattr(engine, "_capturable", lambda requests, vit: all(r.settings["compile"] for r in requests))
+    monkeypatch.setattr(maps, "captured", captured)
+    monkeypatch.setattr(maps, "_capturable", lambda requests, vit: all(r.settings["compile"] for r in requests))
     for batch in (images(vit, 2), images(vit, 2).flip(0)):
         graph = pl.explain(vit, batch, names, target=target, compile=True)
         steps = pl.explain(vit, batch, names, target=target)
@@ -250,8 +250,8 @@ def test_a_captured_pass_is_given_all_it_depends_on(target: Any, monkeypatch: py
 
 def test_what_cannot_be_captured_is_computed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     vit = shared("vit")
-    monkeypatch.setattr(engine, "captured", lambda *_: None)
-    monkeypatch.setattr(engine, "_capturable", lambda requests, vit: True)
+    monkeypatch.setattr(maps, "captured", lambda *_: None)
+    monkeypatch.setattr(maps, "_capturable", lambda requests, vit: True)
     for target in (1, None):
         found = pl.explain(vit, images(vit, 2), "genatt", target=target, compile=True)
         assert torch.equal(found.scores, pl.explain(vit, images(vit, 2), "genatt", target=target).scores)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.base import Anatomy
 from patchlight.core.images import Preprocess
 from patchlight.core.targets import Targets
-from patchlight.engine import compute
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
 from patchlight.core.targets import Targets
-from patchlight.engine import compute
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 
 TARGETS = [3, 1, 5]

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
-from patchlight.engine import job
 from patchlight.evidence.passes import run_pass
 from patchlight.evidence.record import Evidence
 from patchlight.methods import decomposition
+from patchlight.methods.maps import job
 from patchlight.methods.requests import resolve
 from tests.close import close
 from tests.families import build, images, shared

@@ -17,7 +17,6 @@ import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.core.errors import DegenerateMap
 from patchlight.core.targets import Targets
-from patchlight.engine import compute
 from patchlight.evidence.ablation import Ablation
 from patchlight.evidence.coalitions import Unseen, draw_coalitions
 from patchlight.evidence.rules import RULES
@@ -25,6 +24,7 @@ from patchlight.methods import shapley
 from patchlight.methods.atman import Suppress, Suppressed, suppression
 from patchlight.methods.base import Ask
 from patchlight.methods.hsic import draw_masks, hsic_of
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 from patchlight.methods.shapley import constrained_values, score_coalitions
 from tests.close import near, within

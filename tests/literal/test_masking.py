@@ -17,10 +17,10 @@ import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.core.images import Preprocess
 from patchlight.core.targets import Targets
-from patchlight.engine import compute
 from patchlight.evidence.fills import Imputation, fill_images
 from patchlight.methods import lime, masking, rise
 from patchlight.methods.base import METHODS
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 from patchlight.testing import check_method
 from tests.close import within

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.core.targets import Targets
-from patchlight.engine import compute
+from patchlight.methods.maps import compute
 from patchlight.methods.posterior import RATIOS, condition, fields
 from patchlight.methods.requests import resolve
 from patchlight.testing import spearman

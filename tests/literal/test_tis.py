@@ -14,9 +14,9 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.core.targets import Score, Targets
-from patchlight.engine import compute
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 from patchlight.methods.tis import activation_points, as_masks, mean_score, ranked_patches, sampled_scores
 from tests.evidence.literal import slow_lloyd

@@ -15,10 +15,10 @@ import patchlight as pl
 from patchlight.anatomy.base import Anatomy
 from patchlight.bench.recipe import read_recipe
 from patchlight.core.targets import Score, Targets
-from patchlight.engine import compute
 from patchlight.evidence.fills import fill_images
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import refusal, resolve
 from patchlight.methods.vitcx import (
     _merged,

@@ -10,7 +10,7 @@ import torch
 
 from patchlight.core.errors import DegenerateMap
 from patchlight.core.targets import Targets
-from patchlight.engine import compute
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 from tests.close import close
 from tests.reference import deit_tiny, inputs, reference

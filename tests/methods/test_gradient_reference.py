@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from patchlight.core.targets import Targets
-from patchlight.engine import compute
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 from tests.close import close, close_on_average, ranked
 from tests.methods.test_peers import library_cam

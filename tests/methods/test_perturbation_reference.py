@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from patchlight.core.targets import Targets
-from patchlight.engine import compute
 from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 from patchlight.methods.tis import activation_points, as_masks, mean_score, ranked_patches, sampled_scores
 from patchlight.methods.vitcx import (

@@ -127,7 +127,7 @@ def test_what_the_forward_keeps_is_what_the_notes_say() -> None:
 def test_auto_is_tf32_on_cuda_but_for_lrp() -> None:
     auto = {name: METHODS[name].precision for name in ("lrp", "partial-lrp", "transatt")}
     assert auto == {"lrp": "full", "partial-lrp": "tf32", "transatt": "tf32"}
-    assert resolve("transatt").precision(shared("vit")) == "full", "on a CPU"
+    assert resolve("transatt").suited(shared("vit")).precision == "full", "on a CPU"
 
 
 @pytest.mark.parametrize("name", ["lrp", "transatt", "partial-lrp"])

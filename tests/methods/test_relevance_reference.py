@@ -13,9 +13,9 @@ from torch import Tensor
 
 from patchlight.core.errors import DegenerateMap
 from patchlight.core.targets import Targets
-from patchlight.engine import compute
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.methods import decomposition
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 from tests.close import close, ranked, within
 from tests.literal.lrp import Literal

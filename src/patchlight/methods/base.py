@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from patchlight.evidence.rules import Rule
 
 Level = Literal["token", "pixel"]
 """The resolution of a map: one value for each patch token, or for each pixel."""
+Reads = frozenset[tuple[str, int]]
+"""Parts of the evidence by letter and block, as ("y", 3)."""
+V = TypeVar("V")
 Needs = AbstractSet[str] | Callable[[Settings], AbstractSet[str]]
 
 
@@ -129,6 +132,8 @@ class Estimate:
     error: Tensor | None = None
     samples: Tensor | None = None
     facts: Mapping[str, Tensor] = field(default_factory=dict)
+    precision: str = ""
+    """The arithmetic it was computed in; "fp16+tf32" where batches differ."""
 
     @staticmethod
     def stacked(parts: Sequence[Estimate]) -> Estimate:
@@ -148,7 +153,9 @@ class Estimate:
         counts = [part.samples for part in parts if part.samples is not None]
         maps, known = torch.cat([part.maps for part in parts]), len(errors) == len(parts)
         facts = {name: torch.cat([part.facts[name] for part in parts]) for name in _shared_names(parts)}
-        return Estimate(maps, torch.cat(errors) if known else None, torch.cat(counts) if counts else None, facts)
+        precision = "+".join(dict.fromkeys(word for part in parts for word in part.precision.split("+")))
+        error, samples = torch.cat(errors) if known else None, torch.cat(counts) if counts else None
+        return Estimate(maps, error, samples, facts, precision)
 
     def select(self, images: Tensor) -> Estimate:
         """The same of some of the images: their indices, or which of them."""
@@ -176,7 +183,8 @@ class Ask:
 
     `layers` are the blocks whose maps are wanted of a method with a composition; `ablation_settings` are chunk,
     precision and compile of one that ablates; `precision` is that of the passes of one that does not. `shared` is what
-    methods asked together about the same images and classes keep for each other.
+    methods asked together about the same images and classes keep for each other, and `together` what several of them
+    read of the images' own forward.
     """
 
     vit: Anatomy
@@ -188,7 +196,8 @@ class Ask:
     layers: tuple[int, ...] = ()
     ablation_settings: Settings = field(default_factory=dict)
     precision: Decided = "full"
-    shared: dict[Hashable, Tensor] = field(default_factory=dict)
+    shared: dict[Hashable, Any] = field(default_factory=dict)
+    together: Reads = frozenset()
 
     @property
     def ablation(self) -> Ablation:
@@ -197,7 +206,13 @@ class Ask:
 
     def of(self, images: Tensor) -> Ask:
         """The same about some of the images, by their indices."""
-        return replace(self, images=self.images[images.to(self.images.device)], targets=self.targets[images], shared={})
+        return replace(
+            self,
+            images=self.images[images.to(self.images.device)],
+            targets=self.targets[images],
+            shared={},
+            together=Reads(),
+        )
 
     def score_variants(self, variants: Variants | Sequence[Variants]) -> Tensor:
         """The score of every variant for every class asked [V,T]."""
@@ -207,7 +222,7 @@ class Ask:
         """A CPU generator for small draws, seeded by the seed alone: one per image, so that a batch equals a loop."""
         return torch.Generator().manual_seed(self.seed)
 
-    def once(self, name: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+    def once(self, name: Hashable, compute: Callable[[], V]) -> V:
         """What several methods need of the passes they run, computed once for each score, rule and precision.
 
         `name` says all else it depends on but the model, the images, the classes and the seed.
@@ -215,7 +230,28 @@ class Ask:
         key = (name, self.score, self.rule.name, self.precision)
         if key not in self.shared:
             self.shared[key] = compute()
-        return self.shared[key]
+        return self.shared[key]  # type: ignore[no-any-return]
+
+    def forward(self, reads: Reads) -> tuple[Mapping[tuple[str, int], Tensor], Tensor]:
+        """Parts of the evidence, by letter and block, of a forward over the images; and their scores [B,T].
+
+        Methods asked together share that forward.
+        """
+        shares = bool(self.together) and reads <= self.together
+        wanted = self.together if shares else reads
+
+        def run() -> tuple[Mapping[tuple[str, int], Tensor], Tensor]:
+            parts = sorted({part for part, _ in wanted})
+            layers = [tuple(layer for p, layer in wanted if p == part) for part in parts]
+            jobs = [
+                LayerJob(lambda b, part=part: b.read(part), frozenset({part}), own)  # type: ignore[misc]
+                for part, own in zip(parts, layers, strict=True)
+            ]
+            seen = self.run(jobs)
+            values = {(part, layer): v for j, part in enumerate(parts) for layer, v in seen.layers(j).items()}
+            return values, seen.scores
+
+        return self.once("forward", run) if shares else run()
 
     def run(self, jobs: Iterable[LayerJob], images: Tensor | None = None, tokens: Tensor | None = None) -> Pass:
         """A pass over other images, or over tokens that enter block 0, with the same classes and score.
@@ -365,12 +401,14 @@ class OwnPasses(ReadsBlocks):
 class Ablates(Method):
     """A method that scores variants of the images: a function of an Ask with all classes at once.
 
-    It gives maps [B,T,h,w], or an Estimate of such.
+    It gives maps [B,T,h,w], or an Estimate of such. `reads`: what it reads of the images' own forward by `Ask.forward`,
+    which several such methods then share.
     """
 
     cost: str = "many forwards"
     precision: Decided = "bf16"
     score: Literal["logit", "probability"] = "probability"
+    reads: Callable[[Settings, Anatomy], Reads] | None = None
 
     def settings(self, composition: Composition | None) -> dict[str, Setting]:
         return {**super().settings(composition), **ABLATION}

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from patchlight.anatomy.base import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Settings
-from patchlight.engine import finish, job
-from patchlight.evidence.passes import FEATURES, LayerJob
+from patchlight.evidence.passes import FEATURES
 from patchlight.evidence.record import BACKWARD, Evidence
-from patchlight.methods.base import Ask, Composition, LayerMaps, Needs, layer_map, own_passes
+from patchlight.methods.base import Ask, Composition, LayerMaps, Needs, Reads, layer_map, own_passes
 from patchlight.methods.compositions import block_index
 from patchlight.methods.gradients import input_times_gradient, token_ixg
+from patchlight.methods.maps import finish, job
 from patchlight.methods.requests import resolve, unavailable
 
 Prefix = Literal["exclude", "include"]
@@ -144,16 +144,21 @@ def product(b: Evidence, layer: int | str) -> Tensor:
     return b.once(f"product at {kind}", multiplied)
 
 
+def channel_reads(settings: Settings, vit: Anatomy) -> Reads:
+    """What `feature_maps` reads at the place that the setting `layer` names."""
+    layer = settings["layer"]
+    return Reads({("x" if vit.hierarchical else _READS[place(layer)[1]][0], _index(layer, vit))})
+
+
 def feature_maps(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, Tensor]:
     """The channels at a place on the patch grid [B,D,h,w], and the images' scores [B,T]: 1 forward.
 
     By default the output of the last block's first norm; of a hierarchical model, that of the stage it is opened at.
     """
-    vit = ask.vit
-    index, part = _index(layer, vit), "x" if vit.hierarchical else _READS[place(layer)[1]][0]
-    seen = ask.run([LayerJob(lambda b: b.read(part), frozenset({part}), (index,))])
-    tokens: Tensor = seen.at(index)
-    return tokens[:, vit.prefix :].mT.contiguous().unflatten(-1, vit.grid), seen.scores
+    reads = channel_reads({"layer": layer}, ask.vit)
+    values, scores = ask.forward(reads)
+    tokens = values[next(iter(reads))]
+    return tokens[:, ask.vit.prefix :].mT.contiguous().unflatten(-1, ask.vit.grid), scores
 
 
 def counted(values: Tensor, b: Evidence, prefix: Prefix) -> Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor
 from patchlight.anatomy.base import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Settings
-from patchlight.engine import finish, job
 from patchlight.evidence.passes import PIXELS, LayerJob, Pass, in_memory, rows_at_once
 from patchlight.evidence.record import Evidence
 from patchlight.methods.base import Ask, Composition, Estimate, LayerMaps, Level, layer_map, own_passes
 from patchlight.methods.compositions import FIRST, PLUS, block_index
+from patchlight.methods.maps import finish, job
 from patchlight.methods.requests import resolve
 from patchlight.methods.sampling import GROUPS, Tolerance, in_rounds, jackknife
 

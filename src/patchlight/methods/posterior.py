@@ -14,14 +14,14 @@ from patchlight.anatomy.base import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Settings
 from patchlight.core.resize import at_size, to_cells
-from patchlight.engine import compute
 from patchlight.evidence.fills import Fill
 from patchlight.evidence.kmeans import draw_initial, kmeans
-from patchlight.methods.base import Ask, Estimate, ablates
+from patchlight.methods.base import Ask, Estimate, Reads, ablates
+from patchlight.methods.maps import compute
 from patchlight.methods.masking import Ratio
 from patchlight.methods.requests import refusal, resolve
 from patchlight.methods.sampling import Tolerance, in_rounds
-from patchlight.methods.tis import activation_points, sampled_scores
+from patchlight.methods.tis import activation_points, block_outputs, sampled_scores
 
 Ridge = Annotated[float, Field(gt=0)] | Literal["likelihood"]
 MaskSource = Literal["activations", "grids", "coalitions"]
@@ -175,6 +175,11 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     return None if reason is None else f"its prior '{prior}' does not work here: {reason}"
 
 
+def _reads(settings: Settings, vit: Anatomy) -> Reads:
+    clustered = settings["samples"] > 0 and _source(settings["masks"], vit) == "activations"
+    return block_outputs(vit) if clustered else Reads()
+
+
 def _depends(settings: Settings) -> object:
     """What the prior's map depends on besides its settings."""
     if settings["prior"] in ("auto", "none"):
@@ -192,6 +197,7 @@ def _depends(settings: Settings) -> object:
     quick={"samples": 48},
     refuses=_refuses,
     depends=_depends,
+    reads=_reads,
 )
 def posterior(
     ask: Ask,

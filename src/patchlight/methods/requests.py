@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
 from torch import nn
@@ -43,17 +43,33 @@ class Request:
     score: Score
     chosen_score: bool = True
     """Whether the user chose the score; else it is the method's own."""
+    precision: Decided = "full"
+    """What the setting comes to on a model: `auto` is decided."""
+    course: Course = WHOLE
+    """What the pass it is computed in explains."""
+    resolved_for: tuple[Anatomy, bool] | None = field(default=None, repr=False, compare=False)
+    """The model that settings, score, precision and course were decided for, and whether float16 overflows there."""
 
     def suited(self, vit: Anatomy) -> Request:
-        """The same for a model: settings that follow from the model get their value.
+        """The same for a model: settings that follow from the model get their value, precision and course are decided.
 
-        Where it has no probabilities, a method that would explain one explains the logit.
+        Where it has no probabilities, a method that would explain one explains the logit. A request that was suited
+        to the model already is returned as it is.
         """
-        adapts = self.method.adapts
-        own = self if adapts is None else replace(self, settings={**self.settings, **adapts(self.settings, vit)})
-        if own.chosen_score or own.score != "probability" or vit.outputs.no_probability(vit.classes) is None:
-            return own
-        return replace(own, score="logit")
+        now = (vit, vit.overflows)
+        if self.resolved_for is not None and self.resolved_for[0] is vit and self.resolved_for[1] == vit.overflows:
+            return self
+        adapts, method = self.method.adapts, self.method
+        settings = self.settings if adapts is None else {**self.settings, **adapts(self.settings, vit)}
+        unscored = self.score == "probability" and vit.outputs.no_probability(vit.classes) is not None
+        return replace(
+            self,
+            settings=settings,
+            score="logit" if unscored and not self.chosen_score else self.score,
+            precision=_precision(method, settings, vit),
+            course=method.course(settings, vit) if isinstance(method, LayerMap) else WHOLE,
+            resolved_for=now,
+        )
 
     @property
     def level(self) -> Level:
@@ -68,21 +84,17 @@ class Request:
         """Whether it is computed inside the shared pass."""
         return isinstance(self.method, LayerMap)
 
-    def precision(self, vit: Anatomy) -> Decided:
-        """What its precision comes to on a model: `auto` is decided."""
-        auto = "tf32" if vit.overflows and self.method.precision == "fp16" else self.method.precision
-        found = chosen(self.settings.get("precision", "full"), vit.device, vit.dtype, auto)
-        relevance = isinstance(self.method, OwnPasses) and not self.method.ruled  # float32 is the least it goes back in
-        return "tf32" if relevance and found in HALF else found
-
-    def course(self, vit: Anatomy) -> Course:
-        """What the pass it is computed in explains."""
-        return self.method.course(self.settings, vit) if isinstance(self.method, LayerMap) else WHOLE
-
     @property
     def backward(self) -> bool:
         """Whether it reads a gradient there."""
         return bool(self.needs & BACKWARD)
+
+
+def _precision(method: Method, settings: Settings, vit: Anatomy) -> Decided:
+    auto = "tf32" if vit.overflows and method.precision == "fp16" else method.precision
+    found = chosen(settings.get("precision", "full"), vit.device, vit.dtype, auto)
+    relevance = isinstance(method, OwnPasses) and not method.ruled  # float32 is the least it goes back in
+    return "tf32" if relevance and found in HALF else found
 
 
 def resolve(

@@ -12,7 +12,7 @@ from patchlight.core.registry import Settings
 from patchlight.core.resize import to_pixels
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, ablates
-from patchlight.methods.cams import NORM1, feature_maps, no_place
+from patchlight.methods.cams import NORM1, channel_reads, feature_maps, no_place
 from patchlight.methods.masking import MadeMasks, owners
 
 
@@ -27,6 +27,7 @@ def refuses(settings: Settings, vit: Anatomy) -> str | None:
     score="logit",
     cost="1 forward per channel + 1 (769 at width 768)",
     refuses=refuses,
+    reads=channel_reads,
     constant="ReLU leaves nothing of a negative map; use relu=False",
     presets={
         "paper": {"relu": True},

@@ -14,10 +14,14 @@ from patchlight.core.registry import Settings
 from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, Variants
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
-from patchlight.evidence.passes import LayerJob
-from patchlight.methods.base import Ask, Estimate, ablates
+from patchlight.methods.base import Ask, Estimate, Reads, ablates
 from patchlight.methods.masking import Ratio, Ratios, owners
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
+
+
+def block_outputs(vit: Anatomy) -> Reads:
+    """The tokens that leave every block."""
+    return Reads(("y", layer) for layer in range(vit.depth))
 
 
 def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
@@ -26,9 +30,8 @@ def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
     `standardise` gives each point mean 0 and variance 1, so that a few huge channels do not decide the clusters.
     """
     vit = ask.vit
-    job = LayerJob(lambda b: b.y[:, b.prefix :].float().mT, frozenset({"y"}), tuple(range(vit.depth)))
-    values = ask.run([job]).layers()
-    points = torch.cat([values[layer] for layer in range(vit.depth)], 1)
+    values, _ = ask.forward(block_outputs(vit))
+    points = torch.cat([values["y", layer][:, vit.prefix :].float().mT for layer in range(vit.depth)], 1)
     if standardise:
         points = points - points.mean(-1, keepdim=True)
         points = points / points.std(-1, correction=0, keepdim=True).clamp_min(1e-6)
@@ -105,6 +108,7 @@ def _no_dropping(settings: Settings, vit: Anatomy) -> str | None:
     quick={"samples": 48},
     presets={"authors": {"empty": "zero", "iterations": 100, "stretch": True}},
     refuses=_no_dropping,
+    reads=lambda settings, vit: block_outputs(vit),
     constant="every mask scored alike (keep=1 shows all of the image in each); use a smaller keep",
 )
 def tis(

@@ -18,7 +18,7 @@ from patchlight.core.registry import Settings
 from patchlight.core.resize import axis_matrix, fitted, to_pixels
 from patchlight.evidence.ablation import Count, Rendered
 from patchlight.methods.base import Ask, Estimate, ablates
-from patchlight.methods.cams import ATTENTION, NORM1, feature_maps, no_place
+from patchlight.methods.cams import ATTENTION, NORM1, channel_reads, feature_maps, no_place
 from patchlight.methods.masking import owners
 from patchlight.methods.rise import draw_grids
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
@@ -226,6 +226,7 @@ def _covered(total: Tensor, coverage: Tensor) -> Tensor:
     quick={"distance": 0.2},
     presets={"authors": {}, "paper": {"layer": ATTENTION, "rescale": False}},
     refuses=_refuses,
+    reads=channel_reads,
     constant="one cluster holds every feature map; use a smaller distance",
 )
 def vit_cx(

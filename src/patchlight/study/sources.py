@@ -16,7 +16,7 @@ from patchlight.core.attribution import Attribution
 from patchlight.core.errors import PatchlightError
 from patchlight.core.fingerprints import identity, of_images
 from patchlight.core.targets import Score, ScoreName, Targets, resolve_targets
-from patchlight.engine import estimate
+from patchlight.methods.maps import estimate
 from patchlight.methods.requests import Request, check_supported, resolve
 from patchlight.metrics.base import MapFunction, MetricRequest, checked_maps
 

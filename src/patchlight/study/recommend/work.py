@@ -17,8 +17,8 @@ from patchlight.core.errors import first_line
 from patchlight.core.files import finite_or_none
 from patchlight.core.statistics import FEWEST, spearman
 from patchlight.core.targets import ScoreName, Targets, predicted, score_of
-from patchlight.engine import compute
 from patchlight.evidence.fills import fill_images, painted
+from patchlight.methods.maps import compute
 from patchlight.methods.requests import Request
 from patchlight.metrics.base import Measure, MetricRequest
 from patchlight.metrics.quantities import lacking
