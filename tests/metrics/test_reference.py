@@ -13,7 +13,7 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.core.targets import Targets
 from patchlight.metrics.base import Measure
-from patchlight.metrics.deletion import removed_logits
+from patchlight.metrics.deletion import Removal, removed_logits
 from patchlight.metrics.perturbation import levels, log_probability
 from tests.close import near
 from tests.reference import deit_tiny, inputs, reference, shared_dir
@@ -97,7 +97,7 @@ def test_chefer_perturbation_is_theirs(name: str, some: slice, direction: str) -
     ask = Measure(deit_tiny(), inputs()[some], maps, Targets(labels[:, None]), labels)
     x, changed = levels(224 * 224, 9, 0.1, 0.9)
     np.testing.assert_allclose(x, saved["fractions"], atol=1e-12)
-    logits = removed_logits(ask, changed, lowest_first=direction == "negative").double()
+    logits = removed_logits(ask, changed, False, Removal(lowest_first=direction == "negative")).double()
     clean = ask.logits().double()
     whole = uncut(name, direction, changed)[:, some]
     assert whole.double().mean() > 0.6

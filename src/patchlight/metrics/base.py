@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -255,33 +255,24 @@ METRICS: Registry[Metric] = Registry(
 )
 
 
-class AboutMetric(TypedDict, total=False):
-    """Keywords of `register_metric`."""
-
-    paper: Required[str]
-    higher_is_better: Required[bool | Callable[[Settings], bool]]
-    bounds: tuple[float, float] | Callable[[Settings], tuple[float, float]]
-    aliases: tuple[str, ...]
-    presets: Mapping[str, Settings]
-    quick: Settings
-    needs: AbstractSet[str]
-    explains: bool
-    cost: str
-    words: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    combine: Callable[[Sums], Tensor]
-    ablates: bool
-    stochastic: bool | Callable[[Settings], bool]
-    refuses: Callable[[Settings, Anatomy], str | None]
-
-
 F = TypeVar("F", bound=Callable[..., "Measured"])
 
 
-def register_metric(name: str, **about: Unpack[AboutMetric]) -> Callable[[F], F]:
-    """Register a metric: a function of a Measure whose keyword arguments, typed and with defaults, are its settings."""
+def register_metric(
+    name: str, *, paper: str, higher_is_better: bool | Callable[[Settings], bool], **about: Any
+) -> Callable[[F], F]:
+    """Register a metric: a function of a Measure whose keyword arguments, typed and with defaults, are its settings.
+
+    Args:
+        name: What the metric is called.
+        paper: Whose it is.
+        higher_is_better: The direction, or a function of the settings.
+        about: Further fields of `Metric`: bounds, aliases, presets, quick, needs, explains, cost, words, combine,
+            ablates, stochastic and refuses.
+    """
 
     def register(function: F) -> F:
-        METRICS.add(Metric(name, function, **about))
+        METRICS.add(Metric(name, function, paper=paper, higher_is_better=higher_is_better, **about))
         return function
 
     return register

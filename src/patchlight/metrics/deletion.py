@@ -7,6 +7,7 @@ most by `removed_logits`.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -64,63 +65,64 @@ def area(curve: Tensor, integrator: Integrator, x: Tensor) -> Tensor:
     return torch.trapezoid(curve, x) / (x[-1] - x[0] if integrator == "trapezoid" else 1.0)
 
 
-def removed_logits(
-    ask: Measure,
-    changed: Tensor,
-    insert: bool = False,
-    fill: Fill = "black",
-    unit: Unit = "pixel",
-    upsampling: Upsampling = "bilinear",
-    lowest_first: bool = False,
-    noise: tuple[float, float] = (0.0, 1.0),
-    noise_seed: int | None = None,
-) -> Tensor:
+@dataclass(frozen=True)
+class Removal:
+    """How cells of an image are taken away: what stands in their place, and in which order of the map.
+
+    Attributes:
+        fill: What is painted where pixels or patches are missing; tokens leave nothing behind.
+        unit: Pixels, patches or tokens.
+        upsampling: How the map becomes pixels.
+        lowest_first: Whether the order begins with the lowest cells.
+        noise: The range of the fill `noise`.
+        noise_seed: The seed of that fill; by default the metric's.
+    """
+
+    fill: Fill = "black"
+    unit: Unit = "pixel"
+    upsampling: Upsampling = "bilinear"
+    lowest_first: bool = False
+    noise: tuple[float, float] = (0.0, 1.0)
+    noise_seed: int | None = None
+
+
+def removed_logits(ask: Measure, changed: Tensor, insert: bool, removal: Removal) -> Tensor:
     """Logits [B,P,C] with the `changed` [P] highest cells taken from the image, or (`insert`) alone left of it."""
-    rest = torch.full_like(changed, count_cells(ask, unit))
+    rest = torch.full_like(changed, count_cells(ask, removal.unit))
     begin, end = (changed, rest) if insert else (torch.zeros_like(changed), changed)
-    return ranged_logits(ask, begin, end, fill, unit, upsampling, lowest_first, noise, noise_seed)
+    return ranged_logits(ask, begin, end, removal)
 
 
-def ranged_logits(
-    ask: Measure,
-    begin: Tensor,
-    end: Tensor,
-    fill: Fill = "black",
-    unit: Unit = "pixel",
-    upsampling: Upsampling = "bilinear",
-    lowest_first: bool = False,
-    noise: tuple[float, float] = (0.0, 1.0),
-    noise_seed: int | None = None,
-) -> Tensor:
+def ranged_logits(ask: Measure, begin: Tensor, end: Tensor, removal: Removal) -> Tensor:
     """Logits [B,P,C] of images without the cells whose place in the map's order lies in [begin, end), [P] each.
 
-    The fill stands where pixels or patches are missing; tokens leave nothing behind. Metrics of one call that ask for
-    the same variants share them. P forwards an image.
+    Metrics of one call that ask for the same variants share them. P forwards an image.
     """
-    seed = ask.seed if noise_seed is None else noise_seed
+    unit, ordering = removal.unit, (removal.unit, removal.upsampling, removal.lowest_first)
+    seed = ask.seed if removal.noise_seed is None else removal.noise_seed
 
     def pixels() -> Tensor:
-        ranks = ask.ranks(unit, upsampling, lowest_first)
+        ranks = ask.ranks(*ordering)
         if unit == "patch":
             ranks = to_pixels(ranks.float(), ask.size, ask.vit.extent, "nearest").int()
         count = len(ask.images)
         owner = torch.arange(count).repeat_interleave(len(begin))
-        filled = fill_images(fill, ask.images, ask.vit, seed, noise)
+        filled = fill_images(removal.fill, ask.images, ask.vit, seed, removal.noise)
         variants = RankRanges(owner, begin.repeat(count), end.repeat(count), ranks, filled)
         return ask.ablation.logits(variants).view(count, len(begin), -1)
 
     def tokens() -> Tensor:
         check_tokens(ask.vit, count_cells(ask, unit) - int((end - begin).max()))
-        order = ask.ranks(unit, upsampling, lowest_first).flatten(1).argsort(1)
+        order = ask.ranks(*ordering).flatten(1).argsort(1)
         owner = torch.arange(len(order))
         kept = [torch.cat([order[:, :a], order[:, b:]], 1) for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
         logits = ask.ablation.logits([TokenSubsets(owner, some) for some in kept])
         return logits.view(len(kept), len(order), -1).transpose(0, 1)
 
     ablation = tuple(sorted(ask.ablation_settings.items()))
-    filled_by = () if unit == "token" else (fill, noise, seed)
+    filled_by = () if unit == "token" else (removal.fill, removal.noise, seed)
     ranges = (tuple(begin.tolist()), tuple(end.tolist()))
-    key = ("removed", *ranges, unit, upsampling, lowest_first, filled_by, ablation)
+    key = ("removed", *ranges, *ordering, filled_by, ablation)
     logits: Tensor = ask.once(key, tokens if unit == "token" else pixels)
     return logits
 
@@ -151,15 +153,9 @@ def span(score: str) -> tuple[float, float]:
 
 
 def _curve(
-    ask: Measure,
-    insert: bool,
-    changed: Tensor,
-    fill: Fill,
-    target: TargetClass,
-    score: MeasuredScore,
-    **options: Any,
+    ask: Measure, insert: bool, changed: Tensor, removal: Removal, target: TargetClass, score: MeasuredScore
 ) -> Tensor:
-    return scored(removed_logits(ask, changed, insert, fill, **options), ask.of(target), ask, score)
+    return scored(removed_logits(ask, changed, insert, removal), ask.of(target), ask, score)
 
 
 def measured(curve: Tensor, changed: Tensor, integrator: Integrator = "trapezoid") -> Measured:
@@ -217,7 +213,7 @@ def insertion(
     fraction shown. P forwards an image.
     """
     changed = thresholds(count_cells(ask, unit), steps, first)
-    curve = _curve(ask, True, changed, fill, target_class, score, unit=unit, upsampling=upsampling)
+    curve = _curve(ask, True, changed, Removal(fill, unit, upsampling), target_class, score)
     return measured(curve, changed, integrator)
 
 
@@ -249,7 +245,7 @@ def deletion(
     Settings and presets as for `insertion`; `rise` deletes to `zero`, grey after normalisation.
     """
     changed = thresholds(count_cells(ask, unit), steps, first)
-    curve = _curve(ask, False, changed, fill, target_class, score, unit=unit, upsampling=upsampling)
+    curve = _curve(ask, False, changed, Removal(fill, unit, upsampling), target_class, score)
     return measured(curve, changed, integrator)
 
 
@@ -284,8 +280,8 @@ def ins_del(
     """Insertion less deletion, over the same fill (or `deletion_fill`); higher is better. Curve: their difference."""
     changed = thresholds(count_cells(ask, unit), steps, first)
     over = fill if deletion_fill is None else deletion_fill
-    inserted = _curve(ask, True, changed, fill, target_class, score, unit=unit, upsampling=upsampling)
-    deleted = _curve(ask, False, changed, over, target_class, score, unit=unit, upsampling=upsampling)
+    inserted = _curve(ask, True, changed, Removal(fill, unit, upsampling), target_class, score)
+    deleted = _curve(ask, False, changed, Removal(over, unit, upsampling), target_class, score)
     found = measured(inserted - deleted, changed, integrator)
     parts = {
         "insertion": measured(inserted, changed, integrator).values,

@@ -12,7 +12,7 @@ from patchlight.core.resize import Upsampling
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
-from patchlight.metrics.deletion import area, count_cells, removed_logits, scored, span, thresholds
+from patchlight.metrics.deletion import Removal, area, count_cells, removed_logits, scored, span, thresholds
 from patchlight.metrics.quantities import no_score
 
 Spacing = Literal["linear", "log"]
@@ -77,7 +77,7 @@ def srg(
     targets, x = ask.of(target_class), removed.double() / cells
 
     def curve(counts: Tensor, insert: bool) -> Tensor:
-        return scored(removed_logits(ask, counts, insert, fill, unit, upsampling), targets, ask, score)
+        return scored(removed_logits(ask, counts, insert, Removal(fill, unit, upsampling)), targets, ask, score)
 
     mif = curve(removed, False)
     lif = curve((cells - removed).flip(0), True).flip(1)  # the k lowest removed: the others alone are shown

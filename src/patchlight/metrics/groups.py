@@ -14,7 +14,7 @@ from patchlight.core.statistics import constant
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
-from patchlight.metrics.deletion import count_cells, ranged_logits, scored
+from patchlight.metrics.deletion import Removal, count_cells, ranged_logits, scored
 from patchlight.metrics.quantities import no_score
 
 Ties = Literal["faithful", "neutral"]
@@ -75,7 +75,7 @@ def saco(
     group = torch.bucketize(ranks, edges[1:].to(ranks), right=True)
     salience = maps.new_zeros(len(maps), groups).scatter_add_(1, group, maps)
     targets = ask.of(target_class)
-    logits = ranged_logits(ask, edges[:-1], edges[1:], fill, unit, upsampling)
+    logits = ranged_logits(ask, edges[:-1], edges[1:], Removal(fill, unit, upsampling))
     effect = scored(ask.logits()[:, None], targets, ask, score) - scored(logits, targets, ask, score)
     values, tied = faithfulness(salience, effect, ties)
     dead = constant(ask.maps.flatten(1)) | values.isnan()

@@ -21,7 +21,7 @@ from patchlight.core.targets import Targets, kl_divergence, log_probabilities
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
-from patchlight.metrics.deletion import Integrator, Share, area, count_cells, removed_logits, scored, span
+from patchlight.metrics.deletion import Integrator, Removal, Share, area, count_cells, removed_logits, scored, span
 from patchlight.metrics.quantities import no_score, unread
 
 Direction = Literal["positive", "negative"]
@@ -144,7 +144,8 @@ def perturbation(
     its paper calls accuracy and KL are `probability` and `nll`. Curve [B,P] over the fraction removed.
     """
     x, changed = levels(count_cells(ask, unit), points, low, high)
-    logits = removed_logits(ask, changed, False, fill, unit, upsampling, direction == "negative", noise, noise_seed)
+    removal = Removal(fill, unit, upsampling, direction == "negative", noise, noise_seed)
+    logits = removed_logits(ask, changed, False, removal)
     curve = _quantity(ask, quantity, logits, ask.of(target_class))
     return Measured(area(curve, integrator, x), curve, x)
 
@@ -198,7 +199,7 @@ def road(
     counts = (x * count_cells(ask, unit) + 1e-6).long()
     targets = ask.of(target_class)
     lerf, morf = (
-        _quantity(ask, quantity, removed_logits(ask, counts, kept, fill, unit, upsampling), targets)
+        _quantity(ask, quantity, removed_logits(ask, counts, kept, Removal(fill, unit, upsampling)), targets)
         for kept in (True, False)
     )
     curve = (lerf - morf) / 2
@@ -303,7 +304,7 @@ def _levels_of_removal(
     ask: Measure, points: int, unit: Unit, fill: Fill, upsampling: Upsampling
 ) -> tuple[Tensor, Tensor]:
     x, changed = levels(count_cells(ask, unit), points, 0.0, 1.0)
-    return x, removed_logits(ask, changed, False, fill, unit, upsampling)
+    return x, removed_logits(ask, changed, False, Removal(fill, unit, upsampling))
 
 
 _SKIPPLUS = "SkipPLUS, CVPR-W 2024"
@@ -349,7 +350,7 @@ def _token_measured(
     """The curve over levels of token removal with the whole image as its first (deletion) or last (insertion) point."""
     points, low, high = grid
     x, changed = levels(count_cells(ask, "token"), points, low, high)
-    logits = removed_logits(ask, changed, insert, unit="token")
+    logits = removed_logits(ask, changed, insert, Removal(unit="token"))
     whole = ask.logits()[:, None]
     together = torch.cat([logits, whole] if insert else [whole, logits], 1)
     if quantity == "accuracy":

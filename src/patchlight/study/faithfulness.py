@@ -20,7 +20,7 @@ from patchlight.core.targets import Targets
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, MeasuredScore
-from patchlight.metrics.deletion import check_tokens, count_cells, measured, removed_logits, scored, thresholds
+from patchlight.metrics.deletion import Removal, check_tokens, count_cells, measured, removed_logits, scored, thresholds
 
 CHANCE = 0.05
 """How often a random order may do as well as a map that is called better than random."""
@@ -116,7 +116,7 @@ class Trial:
         assert self.removed[-1] == count_cells(ask, self.unit)
 
         def side(insert: bool) -> tuple[Tensor, Tensor, Tensor]:
-            logits = removed_logits(ask, self.removed, insert, self.fill, self.unit)
+            logits = removed_logits(ask, self.removed, insert, Removal(self.fill, self.unit))
             curve = scored(logits, ask.targets, ask, self.score)
             return logits.float().cpu(), curve.double().cpu(), measured(curve, self.removed).values.double().cpu()
 
