@@ -13,7 +13,7 @@ import typer
 
 import patchlight as pl
 from patchlight.cli import app
-from patchlight.cli.explain import _expanded
+from patchlight.cli.explain import expand_groups
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import resolve_metric
 from patchlight.report.figures import list_figures
@@ -164,5 +164,5 @@ def test_names_in_words_and_commands_exist(page: Path) -> None:
     assert set(re.findall(r"\bpl\.(\w+)", text)) <= set(pl.__all__)
     for option, names in re.findall(r"--(method|metric) ([a-z][^\s`]*)", text):
         if "positive-gradient" not in names:  # a plugin's
-            for name in _expanded(names.split(",")) if option == "method" else names.split(","):
+            for name in expand_groups(names.split(",")) if option == "method" else names.split(","):
                 resolve(name) if option == "method" else resolve_metric(name)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from patchlight.core.progress import bar
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
     from patchlight.anatomy.base import Anatomy
     from patchlight.data import Data
@@ -101,9 +101,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(finite_or_none(value), indent=1, ensure_ascii=False, default=str, allow_nan=False))
 
 
-def progress(first: str) -> contextlib.AbstractContextManager[Progress]:
-    """A bar on stderr while something is under way; silent where nobody watches."""
-    return bar(first)
+@contextlib.contextmanager
+def progress(words: str) -> Iterator[Callable[..., None]]:
+    """A bar on stderr while something is under way, silent where nobody watches, and the function that changes it."""
+    with bar(words) as shown:
+        yield functools.partial(shown.update, shown.task_ids[0])
 
 
 @contextlib.contextmanager
@@ -164,12 +166,9 @@ def read_settings(
     return wanted
 
 
-def read_class(word: str, vit: Anatomy) -> int:
-    """The index of a class given by name or, unless a class is called so, by number."""
-    from patchlight.core.targets import class_index
-
-    named = any(word.casefold() == label.casefold() for label in vit.labels or ())
-    return class_index(word if named or not word.lstrip("-").isdigit() else int(word), vit.outcomes, vit.labels)
+def split_names(words: str | None) -> list[str]:
+    """Names that are separated by commas."""
+    return [name.strip() for name in (words or "").split(",") if name.strip()]
 
 
 def _value(text: str) -> Any:

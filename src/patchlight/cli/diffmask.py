@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +14,6 @@ from patchlight.cli.options import AsJson, Device, ModelOptions, Settings, Train
 from patchlight.cli.training import TrainingOptions, advance, print_use
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
     from patchlight.trained.diffmask import Progress
 
 diffmask = typer.Typer(
@@ -39,7 +38,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train DiffMask for a model: gates that keep the few patches its output depends on."""
-    with progress("loading the model") as bar:
+    with progress("loading the model") as show:
         from patchlight.trained.diffmask import load
         from patchlight.trained.diffmask import train as train_gates
         from patchlight.trained.diffmask.recipe import DiffMaskRecipe
@@ -50,7 +49,7 @@ def train(
             vit = recipe.model.load(model.device)
             first = None if recipe.initial is None else load(recipe.initial)
             loader, held = training.loaders(recipe, vit, settings)
-            explainer = train_gates(vit, loader, settings, _watch(bar), training.out, first, training.resume, held)
+            explainer = train_gates(vit, loader, settings, _watch(show), training.out, first, training.resume, held)
     result = explainer.about["result"]
     if as_json:
         print_json({"explainer": str(training.out), "model": vit.name, **result})
@@ -107,16 +106,16 @@ def counting(
     as_json: AsJson = False,
 ) -> None:
     """The paper's faithfulness task, end to end; exits with 3 when DiffMask is exact on under 95 % of the grids."""
-    with progress("loading") as bar, showing_warnings():
+    with progress("loading") as show, showing_warnings():
         from dataclasses import asdict
 
         from patchlight.trained.diffmask.counting_task import ENOUGH, run, table
 
         def tell(words: str) -> None:
-            bar.update(bar.task_ids[0], description=words)
+            show(description=words)
 
         changes = read_settings(["train"], settings or [])["train"]
-        done = run(out, size, preset or "default", seed, device, distractors, grids, tell, _watch(bar), changes)
+        done = run(out, size, preset or "default", seed, device, distractors, grids, tell, _watch(show), changes)
     rows = done.verdicts
     if as_json:
         print_json([{**asdict(row), "exact": row.exact} for row in rows])
@@ -137,10 +136,10 @@ def _restarts(result: dict[str, Any]) -> str:
     return f"; started again {times} ({reasons})" if failed else ""
 
 
-def _watch(bar: Bar) -> Any:
+def _watch(show: Callable[..., None]) -> Any:
     def watch(now: Progress) -> None:
         again = f"restart {now.restarts}  " if now.restarts else ""
         far = f"KL {now.kl:.3f}  kept {now.kept:.1%}  same {now.agreement:.1%}  lambda {now.multiplier:.3g}"
-        advance(bar, now, again + far)
+        advance(show, now, again + far)
 
     return watch

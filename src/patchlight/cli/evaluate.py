@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight.cli.common import SOME_FAILED, console, open_images, print_json, progress, read_settings, say
+from patchlight.cli.common import (
+    SOME_FAILED,
+    console,
+    open_images,
+    print_json,
+    progress,
+    read_settings,
+    say,
+    split_names,
+)
 from patchlight.cli.complete import complete_methods, complete_metrics, complete_preset
-from patchlight.cli.measure import Done, Task, find_maps, measure, with_maps
 from patchlight.cli.options import AsJson, DataKind, Force, ImageList, ModelOptions, Seed, Settings, command
 from patchlight.core.errors import PatchlightError
+
+if TYPE_CHECKING:
+    from patchlight.study.files import MeasuredFiles
 
 
 @command
@@ -59,30 +71,39 @@ def evaluate(
     if not images.exists():
         raise PatchlightError(f"no image or folder at '{images}'")
     _check_csv(csv_file, force)
-    metrics = [name.strip() for name in metric.split(",") if name.strip()]
-    methods = [name.strip() for name in (method or "").split(",") if name.strip()]
+    metrics, methods = split_names(metric), split_names(method)
     named = [*metrics, *(methods if maps is None else [])]
     own = read_settings(named, settings or [], "metric", "metric or method" if named != metrics else "")
-    wanted = {name: {"preset": preset, **own[name]} if preset else own[name] for name in metrics}
-    _check_names(wanted, {name: own[name] for name in methods} if maps is None else {})
-    with progress("loading the model") as bar:
+    from patchlight.methods.requests import resolve
+    from patchlight.metrics.base import resolve_metric
+    from patchlight.study.files import FileLog, MeasureTask, find_maps, measure_files
+
+    task = MeasureTask(
+        [resolve_metric(name, ({"preset": preset} if preset else {}) | own[name]) for name in metrics],
+        methods,
+        [resolve(name, own[name]) for name in methods] if maps is None else [],
+        target=target,
+        seed=seed,
+        batch_size=batch_size,
+    )
+    log = FileLog(say)
+    with progress("loading the model") as show:
         vit = model.load()
         shown = open_images(data, [images], vit, listed)
         if maps is not None:
-            saved = find_maps(maps, shown.names)
-            if listed is not None:
-                saved = {name: saved[name] for name in shown.names if name in saved}
-            methods = methods or sorted({name for each in saved.values() for name in each})
-            shown = with_maps(shown, saved, methods, maps)
-        else:
-            saved = None
-        task = Task(wanted, {name: own.get(name, {}) for name in methods}, target, seed, batch_size, saved)
-        bar.update(bar.task_ids[0], description="measuring", total=len(shown) * len(methods))
-        done = measure(task, vit, shown, lambda n: bar.advance(bar.task_ids[0], n))
-    _report(done, as_json)
+            saved, methods, shown = find_maps(maps, shown, methods, whole=listed is None)
+            task = replace(task, saved=saved, methods=methods)
+        show(description="measuring", total=len(shown) * len(methods))
+        measured = measure_files(task, vit, shown, log, lambda count: show(advance=count))
+    if as_json:
+        about = {"model": vit.name, "target": target, "seed": seed, "results": list(_rows(measured))}
+        errors = [{"image": name, "error": sentence} for name, sentence in log.errors]
+        print_json(about | {"errors": errors, "warnings": log.warnings})
+    else:
+        _print(measured, vit.name, len(log.errors))
     if csv_file is not None:
-        _write_csv(done, csv_file)
-    if done.errors:
+        _write_csv(measured, csv_file)
+    if log.errors:
         raise typer.Exit(SOME_FAILED)
 
 
@@ -96,19 +117,8 @@ def _check_csv(path: Path | None, force: bool) -> None:
         raise PatchlightError(f"'{path}' exists already; choose another file, or --force to replace it")
 
 
-def _check_names(metrics: Mapping[str, Mapping[str, Any]], methods: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse an unknown metric, method or setting before anything is loaded."""
-    from patchlight.methods.requests import resolve
-    from patchlight.metrics.base import resolve_metric
-
-    for name, own in metrics.items():
-        resolve_metric(name, own)
-    for name, own in methods.items():
-        resolve(name, own)
-
-
-def _rows(done: Done) -> Iterator[dict[str, Any]]:
-    for method, own in done.found.items():
+def _rows(measured: MeasuredFiles) -> Iterator[dict[str, Any]]:
+    for method, own in measured.evaluations.items():
         for metric, evaluation in own.items():
             low, high = evaluation.interval()
             yield {
@@ -122,7 +132,7 @@ def _rows(done: Done) -> Iterator[dict[str, Any]]:
                 "settings": evaluation.settings,
                 "values": {
                     name: _number(value)
-                    for name, value in zip(done.names[method], evaluation.values.tolist(), strict=True)
+                    for name, value in zip(measured.names[method], evaluation.values.tolist(), strict=True)
                 },
             }
 
@@ -131,40 +141,35 @@ def _number(value: float) -> float | None:
     return None if value != value else round(value, 6)
 
 
-def _report(done: Done, as_json: bool) -> None:
-    """A line per method and a column per metric, or everything as JSON."""
+def _print(measured: MeasuredFiles, model: str, failed: int) -> None:
+    """A line per method and a column per metric."""
     from rich.table import Table
 
     from patchlight.core.statistics import FEWEST
 
-    task = done.task
-    if as_json:
-        about = {"model": done.model, "target": task.target, "seed": task.seed}
-        print_json(about | {"results": list(_rows(done)), "errors": done.errors, "warnings": done.warnings})
-        return
-    measured = [(method, own) for method, own in done.found.items() if own]
-    headings = [f"{name} {one.arrow}" for name, one in measured[0][1].items()]
-    counts = {len(done.names[method]) for method, _ in measured}
-    title = f"{done.model}, {' to '.join(map(str, sorted({min(counts), max(counts)})))} image(s), mean [95 % interval]"
+    rows = [(method, own) for method, own in measured.evaluations.items() if own]
+    headings = [f"{name} {one.arrow}" for name, one in rows[0][1].items()]
+    counts = {len(measured.names[method]) for method, _ in rows}
+    title = f"{model}, {' to '.join(map(str, sorted({min(counts), max(counts)})))} image(s), mean [95 % interval]"
     table = Table("method", *headings, title=title, title_justify="left", title_style="bold")
-    for method, own in measured:
+    for method, own in rows:
         table.add_row(method, *(one.summary for one in own.values()))
     console().print(table)
-    if min(one.count for _, own in measured for one in own.values()) < FEWEST:
+    if min(one.count for _, own in rows for one in own.values()) < FEWEST:
         print(f"no interval where fewer than {FEWEST} images have a value: too few to say how sure a mean is")
-    if done.errors:
-        print(f"{len(done.errors)} failed; the means are over the others")
+    if failed:
+        print(f"{failed} failed; the means are over the others")
 
 
-def _write_csv(done: Done, path: Path) -> None:
+def _write_csv(measured: MeasuredFiles, path: Path) -> None:
     from patchlight.core.files import cell, write_whole
 
     text = io.StringIO()
     lines = csv.writer(text)
     lines.writerow(["image", "method", "metric", "value", "reason"])
-    for method, own in done.found.items():
+    for method, own in measured.evaluations.items():
         for metric, one in own.items():
-            for name, value, reason in zip(done.names[method], one.values.tolist(), one.reasons, strict=True):
+            for name, value, reason in zip(measured.names[method], one.values.tolist(), one.reasons, strict=True):
                 known = "" if value != value else value
                 lines.writerow([cell(each) for each in (name, method, metric, known, reason)])
     write_whole(path, text.getvalue().encode(errors="surrogateescape"))

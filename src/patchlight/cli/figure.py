@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight.cli.common import (
-    console,
-    open_images,
-    print_json,
-    progress,
-    read_class,
-    read_settings,
-    say,
-)
+from patchlight.cli.common import console, open_images, print_json, progress, read_settings, say
 from patchlight.cli.complete import complete_figure, complete_model
 from patchlight.cli.names import table
 from patchlight.cli.options import AsJson, DataKind, ModelOptions, Seed, Settings, command
@@ -81,8 +73,10 @@ def figure(
     with progress("loading the model"):
         vit = model.load()
         second = None if other is None else ModelOptions(other, other_weights, model.labels, device=model.device).load()
+        from patchlight.core.targets import read_class
+
         shown = _spread(open_images(data, images or _bundled(), vit, listed), count)
-        asked = None if target is None else read_class(target, vit)
+        asked = None if target is None else read_class(target, vit.outcomes, vit.labels)
     from patchlight.report.figures import draw
 
     with warnings.catch_warnings():

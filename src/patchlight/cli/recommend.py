@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchlight.cli.common import SOME_FAILED, open_images, print_json, read_settings, say
+from patchlight.cli.common import SOME_FAILED, open_images, print_json, read_settings, say, split_names
 from patchlight.cli.complete import complete_kind, complete_methods, complete_metrics
 from patchlight.cli.options import AsJson, ImageList, ModelOptions, Seed, Settings, command
 from patchlight.core.errors import PatchlightError
@@ -62,7 +62,7 @@ def recommend(
     path, kind = (images, data) if images is not None else (Path(str(data)), None)
     if not path.exists():
         raise PatchlightError(f"no image or folder at '{path}'")
-    names = {noun: _names(given) for noun, given in (("method", methods), ("metric", metrics))}
+    names = {noun: split_names(given) for noun, given in (("method", methods), ("metric", metrics))}
     asked = _asked(names, settings or [])
     vit = model.load()
     verdict = race(
@@ -84,10 +84,6 @@ def recommend(
         say(f"Wrote {out / 'verdict.html'}")
     if verdict.failed:
         raise typer.Exit(SOME_FAILED)
-
-
-def _names(given: str | None) -> list[str]:
-    return [name.strip() for name in (given or "").split(",") if name.strip()]
 
 
 def _asked(names: dict[str, list[str]], settings: list[str]) -> dict[str, Any]:

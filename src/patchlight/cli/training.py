@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -14,8 +15,6 @@ from patchlight.cli.options import ImageList, ModelOptions, Settings
 from patchlight.core.errors import PatchlightError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
     from patchlight.anatomy.base import Anatomy
     from patchlight.trained.recipe import TrainingRecipe
     from patchlight.trained.settings import Training
@@ -79,9 +78,9 @@ class TrainingOptions:
         return read(recipe.data), None if recipe.held_out is None else read(recipe.held_out)
 
 
-def advance(bar: Bar, now: Any, words: str) -> None:
+def advance(show: Callable[..., None], now: Any, words: str) -> None:
     """Show how far a training is."""
-    bar.update(bar.task_ids[0], description=words, completed=now.step, total=now.steps)
+    show(description=words, completed=now.step, total=now.steps)
 
 
 def print_use(model: str, method: str, out: Path) -> None:

@@ -171,6 +171,12 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor | np.ndarray | np.generic) else value
 
 
+def read_class(word: str, classes: int, labels: Sequence[str] | None) -> int:
+    """The index of a class given by name or, unless a class is called so, by number."""
+    named = any(word.casefold() == label.casefold() for label in labels or ())
+    return class_index(word if named or not word.lstrip("-").isdigit() else int(word), classes, labels)
+
+
 def class_index(value: Any, classes: int, labels: Sequence[str] | None) -> int:
     """The index of a class given as an index or a label name (a whole label, or one of its comma-separated names)."""
     if isinstance(value, bool) or not isinstance(value, int | str):

@@ -1,0 +1,236 @@
+"""Explanations of image files, as `patchlight explain` writes them: pictures, raw scores, and a report."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from patchlight.anatomy.base import Anatomy
+from patchlight.core.attribution import Attribution
+from patchlight.core.drawing import figure, figure_format
+from patchlight.core.drawing.pictures import FORMATS, MAX_ROWS
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import check_writable, write_whole
+from patchlight.core.images import SUFFIXES, list_images
+from patchlight.core.targets import Target, Targets, read_class
+from patchlight.methods.requests import Request, check_supported, refusal
+from patchlight.metrics.base import on_grid
+from patchlight.report.explanations import Explained, ImageSection, made_by, report_html, section_of
+from patchlight.study.faithfulness import Trial, truths
+from patchlight.study.files import ExplainedFile, ExplainOptions, FileLog, explain_files
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image to explain, where its picture and its raw scores go, and what a report calls it."""
+
+    path: Path
+    picture: Path | None = None
+    maps: Path | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class ExplainTask:
+    """Images to explain and what to write of them.
+
+    Attributes:
+        items: The images.
+        requests: The methods.
+        figure: A file for one figure of all images.
+        report: A file for an HTML report.
+        target: The class to explain, a name or an index; by default the prediction.
+        against: The class that the target is contrasted with.
+        seed: The seed of methods that sample.
+        batch_size: Images at once.
+        force: Whether existing output is replaced.
+        command: The words at the command line that ask for the same.
+        optional: Methods that are left out where a model does not support them.
+    """
+
+    items: Sequence[ImageFile]
+    requests: Sequence[Request]
+    figure: Path | None = None
+    report: Path | None = None
+    target: str | None = None
+    against: str | None = None
+    seed: int = 0
+    batch_size: int | None = None
+    force: bool = False
+    command: str = ""
+    optional: frozenset[str] = frozenset()
+
+    def check_outputs(self) -> None:
+        """Refuse, before any work is done, what cannot be written or would replace something."""
+        if self.figure is not None and len(self.items) > MAX_ROWS:
+            raise PatchlightError(
+                f"one figure of {len(self.items)} images cannot be read (at most {MAX_ROWS}); "
+                f"give a folder instead of '{self.figure}' for one picture per image"
+            )
+        files = (self.figure, self.report, *(item.picture for item in self.items))
+        pictures = [path for path in files if path is not None]
+        folders = [item.maps / r.label for item in self.items if item.maps is not None for r in self.requests]
+        for path in {path.parent: path for path in (*pictures, *folders)}.values():
+            check_writable(path)
+        sources = {item.path.resolve() for item in self.items}
+        eaten = next((path for path in pictures if path.resolve() in sources), None)
+        if eaten is not None:
+            raise PatchlightError(f"'{eaten}' is one of the images; choose another place for it")
+        there = [path for path in (*pictures, *folders) if path.exists()]
+        if there and not self.force:
+            more = f" (and {len(there) - 1} more of the outputs)" if len(there) > 1 else ""
+            raise PatchlightError(f"'{there[0]}' exists already{more}; choose another place, or --force to replace it")
+
+    def classes(self, vit: Anatomy) -> Target:
+        """The target as `explain` takes it."""
+        if self.target is None:
+            if self.against is not None:
+                raise PatchlightError("--against needs --target, the class it is contrasted with")
+            return None
+        target = read_class(self.target, vit.outcomes, vit.labels)
+        return target if self.against is None else (target, read_class(self.against, vit.outcomes, vit.labels))
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """What became of a task: the methods that were used, what is told of each image, and the files."""
+
+    model: str
+    methods: list[str]
+    log: FileLog
+    images: list[dict[str, Any]] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+
+
+def destination(paths: Sequence[str], out: str | None) -> tuple[Path | None, Path | None]:
+    """The one figure's file, or the folder for one picture per image."""
+    if out is None:
+        alone = len(paths) == 1 and not Path(paths[0]).is_dir()
+        return (Path(f"{Path(paths[0]).stem}-explained.png"), None) if alone else (None, Path("explained"))
+    path, pictures = Path(out), {*FORMATS, *SUFFIXES}
+    folder = out.endswith(("/", "\\")) or path.is_dir()
+    if not folder and path.suffix[1:].isalpha() and path.suffix.lower() not in pictures:
+        raise PatchlightError(f"'{out}' is no figure ({', '.join(FORMATS)}); a folder's name ends with '/'")
+    if folder or path.suffix.lower() not in pictures:
+        return None, path
+    figure_format(path)
+    return path, None
+
+
+def plan_files(paths: Sequence[str], folder: Path | None, save: str | None) -> list[ImageFile]:
+    """Every image once, with output names that mirror the folders and never collide."""
+    images: dict[Path, tuple[Path, Path]] = {}
+    outputs = [Path(o).resolve() for o in (folder, save) if o is not None]
+    for given in map(Path, paths):
+        if not given.is_dir():
+            images.setdefault(given.resolve(), (given, Path(given.name)))
+            continue
+        below = [o for o in outputs if o != given.resolve() and o.is_relative_to(given.resolve())]
+        for path in list_images(given):
+            if not any(path.resolve().is_relative_to(o) for o in below):
+                within = path.relative_to(given)
+                images.setdefault(path.resolve(), (path, within if len(paths) == 1 else given.resolve().name / within))
+    if not images:
+        raise PatchlightError(f"no images in '{paths[0]}' besides earlier output")
+    items = []
+    shared = Counter(within for _, within in images.values())
+    for (path, within), name in zip(images.values(), _distinct([w for _, w in images.values()]), strict=True):
+        picture = folder / name.with_name(f"{name.name}.png") if folder is not None else None
+        called = str(within if shared[within] == 1 else path)
+        items.append(ImageFile(path, picture, Path(save) / name if save is not None else None, called))
+    return items
+
+
+def _distinct(names: Sequence[Path]) -> list[Path]:
+    """Names without their suffix where that is enough to tell them apart, else with it, else numbered."""
+    stems = Counter(name.with_suffix("") for name in names)
+    taken: dict[Path, None] = {}
+    for name in names:
+        short = name.with_suffix("") if stems[name.with_suffix("")] == 1 else name
+        tries = itertools.chain([short], (name.with_name(f"{name.name}-{n}") for n in itertools.count(2)))
+        taken[next(t for t in tries if t not in taken)] = None
+    return list(taken)
+
+
+def write_explanations(
+    task: ExplainTask, vit: Anatomy, say: Callable[[str], None], advance: Callable[[int], None]
+) -> WrittenFiles:
+    """Explain the images and write what the task asks for; `advance` is called with the number of images done."""
+    requests = []
+    for request in task.requests:
+        reason = refusal(request, vit)
+        if reason is not None and request.label in task.optional:
+            say(f"left out: '{request.label}', since {reason}")
+            continue
+        check_supported(request, vit)
+        requests.append(request)
+    done = WrittenFiles(vit.name, [request.label for request in requests], FileLog(say))
+    items = {item.path: item for item in task.items}
+    options = ExplainOptions(requests, task.classes(vit), task.seed, task.batch_size)
+    rows: list[ExplainedFile] = []
+    sections: list[ImageSection] = []
+    first: tuple[Mapping[str, Attribution], Trial] | None = None
+    for one in explain_files(vit, list(items), options, done.log):
+        done.images.append(_write(one, items[one.path], task, vit, done.written))
+        if task.figure is not None:
+            rows.append(one)
+        if task.report is not None:
+            section, trial = _tested(one, items[one.path].name, vit, task.seed)
+            sections.append(section)
+            first = first or (one.maps, trial)
+        advance(len(done.images) + len(done.log.errors))
+    if task.figure is not None and rows:
+        together = {name: Attribution.joined([one.maps[name] for one in rows]) for name in done.methods}
+        figure(
+            [one.picture for one in rows],
+            together,
+            predictions=[one.predictions[0] for one in rows],
+            vit=vit,
+            path=task.figure,
+        )
+        done.written.append(str(task.figure))
+    if task.report is not None and first is not None:
+        known = [words for words in done.log.warnings if "the map of image" not in words]  # its section says which one
+        left_out = [sentence for _, sentence in done.log.errors]
+        page = report_html(sections, made_by(*first, task.command, known, left_out))
+        write_whole(task.report, page.encode(errors="backslashreplace"))
+        done.written.append(str(task.report))
+    return done
+
+
+def _tested(one: ExplainedFile, name: str, vit: Anatomy, seed: int) -> tuple[ImageSection, Trial]:
+    """What a report shows of an image, with the test of its maps."""
+    att = next(iter(one.maps.values()))
+    against = None if att.against is None else att.against[:, None]
+    trial = Trial(vit, one.tensor, Targets(att.target[:, None], against), seed=seed)
+    tests = truths(trial, {name: on_grid(att.scores, vit)[0] for name, att in one.maps.items()})
+    digest = hashlib.sha256(one.path.read_bytes()).hexdigest()
+    return section_of(Explained(name, one.picture, one.predictions, one.maps, trial, tests, sha256=digest)), trial
+
+
+def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy, written: list[str]) -> dict[str, Any]:
+    """Write what belongs to one image; returns what is told of it."""
+    att = next(iter(one.maps.values()))
+    saved = {}
+    if item.maps is not None:
+        saved = {name: str(own.save(item.maps / name, force=task.force)) for name, own in one.maps.items()}
+    if item.picture is not None:
+        figure([one.picture], one.maps, predictions=one.predictions[:1], vit=vit, path=item.picture)
+        written.append(str(item.picture))
+    written.extend(saved.values())
+    number, picture = "probability" if vit.probable else "score", item.picture or task.figure
+    about = {
+        "path": str(item.path),
+        "predictions": [{"label": label, number: round(value, 6)} for label, value in one.predictions],
+        "target": {"index": int(att.target[0]), "label": att.labels[0]},
+        "picture": None if picture is None else str(picture),
+        "maps": saved,
+    }
+    if att.against is not None:
+        about["against"] = {"index": int(att.against[0]), "label": att.opposed[0]}
+    return about
