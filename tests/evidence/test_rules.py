@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from patchlight.anatomy.watching import Activation
 from patchlight.evidence.record import Record
 from patchlight.evidence.rules import RULES
-from patchlight.evidence.taps import Activation, Taps
+from patchlight.evidence.taps import Taps
 from tests.evidence import literal
 
 CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import patchlight as pl
+from patchlight.anatomy.watching import Activation, current_tap, watch_tokens
 from patchlight.evidence.record import Record
 from patchlight.evidence.rules import RULES
-from patchlight.evidence.taps import Activation, Taps, current, watch_tokens
+from patchlight.evidence.taps import Taps
 from tests.evidence.test_rules import Block, drawn
 
 CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
@@ -253,7 +254,7 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
 ) -> None:
     with pytest.raises(pl.Unsupported, match=sentence):
         tapped(function, needs)
-    assert current() is None
+    assert current_tap() is None
 
 
 def test_a_softmax_over_other_axes_is_no_attention() -> None:
@@ -280,7 +281,7 @@ def test_taps_leave_nothing_behind() -> None:
     block = Block(4, 2).double()
     before, hooks = functions(), [len(m._forward_hooks) for m in block.modules()]
     tapped(block, "A G v bias", "attnlrp")
-    assert current() is None
+    assert current_tap() is None
     assert functions() == before
     assert [len(m._forward_hooks) for m in block.modules()] == hooks
     x = TOKENS.clone().requires_grad_()
@@ -292,17 +293,17 @@ def test_taps_nest() -> None:
     outer, inner = (Taps(RULES["plain"], frozenset({"A"}), Record(i, TOKENS), in_block=True) for i in (0, 1))
     with outer:
         with inner:
-            assert current() is inner
+            assert current_tap() is inner
             FORMS["fused"](TOKENS)
-        assert current() is outer
-    assert current() is None
+        assert current_tap() is outer
+    assert current_tap() is None
     assert set(inner.record.seen) == {"x", "A"}
 
 
 def test_an_error_inside_ends_the_tap() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         tapped(lambda x: x.reshape(7), "A")
-    assert current() is None
+    assert current_tap() is None
     with Names() as called:
         FORMS["fused"](TOKENS)
     assert "scaled_dot_product_attention" in called.seen
@@ -313,7 +314,7 @@ def test_a_tap_belongs_to_its_thread() -> None:
     record = Record(0, TOKENS)
 
     def elsewhere() -> None:
-        seen.append(current())
+        seen.append(current_tap())
         FORMS["fused"](TOKENS)
 
     with Taps(RULES["plain"], frozenset({"A"}), record, in_block=True):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.windows import Merging, Windows
 from patchlight.core.targets import Targets
 from patchlight.evidence.passes import FEATURES, LayerJob, run_pass
-from patchlight.evidence.stages import Merging, Windows
 from tests.completeness import totals
 from tests.families import CLASSES, images, randomise
 from tests.literal.plain import maps

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.twin import Twin, multiply_patches
+from patchlight.anatomy.watching import TokenWatch, watch_tokens
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.images import Preprocess, to_batch
 from patchlight.core.targets import Kind, Names, Outputs, probabilities
-from patchlight.evidence.taps import TokenWatch, watch_tokens
 
 if TYPE_CHECKING:
     from patchlight.anatomy.heads import Head
-    from patchlight.evidence.stages import Merging
+    from patchlight.anatomy.windows import Merging
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -646,18 +646,6 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return call
-
-
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """A model and every module in it once, without the names that `nn.Module.modules` puts together on the way."""
-    found = {id(model): model}
-    waiting = [model]
-    while waiting:
-        for child in waiting.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
-                waiting.append(child)
-    return list(found.values())
 
 
 _LOCAL = threading.local()

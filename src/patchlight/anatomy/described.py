@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Parts, modules_of
+from patchlight.anatomy.base import Anatomy, Parts
+from patchlight.core.fingerprints import modules_of
 
 
 class DescribedAnatomy(Anatomy):

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy, Parts, linear, stacked
 from patchlight.anatomy.timm import described
+from patchlight.anatomy.watching import watch_reach
+from patchlight.anatomy.windows import Bins, Merging, Pooled, Reach, Windows
 from patchlight.core.errors import PatchlightError
-from patchlight.evidence.stages import Bins, Merging, Pooled, Reach, Windows
-from patchlight.evidence.taps import watch_reach
 
 
 class HierarchicalAnatomy(Anatomy):

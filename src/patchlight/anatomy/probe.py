@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from patchlight.anatomy.watching import AttentionTap
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
-from patchlight.evidence.record import Record
-from patchlight.evidence.rules import PLAIN
-from patchlight.evidence.taps import Taps
 
 if TYPE_CHECKING:
     from patchlight.anatomy.base import Anatomy
@@ -153,17 +151,17 @@ def _attention(vit: Anatomy, tokens: Tensor) -> str | None:
     """Why the attention of the first block (of a hierarchical model's every block) cannot be read; None when it can."""
     for index in range(vit.depth if vit.hierarchical else min(vit.depth, 1)):
         tokens = vit.merge(index, tokens)
-        record = Record(index, tokens)
+        tap = AttentionTap()
         try:
-            with Taps(PLAIN, frozenset({"A", "v"}), record, in_block=True):
+            with tap:
                 after = vit.block(index, tokens)
         except Unsupported as error:
             return str(error)
-        seen = record.seen.get("A")
-        if seen is None:
+        if tap.matrix is None:
             return "its blocks take no softmax over tokens that could be seen"
-        if record.reach is not None:
-            reason = record.reach.misses(seen)
+        seen = tap.matrix.flatten(0, 1) if tap.matrix.ndim == 5 else tap.matrix
+        if tap.reach is not None:
+            reason = tap.reach.misses(seen)
         else:
             count = tokens.shape[1]
             whole = seen.shape[-2:] == (count, count)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from patchlight.anatomy.watching import Activation
 from patchlight.core.errors import PatchlightError
-from patchlight.evidence.taps import Activation
 
 _TENSORS = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, modules_of
+if TYPE_CHECKING:
+    from patchlight.anatomy.base import Anatomy
 
 ROW = 2**14
 SAMPLED = 16
@@ -65,6 +66,18 @@ def stamp(model: nn.Module) -> Stamp:
         begin = [t.detach().flatten()[:4].float() for t in some]
         numbers = torch.cat(begin).cpu().numpy().tobytes() if begin else b""
     return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in held], numbers
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """A model and every module in it once, without the names that `nn.Module.modules` puts together on the way."""
+    found = {id(model): model}
+    waiting = [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return list(found.values())
 
 
 def of_images(images: Tensor) -> tuple[str, ...]:

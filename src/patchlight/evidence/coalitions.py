@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.base import Anatomy
-from patchlight.evidence.record import Record
-from patchlight.evidence.rules import PLAIN
-from patchlight.evidence.taps import Taps
+from patchlight.anatomy.watching import AttentionTap
 
 
-class Unseen(Taps):
+class Unseen(AttentionTap):
     """Attention that sees the keys `seen` [B,N] alone, fused where the model's is."""
 
     def __init__(self, seen: Tensor) -> None:
-        super().__init__(PLAIN, frozenset(), Record(-1, seen), in_block=True)
+        super().__init__()
         self.seen = seen[:, None, None]
 
     def scaled_dot_product_attention(

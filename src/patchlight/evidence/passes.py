@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.windows import Merging
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.progress import watching
 from patchlight.core.targets import Score, Target, Targets, predicted, resolve_targets, score_of
@@ -23,7 +24,6 @@ from patchlight.evidence.precision import HALF, Decided, casting, free_memory, l
 from patchlight.evidence.record import BACKWARD, TAPPED, End, Evidence, Record
 from patchlight.evidence.rows import has_tiles
 from patchlight.evidence.rules import PLAIN, RULES, Rule
-from patchlight.evidence.stages import Merging
 from patchlight.evidence.taps import Taps
 
 PIXELS = -1

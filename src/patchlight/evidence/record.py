@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from patchlight.anatomy.windows import Merging, Reach
 from patchlight.core.errors import PatchlightError, Unsupported
-from patchlight.evidence.rows import Attention, Entry, Matrix, Rows, head_mean, mean_row, signed, written
-from patchlight.evidence.stages import Local, Merging, Reach
+from patchlight.evidence.rows import Attention, Entry, Local, Matrix, Rows, head_mean, mean_row, signed, written
 
 T = TypeVar("T")
 BACKWARD = frozenset({"g", "gy", "gn", "go", "G", "dO", "bias"})

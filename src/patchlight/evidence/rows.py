@@ -17,10 +17,34 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from patchlight.evidence.stages import Local
+from patchlight.anatomy.windows import Reach
 
 Entry = Literal["A", "G", "AG", "relu(G)", "relu(AG)", "abs(G)", "abs(AG)"]
 """What stands in one head's matrix at (to, from): attention, its gradient, their product, or a part of these."""
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """The matrix [B,N,N] of what stands in the windows of a block's attention, `values` [B,W,n,m], as an operator."""
+
+    values: Tensor
+    reach: Reach
+
+    def pull(self, row: Tensor) -> Tensor:
+        """row [B,N] times the matrix: [B,N]."""
+        return self.reach.pull((self.reach.queries(row)[..., None, :] @ self.values)[..., 0, :])
+
+    def sums(self) -> Tensor:
+        """The sum of each row [B,N]."""
+        return self.reach.sums(self.values)
+
+    def mean_row(self) -> Tensor:
+        """The mean of its rows [B,N]."""
+        return self.pull(self.values.new_full((len(self.values), self.reach.tokens), 1 / self.reach.tokens))
+
+    def written(self) -> Tensor:
+        """The matrix itself [B,N,N]."""
+        return self.reach.written(self.values)
 
 
 @dataclass(frozen=True, eq=False)

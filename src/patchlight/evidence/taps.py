@@ -1,95 +1,39 @@
-"""Taps: see attention, norms, activations and linear maps as a model calls them, with nothing patched or left behind.
+"""Taps: see attention, norms, activations and linear maps as a model calls them, under a backward rule.
 
-A tap is a `with`: inside it every torch function the model calls passes through here, is recorded where asked, and
-gets the backward of the rule in force.
+Inside a tap every torch function the model calls is recorded where asked, and gets the backward of the rule in force.
 """
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
-from patchlight.core.errors import Unsupported
+from patchlight.anatomy.watching import AttentionCall, AttentionTap
+from patchlight.anatomy.windows import Merging, Reach
 from patchlight.evidence import rules
 from patchlight.evidence.record import ATTENTION, Record
 from patchlight.evidence.rows import Attention, attend
 from patchlight.evidence.rules import Rule
-from patchlight.evidence.stages import Merging, Reach
-
-_LOCAL = threading.local()
 
 
-def current() -> Taps | None:
-    """The tap this thread is inside of."""
-    return getattr(_LOCAL, "tap", None)
-
-
-class TokenWatch:
-    """A forward hook that shows the tokens at a module to taps, and changes nothing."""
-
-    def __init__(self, part: Literal["n", "o", "u"]) -> None:
-        self.part = part
-
-    def __call__(self, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-        tap = None if torch.compiler.is_compiling() else current()
-        if tap is not None:
-            tap.tokens(self.part, given[0] if self.part == "u" else out)
-
-
-def watch_tokens(module: nn.Module | None, part: Literal["n", "o", "u"]) -> None:
-    """Have taps see the tokens at a module of a twin: its output, or for "u" (the second norm) its input."""
-    if module is not None:
-        module.register_forward_hook(TokenWatch(part))
-
-
-def watch_reach(attention: nn.Module, reach: Reach, until: nn.Module | None = None) -> None:
-    """Have taps know which tokens an attention of a twin joins, while it runs (or before its part `until` does)."""
-
-    def begin(_: nn.Module, given: Any) -> None:
-        tap = None if torch.compiler.is_compiling() else current()
-        if tap is not None:
-            tap.place = reach
-
-    def end(*_: Any) -> None:
-        tap = None if torch.compiler.is_compiling() else current()
-        if tap is not None:
-            tap.place = None
-
-    attention.register_forward_pre_hook(begin)
-    if until is None:
-        attention.register_forward_hook(end)
-    else:
-        until.register_forward_pre_hook(end)
-
-
-class Activation(nn.Module):
-    """An elementwise activation of a twin, seen whole by taps whatever functions it is made of."""
-
-    def __init__(self, function: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.training = False
-
-    def forward(self, h: Tensor) -> Tensor:
-        tap = None if torch.compiler.is_compiling() else current()
-        out: Tensor = self.function(h) if tap is None else tap.activation(h, self.function)
-        return out
-
-
-class Taps(TorchFunctionMode):
+class Taps(AttentionTap):
     """Apply `rule` to a stretch of a model, and write into `record` what `needs` names of what is seen inside.
 
     With `fused`, a type, attention stays fused in that type where it can, and the record has what its matrices are
     made of. With `cut`, a graph begins at the attention's output, of which the record has the leaf. `place` says where
     what runs now has its tokens: nowhere else (None), in windows, on a coarser grid.
     """
+
+    handlers: ClassVar[Mapping[str, str]] = {
+        **AttentionTap.handlers,
+        **{name: name for name in ("layer_norm", "rms_norm", "gelu", "silu", "linear", "conv2d", "rsqrt")},
+        **dict.fromkeys(("add", "__add__", "add_", "__iadd__"), "add"),
+        **dict.fromkeys(("mul", "__mul__", "multiply"), "gate"),
+        **dict.fromkeys(("sigmoid", "tanh", "erf"), "squash"),
+    }
 
     def __init__(
         self,
@@ -101,34 +45,16 @@ class Taps(TorchFunctionMode):
         cut: bool = False,
         place: Reach | Merging | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(place)
         self.rule, self.needs, self.record = rule, needs, record
-        self.in_block, self.fused, self.cut, self.place = in_block, fused, cut, place
-        self._outer: list[Taps | None] = []
-        self._attention: Tensor | None = None
+        self.in_block, self.fused, self.cut = in_block, fused, cut
+        self.watches = bool(needs & ATTENTION)
         self._factors: tuple[Tensor, Tensor] | None = None
-        self._taken = False
-
-    def __enter__(self) -> Taps:
-        self._outer.append(current())
-        _LOCAL.tap = self
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
     def __exit__(self, *error: Any) -> None:
-        _LOCAL.tap = self._outer.pop()
+        super().__exit__(*error)
         if not self._outer:
-            self._attention = self._factors = None
-            self._taken = False
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        handler = _HANDLERS.get(getattr(func, "__name__", ""))
-        if handler is None:
-            return func(*args, **(kwargs or {}))
-        return getattr(self, handler)(func, *args, **(kwargs or {}))
+            self._factors = None
 
     def _observer(self) -> rules.Observer | None:
         if "G" not in self.needs:
@@ -144,78 +70,47 @@ class Taps(TorchFunctionMode):
         return seen
 
     def attend(self, scores: Tensor) -> Tensor:
-        """The attention matrix [B,H,N,N] of its scores; a kind of tap that changes attention changes this.
-
-        In windows it is [B*W,H,n,m] or [B,W,H,n,m].
-        """
-        watched = self._take()
+        self.take()
         if isinstance(self.place, Reach):
             self.record.reach = self.place
         attention = rules.softmax(scores, self.rule, self._observer())
-        self._attention = attention if watched else None
+        self._attention = attention if self.watches else None
         if "A" in self.needs:
             self.record.see("A", attention)
         return attention
 
-    def _take(self) -> bool:
-        """Whether somebody looks at the attention that is computed now: of a block, there is one."""
-        watched = bool(self.needs & ATTENTION)
-        if watched and self._taken:
-            raise Unsupported("a block takes more than one softmax, so it has no one attention matrix")
-        self._taken = True
-        return watched
-
-    def softmax(self, func: Callable[..., Any], scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        dim = args[0] if args else kwargs.get("dim")
-        dtype = kwargs.get("dtype")
-        axes = (4, 5) if isinstance(self.place, Reach) else (4,)
-        if scores.ndim not in axes or dim not in (-1, scores.ndim - 1):
-            return func(scores, *args, **kwargs)  # type: ignore[no-any-return]
+    def attend_composed(self, scores: Tensor) -> Tensor:
         if self._factors is not None:
             self._show(q=self._factors[0], k=self._factors[1].mT)
-        return self.attend(scores if dtype is None else scores.to(dtype))
+        return self.attend(scores)
 
-    def scaled_dot_product_attention(
-        self,
-        func: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def scaled_dot_product_attention(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """The fused attention where it can be; else written out, for someone who looks at its matrix or for a rule.
 
         A CPU's fused backward takes longer than what is left of it under a rule.
         """
-        watched, matrix = self.needs & ATTENTION, self.needs & {"A", "G"}
+        call = AttentionCall(*args, **kwargs)
+        query, key, value = call[:3]
         graph = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         ruled = graph and self.rule.attention != "plain"
-        if not watched and (not ruled or query.is_cuda):
-            grouped = {"enable_gqa": True} if enable_gqa else {}
-            given = rules.attended(query, key, value, self.rule) if ruled else (query, key, value)
-            return func(*given, attn_mask, dropout_p, is_causal, scale=scale, **grouped)  # type: ignore[no-any-return]
-        if is_causal:
-            raise Unsupported("causal attention is not something a Vision Transformer is read with")
-        if enable_gqa:  # several heads of queries share one of keys and values
-            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        if attn_mask is None:
-            out = self._in_tiles(query, key, value, factor)
-            if out is not None:
-                return out
-        self._show(q=query, k=key, v=value)
-        if not matrix and (not ruled or query.is_cuda):
-            self._take()
-            given = rules.attended(query, key, value, self.rule) if ruled else (query, key, value)
-            return self._begin(func(*given, attn_mask, dropout_p, scale=scale))
-        scores = self._product(query * factor, key.transpose(-2, -1))
-        if attn_mask is not None:
-            scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        return self._begin(self._product(self.attend(scores), value))
+        keeps_fused = not ruled or query.is_cuda
+        if not self.watches and keeps_fused:
+            return self._fused(func, call, ruled)
+        call = call.ungrouped()
+        out = self._in_tiles(call) if call.attn_mask is None else None
+        if out is not None:
+            return out
+        self._show(q=call.query, k=call.key, v=call.value)
+        if keeps_fused and not self.needs & {"A", "G"}:
+            self.take()
+            return self._begin(self._fused(func, call, ruled))
+        return self._begin(self.write_out(call))
+
+    def _fused(self, func: Callable[..., Any], call: AttentionCall, ruled: bool) -> Tensor:
+        query, key, value, mask, dropout, causal, scale, grouped = call
+        given = rules.attended(query, key, value, self.rule) if ruled else (query, key, value)
+        more = {"enable_gqa": True} if grouped else {}
+        return func(*given, mask, dropout, causal, scale=scale, **more)  # type: ignore[no-any-return]
 
     def _show(self, **seen: Tensor) -> None:
         for name, value in seen.items():
@@ -230,64 +125,31 @@ class Taps(TorchFunctionMode):
             out.register_hook(self.record.see_dO)
         return out
 
-    def _in_tiles(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
+    def _in_tiles(self, call: AttentionCall) -> Tensor | None:
         """Fused attention whose matrices the record can give rows of; None where there is no such kernel."""
+        query, key, value = call[:3]
         width, known = query.shape[-1], query.shape == key.shape == value.shape
         if self.fused is None or not self.in_block or not known or query.ndim != 4 or width % 8 or width > 128:
             return None
         q, k, v = (t.to(self.fused) for t in rules.attended(query, key, value, self.rule))
-        found = attend(q, k, v, scale)
+        found = attend(q, k, v, call.factor)
         if found is None:
             return None
-        self._take()
+        self.take()
         out, lse = found
-        self.record.fused = Attention(q.detach(), k.detach(), v.detach(), lse.detach(), scale)
+        self.record.fused = Attention(q.detach(), k.detach(), v.detach(), lse.detach(), call.factor)
         return self._begin(out)
 
-    def multi_head_attention_forward(
-        self,
-        func: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        embed_dim_to_check: int,
-        num_heads: int,
-        in_proj_weight: Tensor | None,
-        in_proj_bias: Tensor | None,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """torch's own multi-head attention [N,B,D], as its linear maps and attention, each through this tap."""
-        names = ("bias_k", "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias")
-        given = dict(zip(names, rest, strict=False)) | kwargs
-        separate = kwargs.get("use_separate_proj_weight") or in_proj_weight is None
-        if separate or given.get("bias_k") is not None or given.get("add_zero_attn"):
-            raise Unsupported("a MultiheadAttention with separate projections or key/value biases cannot be read")
-        weights = in_proj_weight.chunk(3)  # type: ignore[union-attr]
-        biases = in_proj_bias.chunk(3) if in_proj_bias is not None else (None, None, None)
-        with self:
-            heads = [
-                F.linear(t.transpose(0, 1), w, b).unflatten(-1, (num_heads, -1)).transpose(1, 2)
-                for t, w, b in zip((query, key, value), weights, biases, strict=True)
-            ]
-            mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], kwargs.get("attn_mask"))
-            out = F.linear(mixed.transpose(1, 2).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
-        self.tokens("o", out)
-        return out.transpose(0, 1), None
-
-    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
         if self.rule.attention == "uniform" and a.requires_grad and b.requires_grad:
             a, b = rules.halved(a), rules.halved(b)
         return a @ b
 
     def matmul(self, func: Callable[..., Any], a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        attention = self._attention
-        values = attention is not None and a.shape == attention.shape
-        if attention is not None and values:
-            if a.data_ptr() != attention.data_ptr() and a.dtype == attention.dtype:
-                raise Unsupported("a block changes its attention between the softmax and the values")
+        values = self.mixes_values(a)
+        if values:
             self._show(v=b)
-        elif attention is None and a.ndim == b.ndim == 4 and self.needs & {"q", "k"}:
+        elif self._attention is None and a.ndim == b.ndim == 4 and self.needs & {"q", "k"}:
             self._factors = a, b
         if self.rule.attention == "uniform" and a.requires_grad and b.requires_grad:
             a, b = rules.halved(a), rules.halved(b)
@@ -386,14 +248,3 @@ class Taps(TorchFunctionMode):
     def rsqrt(self, func: Callable[..., Any], x: Tensor) -> Tensor:
         """One over the deviation, in a norm composed of primitives."""
         return func(x.detach() if self.rule.norm == "frozen" else x)  # type: ignore[no-any-return]
-
-
-_HANDLERS = {
-    **{name: name for name in ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")},
-    **{name: name for name in ("layer_norm", "rms_norm", "gelu", "silu", "linear", "conv2d", "rsqrt")},
-    **dict.fromkeys(("matmul", "__matmul__", "bmm"), "matmul"),
-    **dict.fromkeys(("add", "__add__", "add_", "__iadd__"), "add"),
-    **dict.fromkeys(("mul", "__mul__", "multiply"), "gate"),
-    **dict.fromkeys(("sigmoid", "tanh", "erf"), "squash"),
-}
-"""By the name of a torch function, the method of a tap that is called in its place."""

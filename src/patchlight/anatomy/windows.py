@@ -225,27 +225,3 @@ class Pooled(Reach):
 
     def per_token(self, values: Tensor, batch: int) -> Tensor:
         return self._merging.per_token(values, batch)
-
-
-@dataclass(frozen=True, eq=False)
-class Local:
-    """The matrix [B,N,N] of what stands in the windows of a block's attention, `values` [B,W,n,m], as an operator."""
-
-    values: Tensor
-    reach: Reach
-
-    def pull(self, row: Tensor) -> Tensor:
-        """row [B,N] times the matrix: [B,N]."""
-        return self.reach.pull((self.reach.queries(row)[..., None, :] @ self.values)[..., 0, :])
-
-    def sums(self) -> Tensor:
-        """The sum of each row [B,N]."""
-        return self.reach.sums(self.values)
-
-    def mean_row(self) -> Tensor:
-        """The mean of its rows [B,N]."""
-        return self.pull(self.values.new_full((len(self.values), self.reach.tokens), 1 / self.reach.tokens))
-
-    def written(self) -> Tensor:
-        """The matrix itself [B,N,N]."""
-        return self.reach.written(self.values)

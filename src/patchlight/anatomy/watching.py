@@ -1,0 +1,243 @@
+"""How a model is watched while it runs: its attention, and places in its twin that report to the tap of this thread.
+
+A tap is a `with`: inside it every torch function the model calls passes through here, with nothing patched or left
+behind. `AttentionTap` finds the attention of a block; `patchlight.evidence.taps` records more, under backward rules.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from patchlight.anatomy.windows import Merging, Reach
+from patchlight.core.errors import Unsupported
+
+_LOCAL = threading.local()
+
+
+def current_tap() -> AttentionTap | None:
+    """The tap this thread is inside of."""
+    return None if torch.compiler.is_compiling() else getattr(_LOCAL, "tap", None)
+
+
+class TokenWatch:
+    """A forward hook that shows the tokens at a module to taps, and changes nothing."""
+
+    def __init__(self, part: Literal["n", "o", "u"]) -> None:
+        self.part = part
+
+    def __call__(self, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+        tap = current_tap()
+        if tap is not None:
+            tap.tokens(self.part, given[0] if self.part == "u" else out)
+
+
+def watch_tokens(module: nn.Module | None, part: Literal["n", "o", "u"]) -> None:
+    """Have taps see the tokens at a module of a twin: its output, or for "u" (the second norm) its input."""
+    if module is not None:
+        module.register_forward_hook(TokenWatch(part))
+
+
+def watch_reach(attention: nn.Module, reach: Reach, until: nn.Module | None = None) -> None:
+    """Have taps know which tokens an attention of a twin joins, while it runs (or before its part `until` does)."""
+
+    def begin(*_: Any) -> None:
+        tap = current_tap()
+        if tap is not None:
+            tap.place = reach
+
+    def end(*_: Any) -> None:
+        tap = current_tap()
+        if tap is not None:
+            tap.place = None
+
+    attention.register_forward_pre_hook(begin)
+    if until is None:
+        attention.register_forward_hook(end)
+    else:
+        until.register_forward_pre_hook(end)
+
+
+class Activation(nn.Module):
+    """An elementwise activation of a twin, seen whole by taps whatever functions it is made of."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.training = False
+
+    def forward(self, h: Tensor) -> Tensor:
+        tap = current_tap()
+        out: Tensor = self.function(h) if tap is None else tap.activation(h, self.function)
+        return out
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of torch's `scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def factor(self) -> float:
+        return 1 / math.sqrt(self.query.shape[-1]) if self.scale is None else self.scale
+
+    def ungrouped(self) -> AttentionCall:
+        """The same with keys and values for every head; causal attention is refused."""
+        if self.is_causal:
+            raise Unsupported("causal attention is not something a Vision Transformer is read with")
+        if not self.enable_gqa:
+            return self
+        count = self.query.shape[-3] // self.key.shape[-3]  # several heads of queries share one of keys and values
+        key, value = (t.repeat_interleave(count, -3) for t in (self.key, self.value))
+        return self._replace(key=key, value=value, enable_gqa=False)
+
+    def masked(self, scores: Tensor) -> Tensor:
+        mask = self.attn_mask
+        if mask is None:
+            return scores
+        return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+
+
+class AttentionTap(TorchFunctionMode):
+    """Find the attention matrix that a block takes, `matrix` [B,H,N,N], however the block computes it.
+
+    `place` says where what runs now has its tokens: nowhere else (None), in windows, on a coarser grid. `reach` is
+    where they were when attention was taken.
+    """
+
+    handlers: ClassVar[Mapping[str, str]] = {
+        **{name: name for name in ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")},
+        **dict.fromkeys(("matmul", "__matmul__", "bmm"), "matmul"),
+    }
+    """By the name of a torch function, the method that is called in its place."""
+    watches = True
+    """Whether attention is looked at, so that a block must have one."""
+
+    def __init__(self, place: Reach | Merging | None = None) -> None:
+        super().__init__()
+        self.place = place
+        self.matrix: Tensor | None = None
+        self.reach: Reach | None = None
+        self._outer: list[AttentionTap | None] = []
+        self._attention: Tensor | None = None
+        self._taken = False
+
+    def __enter__(self) -> Any:
+        self._outer.append(getattr(_LOCAL, "tap", None))
+        _LOCAL.tap = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _LOCAL.tap = self._outer.pop()
+        if not self._outer:
+            self._attention, self._taken = None, False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        handler = self.handlers.get(getattr(func, "__name__", ""))
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return getattr(self, handler)(func, *args, **(kwargs or {}))
+
+    def attend(self, scores: Tensor) -> Tensor:
+        """The attention matrix [B,H,N,N] of its scores; a kind of tap that changes attention changes this.
+
+        In windows it is [B*W,H,n,m] or [B,W,H,n,m].
+        """
+        self.take()
+        if isinstance(self.place, Reach):
+            self.reach = self.place
+        self.matrix = self._attention = scores.softmax(-1)
+        return self.matrix
+
+    def take(self) -> None:
+        """Note that attention is computed now: of a block that is looked at, there is one."""
+        if self.watches and self._taken:
+            raise Unsupported("a block takes more than one softmax, so it has no one attention matrix")
+        self._taken = True
+
+    def softmax(self, func: Callable[..., Any], scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dim = args[0] if args else kwargs.get("dim")
+        dtype = kwargs.get("dtype")
+        axes = (4, 5) if isinstance(self.place, Reach) else (4,)
+        if scores.ndim not in axes or dim not in (-1, scores.ndim - 1):
+            return func(scores, *args, **kwargs)  # type: ignore[no-any-return]
+        return self.attend_composed(scores if dtype is None else scores.to(dtype))
+
+    def attend_composed(self, scores: Tensor) -> Tensor:
+        """Attention that a model writes out itself."""
+        return self.attend(scores)
+
+    def scaled_dot_product_attention(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        return self.write_out(AttentionCall(*args, **kwargs).ungrouped())
+
+    def write_out(self, call: AttentionCall) -> Tensor:
+        """Fused attention as its two products and a softmax."""
+        scores = call.masked(self.product(call.query * call.factor, call.key.transpose(-2, -1)))
+        return self.product(self.attend(scores), call.value)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """A product of two activations."""
+        return a @ b
+
+    def multi_head_attention_forward(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """torch's own multi-head attention [N,B,D], as its linear maps and attention, each through this tap."""
+        given = dict(zip(_MULTI_HEAD, args, strict=False)) | kwargs
+        separate = given.get("use_separate_proj_weight") or given["in_proj_weight"] is None
+        if separate or given.get("bias_k") is not None or given.get("add_zero_attn"):
+            raise Unsupported("a MultiheadAttention with separate projections or key/value biases cannot be read")
+        bias = given["in_proj_bias"]
+        weights, biases = given["in_proj_weight"].chunk(3), (None,) * 3 if bias is None else bias.chunk(3)
+        with self:
+            heads = [
+                F.linear(given[name].transpose(0, 1), w, b).unflatten(-1, (given["num_heads"], -1)).transpose(1, 2)
+                for name, w, b in zip(("query", "key", "value"), weights, biases, strict=True)
+            ]
+            mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], given.get("attn_mask"))
+            out = F.linear(mixed.transpose(1, 2).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
+        self.tokens("o", out)
+        return out.transpose(0, 1), None
+
+    def matmul(self, func: Callable[..., Any], a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.mixes_values(a)
+        return func(a, b, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def mixes_values(self, a: Tensor) -> bool:
+        """Whether a product's first factor is the attention matrix, which must not have changed since its softmax."""
+        attention = self._attention
+        if attention is None or a.shape != attention.shape:
+            return False
+        if a.data_ptr() != attention.data_ptr() and a.dtype == attention.dtype:
+            raise Unsupported("a block changes its attention between the softmax and the values")
+        return True
+
+    def tokens(self, part: str, value: Tensor) -> None:
+        """Tokens inside a block [B,N,D] (or [B,h,w,D]) were computed, those of the letter `part`."""
+
+    def activation(self, h: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """An elementwise activation."""
+        return function(h)
+
+
+_MULTI_HEAD = (
+    *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k"),
+    *("bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias"),
+)
+"""The first arguments of torch's `multi_head_attention_forward`, in order."""
