@@ -12,7 +12,7 @@ from torch import Tensor
 
 import patchlight as pl
 from benchmarks.common import device, medians, record
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask import DiffMask, Settings
 from patchlight.trained.diffmask.gates import new_gates

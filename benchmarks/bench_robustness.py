@@ -12,7 +12,7 @@ from torch import Tensor
 
 import patchlight as pl
 from benchmarks.common import device, medians, record
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Targets
 from patchlight.metrics.base import MapFunction
 from patchlight.metrics.robustness import draws

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import patchlight as pl
 from benchmarks.common import device, medians, record
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.evidence.ablation import Ablation, TokenSubsets
 
 MASKS = 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, stack
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Targets
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.rules import RULES

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 
 CLASSES = 7
 

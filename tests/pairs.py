@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from tests.families import randomise
 
 TEXTS = ("a photo of a dog", "a cat", "the red car on a road")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 
 
 def shared_dir() -> Path:

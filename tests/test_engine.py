@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.registry import Setting
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import COMPOSITIONS, METHODS, LayerMap

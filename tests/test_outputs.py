@@ -11,7 +11,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy import heads
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, PatchlightError, Unsupported
 from patchlight.core.targets import Outputs
 from tests.families import FAMILIES, build, images, randomise, shared

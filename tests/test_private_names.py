@@ -28,7 +28,7 @@ OF_LIBRARIES = {
     "open_clip": {"_embeds", "_pool"},
 }
 """Names with an underscore that are not ours, by whose they are."""
-OPENED = {"anatomy/base.py", "anatomy/twin.py", "bench/code.py", "testing.py"}
+OPENED = {"anatomy/opened.py", "anatomy/twin.py", "bench/code.py", "testing.py"}
 """Files that copy, compare or describe whatever an object holds, and so read its `__dict__`."""
 
 

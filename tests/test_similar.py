@@ -10,7 +10,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy import heads
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.zoo import pocket
 
 OBJECTS = {"cat": (0.0, 0.0, 1.0, 1.0), "bird": (0.1, 0.08, 0.8, 0.78)}

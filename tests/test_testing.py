@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Unsupported
 from patchlight.metrics.base import METRICS, Evaluation, Measure, Measured, register_metric
 from patchlight.testing import check_metric

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.families import read_anatomy
 from patchlight.anatomy.names import STAGED, module_of, why_not
+from patchlight.anatomy.opened import Anatomy
 
 DOCS = Path(__file__).parent.parent / "docs"
 CLASSES = 7

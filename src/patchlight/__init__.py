@@ -12,7 +12,7 @@ __version__ = "1.0.0"
 
 _HOMES = {
     "ADDITIVE": "patchlight.methods.compositions",
-    "Anatomy": "patchlight.anatomy.base",
+    "Anatomy": "patchlight.anatomy.opened",
     "Ask": "patchlight.methods.base",
     "AssumedPreprocess": "patchlight.core.errors",
     "Comparison": "patchlight.study.compare",
@@ -78,11 +78,11 @@ if TYPE_CHECKING:
     from patchlight import bench as bench
     from patchlight import callbacks as callbacks
     from patchlight.anatomy import heads as heads
-    from patchlight.anatomy.base import Anatomy as Anatomy
     from patchlight.anatomy.families import register_family as register_family
     from patchlight.anatomy.load import list_models as list_models
     from patchlight.anatomy.load import load as load
     from patchlight.anatomy.load import wrap as wrap
+    from patchlight.anatomy.opened import Anatomy as Anatomy
     from patchlight.core.attribution import Attribution as Attribution
     from patchlight.core.attribution import Attributions as Attributions
     from patchlight.core.drawing import figure as figure

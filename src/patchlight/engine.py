@@ -9,8 +9,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
+from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.attribution import Attribution, Attributions, versions
 from patchlight.core.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
 from patchlight.core.fingerprints import identity, of_images

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.errors import DegenerateMap, PatchlightError, UndefinedMetric, Unsupported
 from patchlight.core.resize import to_pixels

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.evidence.passes import run_pass
 from tests.anatomy.test_families import MaskKeys
 from tests.completeness import totals

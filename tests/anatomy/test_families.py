@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.evidence.passes import LayerJob, run_pass
 from tests.completeness import totals
 from tests.families import FAMILIES, PLAIN, build, images, shared

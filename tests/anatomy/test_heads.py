@@ -15,7 +15,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy import heads
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.fingerprints import identity, of_images
 from patchlight.core.targets import Outputs

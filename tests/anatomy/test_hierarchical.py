@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import list_models
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Unsupported
 from patchlight.core.targets import Targets
 from patchlight.evidence.ablation import Ablation, TokenSubsets

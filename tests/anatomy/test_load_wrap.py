@@ -143,7 +143,7 @@ def test_positions_of_transformers_and_torchvision_are_resampled(tmp_path: Path)
             own = {"image_size": 96, "preprocess": pl.Preprocess((96, 96))}
             other = pl.load(f"hf:{tmp_path}", weights=path, **own).model.state_dict()[key]  # type: ignore[arg-type]
         else:
-            from patchlight.anatomy.files import resampled
+            from patchlight.anatomy.weights import resampled
 
             larger = type(vit.model)(96, 16, 3, 4, 48, 96, num_classes=CLASSES)  # type: ignore[call-arg]
             other = resampled(state, larger, (6, 6), "it")[key]
@@ -370,7 +370,7 @@ def test_a_local_transformers_folder(tmp_path: Path) -> None:
 
 
 def test_labels_from_files(tmp_path: Path) -> None:
-    from patchlight.anatomy.files import read_labels
+    from patchlight.anatomy.weights import read_labels
 
     table = tmp_path / "classes.csv"
     table.write_text('class_index,synset,names\n1,n2,"goldfish, Carassius"\n0,n1,tench\n')

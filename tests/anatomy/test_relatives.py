@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.testing import check_method, contract_names
 from tests.anatomy.test_families import MaskKeys
 from tests.completeness import totals

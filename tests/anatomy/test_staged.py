@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
-from patchlight.anatomy.staged import CutAnatomy, stages_of
+from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.timm_stages import CutAnatomy, stages_of
 from patchlight.core.images import Preprocess
 from patchlight.testing import check_method, contract_names
 from tests.families import STAGED, images, randomise, shared

@@ -10,9 +10,9 @@ import timm
 import torch
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import list_models
 from patchlight.anatomy.names import PLAIN, module_of
+from patchlight.anatomy.opened import Anatomy
 from patchlight.methods.requests import refusal, resolve
 from tests.anatomy.test_families import MaskKeys
 from tests.completeness import totals

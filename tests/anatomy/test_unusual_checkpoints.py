@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy import hub
-from patchlight.anatomy.files import read_labels
+from patchlight.anatomy.weights import read_labels
 from patchlight.core.images import Preprocess
 from tests.anatomy.test_processors import model, picture
 from tests.families import randomise

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Cancelled
 from patchlight.core.progress import Watcher, watched
 from patchlight.core.targets import Targets

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.evidence.coalitions import coalition_logits, no_coalitions
 from tests.families import images, shared
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Cancelled
 from patchlight.core.progress import Watcher
 from patchlight.core.progress import watched as watched_by

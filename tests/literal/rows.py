@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Targets
 from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve

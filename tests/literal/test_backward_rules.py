@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from tests.families import CLASSES, images, randomise
 from tests.literal.plain import maps
 

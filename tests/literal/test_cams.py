@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from tests.close import within
 from tests.families import images, shared
 from tests.literal.plain import Toy, grid, maps, states

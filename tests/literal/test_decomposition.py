@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.evidence.passes import run_pass
 from patchlight.evidence.record import Evidence
 from patchlight.methods import decomposition

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from tests.families import images, shared
 from tests.literal.plain import Written, grid, maps
 

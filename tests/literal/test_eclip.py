@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, Unsupported
 from patchlight.core.targets import Targets
 from patchlight.evidence.passes import Course, LayerJob, run_pass

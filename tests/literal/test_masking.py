@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.images import Preprocess
 from patchlight.core.targets import Targets
 from patchlight.evidence.fills import Imputation, fill_images

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.windows import Merging, Windows
 from patchlight.core.targets import Targets
 from patchlight.evidence.passes import FEATURES, LayerJob, run_pass

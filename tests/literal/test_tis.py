@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Score, Targets
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask

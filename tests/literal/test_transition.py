@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.record import Evidence

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.bench.recipe import read_recipe
 from patchlight.core.targets import Score, Targets
 from patchlight.evidence.fills import fill_images

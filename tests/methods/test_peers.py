@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from tests.close import close
 from tests.families import images, shared
 from tests.literal.plain import grid, maps

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Targets
 from patchlight.evidence.passes import LayerJob, run_pass
 from patchlight.evidence.rules import RULES

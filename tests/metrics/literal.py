@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 
 
 def falling(scores: Tensor) -> list[int]:

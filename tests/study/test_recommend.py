@@ -17,7 +17,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy import heads
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.metrics.quantities import lacking
 from patchlight.study.recommend import work

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Entry, Registry
 
@@ -28,7 +28,7 @@ FAMILIES: Registry[Family] = Registry(
     "model family",
     [
         f"patchlight.anatomy.{room}"
-        for room in ("timm", "relatives", "staged", "hf", "hf_backbones", "open_clip", "torchvision")
+        for room in ("timm", "timm_plain", "timm_stages", "hf", "hf_backbones", "open_clip", "torchvision")
     ],
 )
 Reader = TypeVar("Reader", bound=Callable[..., Anatomy | None])

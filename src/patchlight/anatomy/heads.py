@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Affine, Anatomy, Pooling
+from patchlight.anatomy.contract import Affine, Pooling
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, integer
 from patchlight.core.fingerprints import fingerprint, of_images, of_tensor
 from patchlight.core.targets import Outputs
@@ -66,7 +67,7 @@ class Head(ABC):
         return f"<{type(self).__name__}: {', '.join(self.labels[:3])}{', …' if len(self.labels) > 3 else ''}>"
 
 
-class Held:
+class DeviceTensor:
     """A tensor, given where and in the type that another one has; each is made once."""
 
     def __init__(self, values: Tensor) -> None:
@@ -104,7 +105,7 @@ class Linear(Head):
             raise PatchlightError("outputs are yes or no each (sigmoid=True) or numbers (regression=True), not both")
         matrix = _matrix(weight, "weight")
         offset = torch.zeros(len(matrix)) if bias is None else _vector(bias, len(matrix), "bias")
-        self._weight, self._bias = Held(matrix), Held(offset.to(matrix))
+        self._weight, self._bias = DeviceTensor(matrix), DeviceTensor(offset.to(matrix))
         self.outputs = Outputs("none" if regression else "sigmoid" if sigmoid or len(matrix) == 1 else "softmax")
         self.labels = _named(labels, len(matrix), "output" if regression else "class")
 
@@ -123,10 +124,10 @@ class Linear(Head):
         return {"head": "Linear", "labels": list(self.labels), "kind": self.outputs.kind, "weights": of_tensor(both)}
 
 
-class Compared(Head):
+class CosineHead(Head):
     """Logits are scale * cosine(features, row) + bias: what heads that compare have in common."""
 
-    _rows: Held | None = None
+    _rows: DeviceTensor | None = None
     _weights = ""
     """The hash of the weights that computed the rows, where a model did."""
 
@@ -143,14 +144,14 @@ class Compared(Head):
     def _with(self, rows: Tensor, vit: Anatomy, what: str) -> Self:
         _check_width(rows, vit, what)
         made = copy(self)
-        made._rows, made._weights = Held(_unit(rows, what)), fingerprint(vit.model)
+        made._rows, made._weights = DeviceTensor(_unit(rows, what)), fingerprint(vit.model)
         return made
 
     def _hash(self) -> str:
         return "" if self._rows is None else of_tensor(self._rows.values)
 
 
-class Texts(Compared):
+class Texts(CosineHead):
     """The classes are sentences: what in the image speaks for each.
 
     `texts` are sentences, read by the model's own text side, or their embeddings [T,E], with `labels` as names.
@@ -200,7 +201,7 @@ class Texts(Compared):
         return {**told, "texts": self._sentences, "templates": self._templates, "weights": self._weights}
 
 
-class Similar(Compared):
+class Similar(CosineHead):
     """The classes are reference images: what in the image makes it similar to each, by the cosine of their features.
 
     An image is most similar to itself, and then no gradient is left: explain others than the references. Their features
@@ -233,7 +234,7 @@ class Similar(Compared):
         return [i for i, (each, classes) in enumerate(asked) if any(self._seen[c] == each for c in classes)]
 
 
-class Prototypes(Compared):
+class Prototypes(CosineHead):
     """The classes are groups of reference features [n,E], one of `labels` each.
 
     A class stands for the mean of its normalised features; with `neighbours` its cosine is the mean over its so many
@@ -251,7 +252,7 @@ class Prototypes(Compared):
         self._neighbours = neighbours if neighbours is None else integer("neighbours", neighbours, 1)
         self._members = [torch.tensor([i for i, o in enumerate(owners) if o == name]) for name in self.labels]
         means = [rows[members].mean(0) for members in self._members]
-        self._rows = Held(rows if neighbours is not None else F.normalize(torch.stack(means), dim=-1))
+        self._rows = DeviceTensor(rows if neighbours is not None else F.normalize(torch.stack(means), dim=-1))
 
     def bound(self, vit: Anatomy) -> Self:
         assert self._rows is not None
@@ -303,10 +304,10 @@ class Neurons(Head):
         self._channels = None if channels is None else [integer("channel", c, 0) for c in channels]
         if self._channels == []:
             raise PatchlightError("Neurons was given no channels; give one or more")
-        self._center = None if center is None else Held(_vector(center, None, "center"))
-        self._rows = None if directions is None else Held(_matrix(directions, "directions"))
+        self._center = None if center is None else DeviceTensor(_vector(center, None, "center"))
+        self._rows = None if directions is None else DeviceTensor(_matrix(directions, "directions"))
         count = len(self._channels) if self._rows is None else len(self._rows.values)  # type: ignore[arg-type]
-        self._bias = Held(torch.zeros(count) if bias is None else _vector(bias, count, "bias"))
+        self._bias = DeviceTensor(torch.zeros(count) if bias is None else _vector(bias, count, "bias"))
         word = "direction" if self._channels is None else "channel"
         own = [f"{word} {c} of block {block}" for c in self._channels or range(count)]
         self.labels = _named(labels or own, count, "neuron")
@@ -330,7 +331,7 @@ class Neurons(Head):
             wrong = next((c for c in self._channels if not 0 <= c < width), None)
             if wrong is not None:
                 raise PatchlightError(f"there is no channel {wrong}; the tokens of {vit.name} have 0 to {width - 1}")
-            made._rows = Held(torch.eye(width)[self._channels])  # exact in any type
+            made._rows = DeviceTensor(torch.eye(width)[self._channels])  # exact in any type
         assert made._rows is not None
         for what, held in (("directions", made._rows), ("center", self._center)):
             if held is not None and held.values.shape[-1] != width:

@@ -18,9 +18,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, linear, stacked
+from patchlight.anatomy.contract import Ends, Parts, Pooling, linear, stacked
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.hub import cached
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, first_line, warn
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
@@ -35,7 +36,7 @@ SIGLIP = Preprocess((224, 224), _HALF, _HALF, 1.0, "bicubic", "squash", "down")
 DINO3 = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "squash", "down")
 
 
-class Shape(NamedTuple):
+class HfLayout(NamedTuple):
     """Where the transformer is inside a model ("" where it is the model), and how it is read.
 
     Registers aside, `prefix` tokens stand before the patches; `published` is how its family's pictures are prepared,
@@ -49,14 +50,14 @@ class Shape(NamedTuple):
     any_size: bool = False
 
 
-_SHAPES: dict[str, Shape] = {
-    "ViTForImageClassification": Shape("vit", "cls", 1, VIT),
-    "DeiTForImageClassification": Shape("deit", "cls", 2, DEIT),
-    "DeiTForImageClassificationWithTeacher": Shape("deit", "cls+dist", 2, DEIT),
-    "Dinov2ForImageClassification": Shape("dinov2", "cls+avg", 1, DINO, True),
-    "Dinov2WithRegistersForImageClassification": Shape("dinov2_with_registers", "cls+avg", 1, DINO, True),
-    "CLIPForImageClassification": Shape("vision_model", "avg", 1, CLIP),
-    "SiglipForImageClassification": Shape("vision_model", "avg", 0, SIGLIP),
+_SHAPES: dict[str, HfLayout] = {
+    "ViTForImageClassification": HfLayout("vit", "cls", 1, VIT),
+    "DeiTForImageClassification": HfLayout("deit", "cls", 2, DEIT),
+    "DeiTForImageClassificationWithTeacher": HfLayout("deit", "cls+dist", 2, DEIT),
+    "Dinov2ForImageClassification": HfLayout("dinov2", "cls+avg", 1, DINO, True),
+    "Dinov2WithRegistersForImageClassification": HfLayout("dinov2_with_registers", "cls+avg", 1, DINO, True),
+    "CLIPForImageClassification": HfLayout("vision_model", "avg", 1, CLIP),
+    "SiglipForImageClassification": HfLayout("vision_model", "avg", 0, SIGLIP),
 }
 _CORNERS: tuple[Literal["down", "inward", "nearest"], ...] = ("down", "inward", "nearest")
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
@@ -66,7 +67,7 @@ class HuggingFaceAnatomy(Anatomy):
     """An image classifier of transformers."""
 
     library = "transformers"
-    shapes: ClassVar[Mapping[str, Shape]] = _SHAPES
+    shapes: ClassVar[Mapping[str, HfLayout]] = _SHAPES
     """By the name of a class, those that are read."""
     classifies: ClassVar[bool] = True
     """Whether they have a classifier of their own."""

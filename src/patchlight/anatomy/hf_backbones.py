@@ -14,10 +14,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Parts
+from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.families import register_family
-from patchlight.anatomy.hf import CLIP, DEIT, DINO, DINO3, SIGLIP, VIT, HuggingFaceAnatomy, Shape
+from patchlight.anatomy.hf import CLIP, DEIT, DINO, DINO3, SIGLIP, VIT, HfLayout, HuggingFaceAnatomy
 from patchlight.anatomy.hub import cached
+from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -41,11 +42,11 @@ class BackboneAnatomy(HuggingFaceAnatomy):
     """A transformer whose features are its normalised CLS token; the pooler that some have behind it is left out."""
 
     classifies = False
-    shapes: ClassVar[Mapping[str, Shape]] = {
-        "ViTModel": Shape("", "cls", 1, VIT),
-        "DeiTModel": Shape("", "cls", 2, DEIT),
-        "Dinov2Model": Shape("", "cls", 1, DINO, True),
-        "Dinov2WithRegistersModel": Shape("", "cls", 1, DINO, True),
+    shapes: ClassVar[Mapping[str, HfLayout]] = {
+        "ViTModel": HfLayout("", "cls", 1, VIT),
+        "DeiTModel": HfLayout("", "cls", 2, DEIT),
+        "Dinov2Model": HfLayout("", "cls", 1, DINO, True),
+        "Dinov2WithRegistersModel": HfLayout("", "cls", 1, DINO, True),
     }
 
     def __init__(self, model: Any, labels: Sequence[str] | None = None, **about: Any) -> None:
@@ -67,7 +68,7 @@ class BackboneAnatomy(HuggingFaceAnatomy):
 class RotaryAnatomy(BackboneAnatomy):
     """DINOv3: rotary positions are given to each block, gathered per sample when tokens are dropped."""
 
-    shapes: ClassVar[Mapping[str, Shape]] = {"DINOv3ViTModel": Shape("", "cls", 1, DINO3, True)}
+    shapes: ClassVar[Mapping[str, HfLayout]] = {"DINOv3ViTModel": HfLayout("", "cls", 1, DINO3, True)}
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         image = tokens.new_empty(1).expand(1, 1, *self.preprocess.size)  # of which the size is read
@@ -85,7 +86,7 @@ class RotaryAnatomy(BackboneAnatomy):
 class MaskedAnatomy(BackboneAnatomy):
     """MAE, with nothing masked: its twin keeps every patch, in order."""
 
-    shapes: ClassVar[Mapping[str, Shape]] = {"ViTMAEModel": Shape("", "cls", 1, _MAE)}
+    shapes: ClassVar[Mapping[str, HfLayout]] = {"ViTMAEModel": HfLayout("", "cls", 1, _MAE)}
 
     def watch(self) -> None:
         super().watch()
@@ -107,10 +108,10 @@ class MaskedAnatomy(BackboneAnatomy):
 class TowerAnatomy(BackboneAnatomy):
     """The image side of CLIP (a CLS token, projected where the model does) or SigLIP (attention pooling)."""
 
-    shapes: ClassVar[Mapping[str, Shape]] = {
-        "CLIPVisionModel": Shape("", "cls", 1, CLIP),
-        "CLIPVisionModelWithProjection": Shape("vision_model", "cls", 1, CLIP),
-        "SiglipVisionModel": Shape("", "map", 0, SIGLIP),
+    shapes: ClassVar[Mapping[str, HfLayout]] = {
+        "CLIPVisionModel": HfLayout("", "cls", 1, CLIP),
+        "CLIPVisionModelWithProjection": HfLayout("vision_model", "cls", 1, CLIP),
+        "SiglipVisionModel": HfLayout("", "map", 0, SIGLIP),
     }
 
     def __init__(self, model: Any, **about: Any) -> None:
@@ -134,9 +135,9 @@ class TowerAnatomy(BackboneAnatomy):
 class HuggingFacePair(TowerAnatomy):
     """CLIP or SigLIP (SigLIP2 of a fixed size too), whole: its text side reads the sentences that a head asks about."""
 
-    shapes: ClassVar[Mapping[str, Shape]] = {
-        "CLIPModel": Shape("vision_model", "cls", 1, CLIP),
-        "SiglipModel": Shape("vision_model", "map", 0, SIGLIP),
+    shapes: ClassVar[Mapping[str, HfLayout]] = {
+        "CLIPModel": HfLayout("vision_model", "cls", 1, CLIP),
+        "SiglipModel": HfLayout("vision_model", "map", 0, SIGLIP),
     }
 
     def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, **about: Any) -> None:

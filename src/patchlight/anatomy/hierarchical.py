@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Parts, linear, stacked
+from patchlight.anatomy.contract import Parts, linear, stacked
+from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.timm import described
 from patchlight.anatomy.watching import watch_reach
 from patchlight.anatomy.windows import Bins, Merging, Pooled, Reach, Windows
@@ -16,15 +17,19 @@ from patchlight.core.errors import PatchlightError
 
 
 class HierarchicalAnatomy(Anatomy):
-    """A network of stages, each coarser than the one before: `embed` runs up to the end of one, `readout` the rest.
+    """A network of stages, each coarser than the one before, opened before the blocks of one of them.
 
-    `stage` (0-based, negative from the end; the second-to-last by default) chooses it. Its feature map is the tokens
-    [B,h*w,D] and its cells are the grid. There are no blocks to look into; `StagedAnatomy` has them.
+    `stage` (0-based, negative from the end; the second-to-last by default) chooses it. Its tokens stand on that
+    stage's grid, `block` runs on the grid of its own stage, and `merge` makes the tokens of each later stage of those
+    of the one before. Rows are pulled through all of it, so maps are on the grid of the stage asked for. Feature-map
+    methods read what the stage gives.
     """
 
     library = "timm"
     hierarchical = True
     can_drop = "each of its stages merges patches of a whole grid"
+    kernel, padding = 2, 0
+    """How many tokens, along a side, are merged into one, and how far the first of them reaches over the edge."""
 
     def __init__(self, model: Any, stage: int, **about: Any) -> None:
         count = len(model.feature_info)
@@ -36,52 +41,6 @@ class HierarchicalAnatomy(Anatomy):
         super().__init__(
             model, grid=(rows, columns), extent=(rows * step, columns * step), prefix=0, pooling="avg", **about
         )
-
-    @property
-    def _net(self) -> Any:
-        return self.net
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return ()
-
-    def embed(self, images: Tensor) -> Tensor:
-        for i in range(self.stage + 1):
-            images = self._stage(i, images)
-        return images.flatten(2).transpose(1, 2)
-
-    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        raise IndexError(f"{self.name} has no block {index}: it is opened behind stage {self.stage}")
-
-    def features(self, tokens: Tensor) -> Tensor:
-        last = tokens.transpose(1, 2).unflatten(2, self.grid)
-        for i in range(self.stage + 1, self.stages):
-            last = self._stage(i, last)
-        return self._pooled(last)
-
-    def classify(self, features: Tensor) -> Tensor:
-        head = self._net.head
-        return cast(Tensor, getattr(head, "fc", head)(features))
-
-    @abstractmethod
-    def _stage(self, i: int, x: Tensor) -> Tensor:
-        """From feature map to feature map, channels first; stage 0 from the image."""
-
-    @abstractmethod
-    def _pooled(self, x: Tensor) -> Tensor:
-        """What the classifier reads of the last feature map."""
-
-
-class StagedAnatomy(HierarchicalAnatomy):
-    """A network of stages that is opened before the blocks of one: those, and all behind them, can be looked into.
-
-    Its tokens stand on that stage's grid, `block` runs on the grid of its own stage, and `merge` makes the tokens of
-    each later stage of those of the one before. Rows are pulled through all of it, so maps are on the grid of the stage
-    asked for. Feature-map methods read what the stage gives.
-    """
-
-    kernel, padding = 2, 0
-    """How many tokens, along a side, are merged into one, and how far the first of them reaches over the edge."""
 
     @property
     def _grids(self) -> list[tuple[int, int]]:
@@ -138,6 +97,14 @@ class StagedAnatomy(HierarchicalAnatomy):
     def features(self, tokens: Tensor) -> Tensor:
         return self._pooled(tokens.transpose(1, 2).unflatten(2, self._grids[-1]))
 
+    def classify(self, features: Tensor) -> Tensor:
+        head = self.net.head
+        return cast(Tensor, getattr(head, "fc", head)(features))
+
+    @abstractmethod
+    def _pooled(self, x: Tensor) -> Tensor:
+        """What the classifier reads of the last feature map, channels first."""
+
     @property
     def tokens_read(self) -> int:
         return self._grids[-1][0] * self._grids[-1][1]
@@ -152,6 +119,7 @@ class StagedAnatomy(HierarchicalAnatomy):
                 watch_reach(cast(Any, block).attn, reach, self._until(block))
 
     def _stage(self, i: int, x: Tensor) -> Tensor:
+        """From feature map to feature map, channels first; stage 0 from the image."""
         x = self._merged(i, x)
         size, x = (x.shape[2], x.shape[3]), x.flatten(2).transpose(1, 2)
         for j in range(self._count(i)):
@@ -190,21 +158,21 @@ class StagedAnatomy(HierarchicalAnatomy):
 _WINDOWED = "its attention is within windows"
 
 
-class SwinAnatomy(StagedAnatomy):
+class SwinAnatomy(HierarchicalAnatomy):
     """Swin and SwinV2: attention within windows, shifted in every other block; 2 x 2 patches are merged."""
 
     def _merged(self, i: int, x: Tensor) -> Tensor:
-        x = self._net.patch_embed(x) if i == 0 else x.permute(0, 2, 3, 1)
-        return cast(Tensor, self._net.layers[i].downsample(x).permute(0, 3, 1, 2))
+        x = self.net.patch_embed(x) if i == 0 else x.permute(0, 2, 3, 1)
+        return cast(Tensor, self.net.layers[i].downsample(x).permute(0, 3, 1, 2))
 
     def _count(self, i: int) -> int:
-        return len(self._net.layers[i].blocks)
+        return len(self.net.layers[i].blocks)
 
     def _block(self, i: int, j: int) -> nn.Module:
-        return cast(nn.Module, self._net.layers[i].blocks[j])
+        return cast(nn.Module, self.net.layers[i].blocks[j])
 
     def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
-        return [self._net.layers[i].downsample] if merges else []
+        return [self.net.layers[i].downsample] if merges else []
 
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         return cast(Tensor, self._block(i, j)(tokens.unflatten(1, grid)).flatten(1, 2))
@@ -235,10 +203,10 @@ class SwinAnatomy(StagedAnatomy):
         )
 
     def _pooled(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self._net.forward_head(self._net.norm(x.permute(0, 2, 3, 1)), pre_logits=True))
+        return cast(Tensor, self.net.forward_head(self.net.norm(x.permute(0, 2, 3, 1)), pre_logits=True))
 
 
-class PvtAnatomy(StagedAnatomy):
+class PvtAnatomy(HierarchicalAnatomy):
     """PVTv2: attention to pooled tokens; overlapping 3 x 3 patches are merged, and MLPs mix neighbours.
 
     The norm behind the last block of a stage belongs to that block.
@@ -247,22 +215,22 @@ class PvtAnatomy(StagedAnatomy):
     kernel, padding = 3, 1
 
     def _merged(self, i: int, x: Tensor) -> Tensor:
-        merge = self._net.patch_embed if i == 0 else self._net.stages[i].downsample
+        merge = self.net.patch_embed if i == 0 else self.net.stages[i].downsample
         return cast(Tensor, merge(x).permute(0, 3, 1, 2))
 
     def _count(self, i: int) -> int:
-        return len(self._net.stages[i].blocks)
+        return len(self.net.stages[i].blocks)
 
     def _block(self, i: int, j: int) -> nn.Module:
-        return cast(nn.Module, self._net.stages[i].blocks[j])
+        return cast(nn.Module, self.net.stages[i].blocks[j])
 
     def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
-        stage = self._net.stages[i]
+        stage = self.net.stages[i]
         return [*([stage.downsample] if merges else []), *([stage.norm] if j == self._count(i) - 1 else [])]
 
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         tokens = self._block(i, j)(tokens, grid)
-        return cast(Tensor, self._net.stages[i].norm(tokens) if j == self._count(i) - 1 else tokens)
+        return cast(Tensor, self.net.stages[i].norm(tokens) if j == self._count(i) - 1 else tokens)
 
     def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
         if block.attn.pool is None:
@@ -275,32 +243,32 @@ class PvtAnatomy(StagedAnatomy):
         return Parts(block.norm1, beyond="its attention is to pooled tokens, and its MLPs mix neighbouring tokens")
 
     def _pooled(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self._net.forward_head(x, pre_logits=True))
+        return cast(Tensor, self.net.forward_head(x, pre_logits=True))
 
 
-class TwinsAnatomy(StagedAnatomy):
+class TwinsAnatomy(HierarchicalAnatomy):
     """Twins: attention within windows and, in every other block (in PCPVT in all), to pooled tokens.
 
     The convolution behind the first block of a stage belongs to that block.
     """
 
     def _merged(self, i: int, x: Tensor) -> Tensor:
-        x, size = self._net.patch_embeds[i](x.contiguous())
-        return cast(Tensor, self._net.pos_drops[i](x).transpose(1, 2).unflatten(2, size))
+        x, size = self.net.patch_embeds[i](x.contiguous())
+        return cast(Tensor, self.net.pos_drops[i](x).transpose(1, 2).unflatten(2, size))
 
     def _count(self, i: int) -> int:
-        return len(self._net.blocks[i])
+        return len(self.net.blocks[i])
 
     def _block(self, i: int, j: int) -> nn.Module:
-        return cast(nn.Module, self._net.blocks[i][j])
+        return cast(nn.Module, self.net.blocks[i][j])
 
     def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
-        net = self._net
+        net = self.net
         return [*([net.patch_embeds[i]] if merges else []), *([net.pos_block[i]] if j == 0 else [])]
 
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         tokens = self._block(i, j)(tokens, grid)
-        return cast(Tensor, self._net.pos_block[i](tokens, grid) if j == 0 else tokens)
+        return cast(Tensor, self.net.pos_block[i](tokens, grid) if j == 0 else tokens)
 
     def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
         window = getattr(block.attn, "ws", None)
@@ -317,7 +285,7 @@ class TwinsAnatomy(StagedAnatomy):
         return Parts(block.norm1, beyond=beyond)
 
     def _pooled(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self._net.forward_head(self._net.norm(x.flatten(2).transpose(1, 2)), pre_logits=True))
+        return cast(Tensor, self.net.forward_head(self.net.norm(x.flatten(2).transpose(1, 2)), pre_logits=True))
 
 
 def _pooled_keys(reduction: nn.Conv2d | None, grid: tuple[int, int]) -> Reach | None:

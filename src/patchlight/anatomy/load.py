@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, check_finite
-from patchlight.anatomy.described import DescribedAnatomy
+from patchlight.anatomy.by_hand import DescribedAnatomy
+from patchlight.anatomy.custom import CUSTOM, read_custom
 from patchlight.anatomy.families import read_anatomy
-from patchlight.anatomy.files import fill, read_labels, read_weights, resampled
 from patchlight.anatomy.hf import as_processed
 from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
-from patchlight.anatomy.own import OWN, read_own
+from patchlight.anatomy.opened import Anatomy, check_finite
 from patchlight.anatomy.preprocessing import applied, read_preprocess
 from patchlight.anatomy.spec import PreprocessSpec
+from patchlight.anatomy.weights import fill, read_labels, read_weights, resampled
 from patchlight.core.errors import AssumedPreprocess, NoClassifier, PatchlightError, first_line, nearest
 from patchlight.core.extras import missing_extra
 from patchlight.core.images import Preprocess
@@ -202,7 +202,7 @@ def list_models(pattern: str = "") -> list[str]:
 
 def _checked(about: dict[str, Any]) -> dict[str, Any]:
     """The keywords of `wrap`, or a sentence about one that it does not take."""
-    known = {*_OVERRIDES, *_DESCRIPTION, *OWN}
+    known = {*_OVERRIDES, *_DESCRIPTION, *CUSTOM}
     unknown = next((key for key in about if key not in known), None)
     if unknown is not None:
         raise PatchlightError(f"wrap takes no '{unknown}'; {nearest(unknown, known)}")
@@ -263,9 +263,9 @@ def _own_preprocess(model: nn.Module, about: dict[str, Any]) -> Preprocess:
 def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     from patchlight.anatomy import hf, hf_backbones
 
-    anatomy = None if any(key in about for key in OWN) else read_anatomy(model, dict(about))
+    anatomy = None if any(key in about for key in CUSTOM) else read_anatomy(model, dict(about))
     if anatomy is None and ("output" in about or not _reads_texts(model)):
-        anatomy = read_own(model, about)
+        anatomy = read_custom(model, about)
     if anatomy is None:
         raise PatchlightError(_unread(model, [*hf.supported(), *hf_backbones.supported()]))
     return anatomy

@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Parts
+from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.hub import cached, endpoint, unreachable
+from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
 from patchlight.anatomy.timm import BeitAnatomy, EvaAnatomy, TimmAnatomy
 from patchlight.core.errors import PatchlightError, Unsupported, first_line, nearest
@@ -29,15 +30,11 @@ class OpenClipPair(Anatomy):
     library = "open_clip"
     tokenizer: Any = None
 
-    @property
-    def _whole(self) -> Any:
-        return self.net
-
     def classify(self, features: Tensor) -> Tensor:
         return features
 
     def whole(self, images: Tensor) -> Any:
-        return self._whole.encode_image(images)
+        return self.net.encode_image(images)
 
     def encode_texts(self, prompts: Sequence[str]) -> Tensor:
         if self.tokenizer is None or isinstance(self.tokenizer, NoTokenizer):
@@ -57,11 +54,11 @@ class OpenClipPair(Anatomy):
             check_length(prompts, [count(prompt) for prompt in prompts], room, self.name)
         ids = self.tokenizer(list(prompts), context_length=room)
         check_vocabulary(ids, int(model.vocab_size), self.name)
-        return cast(Tensor, self._whole.encode_text(ids.to(self.device)))
+        return cast(Tensor, self.net.encode_text(ids.to(self.device)))
 
     def text_outputs(self) -> Outputs:
         with self.steady():
-            scale, bias = float(self._whole.logit_scale.exp()), self._whole.logit_bias
+            scale, bias = float(self.net.logit_scale.exp()), self.net.logit_bias
             return Outputs("softmax", scale) if bias is None else Outputs("sigmoid", scale, float(bias))
 
 
@@ -91,7 +88,7 @@ class OpenClipAnatomy(OpenClipPair):
 
     @property
     def _visual(self) -> Any:
-        return self._whole.visual
+        return self.net.visual
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,19 +138,18 @@ class OpenClipAnatomy(OpenClipPair):
 class _Trunk(OpenClipPair):
     """A tower of timm's, with open_clip's projection behind it."""
 
+    plain_ends = False
+
     def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
         self.tokenizer = tokenizer
         super().__init__(model, path="visual.trunk", classes=0, **about)  # type: ignore[call-arg]
 
     def features(self, tokens: Tensor) -> Tensor:
-        visual = self._whole.visual
+        visual = self.net.visual
         return cast(Tensor, visual.head(visual.trunk.forward_head(visual.trunk.norm(tokens))))
 
     def classified(self, tokens: Tensor) -> Tensor:
         return self.features(tokens)
-
-    def own_ends(self) -> None:
-        return None
 
 
 class OpenClipTimmAnatomy(_Trunk, TimmAnatomy):

@@ -12,7 +12,7 @@ from patchlight.anatomy.watching import AttentionTap
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
 
 if TYPE_CHECKING:
-    from patchlight.anatomy.base import Anatomy
+    from patchlight.anatomy.opened import Anatomy
 
 BY_HAND = (
     "describe it by hand: wrap(model, embed=…, blocks=…, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, "
@@ -29,7 +29,8 @@ def probe(vit: Anatomy) -> None:
         tokens = vit.embed(image)
         _read_tokens(vit, tokens)
         logits = vit.classified(vit.run(tokens))
-        vit.attention = _attention(vit, tokens)
+        seen = _attention(vit, tokens)
+        vit.attention = vit.can_attend or seen
         vit.gradient = _gradient(vit)
         vit.reads_first = _reads_first(vit, tokens, logits)
     _compare(vit, whole, logits)

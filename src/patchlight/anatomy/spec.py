@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from patchlight.core.spec import Many, Number, Spec, Whole, short_for
 
 if TYPE_CHECKING:
-    from patchlight.anatomy.base import Anatomy
+    from patchlight.anatomy.opened import Anatomy
 
 Spread = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
 

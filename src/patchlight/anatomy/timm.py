@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Ends, Parts, Pooling, affine, linear, stacked
+from patchlight.anatomy.contract import Ends, Parts, Pooling, affine, linear, stacked
 from patchlight.anatomy.families import register_family
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
@@ -25,6 +26,8 @@ class TimmAnatomy(Anatomy):
     """
 
     library = "timm"
+    plain_ends = True
+    """Whether embedding and head may be those of a plain ViT."""
 
     def __init__(
         self, whole: Any, name: str | None = None, labels: Sequence[str] | None = None, path: str = "", **about: Any
@@ -70,31 +73,27 @@ class TimmAnatomy(Anatomy):
         return self.body(self.outer)
 
     @property
-    def _net(self) -> Any:
-        return self.inner
-
-    @property
     def blocks(self) -> Sequence[nn.Module]:
-        return cast("Sequence[nn.Module]", self._net.blocks)
+        return cast("Sequence[nn.Module]", self.inner.blocks)
 
     def embed(self, images: Tensor) -> Tensor:
-        tokens = self._net._pos_embed(self._net.patch_embed(images))
-        return cast(Tensor, self._net.norm_pre(tokens))
+        tokens = self.inner._pos_embed(self.inner.patch_embed(images))
+        return cast(Tensor, self.inner.norm_pre(tokens))
 
     def projection(self) -> nn.Module | None:
-        return cast(nn.Module, self._net.patch_embed)
+        return cast(nn.Module, self.inner.patch_embed)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return cast(Tensor, self.blocks[index](tokens))
 
     def features(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self._net.forward_head(self._net.norm(tokens), pre_logits=not self.projects))
+        return cast(Tensor, self.inner.forward_head(self.inner.norm(tokens), pre_logits=not self.projects))
 
     def classify(self, features: Tensor) -> Tensor:
-        return cast(Tensor, features if self.projects else self._net.head(features))
+        return cast(Tensor, features if self.projects else self.inner.head(features))
 
     def classified(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self._net.forward_head(self._net.norm(tokens)))
+        return cast(Tensor, self.inner.forward_head(self.inner.norm(tokens)))
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
@@ -121,9 +120,9 @@ class TimmAnatomy(Anatomy):
         attn, mlp = block.attn, getattr(block, "mlp", nn.Identity())
         if _has(attn, "q_norm") or _has(attn, "k_norm"):
             return "its attention normalises queries and keys"
-        if getattr(self._net, "rope", None) is not None:
+        if getattr(self.inner, "rope", None) is not None:
             return "its attention rotates queries and keys"
-        shared = [getattr(self._net, name, None) for name in ("rel_pos_bias", "shared_rel_pos")]
+        shared = [getattr(self.inner, name, None) for name in ("rel_pos_bias", "shared_rel_pos")]
         biases = [*shared, *(getattr(attn, name, None) for name in ("rel_pos", "relative_position_bias_table"))]
         if any(bias is not None for bias in biases):
             return "its attention adds a relative position bias"
@@ -132,7 +131,9 @@ class TimmAnatomy(Anatomy):
         return "" if _plain_values(attn) else "its attention changes what it gives to the output projection"
 
     def own_ends(self) -> Ends | None:
-        net = self._net
+        if not self.plain_ends:
+            return None
+        net = self.inner
         projection, positions = getattr(net.patch_embed, "proj", None), net.pos_embed
         more = (getattr(net, "norm_pre", None), getattr(net, "fc_norm", None), getattr(net.patch_embed, "norm", None))
         plain = all(m is None or isinstance(m, nn.Identity) for m in more) and self.pooling == "cls"
@@ -155,15 +156,15 @@ class EvaAnatomy(TimmAnatomy):
     """Eva, EVA-02 and DINOv3: rotary positions are given to each block, gathered per sample when tokens are dropped."""
 
     def embed(self, images: Tensor) -> Tensor:
-        tokens, _ = self._net._pos_embed(self._net.patch_embed(images))
-        return cast(Tensor, self._net.norm_pre(tokens))
+        tokens, _ = self.inner._pos_embed(self.inner.patch_embed(images))
+        return cast(Tensor, self.inner.norm_pre(tokens))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return cast(Tensor, self.blocks[index](tokens, rope=self.rope(index, positions)))
 
     def rope(self, index: int, positions: Tensor | None) -> Tensor | None:
         """The rotary positions of a block's patches, or of those at `positions`; None where it has none."""
-        net = self._net
+        net = self.inner
         if getattr(net, "rope", None) is None:
             return None
         by_shape = getattr(net, "dynamic_img_size", True)
@@ -181,20 +182,20 @@ class BeitAnatomy(TimmAnatomy):
     """BEiT and BEiTv2: a relative position bias inside attention, gathered per sample when tokens are dropped."""
 
     def embed(self, images: Tensor) -> Tensor:
-        net = self._net
+        net = self.inner
         tokens = net.patch_embed(images)
         tokens = torch.cat((net.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
         return cast(Tensor, tokens if net.pos_embed is None else tokens + net.pos_embed)
 
     def watch(self) -> None:
         super().watch()
-        for block in self._net.blocks:
+        for block in self.inner.blocks:
             block.attn.__class__ = _gathering(cast(Any, type(block.attn)))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         with kept_tokens(None if positions is None else self.places(positions)):
-            shared = self._net.rel_pos_bias
-            shared = None if shared is None else gathered_bias(lambda: self._net.rel_pos_bias()[None])
+            shared = self.inner.rel_pos_bias
+            shared = None if shared is None else gathered_bias(lambda: self.inner.rel_pos_bias()[None])
             return cast(Tensor, self.blocks[index](tokens, shared_rel_pos_bias=shared))
 
 

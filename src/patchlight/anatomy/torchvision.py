@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Ends, Parts
+from patchlight.anatomy.contract import Ends, Parts
 from patchlight.anatomy.families import register_family
+from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.timm import imagenet_labels
 from patchlight.core.images import Preprocess
 
@@ -37,29 +38,25 @@ class TorchvisionAnatomy(Anatomy):
         self.assumed_labels = labels is None
 
     @property
-    def _net(self) -> Any:
-        return self.net
-
-    @property
     def blocks(self) -> Sequence[nn.Module]:
-        return cast("Sequence[nn.Module]", self._net.encoder.layers)
+        return cast("Sequence[nn.Module]", self.net.encoder.layers)
 
     def embed(self, images: Tensor) -> Tensor:
-        patches = self._net._process_input(images)
-        cls = self._net.class_token.expand(patches.shape[0], -1, -1)
-        return cast(Tensor, torch.cat([cls, patches], 1) + self._net.encoder.pos_embedding)
+        patches = self.net._process_input(images)
+        cls = self.net.class_token.expand(patches.shape[0], -1, -1)
+        return cast(Tensor, torch.cat([cls, patches], 1) + self.net.encoder.pos_embedding)
 
     def projection(self) -> nn.Module | None:
-        return cast(nn.Module, self._net.conv_proj)
+        return cast(nn.Module, self.net.conv_proj)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return cast(Tensor, self.blocks[index](tokens))
 
     def features(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self._net.encoder.ln(tokens)[:, 0])
+        return cast(Tensor, self.net.encoder.ln(tokens)[:, 0])
 
     def classify(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self._net.heads(features))
+        return cast(Tensor, self.net.heads(features))
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
@@ -76,7 +73,7 @@ class TorchvisionAnatomy(Anatomy):
         )
 
     def own_ends(self) -> Ends | None:
-        net = self._net
+        net = self.net
         heads = list(net.heads) if isinstance(net.heads, nn.Sequential) else [net.heads]
         known = len(heads) == 1 and isinstance(heads[0], nn.Linear | nn.Identity)
         if not isinstance(net.conv_proj, nn.Conv2d) or not known:

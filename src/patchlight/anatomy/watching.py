@@ -132,19 +132,19 @@ class AttentionTap(TorchFunctionMode):
         self.place = place
         self.matrix: Tensor | None = None
         self.reach: Reach | None = None
-        self._outer: list[AttentionTap | None] = []
+        self.outer: list[AttentionTap | None] = []
         self._attention: Tensor | None = None
         self._taken = False
 
     def __enter__(self) -> Any:
-        self._outer.append(getattr(_LOCAL, "tap", None))
+        self.outer.append(getattr(_LOCAL, "tap", None))
         _LOCAL.tap = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _LOCAL.tap = self._outer.pop()
-        if not self._outer:
+        _LOCAL.tap = self.outer.pop()
+        if not self.outer:
             self._attention, self._taken = None, False
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.bench.events import Listener, Planning
 from patchlight.bench.plan import Group, Plan
 from patchlight.bench.queue import SECONDS, size_of

@@ -10,7 +10,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.spec import ModelSpec
 from patchlight.bench.code import described
 from patchlight.bench.contents import contents, planned_sample, same_classes

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.bench.events import Listener, Step
 from patchlight.bench.plan import Group, Images, Pair, Unit, as_planned, load_model, model_digest
 from patchlight.bench.rows import Before, Done, Facts, Known, Maps, Row, maps_from

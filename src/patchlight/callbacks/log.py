@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
+from patchlight.anatomy.opened import Anatomy
 from patchlight.callbacks.budget import Budget
 from patchlight.callbacks.writers import Write, writing
 from patchlight.core.attribution import Attributions

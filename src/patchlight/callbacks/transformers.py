@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.callbacks.log import TrainingLog
 from patchlight.callbacks.writers import open_tensorboard, open_wandb
 from patchlight.core.errors import PatchlightError

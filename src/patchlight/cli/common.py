@@ -23,7 +23,7 @@ from patchlight.core.progress import bar
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from patchlight.anatomy.base import Anatomy
+    from patchlight.anatomy.opened import Anatomy
     from patchlight.data import Data
 
 WIDE = 160

@@ -17,7 +17,7 @@ from patchlight.cli.complete import complete_kind, complete_model, complete_sett
 from patchlight.core.errors import PatchlightError
 
 if TYPE_CHECKING:
-    from patchlight.anatomy.base import Anatomy
+    from patchlight.anatomy.opened import Anatomy
     from patchlight.anatomy.spec import ModelSpec
 
 

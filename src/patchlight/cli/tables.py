@@ -16,7 +16,7 @@ from patchlight.cli.options import AsJson, ModelOptions, Plugin, command
 from patchlight.core.errors import PatchlightError, nearest
 
 if TYPE_CHECKING:
-    from patchlight.anatomy.base import Anatomy
+    from patchlight.anatomy.opened import Anatomy
 
 Row = dict[str, Any]
 """A method or metric with all that is told of it."""

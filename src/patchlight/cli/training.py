@@ -15,7 +15,7 @@ from patchlight.cli.options import ImageList, ModelOptions, Settings
 from patchlight.core.errors import PatchlightError
 
 if TYPE_CHECKING:
-    from patchlight.anatomy.base import Anatomy
+    from patchlight.anatomy.opened import Anatomy
     from patchlight.trained.recipe import TrainingRecipe
     from patchlight.trained.settings import Training
 

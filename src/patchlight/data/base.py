@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.images import SUFFIXES, Preprocess, to_batch
 from patchlight.core.registry import Entry, Registry

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.windows import Merging
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.progress import watching

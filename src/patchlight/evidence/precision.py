@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 
 Decided = Literal["full", "tf32", "bf16", "fp16"]
 Precision = Literal["auto", "full", "tf32", "bf16"]

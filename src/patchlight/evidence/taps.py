@@ -53,7 +53,7 @@ class Taps(AttentionTap):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if not self._outer:
+        if not self.outer:
             self._factors = None
 
     def _observer(self) -> rules.Observer | None:

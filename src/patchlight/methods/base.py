@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.registry import Entry, Registry, Setting, Settings, make_decorator, settings_of
 from patchlight.core.targets import Score, Targets

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy, linear
+from patchlight.anatomy.contract import linear
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, warn
 from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy, affine
+from patchlight.anatomy.contract import affine
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.registry import Settings
 from patchlight.evidence.passes import WHOLE, Course
 from patchlight.evidence.record import Evidence

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.registry import Settings
 from patchlight.evidence.passes import Course
 from patchlight.evidence.record import Evidence

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, warn
 from patchlight.core.registry import accepted
 from patchlight.core.statistics import constant

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Affine, Anatomy, Ends, Parts, affine, linear
+from patchlight.anatomy.contract import Affine, Ends, Parts, affine, linear
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.progress import watching
 from patchlight.core.registry import Settings
 from patchlight.core.targets import score_of

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 from torch import nn
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported, nearest
 from patchlight.core.registry import Listed, Settings, settled
 from patchlight.core.targets import SCORES, Score, ScoreName

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.registry import Settings
 from patchlight.core.resize import to_pixels
 from patchlight.evidence.fills import Fill, fill_images

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.registry import Settings
 from patchlight.evidence.ablation import PixelMasks, TokenSubsets
 from patchlight.evidence.coalitions import Unseen, draw_coalitions, members_first, no_coalitions

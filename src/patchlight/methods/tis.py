@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Settings
 from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, Variants

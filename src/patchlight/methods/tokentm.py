@@ -6,7 +6,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy, linear
+from patchlight.anatomy.contract import linear
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import Entry, Matrix, lengths, times, written

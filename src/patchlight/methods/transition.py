@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.anatomy.base import linear
+from patchlight.anatomy.contract import linear
 from patchlight.evidence.passes import LayerJob, Pass, in_memory, rows_at_once
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import written

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.registry import Settings
 from patchlight.core.resize import axis_matrix, fitted, to_pixels
 from patchlight.evidence.ablation import Count, Rendered

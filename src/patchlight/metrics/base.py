@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, UndefinedMetric, Unsupported, warn
 from patchlight.core.frames import frame, stacked
 from patchlight.core.registry import Entry, Listed, Registry, Setting, Settings, in_words, settings_of, settled

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Unsupported
 from patchlight.core.resize import Upsampling, to_pixels
 from patchlight.core.targets import Targets, score_of

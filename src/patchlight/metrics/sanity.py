@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.resize import to_pixels
 from patchlight.core.statistics import constant, spearman

@@ -28,7 +28,7 @@ from patchlight.study.faithfulness import sanity_words
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from patchlight.anatomy.base import Anatomy
+    from patchlight.anatomy.opened import Anatomy
     from patchlight.study.faithfulness import Trial, Truth
 
 SURE, CLOSE, LEFT = 0.5, 0.1, 0.5

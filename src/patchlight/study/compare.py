@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
+from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.attribution import Attributions
 from patchlight.core.errors import integer, known_keywords
 from patchlight.core.fingerprints import identity, of_images

@@ -7,8 +7,8 @@ from typing import Any, overload
 
 from torch import nn
 
-from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
+from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.progress import Progress
 from patchlight.core.registry import Asked, resolve_all
 from patchlight.core.targets import Target

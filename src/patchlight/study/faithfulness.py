@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Targets
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill

@@ -13,7 +13,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.heat import seen
 from patchlight.core.errors import NotFinite, PatchlightError, nearest, spelled

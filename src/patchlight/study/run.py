@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.errors import PatchlightError, UndefinedMetric, integer, spelled, warn
 from patchlight.core.images import Note, in_batches

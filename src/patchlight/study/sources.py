@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.errors import PatchlightError
 from patchlight.core.fingerprints import identity, of_images

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.extras import missing_extra
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.evidence.precision import Precision, rounding
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.spec import ModelSpec
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import to_batch

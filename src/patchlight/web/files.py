@@ -9,7 +9,7 @@ import shlex
 import zipfile
 from collections.abc import Mapping, Sequence
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing import figure_bytes, seen_figure
 from patchlight.metrics.base import on_grid

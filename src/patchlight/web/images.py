@@ -15,7 +15,7 @@ from cachetools import LRUCache
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import FORMATS, open_image
 from patchlight.core.resize import to_pixels

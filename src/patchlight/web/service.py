@@ -17,8 +17,8 @@ from cachetools import LRUCache, cachedmethod
 from torch import Tensor
 
 from patchlight import __version__
-from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.heads import Texts
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.errors import NoClassifier, PatchlightError, Unsupported, hearing
 from patchlight.core.registry import Setting

@@ -26,7 +26,7 @@ from patchlight.web import check_extra
 if TYPE_CHECKING:
     from torch import nn
 
-    from patchlight.anatomy.base import Anatomy
+    from patchlight.anatomy.opened import Anatomy
     from patchlight.web.serve import Server
 
 HEIGHT = 900

@@ -25,7 +25,7 @@ from patchlight.core.photos import SIDE, as_picture
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from patchlight.anatomy.base import Anatomy
+    from patchlight.anatomy.opened import Anatomy
     from patchlight.core.drawing.shown import ShownFigure
 
 Prediction = tuple[str, float] | str

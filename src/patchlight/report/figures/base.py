@@ -18,8 +18,8 @@ from PIL import Image
 from pydantic import BeforeValidator
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution, Attributions
 from patchlight.core.drawing import figure_bytes, figure_format, robust_scale
 from patchlight.core.drawing.heat import blend, is_signed, seen

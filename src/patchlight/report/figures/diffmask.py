@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.heat import Scale, blend
 from patchlight.core.errors import DegenerateMap, PatchlightError

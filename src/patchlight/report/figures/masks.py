@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Targets, score_of
 from patchlight.evidence.rules import PLAIN
 from patchlight.methods.base import Ask

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from patchlight.anatomy.files import read_weights
+from patchlight.anatomy.weights import read_weights
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import Preprocess
 from patchlight.core.progress import telling

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, PatchlightError
 from patchlight.core.progress import telling
 from patchlight.core.resize import to_pixels

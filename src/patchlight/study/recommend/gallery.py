@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.fingerprints import of_images
 from patchlight.core.images import in_batches, list_images, to_batch

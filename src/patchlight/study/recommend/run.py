@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.load import wrap
+from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.attribution import versions
 from patchlight.core.errors import PatchlightError, integer, known_keywords
 from patchlight.core.files import check_writable

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import first_line
 from patchlight.core.files import finite_or_none
 from patchlight.core.statistics import FEWEST, spearman

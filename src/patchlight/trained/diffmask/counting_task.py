@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from patchlight.anatomy.base import Anatomy
 from patchlight.anatomy.load import wrap
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, PatchlightError
 from patchlight.core.files import write_whole
 from patchlight.core.images import Preprocess

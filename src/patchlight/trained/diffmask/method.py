@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.fingerprints import fingerprint
 from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence

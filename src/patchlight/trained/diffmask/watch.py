@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import kl_divergence
 from patchlight.trained.diffmask.gates import Gates, aggregate, masked_logits, observe
 

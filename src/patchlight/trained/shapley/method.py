@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Unsupported
 from patchlight.core.fingerprints import fingerprint
 from patchlight.core.registry import Settings

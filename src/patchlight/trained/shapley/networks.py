@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.fingerprints import stamp
 from patchlight.evidence.coalitions import coalition_logits, no_coalitions
 from patchlight.trained.explainer import Explainer

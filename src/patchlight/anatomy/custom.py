@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from patchlight.anatomy.base import Anatomy, Parts, Pooling
+from patchlight.anatomy.contract import Parts, Pooling
 from patchlight.anatomy.families import read_anatomy
 from patchlight.anatomy.names import known_as, why_not
+from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.probe import BY_HAND
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, first_line, warn
 from patchlight.core.images import Preprocess
@@ -25,14 +26,14 @@ from patchlight.core.images import Preprocess
 if TYPE_CHECKING:
     from patchlight.anatomy.heads import Head
 
-OWN = ("output", "grid", "prefix", "pooling", "channels", "extent")
+CUSTOM = ("output", "grid", "prefix", "pooling", "channels", "extent")
 """What `wrap` takes for a module of one's own beside what it takes for every model."""
 Output = Callable[[Any], Any]
 AtBlock = Callable[[Tensor, Callable[[], Any]], Any]
 """What is done where a forward calls a block: a function of the tokens it is given, and of the call itself."""
 
 
-class OwnAnatomy(Anatomy):
+class CustomAnatomy(Anatomy):
     """A module whose forward calls a known Vision Transformer, the backbone, and does something of its own around it.
 
     Blocks are the backbone's. Before and behind them stands whatever the forward does: `embed` runs it until the first
@@ -69,7 +70,10 @@ class OwnAnatomy(Anatomy):
     @property
     def _inside(self) -> Anatomy:
         """The anatomy of the backbone, over the part of the twin that is its."""
-        return self.backbone.over(self.net.get_submodule(self.path), self)
+        running = self.running
+        if running.part[0] is not running.net:
+            running.part = running.net, self.backbone.over(running.net.get_submodule(self.path), self)
+        return cast(Anatomy, running.part[1])
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -312,7 +316,7 @@ class OwnAnatomy(Anatomy):
         self._assumed = False
 
 
-def read_own(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
+def read_custom(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
     """The anatomy of a module around one known Vision Transformer; None where there is none in it."""
     kind = str(about.get("name") or type(model).__name__)
     found = _backbones(model, about)
@@ -330,15 +334,15 @@ def read_own(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
     return next(iter(anatomies.values()))
 
 
-def _around(model: nn.Module, path: str, backbone: Anatomy, about: dict[str, Any], kind: str) -> OwnAnatomy:
+def _around(model: nn.Module, path: str, backbone: Anatomy, about: dict[str, Any], kind: str) -> CustomAnatomy:
     if backbone.hierarchical:
         inner = type(backbone.model).__name__
         raise PatchlightError(
             f"{kind} is built around '{path}', a {inner}, which has stages and no blocks to cross; wrap the {inner} "
             f"itself, or {BY_HAND}"
         )
-    taken = {key: about[key] for key in ("labels", "sigmoid", "regression", *OWN[1:]) if key in about}
-    return OwnAnatomy(
+    taken = {key: about[key] for key in ("labels", "sigmoid", "regression", *CUSTOM[1:]) if key in about}
+    return CustomAnatomy(
         model,
         path=path,
         backbone=backbone,
@@ -402,7 +406,7 @@ def _scaled(backbone: Anatomy, preprocess: Preprocess) -> tuple[int, int]:
     return height, width
 
 
-def _enters(vit: OwnAnatomy) -> bool:
+def _enters(vit: CustomAnatomy) -> bool:
     """Whether the forward reaches the backbone."""
     image = vit.place(torch.zeros(1, vit.channels, *vit.preprocess.size))
     try:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.anatomy.base import Anatomy, Ends, Parts
+from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.families import register_family
+from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.timm import EvaAnatomy, TimmAnatomy, gathered_bias, kept_tokens
 
 _GRID = "neighbouring patches meet in its {}, which need a whole grid"
@@ -19,6 +20,8 @@ _GRID = "neighbouring patches meet in its {}, which need a whole grid"
 
 class RelPosAnatomy(TimmAnatomy):
     """ViT with relative positions: a bias of each attention, or of all, gathered per sample when tokens are dropped."""
+
+    plain_ends = False
 
     def embed(self, images: Tensor) -> Tensor:
         net = self.inner
@@ -37,9 +40,6 @@ class RelPosAnatomy(TimmAnatomy):
             bias = None if shared is None else shared.get_bias()
             return cast(Tensor, self.blocks[index](tokens, shared_rel_pos=bias))
 
-    def own_ends(self) -> Ends | None:
-        return None
-
 
 @cache
 def _gathering(kind: Any) -> Any:
@@ -49,6 +49,8 @@ def _gathering(kind: Any) -> Any:
 
 class NaFlexAnatomy(EvaAnatomy):
     """NaFlexViT at one size of image: its `embeds` projects patches, and adds positions and prefix tokens."""
+
+    plain_ends = False
 
     @classmethod
     def stem(cls, model: Any) -> Any:
@@ -64,15 +66,14 @@ class NaFlexAnatomy(EvaAnatomy):
         rope = self.rope(index, positions)
         return cast(Tensor, self.blocks[index](tokens, **({} if rope is None else {"rope": rope})))
 
-    def own_ends(self) -> Ends | None:
-        return None
-
 
 class EncoderAnatomy(EvaAnatomy):
     """The image encoders of Qwen3 and DeepSeek with a classifier: rotary positions, all patches averaged.
 
     Where the encoder's projector is kept, it merges neighbouring patches, and its tokens are averaged.
     """
+
+    plain_ends = False
 
     def __init__(self, model: Any, **about: Any) -> None:
         super().__init__(model, **about)
@@ -97,9 +98,6 @@ class EncoderAnatomy(EvaAnatomy):
         projector = _projector(self.inner)
         return tokens if projector is None else projector(tokens.unflatten(1, self.grid))
 
-    def own_ends(self) -> Ends | None:
-        return None
-
 
 def _projector(encoder: Any) -> Any:
     return getattr(encoder, "merger", None) or getattr(encoder, "aligner", None)
@@ -107,6 +105,8 @@ def _projector(encoder: Any) -> Any:
 
 class GemmaAnatomy(TimmAnatomy):
     """Gemma 4's image encoder with a classifier: rotary positions, norms before and behind attention and MLP."""
+
+    plain_ends = False
 
     @staticmethod
     def body(model: Any) -> Any:
@@ -137,15 +137,14 @@ class GemmaAnatomy(TimmAnatomy):
         block: Any = self.blocks[index]
         return Parts(block.norm1, block.norm3, beyond="norms stand behind its attention and MLP too")
 
-    def own_ends(self) -> Ends | None:
-        return None
-
 
 class SamAnatomy(TimmAnatomy):
     """SAM's image encoder with a classifier: most blocks attend within windows, and a neck of convolutions ends it."""
 
+    plain_ends = False
     can_drop = _GRID.format("windows")
     can_rule = "a position bias that depends on the queries takes part in its attention"
+    can_attend = "its blocks attend within windows, and fold heads into the batch"
 
     def embed(self, images: Tensor) -> Tensor:
         from timm.layers.pos_embed import resample_abs_pos_embed_nhwc
@@ -177,13 +176,6 @@ class SamAnatomy(TimmAnatomy):
         block: Any = self.blocks[index]
         return Parts(block.norm1.norm, block.norm2, beyond="its attention is within windows")
 
-    def check(self) -> None:
-        super().check()
-        self.attention = "its blocks attend within windows, and fold heads into the batch"
-
-    def own_ends(self) -> Ends | None:
-        return None
-
 
 class _Flat(nn.Module):
     """A norm of a twin that is shown rows of tokens for cells [B,h,w,D]."""
@@ -201,6 +193,8 @@ class LateAnatomy(TimmAnatomy):
 
     Here it stands among the tokens from the start, and the blocks before it joins leave it as it is.
     """
+
+    plain_ends = False
 
     @property
     def joins(self) -> int:
@@ -239,9 +233,6 @@ class LateAnatomy(TimmAnatomy):
         norms = (block.norm1.norm, block.norm2.norm) if early else (block.norm1, block.norm2)
         return Parts(*norms, beyond="its CLS token joins the patches late")
 
-    def own_ends(self) -> Ends | None:
-        return None
-
 
 class _Beside(nn.Module):
     """A norm of a twin that is shown all tokens, of which the first is no part of its block."""
@@ -266,16 +257,13 @@ class CaitAnatomy(LateAnatomy):
     def _together(self, block: Any, tokens: Tensor) -> Tensor:
         return torch.cat([block(tokens[:, 1:], tokens[:, :1]), tokens[:, 1:]], 1)
 
-    def check(self) -> None:
-        super().check()
-        self.attention = self.attention or "CLS takes no part in most of its blocks"
-
 
 class XcitAnatomy(LateAnatomy):
     """XCiT: attention between channels and convolutions between patches, then two layers in which CLS attends."""
 
     can_drop = _GRID.format("convolutions")
     can_rule = "its blocks attend between channels, and have convolutions"
+    can_attend = "its blocks attend between channels, not between tokens"
 
     @classmethod
     def stem(cls, model: Any) -> Any:
@@ -298,16 +286,13 @@ class XcitAnatomy(LateAnatomy):
     def _alone(self, block: Any, patches: Tensor) -> Tensor:
         return cast(Tensor, block(patches, *self.grid))
 
-    def check(self) -> None:
-        super().check()
-        self.attention = "its blocks attend between channels, not between tokens"
-
 
 class ConvitAnatomy(LateAnatomy):
     """ConViT: gated positional attention between the patches, then blocks of plain attention with CLS."""
 
     can_drop = _GRID.format("positional attention")
     can_rule = "its attention is a sum of two, divided by its rows"
+    can_attend = "its attention is a gated sum of two, one of which reads positions alone"
 
     @property
     def joins(self) -> int:
@@ -316,10 +301,6 @@ class ConvitAnatomy(LateAnatomy):
     def _patches(self, images: Tensor) -> Tensor:
         patches: Tensor = self.inner.patch_embed(images)
         return patches + self.inner.pos_embed if self.inner.use_pos_embed else patches
-
-    def check(self) -> None:
-        super().check()
-        self.attention = "its attention is a gated sum of two, one of which reads positions alone"
 
 
 class _Cells:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, undisturbed
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.names import STAGED, known_as, why_not
+from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.anatomy.timm import described
 from patchlight.core.errors import PatchlightError, Unsupported
 
@@ -70,7 +70,7 @@ class CutAnatomy(Anatomy):
         *self._skipped, self._out = (_shapes(a, b) for a, b in zip(one, two, strict=True))
         self._read_layout(*_tensors(self._out))
 
-    def _read_layout(self, cells: Shape | None, beside: list[Shape]) -> None:
+    def _read_layout(self, cells: BatchShape | None, beside: list[BatchShape]) -> None:
         """Grid, prefix tokens and extent, from the shape of what the stage gives."""
         shape = () if cells is None else cells.of(1)
         if len(shape) not in (3, 4) or shape[0] != 1 or len(beside) > 1:
@@ -164,7 +164,7 @@ def stages_of(model: Any) -> list[Stage]:
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """The shape of a tensor as it follows the number of images: its sizes for one and for two of them."""
 
     sizes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -255,15 +255,15 @@ class _Reached(Exception):
 def _shapes(one: Any, two: Any) -> Any:
     """An output for one image and for two, with shapes in place of tensors."""
     if isinstance(one, Tensor):
-        return Shape((tuple(one.shape), tuple(two.shape)), one.dtype)
+        return BatchShape((tuple(one.shape), tuple(two.shape)), one.dtype)
     if isinstance(one, tuple | list):
         return type(one)(_shapes(a, b) for a, b in zip(one, two, strict=True))
     return one
 
 
-def _filled(shapes: Any, tensor: Callable[[Shape], Tensor]) -> Any:
+def _filled(shapes: Any, tensor: Callable[[BatchShape], Tensor]) -> Any:
     """An output again, with tensors in place of shapes."""
-    if isinstance(shapes, Shape):
+    if isinstance(shapes, BatchShape):
         return tensor(shapes)
     return type(shapes)(_filled(s, tensor) for s in shapes) if isinstance(shapes, tuple | list) else shapes
 
@@ -271,9 +271,9 @@ def _filled(shapes: Any, tensor: Callable[[Shape], Tensor]) -> Any:
 def _tensors(out: Any) -> tuple[Any, list[Any]]:
     """The feature map (or its shape) in what a stage gives, and tensors beside it."""
     if isinstance(out, tuple | list):
-        found = [o for o in out if isinstance(o, Tensor | Shape)]
+        found = [o for o in out if isinstance(o, Tensor | BatchShape)]
         return (found[0], found[1:]) if found else (None, [])
-    return (out, []) if isinstance(out, Tensor | Shape) else (None, [])
+    return (out, []) if isinstance(out, Tensor | BatchShape) else (None, [])
 
 
 def _heads(model: nn.Module) -> int:

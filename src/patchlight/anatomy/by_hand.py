@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from patchlight.anatomy.base import Anatomy, Parts
+from patchlight.anatomy.contract import Parts
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.fingerprints import modules_of
 
 

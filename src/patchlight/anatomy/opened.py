@@ -1,0 +1,418 @@
+"""An opened model: its twin, and views of it in other types, under other heads, over other copies of its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from patchlight.anatomy.contract import Pooling, affine
+from patchlight.anatomy.outputs import Readout
+from patchlight.anatomy.probe import probe, probe_head
+from patchlight.anatomy.twin import Twin, multiply_patches
+from patchlight.anatomy.watching import watch_tokens
+from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.images import Preprocess, to_batch
+from patchlight.core.targets import Names
+
+if TYPE_CHECKING:
+    from patchlight.anatomy.heads import Head
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Computing:
+    """How a twin computes: in another type (the kinds of module in `only`), with patches as one matrix product."""
+
+    dtype: torch.dtype | None = None
+    products: bool = False
+    only: tuple[type[nn.Module], ...] | None = None
+
+
+@dataclass
+class Running:
+    """What one view of a model runs on: its twin, the twin's copy of the model now in use, and views made of it."""
+
+    twin: Twin
+    net: Any = None
+    views: dict[Computing, Running] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
+    probing: bool = False
+    part: tuple[Any, Any] = (None, None)
+    """For a model that contains another: the copy in use, and the anatomy of the one inside it."""
+
+
+class Anatomy(Readout):
+    """A Vision Transformer, opened: `readout(run(embed(images)))` equals `model(images)`.
+
+    `model` is the user's own and is only read; everything runs on `net`, a twin of it. `Contract` says what a family
+    fills in, and `Readout` what the outputs mean. `preprocess` is how images are prepared, `channels` how many they
+    have; `extent` are the pixels (rows, columns) that the grid covers, from the top left: less than the image where
+    patches do not fit into it, more where it is padded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        name: str,
+        grid: tuple[int, int],
+        prefix: int,
+        pooling: Pooling,
+        heads: int,
+        classes: int,
+        preprocess: Preprocess,
+        labels: Sequence[str] | None = None,
+        sigmoid: bool | None = None,
+        regression: bool = False,
+        channels: int = 3,
+        extent: tuple[int, int] | None = None,
+    ) -> None:
+        self.model, self.name = model, name
+        self.grid, self.prefix, self.pooling, self.heads = grid, prefix, pooling, heads
+        self.preprocess, self.channels = preprocess, channels
+        self.extent = preprocess.size if extent is None else extent
+        self.classes, self.labels = classes, None if labels is None else list(labels)
+        self._kind = "none" if regression else "sigmoid" if sigmoid else "softmax"
+        self.outputs = self.own_outputs(classes)
+        self.attention: str | None = None
+        """None when a block's attention matrix can be read, else the reason why not."""
+        self.gradient: str | None = None
+        """None when gradients flow through the blocks, else the reason why not."""
+        self.reads_first = False
+        """Whether the logits are read from the first token alone, and `first_row` gives what they are read from."""
+        self.overflows = False
+        """Whether float16 was seen to be too small for its numbers."""
+        self.width = 0
+        self._checked = self._suspect = False
+        self._computing = Computing()
+        self.running = self._begin()
+
+    @cached_property
+    def running(self) -> Running:
+        """What it runs on; copies of an anatomy begin without, and get their own when they are first used."""
+        return self._begin()
+
+    def _begin(self) -> Running:
+        running = Running(Twin(self.model, self._computing.dtype, self._computing.only))
+        running.twin.renew(lambda net: self._use(running, net))
+        return running
+
+    def _use(self, running: Running, net: nn.Module) -> None:
+        """Take a new copy of the model into use, once it is watched."""
+        self._copy(running=replace(running, net=net)).watch()
+        running.net, self.overflows = net, False
+
+    def _copy(self, **changes: Any) -> Self:
+        """The same with other attributes; without a twin, unless `running` is among them."""
+        other = copy.copy(self)
+        for key, value in changes.items():
+            setattr(other, key, value)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled."""
+        return {key: value for key, value in self.__dict__.items() if key != "running"}
+
+    @property
+    def net(self) -> Any:
+        return self.running.net
+
+    @property
+    def twin(self) -> Twin:
+        return self.running.twin
+
+    def watch(self) -> None:
+        """Have taps see the twin's norms and attention outputs, and `projecting` its patches."""
+        if self._computing.products:
+            multiply_patches(self.net)
+        for index in range(self.depth):
+            parts = self.parts(index)
+            watch_tokens(parts.norm1, "n")
+            watch_tokens(parts.out, "o")
+            watch_tokens(parts.norm2, "u")
+        projection = self.projection()
+        if projection is not None:
+            projection.register_forward_hook(_projected)
+
+    def renew(self) -> None:
+        """Have the twin follow what was done to the model since: moved, given another head or hook, loaded anew.
+
+        Everything that explains or measures does so by itself; whoever calls `embed`, `block` or `readout` does it
+        with `batch` or `steady`.
+        """
+        settled: set[int] | None = getattr(_LOCAL, "settled", None)
+        if settled is not None:
+            if id(self.running) in settled:
+                return
+            settled.add(id(self.running))
+        running = self.running
+        if running.twin.renew(lambda net: self._use(running, net)):
+            self._suspect = True
+        if self._suspect and self._checked:
+            with running.lock:
+                if self._suspect and not running.probing:  # the probe renews too
+                    running.probing = True
+                    try:
+                        self.check()
+                    finally:
+                        running.probing = False
+
+    @property
+    def castable(self) -> bool:
+        """Whether `view` can have it compute in another type."""
+        return True
+
+    def view(
+        self, dtype: torch.dtype | None = None, products: bool = False, only: tuple[type[nn.Module], ...] | None = None
+    ) -> Self:
+        """The same anatomy over a twin whose weights (of the kinds of module in `only`) are a copy in another type.
+
+        The twin is kept, and renewed by `steady`. `products`: the patch projection is one matrix product.
+        """
+        computing, views = Computing(dtype, products, only), self.running.views
+        view = self._copy(_computing=computing, _checked=False)  # it is what this one is, which is checked
+        with self.running.lock:
+            if computing not in views:
+                views[computing] = view._begin()
+        view.running = views[computing]
+        return view
+
+    def over(self, net: nn.Module, holder: Anatomy) -> Self:
+        """The same anatomy over another copy of its model: a part of the twin of `holder`, which contains it."""
+        return self._copy(running=replace(self.running, net=net), _computing=holder._computing)
+
+    def copied(self, dtype: torch.dtype) -> Self:
+        """The same anatomy over a copy of the model, which may be changed, in this type."""
+        model = copy.deepcopy(self.model).requires_grad_(False).to(dtype)
+        return self._copy(model=model, _checked=False, _computing=Computing())  # it is what this one is
+
+    def wide(self) -> Self:
+        """Itself, or its view in float32 where the weights are of half precision: what relevance is computed in."""
+        return self.view(torch.float32) if self.dtype in (torch.float16, torch.bfloat16) else self
+
+    def ask(self, head: Head, bind: bool = True) -> Self:
+        """The same model asked by another head: what its classes are, and how features become their logits.
+
+        What the head needs of the model (features of reference images, of sentences) is computed anew, unless `bind` is
+        False: then it stays what it was computed as.
+        """
+        bare = self if self.bare is None else self.bare
+        bound = head.bound(bare) if bind else head
+        asked = bare._copy(
+            head=bound,
+            bare=bare,
+            classes=len(bound.labels),
+            labels=Names(bound.labels),
+            assumed_labels=False,
+            outputs=bound.outputs,
+            pooling=bound.pooling or bare.pooling,
+            _computing=Computing(),
+        )
+        asked.check()
+        return asked
+
+    def check(self) -> None:
+        """Run a probe through the twin, whole and in parts, and refuse a model whose parts do not make the whole.
+
+        What the probe shows is believed over what the model says about itself: classes, tokens, width, and whether a
+        block's attention can be seen.
+        """
+        probe(self) if self.bare is None else probe_head(self, self.bare)
+        self._checked, self._suspect = True, False
+
+    def features_of(self, images: Any) -> Tensor:
+        """The features [B,E] of images (a tensor, PIL images or paths)."""
+        with self.steady(), torch.no_grad():
+            own = self if self.bare is None else self.bare
+            return own.features(own.run(own.embed(self.place(to_batch(images, self.preprocess, self.channels)))))
+
+    def first_row(self, tokens: Tensor, heads: int | None = None) -> Tensor:
+        """The last block of a plain ViT on tokens [B,N,D], its output at the first token alone [B,1,D], by its parts.
+
+        Only keys and values are computed for all tokens. `reads_first` says whether it may stand for the block; it may
+        be computed with another number of `heads`, as if the block had them.
+        """
+        heads = self.heads if heads is None else heads
+        parts: Any = self.parts(self.depth - 1)
+        weight, bias = parts.qkv()
+        size = len(weight) // 3
+        n = parts.norm1(tokens)
+        q = F.linear(n[:, :1], weight[:size], None if bias is None else bias[:size])
+        both = F.linear(n, weight[size:], None if bias is None else bias[size:])
+        k, v = both.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        o = F.scaled_dot_product_attention(q.unflatten(-1, (heads, -1)).transpose(1, 2), k, v)
+        attended = parts.out(o.transpose(1, 2).flatten(2))
+        u = tokens[:, :1] + (attended if parts.scale1 is None else attended * parts.scale1)
+        added = parts.fc2(parts.activation(parts.fc1(parts.norm2(u))))
+        row: Tensor = u + (added if parts.scale2 is None else added * parts.scale2)
+        return row
+
+    def no_linear_values(self) -> str | None:
+        """Why the value and output projections of its blocks cannot be read as one linear map per head; else None."""
+        blocks = [self.parts(i) for i in range(self.depth)]
+        reason = f"{self.name} has no value and output projection that make one linear map per head"
+        if any(b.value is None or b.out is None or b.qkv is None for b in blocks) or affine(blocks[0].out) is None:
+            return reason
+        try:
+            blocks[0].qkv()  # type: ignore[misc]
+        except Unsupported as error:
+            return f"{reason}: {error}"
+        return None
+
+    @contextlib.contextmanager
+    def projecting(self, change: Callable[[Tensor], Tensor | None] | None) -> Iterator[None]:
+        """Inside, `change` sees the projected patches [B,P,D] of every `embed`, and what it returns replaces them.
+
+        With None, nobody sees them.
+        """
+        if self.projection() is None:
+            raise Unsupported(f"{self.name} has no patch projection to look at")
+        before = getattr(_LOCAL, "change", None)
+        _LOCAL.change = change
+        try:
+            yield
+        finally:
+            _LOCAL.change = before
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p for p in self.net.parameters() if p.is_floating_point()).dtype
+
+    def run(self, tokens: Tensor, start: int = 0, stop: int | None = None, keep: Tensor | None = None) -> Tensor:
+        """Blocks start..stop-1 on `tokens`; `keep` [B,k] drops all other patches first, and keeps their positions."""
+        if keep is not None:
+            self.check_droppable()
+            self._check_keep(tokens, keep)
+            tokens = self.gather(tokens, keep)
+        for index in range(start, self.depth if stop is None else stop):
+            tokens = self.block(index, self.merge(index, tokens), keep)
+        return tokens
+
+    def check_droppable(self) -> None:
+        if self.can_drop is not None:
+            raise Unsupported(f"{self.name} cannot drop tokens: {self.can_drop}")
+
+    def gather(self, tokens: Tensor, keep: Tensor, owner: Tensor | None = None) -> Tensor:
+        """The prefix tokens and the patches at `keep` [V,k], in that order, of image owner[v] (None: one row each)."""
+        places = self.places(keep)
+        owner = torch.arange(len(keep), device=keep.device) if owner is None else owner
+        rows = (places + tokens.shape[1] * owner[:, None]).flatten()
+        return tokens.flatten(0, 1).index_select(0, rows).view(*places.shape, tokens.shape[2])
+
+    def places(self, keep: Tensor) -> Tensor:
+        """Where the prefix tokens and the patches at `keep` [V,k] stand among all tokens: [V,p+k]."""
+        prefix = torch.arange(self.prefix, device=keep.device).expand(len(keep), -1)
+        return torch.cat([prefix, keep + self.prefix], 1)
+
+    def _check_keep(self, tokens: Tensor, keep: Tensor) -> None:
+        patches = self.grid[0] * self.grid[1]
+        if keep.ndim != 2 or keep.shape[0] != tokens.shape[0] or keep.is_floating_point():
+            raise PatchlightError(
+                f"keep has shape {list(keep.shape)} and dtype {keep.dtype}; give integer patch indices "
+                f"[{tokens.shape[0]},k]"
+            )
+        if keep.numel() and not 0 <= int(keep.min()) <= int(keep.max()) < patches:
+            raise PatchlightError(f"keep holds {int(keep.min())}..{int(keep.max())}; patches are 0 to {patches - 1}")
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Logits [B,C] of preprocessed images, without gradients."""
+        with self.steady(), torch.no_grad():
+            return self.readout(self.run(self.embed(self.place(images))))
+
+    def batch(self, images: Any) -> Tensor:
+        """One preprocessed [B,C,H,W] tensor from tensors, PIL images or paths, where the model lives."""
+        self.renew()
+        return self.place(to_batch(images, self.preprocess, self.channels))
+
+    def place(self, images: Tensor) -> Tensor:
+        """Images where the model lives, in its type."""
+        return images.to(self.device, self.dtype)
+
+    def predict(self, images: Any, k: int = 5) -> list[list[tuple[str, float]]]:
+        """For each image its first k classes as (label, probability), or (label, output) where not `probable`."""
+        logits = self.logits(self.batch(images)).float()
+        values = self.probabilities(logits) if self.probable else logits
+        top = values.topk(min(k, self.outcomes), 1)
+        rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        return [[(self.label(i), p) for p, i in zip(*row, strict=True)] for row in rows]
+
+    def patches(self, values: Tensor) -> Tensor:
+        """Per-token values [B,N] to the patch grid [B,h,w]: the one place that drops prefix tokens."""
+        return values[:, self.prefix :].reshape(-1, *self.grid)
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Inside, this thread looks once whether the model has changed, and its views follow once."""
+        before = getattr(_LOCAL, "settled", None)
+        _LOCAL.settled = set()
+        try:
+            self.renew()
+            yield
+        finally:
+            _LOCAL.settled = before
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """Inside, the twin is what the model is now, and computes in its own type whatever autocast surrounds it."""
+        self.renew()
+        with torch.autocast(self.device.type, enabled=False):
+            yield
+
+    def __repr__(self) -> str:
+        grid, size = "x".join(map(str, self.grid)), "x".join(map(str, self.preprocess.size))
+        return (
+            f"<{self.name} ({self.library}): {self.depth} blocks of {self.heads} heads, {grid} patches of a {size} "
+            f"image, {self.prefix} prefix tokens, {self.pooling} pooling, {self.classes} classes, {self.device}>"
+        )
+
+
+def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that computes what it means, whatever autocast or inference mode surrounds the call."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False), contextlib.ExitStack() as around:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    around.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return call
+
+
+_LOCAL = threading.local()
+"""What this thread wants done to projected patches (the hook below stands on every twin for all threads), and which
+anatomies it has settled."""
+
+
+def _projected(module: nn.Module, given: Any, out: Tensor) -> Tensor | None:
+    change: Callable[[Tensor], Tensor | None] | None = getattr(_LOCAL, "change", None)
+    if torch.compiler.is_compiling() or change is None:
+        return None
+    if isinstance(module, nn.Conv2d):
+        new = change(out.flatten(2).mT)
+        return None if new is None else new.mT.reshape(out.shape)
+    new = change(out.flatten(1, -2))
+    return None if new is None else new.reshape(out.shape)
+
+
+def check_finite(model: nn.Module, name: str) -> None:
+    """Refuse a model with NaN or infinity in a weight, by the weight's name."""
+    for key, value in model.named_parameters():
+        if not bool(torch.isfinite(value.detach()).all()):
+            raise PatchlightError(f"{name} has NaN or infinity in '{key}'; load sound weights")
