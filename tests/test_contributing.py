@@ -123,6 +123,8 @@ def test_a_family(plugin: Path) -> None:
     model = read.__globals__["Pebble"]().eval()
     vit = pl.wrap(model)
     assert vit.library == "pebble"
+    loaded = pl.load("pebble:deep", pretrained=False)
+    assert (loaded.library, loaded.depth) == ("pebble", 6)
     batch = torch.randn(2, 3, 32, 32)
     check_method("genatt", vit, batch)
     check_method("ixg.plus.libra", vit, batch)

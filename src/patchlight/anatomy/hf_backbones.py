@@ -15,12 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts
-from patchlight.anatomy.families import register_family
-from patchlight.anatomy.hf import CLIP, DEIT, DINO, DINO3, SIGLIP, VIT, HfLayout, HuggingFaceAnatomy
-from patchlight.anatomy.hub import cached
+from patchlight.anatomy.families import LoadRequest, register_family
+from patchlight.anatomy.hf import (
+    CLIP,
+    DEIT,
+    DINO,
+    DINO3,
+    SIGLIP,
+    VIT,
+    HfLayout,
+    HuggingFaceAnatomy,
+    check_complete,
+    check_floating,
+    read_processor,
+)
+from patchlight.anatomy.hf import supported as classifiers
+from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.opened import Anatomy
-from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
+from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, has_text_side, in_chunks
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
+from patchlight.core.extras import missing_extra
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from patchlight.core.targets import Outputs
 
@@ -199,7 +213,63 @@ class HuggingFacePair(TowerAnatomy):
 _KINDS = (BackboneAnatomy, RotaryAnatomy, MaskedAnatomy, TowerAnatomy, HuggingFacePair)
 
 
-@register_family("transformers backbones", package="transformers")
+def create_hf(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of transformers, of a local folder or the hub, with its image processor and its tokenizer."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_extra("'hf:' models need", "transformers", "hf") from error
+    name, fetch = request.name, request.pretrained
+    local = name != "" and Path(name).is_dir()
+    if not local and (not name or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise PatchlightError(f"no folder at '{name}'; give hf:FOLDER, or hf:OWNER/NAME for a model of the hub")
+    if local and fetch:
+        check_floating(Path(name))
+    reason = "" if local else unreachable()
+    where: dict[str, Any] = {"local_files_only": True} if reason else {}
+    options = request.with_classes("num_labels", "classifier.weight", "cls_classifier.weight")
+    try:
+        config, others = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **options, **where)
+        config.architectures = config.architectures or []
+        saved = next(iter(config.architectures), "")
+        kind, extra = _kind_of(saved, name, request.weights)
+        cls: Any = getattr(transformers, kind or "AutoModelForImageClassification")
+        if fetch:
+            how = {**options, **where, **extra, "ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, info = cls.from_pretrained(name, **how)
+        else:
+            make = cls._from_config if kind else cls.from_config
+            others = {key: value for key, value in others.items() if key != "local_files_only"}
+            model, info = make(config, **others, **extra), {}
+    except OSError as error:
+        if reason:
+            raise not_cached(f"hf:{name}", "it is", reason, "hf:FOLDER of a model that lies here") from error
+        raise
+    check_complete(info, saved, name)
+    about: dict[str, Any] = {}
+    if not isinstance(request.about.get("preprocess"), Preprocess):
+        about["processor"] = read_processor(name, where)
+    if has_text_side(model) and "tokenizer" not in request.about:
+        about["tokenizer"] = read_tokenizer(name, where)
+    return model, about
+
+
+def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tuple[str, dict[str, Any]]:
+    """The class as which a transformers model is opened, with what it is made with; "" where a classifier is wanted.
+
+    Weights that have a classifier make one of a backbone. A pooler behind a backbone, often not trained, is left out.
+    """
+    check_kind(saved, f"'hf:{name}'")
+    classifies = weights is not None and "classifier.weight" in weights
+    if saved in classifiers():
+        return saved, {}
+    kind = PRETRAINED.get(saved, saved)
+    if classifies or kind not in supported():
+        return "", {}
+    return kind, {"add_pooling_layer": False} if kind in ("ViTModel", "DeiTModel") else {}
+
+
+@register_family("transformers backbones", package="transformers", prefix="hf", create=create_hf)
 def read_backbone(model: nn.Module, **about: Any) -> Anatomy | None:
     """The anatomy of a transformers model without a classifier, or None."""
     check_kind(type(model).__name__, about.get("name") or type(model).__name__)

@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from patchlight.core.errors import PatchlightError
+
 PATIENCE = 2.0
 """Seconds that the hub has to answer a knock; its own client would try for most of a minute."""
 
@@ -54,3 +56,11 @@ def cached(repository: str, *names: str) -> Path | None:
         if isinstance(found, str):
             return Path(found)
     return None
+
+
+def not_cached(name: str, what: str, reason: str, advice: str) -> PatchlightError:
+    """The error about weights that are neither in the local cache nor, for a reason, to be had of the hub."""
+    return PatchlightError(
+        f"'{name}' could not be loaded: {what} not in the local cache, and {endpoint()} cannot be reached ({reason}); "
+        f"give {advice}"
+    )

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from patchlight.anatomy import hf, hf_backbones
 from patchlight.anatomy.by_hand import DescribedAnatomy
 from patchlight.anatomy.custom import CUSTOM, read_custom
-from patchlight.anatomy.families import read_anatomy
+from patchlight.anatomy.families import Family, LoadRequest, family_of, in_order, read_anatomy
 from patchlight.anatomy.hf import as_processed
-from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
 from patchlight.anatomy.opened import Anatomy, check_finite
 from patchlight.anatomy.preprocessing import applied, read_preprocess
 from patchlight.anatomy.spec import PreprocessSpec
+from patchlight.anatomy.texts import has_text_side
 from patchlight.anatomy.weights import fill, read_labels, read_weights, resampled
 from patchlight.core.errors import AssumedPreprocess, NoClassifier, PatchlightError, first_line, nearest
-from patchlight.core.extras import missing_extra
 from patchlight.core.images import Preprocess
 from patchlight.core.registry import matching
 
@@ -36,7 +36,6 @@ _DESCRIPTION = ("embed", "blocks", "readout", "grid", "prefix", "pooling", "head
 _PASSED = ("sigmoid", "regression", "stage", "tokenizer")
 """What `load` takes for `wrap`."""
 _LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", *_PASSED)
-_LIBRARIES = ("hf:", "torchvision:", "timm:", "open_clip:")
 
 
 def wrap(
@@ -120,7 +119,7 @@ def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     _check_quantised(model)
     if "processor" in about and not any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
         about["preprocess"] = as_processed(about.pop("processor"), 3, str(about.get("name", type(model).__name__)))
-    if "tokenizer" in about and not _reads_texts(model):
+    if "tokenizer" in about and not has_text_side(model):
         raise PatchlightError(f"{type(model).__name__} has no text side, so a tokenizer means nothing for it")
     if "labels" in about:
         about["labels"] = read_labels(about["labels"])
@@ -158,26 +157,19 @@ def load(
     """
     if not isinstance(name, str):
         raise PatchlightError(f"load takes a name; {type(name).__name__} was given (wrap takes models)")
-    fetch = weights is None and pretrained is not False
-    state = read_weights(Path(weights)) if weights is not None else None
-    library, _, rest = name.partition(":") if name.startswith(_LIBRARIES) else ("timm", "", name)
-    if isinstance(pretrained, str) and library != "open_clip":
+    family, rest = family_of(name)
+    if isinstance(pretrained, str) and not family.tagged:
         raise PatchlightError(f"pretrained is {pretrained!r}; only open_clip's weights have tags, others True or False")
+    state = read_weights(Path(weights)) if weights is not None else None
     about: dict[str, Any] = {"name": rest or name}
     about |= {} if preprocess is None else {"preprocess": read_preprocess(preprocess)}
     about |= {} if labels is None else {"labels": labels}
     about |= {key: value for key in _PASSED if (value := options.pop(key, None)) is not None}
     _check_own(about, head, texts)
-    if name == "pocket":
-        anatomy = _load_pocket(about, options, pretrained is not False)
-    elif library == "hf":
-        anatomy = _load_hf(rest, fetch, state, options, about)
-    elif library == "open_clip":
-        anatomy = _load_open_clip(rest, pretrained if isinstance(pretrained, str) else None, fetch, options, about)
-    elif library == "torchvision":
-        anatomy = _load_torchvision(rest, fetch, state, options, about)
-    else:
-        anatomy = _load_timm(rest, fetch, state, options, about)
+    tag = pretrained if isinstance(pretrained, str) else None
+    fetch = state is None and pretrained is not False
+    model, more = _created(family, name, LoadRequest(rest, fetch, tag, state, options, about))
+    anatomy = _wrapped(model, {**more, **about})
     if state is not None:
         if "img_size" in options or "image_size" in options:
             state = resampled(state, anatomy.model, anatomy.grid, f"'{weights}'")
@@ -194,10 +186,19 @@ def load(
 
 def list_models(pattern: str = "") -> list[str]:
     """The names `load` knows without a prefix: pocket, and timm's plain and hierarchical transformers."""
-    import timm
+    return matching((name for family in in_order() for name in family.names()), pattern)
 
-    names = [n for m in (*PLAIN, *STAGED) for n in timm.list_models(module=m) if why_not(n, m) is None]
-    return matching(["pocket", *names], pattern)
+
+def _created(family: Family, name: str, request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
+    """The model that a family makes, and what it knows of it beside."""
+    assert family.create is not None
+    try:
+        made = family.create(request)
+    except PatchlightError:
+        raise
+    except Exception as error:
+        raise PatchlightError(_could_not(name, request.pretrained, error)) from error
+    return made if isinstance(made, tuple) else (made, {})
 
 
 def _checked(about: dict[str, Any]) -> dict[str, Any]:
@@ -261,10 +262,8 @@ def _own_preprocess(model: nn.Module, about: dict[str, Any]) -> Preprocess:
 
 
 def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
-    from patchlight.anatomy import hf, hf_backbones
-
     anatomy = None if any(key in about for key in CUSTOM) else read_anatomy(model, dict(about))
-    if anatomy is None and ("output" in about or not _reads_texts(model)):
+    if anatomy is None and ("output" in about or not has_text_side(model)):
         anatomy = read_custom(model, about)
     if anatomy is None:
         raise PatchlightError(_unread(model, [*hf.supported(), *hf_backbones.supported()]))
@@ -274,7 +273,7 @@ def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
 def _unread(model: nn.Module, of_transformers: Sequence[str]) -> str:
     """Why a model cannot be read by itself, and how it is described by hand."""
     kind, blocks, classes = type(model).__name__, "…", "…"
-    if _reads_texts(model):
+    if has_text_side(model):
         towers = ("vision_model.encoder.layers", "visual.transformer.resblocks", "visual.trunk.blocks")
         found = next((path for path in towers if _reaches(model, path)), None)
         blocks, classes = f"model.{found}" if found else "…", "number of texts, labels=texts"
@@ -294,10 +293,6 @@ def _unread(model: nn.Module, of_transformers: Sequence[str]) -> str:
     )
 
 
-def _reads_texts(model: nn.Module) -> bool:
-    return any(hasattr(model, name) for name in ("get_text_features", "encode_text"))
-
-
 def _reaches(model: nn.Module, path: str) -> bool:
     try:
         model.get_submodule(path)
@@ -313,188 +308,6 @@ def _describe(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     about.setdefault("preprocess", Preprocess((224, 224)))
     about.setdefault("name", type(model).__name__)
     return DescribedAnatomy(model, **about)
-
-
-def _load_pocket(about: dict[str, Any], options: dict[str, Any], trained: bool) -> Anatomy:
-    from patchlight.zoo import pocket
-
-    if options:
-        raise PatchlightError(f"pocket takes no '{next(iter(options))}'; {nearest(next(iter(options)), _LOADING)}")
-    facts = pocket.description()
-    own = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
-    preprocess = applied(about.pop("preprocess", own), lambda: own)
-    return _wrapped(pocket.build(trained), {"labels": facts["classes"], "preprocess": preprocess, **about})
-
-
-def _load_timm(
-    name: str, fetch: bool, state: dict[str, Tensor] | None, options: dict[str, Any], about: dict[str, Any]
-) -> Anatomy:
-    import timm
-
-    known = list_models()
-    if not timm.is_model(name):
-        raise PatchlightError(f"no model is called '{name}'; {nearest(name, known)}")
-    reason = why_not(name.partition(".")[0], module_of(name))
-    if reason is not None:
-        raise PatchlightError(
-            f"'{name}' is not a Vision Transformer that can be read: {reason}; {nearest(name, known)}"
-        )
-    if state is not None and "num_classes" not in options:
-        head = state.get("head.weight", state.get("head.fc.weight"))
-        if head is not None:
-            options = {**options, "num_classes": int(head.shape[0])}
-    try:
-        where = _found_by_timm(name, options) if fetch else {}
-        model = timm.create_model(name, pretrained=fetch, **{**options, **where})
-        _check_options(type(model), options)
-    except PatchlightError:
-        raise
-    except Exception as error:
-        raise PatchlightError(_could_not(name, fetch, error)) from error
-    return _wrapped(model, about)
-
-
-def _found_by_timm(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options with which timm finds pretrained weights where the hub is out of reach: the file in the local cache."""
-    from timm.models import get_pretrained_cfg
-
-    from patchlight.anatomy.hub import cached, endpoint, unreachable
-
-    config = get_pretrained_cfg(name)
-    if config is None or "pretrained_cfg" in options or "pretrained_cfg_overlay" in options:
-        return {}
-    classes = options.get("num_classes", config.num_classes)
-    if classes not in (0, config.num_classes):
-        raise PatchlightError(
-            f"'{name}' is pretrained for {config.num_classes} classes, so that with num_classes={classes} its "
-            "classifier would be random; give weights=FILE of one trained for them, or pretrained=False"
-        )
-    if not config.hf_hub_id or not (reason := unreachable()):
-        return {}
-    given = config.hf_hub_filename or "pytorch_model.bin"
-    safe = "model.safetensors" if given == "pytorch_model.bin" else str(Path(given).with_suffix(".safetensors"))
-    file = cached(config.hf_hub_id, safe, given)
-    if file is None:
-        raise PatchlightError(
-            f"'{name}' could not be loaded: it is not in the local cache, and {endpoint()} cannot be reached "
-            f"({reason}); give weights=FILE (--weights), or pretrained=False for random weights"
-        )
-    return {"pretrained_cfg_overlay": {"file": str(file), "custom_load": file.suffix == ".npz"}}
-
-
-def _check_options(cls: type, options: dict[str, Any]) -> None:
-    """Refuse options that a constructor with `**kwargs` would swallow."""
-    from timm import create_model
-    from timm.models import build_model_with_cfg
-
-    if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values()):
-        return
-    makers = [kind for kind in cls.__mro__ if "__init__" in vars(kind)]  # what one swallows, the next may take
-    known = {*inspect.signature(create_model).parameters}.union(
-        *(inspect.signature(kind).parameters for kind in makers)
-    )
-    known |= {*inspect.signature(build_model_with_cfg).parameters}
-    unknown = next((key for key in options if key not in known), None)
-    if unknown is not None:
-        raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument '{unknown}'")
-
-
-def _load_hf(
-    name: str, fetch: bool, state: dict[str, Tensor] | None, options: dict[str, Any], about: dict[str, Any]
-) -> Anatomy:
-    try:
-        import transformers
-    except ImportError as error:
-        raise missing_extra("'hf:' models need", "transformers", "hf") from error
-    from patchlight.anatomy.hf import check_complete, check_floating, read_processor
-    from patchlight.anatomy.hub import endpoint, unreachable
-
-    local = name != "" and Path(name).is_dir()
-    if not local and (not name or name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise PatchlightError(f"no folder at '{name}'; give hf:FOLDER, or hf:OWNER/NAME for a model of the hub")
-    if local and fetch:
-        check_floating(Path(name))
-    reason = "" if local else unreachable()
-    where: dict[str, Any] = {"local_files_only": True} if reason else {}
-    try:
-        config, others = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **options, **where)
-        others = {key: value for key, value in others.items() if key != "local_files_only"}
-        heads = ((state or {}).get(f"{part}.weight") for part in ("classifier", "cls_classifier"))
-        head = next((weight for weight in heads if weight is not None), None)
-        if head is not None and "num_labels" not in options:
-            config.num_labels = int(head.shape[0])
-        config.architectures = config.architectures or []
-        kind, extra = _kind_of(next(iter(config.architectures), ""), name, state)
-        cls: Any = getattr(transformers, kind or "AutoModelForImageClassification")
-        if fetch:
-            how = {**options, **where, **extra, "ignore_mismatched_sizes": True, "output_loading_info": True}
-            model, info = cls.from_pretrained(name, **how)
-        else:
-            make = cls._from_config if kind else cls.from_config
-            model, info = make(config, **others, **extra), {}
-    except PatchlightError:
-        raise
-    except Exception as error:
-        if reason and isinstance(error, OSError):
-            raise PatchlightError(
-                f"'hf:{name}' could not be loaded: it is not in the local cache, and {endpoint()} cannot be reached "
-                f"({reason}); give hf:FOLDER of a model that lies here"
-            ) from error
-        raise PatchlightError(_could_not(f"hf:{name}", fetch, error)) from error
-    check_complete(info, next(iter(config.architectures), ""), name)
-    if not isinstance(about.get("preprocess"), Preprocess):
-        about["processor"] = read_processor(name, where)
-    if _reads_texts(model) and "tokenizer" not in about:
-        from patchlight.anatomy.hf_backbones import read_tokenizer
-
-        about["tokenizer"] = read_tokenizer(name, where)
-    return _wrapped(model, about)
-
-
-def _kind_of(saved: str, name: str, state: dict[str, Tensor] | None) -> tuple[str, dict[str, Any]]:
-    """The class as which a transformers model is opened, with what it is made with; "" where a classifier is wanted.
-
-    Weights that have a classifier make one of a backbone. A pooler behind a backbone, often not trained, is left out.
-    """
-    from patchlight.anatomy import hf, hf_backbones
-
-    hf_backbones.check_kind(saved, f"'hf:{name}'")
-    classifies = state is not None and "classifier.weight" in state
-    if saved in hf.supported():
-        return saved, {}
-    kind = hf_backbones.PRETRAINED.get(saved, saved)
-    if classifies or kind not in hf_backbones.supported():
-        return "", {}
-    return kind, {"add_pooling_layer": False} if kind in ("ViTModel", "DeiTModel") else {}
-
-
-def _load_open_clip(name: str, tag: str | None, fetch: bool, options: dict[str, Any], about: dict[str, Any]) -> Anatomy:
-    from patchlight.anatomy.open_clip import create
-
-    try:
-        model, tokenizer = create(name, tag, fetch, options)
-    except PatchlightError:
-        raise
-    except Exception as error:
-        raise PatchlightError(_could_not(f"open_clip:{name}", fetch, error)) from error
-    return _wrapped(model, {"tokenizer": tokenizer, **about})
-
-
-def _load_torchvision(
-    name: str, fetch: bool, state: dict[str, Tensor] | None, options: dict[str, Any], about: dict[str, Any]
-) -> Anatomy:
-    from torchvision import models
-
-    names = [n for n in models.list_models() if n.startswith("vit_")]
-    if name not in names:
-        raise PatchlightError(f"torchvision has no Vision Transformer called '{name}'; {nearest(name, names)}")
-    if state is not None and "num_classes" not in options and "heads.head.weight" in state:
-        options = {**options, "num_classes": int(state["heads.head.weight"].shape[0])}
-    try:
-        model = models.get_model(name, weights="DEFAULT" if fetch else None, **options)
-    except Exception as error:
-        raise PatchlightError(_could_not(f"torchvision:{name}", fetch, error)) from error
-    return _wrapped(model, about)
 
 
 def _could_not(name: str, fetch: bool, error: Exception) -> str:

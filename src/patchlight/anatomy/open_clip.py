@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts
-from patchlight.anatomy.families import register_family
-from patchlight.anatomy.hub import cached, endpoint, unreachable
+from patchlight.anatomy.families import LoadRequest, register_family
+from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
 from patchlight.anatomy.timm import BeitAnatomy, EvaAnatomy, TimmAnatomy
@@ -164,7 +164,38 @@ class OpenClipBeitAnatomy(_Trunk, BeitAnatomy):
     """A BEiT of timm's."""
 
 
-@register_family("open_clip", package="open_clip")
+def create_open_clip(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
+    """An open_clip model of its list or of a local folder, and its tokenizer.
+
+    Without a tag the weights are OpenAI's where there are such, else the first of its list; weights that were trained
+    with QuickGELU get it.
+    """
+    try:
+        import open_clip
+    except ImportError as error:
+        raise missing_extra("'open_clip:' models need", "open_clip_torch", "open_clip") from error
+    name, tag, fetch = request.name, request.tag, request.pretrained
+    given: dict[str, Any] = {"pretrained_text": fetch, **request.options}
+    local = Path(name).is_dir()
+    if local:
+        if not (Path(name) / "open_clip_config.json").is_file():
+            raise PatchlightError(f"'{name}' has no open_clip_config.json, so it is no folder of open_clip's")
+        if tag is not None:
+            raise PatchlightError(f"'{name}' is a folder with weights of its own; pretrained={tag!r} is for names")
+        source = f"local-dir:{name}"
+    elif name.startswith("hf-hub:"):
+        source = name
+    else:
+        known = open_clip.list_models()
+        if name not in known:
+            raise PatchlightError(f"open_clip has no model called '{name}'; {nearest(name, known)}, or give a folder")
+        source = name
+        given = {**(_weights(name, _tag(name, tag)) if fetch else {}), **given}
+    model = open_clip.create_model(source, load_weights=fetch, require_pretrained=fetch, **given)
+    return model, {"tokenizer": _tokenizer(source, local)}
+
+
+@register_family("open_clip", package="open_clip", prefix="open_clip", create=create_open_clip, tagged=True)
 def read_open_clip(
     model: nn.Module, name: str | None = None, labels: Sequence[str] | None = None, tokenizer: Any = None, **about: Any
 ) -> Anatomy | None:
@@ -204,36 +235,6 @@ def _trunk_anatomy(trunk: Any) -> Any:
     return next((anatomy for kind, anatomy in known if isinstance(trunk, kind)), None)
 
 
-def create(name: str, tag: str | None, fetch: bool, options: dict[str, Any]) -> tuple[nn.Module, Any]:
-    """An open_clip model of its list or of a local folder, and its tokenizer.
-
-    Without a tag the weights are OpenAI's where there are such, else the first of its list; weights that were trained
-    with QuickGELU get it.
-    """
-    try:
-        import open_clip
-    except ImportError as error:
-        raise missing_extra("'open_clip:' models need", "open_clip_torch", "open_clip") from error
-    given: dict[str, Any] = {"pretrained_text": fetch, **options}
-    local = Path(name).is_dir()
-    if local:
-        if not (Path(name) / "open_clip_config.json").is_file():
-            raise PatchlightError(f"'{name}' has no open_clip_config.json, so it is no folder of open_clip's")
-        if tag is not None:
-            raise PatchlightError(f"'{name}' is a folder with weights of its own; pretrained={tag!r} is for names")
-        source = f"local-dir:{name}"
-    elif name.startswith("hf-hub:"):
-        source = name
-    else:
-        known = open_clip.list_models()
-        if name not in known:
-            raise PatchlightError(f"open_clip has no model called '{name}'; {nearest(name, known)}, or give a folder")
-        source = name
-        given = {**(_weights(name, _tag(name, tag)) if fetch else {}), **given}
-    model = open_clip.create_model(source, load_weights=fetch, require_pretrained=fetch, **given)
-    return model, _tokenizer(source, local)
-
-
 def _weights(name: str, tag: str) -> dict[str, Any]:
     """Options of open_clip's constructor for the weights of a tag, found in the local cache where the hub is away."""
     import open_clip
@@ -246,10 +247,8 @@ def _weights(name: str, tag: str) -> dict[str, Any]:
         return given
     found = cached(repository, *([file] if file else ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"]))
     if found is None:
-        raise PatchlightError(
-            f"'open_clip:{name}' could not be loaded: its weights '{tag}' are not in the local cache, and {endpoint()} "
-            f"cannot be reached ({reason}); give weights=FILE, or pretrained=False for random ones"
-        )
+        what, advice = f"its weights '{tag}' are", "weights=FILE, or pretrained=False for random ones"
+        raise not_cached(f"open_clip:{name}", what, reason, advice)
     return {**given, "pretrained": str(found), "force_preprocess_cfg": said}
 
 

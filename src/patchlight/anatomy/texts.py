@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchlight.core.errors import PatchlightError
 
@@ -19,6 +19,11 @@ class NoTokenizer:
     """Stands for a tokenizer that could not be read, and says why."""
 
     reason: str
+
+
+def has_text_side(model: nn.Module) -> bool:
+    """Whether a model reads texts beside images."""
+    return any(hasattr(model, name) for name in ("get_text_features", "encode_text"))
 
 
 def check_length(prompts: Sequence[str], lengths: Sequence[int], room: int, name: str) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Ends, Parts, Pooling, affine, linear, stacked
-from patchlight.anatomy.families import register_family
+from patchlight.anatomy.families import LoadRequest, register_family
+from patchlight.anatomy.hub import cached, not_cached, unreachable
+from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.errors import PatchlightError
+from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 
@@ -307,7 +311,79 @@ def _embedding(model: Any) -> Any:
     return getattr(inner, "patch_embed", None) or first
 
 
-@register_family("timm", package="timm")
+def timm_names() -> list[str]:
+    """The bundled pocket, and those of timm's models that can be opened."""
+    import timm
+
+    return ["pocket", *(n for m in (*PLAIN, *STAGED) for n in timm.list_models(module=m) if why_not(n, m) is None)]
+
+
+def create_timm(request: LoadRequest) -> nn.Module:
+    """A model by its timm name; pocket is one of timm's VisionTransformers."""
+    import timm
+
+    name = request.name
+    if name == "pocket":
+        from patchlight.zoo import pocket
+
+        if request.options:
+            raise TypeError(f"pocket() got an unexpected keyword argument '{next(iter(request.options))}'")
+        return pocket.build(request.pretrained)
+    if not timm.is_model(name):
+        raise PatchlightError(f"no model is called '{name}'; {nearest(name, timm_names())}")
+    reason = why_not(name.partition(".")[0], module_of(name))
+    if reason is not None:
+        raise PatchlightError(
+            f"'{name}' is not a Vision Transformer that can be read: {reason}; {nearest(name, timm_names())}"
+        )
+    options = request.with_classes("num_classes", "head.weight", "head.fc.weight")
+    where = _found_by_timm(name, options) if request.pretrained else {}
+    model = timm.create_model(name, pretrained=request.pretrained, **{**options, **where})
+    _check_options(type(model), options)
+    return model
+
+
+def _found_by_timm(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with which timm finds pretrained weights where the hub is out of reach: the file in the local cache."""
+    from timm.models import get_pretrained_cfg
+
+    config = get_pretrained_cfg(name)
+    if config is None or "pretrained_cfg" in options or "pretrained_cfg_overlay" in options:
+        return {}
+    classes = options.get("num_classes", config.num_classes)
+    if classes not in (0, config.num_classes):
+        raise PatchlightError(
+            f"'{name}' is pretrained for {config.num_classes} classes, so that with num_classes={classes} its "
+            "classifier would be random; give weights=FILE of one trained for them, or pretrained=False"
+        )
+    if not config.hf_hub_id or not (reason := unreachable()):
+        return {}
+    given = config.hf_hub_filename or "pytorch_model.bin"
+    safe = "model.safetensors" if given == "pytorch_model.bin" else str(Path(given).with_suffix(".safetensors"))
+    file = cached(config.hf_hub_id, safe, given)
+    if file is None:
+        raise not_cached(name, "it is", reason, "weights=FILE (--weights), or pretrained=False for random weights")
+    return {"pretrained_cfg_overlay": {"file": str(file), "custom_load": file.suffix == ".npz"}}
+
+
+def _check_options(cls: type, options: dict[str, Any]) -> None:
+    """Refuse options that a constructor with `**kwargs` would swallow."""
+    from timm import create_model
+    from timm.models import build_model_with_cfg
+
+    if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values()):
+        return
+    makers = [kind for kind in cls.__mro__ if "__init__" in vars(kind)]  # what one swallows, the next may take
+    known = {*inspect.signature(create_model).parameters}.union(
+        *(inspect.signature(kind).parameters for kind in makers)
+    )
+    known |= {*inspect.signature(build_model_with_cfg).parameters}
+    unknown = next((key for key in options if key not in known), None)
+    if unknown is not None:
+        raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument '{unknown}'")
+
+
+@register_family("timm", package="timm", prefix="timm", create=create_timm, names=timm_names)
 def read_timm(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
     """The anatomy of a timm model, or None where it is neither a plain nor a known hierarchical transformer."""
     from timm.models.beit import Beit

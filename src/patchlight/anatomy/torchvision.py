@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Ends, Parts
-from patchlight.anatomy.families import register_family
+from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.timm import imagenet_labels
+from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.images import Preprocess
 
 
@@ -81,7 +82,19 @@ class TorchvisionAnatomy(Anatomy):
         return Ends(net.conv_proj, net.class_token, net.encoder.pos_embedding, net.encoder.ln, heads[0])
 
 
-@register_family("torchvision", package="torchvision")
+def create_torchvision(request: LoadRequest) -> nn.Module:
+    """One of torchvision's Vision Transformers by its name."""
+    from torchvision import models
+
+    names = [n for n in models.list_models() if n.startswith("vit_")]
+    if request.name not in names:
+        hint = nearest(request.name, names)
+        raise PatchlightError(f"torchvision has no Vision Transformer called '{request.name}'; {hint}")
+    options = request.with_classes("num_classes", "heads.head.weight")
+    return models.get_model(request.name, weights="DEFAULT" if request.pretrained else None, **options)
+
+
+@register_family("torchvision", package="torchvision", prefix="torchvision", create=create_torchvision)
 def read_torchvision(model: nn.Module, **about: Any) -> Anatomy | None:
     """The anatomy of a torchvision VisionTransformer, or None."""
     from torchvision.models import VisionTransformer

@@ -10,7 +10,7 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,9 +47,19 @@ def build(trained: bool = True) -> nn.Module:
     import safetensors.torch
     from timm.models.vision_transformer import VisionTransformer
 
-    model: nn.Module = VisionTransformer(**description()["architecture"])
+    facts = description()
+    model: Any = VisionTransformer(**facts["architecture"])
+    size = facts["architecture"]["img_size"]
+    model.pretrained_cfg = {
+        "architecture": "pocket",
+        "input_size": (3, size, size),
+        "mean": tuple(facts["mean"]),
+        "std": tuple(facts["std"]),
+        "crop_pct": 1.0,
+        "label_names": facts["classes"],
+    }
     if not trained:
-        return model.eval()
+        return cast("nn.Module", model.eval())
     weights = safetensors.torch.load_file(WEIGHTS)
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
-    return model.eval()
+    return cast("nn.Module", model.eval())
