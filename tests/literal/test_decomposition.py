@@ -165,7 +165,7 @@ def evidence(A: Tensor, x: Tensor, u: Tensor, out: float) -> Evidence:
     width = x.shape[-1]
     linear = torch.nn.Linear(width, width, bias=False, dtype=torch.float64)
     linear.weight.data = out * torch.eye(width, dtype=torch.float64)
-    parts = pl.anatomy.base.Parts(norm1=torch.nn.LayerNorm(width), out=linear)
+    parts = pl.anatomy.contract.Parts(norm1=torch.nn.LayerNorm(width), out=linear)
     return Evidence.of(x, y=u, A=A, v=x[:, None], u=u, parts=parts)
 
 

@@ -291,7 +291,8 @@ class Anatomy(Readout):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(p for p in self.net.parameters() if p.is_floating_point()).dtype
+        net: nn.Module = self.net
+        return next(p for p in net.parameters() if p.is_floating_point()).dtype
 
     def run(self, tokens: Tensor, start: int = 0, stop: int | None = None, keep: Tensor | None = None) -> Tensor:
         """Blocks start..stop-1 on `tokens`; `keep` [B,k] drops all other patches first, and keeps their positions."""

@@ -91,7 +91,8 @@ def create_torchvision(request: LoadRequest) -> nn.Module:
         hint = nearest(request.name, names)
         raise PatchlightError(f"torchvision has no Vision Transformer called '{request.name}'; {hint}")
     options = request.with_classes("num_classes", "heads.head.weight")
-    return models.get_model(request.name, weights="DEFAULT" if request.pretrained else None, **options)
+    model: nn.Module = models.get_model(request.name, weights="DEFAULT" if request.pretrained else None, **options)
+    return model
 
 
 @register_family("torchvision", package="torchvision", prefix="torchvision", create=create_torchvision)

@@ -102,7 +102,7 @@ class Copy:
     def _put(self, weights: Mapping[str, Tensor]) -> Anatomy:
         for name, value in weights.items():
             module, leaf = self._places[name]
-            module._parameters[leaf] = value  # type: ignore[assignment]
+            module._parameters[leaf] = value
         return self.vit
 
     @torch.no_grad()
