@@ -13,11 +13,12 @@ from torch import Tensor
 import patchlight as pl
 from benchmarks.common import device, medians, record
 from patchlight.anatomy.opened import Anatomy
+from patchlight.evidence.precision import lowered
 from patchlight.trained.devices import Devices
-from patchlight.trained.diffmask import DiffMask, Settings
+from patchlight.trained.diffmask import DiffMask, DiffMaskSettings
 from patchlight.trained.diffmask.gates import new_gates
 from patchlight.trained.diffmask.train import GateLearner
-from patchlight.trained.precision import lowered, training
+from patchlight.trained.loop import training
 
 BATCH = 32
 TRAINING = {"cpu": [(8, "full", 1)], "cuda": [(64, "bf16", 20), (256, "bf16", 10)]}
@@ -60,7 +61,7 @@ def trained(vit: Anatomy) -> list[list[str]]:
     rows = []
     for batch, precision, count in TRAINING[device()]:
         images = torch.randn(batch, 3, 224, 224, device=device())
-        settings = Settings.preset(precision=precision, steps=10**9)
+        settings = DiffMaskSettings.preset(precision=precision, steps=10**9)
         low = lowered(vit, settings.precision)
         learner = GateLearner(low, Forever(images), settings, Devices(low))
 

@@ -21,7 +21,7 @@ from patchlight.core.errors import PatchlightError
 from patchlight.data.spec import DataSpec
 from patchlight.study import evaluate, spec
 from patchlight.study.spec import MethodSpec, MetricSpec
-from patchlight.trained.diffmask.recipe import read_recipe
+from patchlight.trained.diffmask.settings import DiffMaskRecipe
 from patchlight.trained.recipe import data_at
 from tests.bench.small import pictures, recipe, text, units
 
@@ -79,7 +79,7 @@ def test_images_at_random_follow_the_seed() -> None:
 
 
 def test_the_images_of_a_training_are_the_first_ones() -> None:
-    cifar = read_recipe("diffmask-cifar10")
+    cifar = DiffMaskRecipe.read("diffmask-cifar10")
     assert cifar.data is not None
     assert cifar.held_out is not None
     assert list(cifar.data.chosen(numbered(50_000))) == list(range(40_000))

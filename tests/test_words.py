@@ -21,8 +21,8 @@ from patchlight.methods.requests import resolve
 from patchlight.metrics.base import METRICS
 from patchlight.report.figures import FIGURES
 from patchlight.study.evaluate import evaluate
-from patchlight.trained.diffmask import Settings
-from patchlight.trained.shapley import Settings as ShapleySettings
+from patchlight.trained.diffmask import DiffMaskSettings
+from patchlight.trained.shapley import ShapleySettings
 
 ROOT = Path(__file__).parents[1]
 GONE = {
@@ -114,7 +114,7 @@ def test_vocabularies_are_the_same_everywhere(name: str, kinds: list[Any]) -> No
 
 
 def test_training_has_the_same_words() -> None:
-    for settings in (Settings, ShapleySettings):
+    for settings in (DiffMaskSettings, ShapleySettings):
         assert settings.model_fields["precision"].annotation == Precision
         assert not set(GONE) & set(settings.model_fields)
 
@@ -161,7 +161,7 @@ def test_no_option_has_a_word_that_is_gone() -> None:
 
 
 def test_commands_in_the_docs_set_what_is_there() -> None:
-    words = {*known(), *Settings.model_fields, *ShapleySettings.model_fields, "preset", "score", "key"}
+    words = {*known(), *DiffMaskSettings.model_fields, *ShapleySettings.model_fields, "preset", "score", "key"}
     files = [
         ROOT / "README.md",
         *ROOT.glob("docs/**/*.md"),

@@ -183,21 +183,21 @@ def bundled_model(w: World) -> Callable[[], None]:
 
 
 def explainer(w: World) -> Callable[[], None]:
-    from patchlight.trained.diffmask.method import SHIPPED
+    from patchlight.trained.diffmask import DiffMask
 
     folder = w.folder / "gates"
-    shutil.copytree(SHIPPED, folder)
+    shutil.copytree(DiffMask.shipped, folder)
     w.parts["method"] = f'{{method = "diffmask", explainer = "{folder.as_posix()}"}}'
     return lambda: nudged(folder / "gates.safetensors", "beta")
 
 
 def bundled_explainer(w: World) -> Callable[[], None]:
-    from patchlight.trained.diffmask import method
+    from patchlight.trained.diffmask import DiffMask
 
     folder = w.folder / "gates"
-    shutil.copytree(method.SHIPPED, folder)
+    shutil.copytree(DiffMask.shipped, folder)
     w.parts["method"] = '"diffmask"'
-    w.patch.setattr(method, "SHIPPED", folder)
+    w.patch.setattr(DiffMask, "shipped", folder)
     return lambda: nudged(folder / "gates.safetensors", "beta")
 
 

@@ -18,7 +18,7 @@ from patchlight.cli.training import TrainingOptions
 from patchlight.core.errors import PatchlightError
 from patchlight.data import open_data, read_list
 from patchlight.trained.recipe import open_images
-from patchlight.trained.shapley.recipe import ShapleyRecipe
+from patchlight.trained.shapley.settings import ShapleyRecipe
 from tests.bench.small import cells, pictures, text
 
 NAMES = ["a/0.png", "a/1.png", "b/0.png", "7", "b/c d.jpg"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.trained.devices import Devices
-from patchlight.trained.diffmask import Settings
+from patchlight.trained.diffmask import DiffMaskSettings
 from patchlight.trained.diffmask.gates import observe
 from patchlight.trained.diffmask.objective import penalty
 from patchlight.trained.diffmask.train import GateLearner
@@ -76,7 +76,7 @@ def test_preset_paper_is_the_texts_objective() -> None:
     single = toy()
     vit = pl.wrap(single.model.double(), name="toy", preprocess=single.preprocess)
     images = pictures(3).double()
-    learner = GateLearner(vit, batches(), Settings.preset("paper", steps=5), Devices(vit))
+    learner = GateLearner(vit, batches(), DiffMaskSettings.preset("paper", steps=5), Devices(vit))
     learner.network.double()
     count, patches = learner.network.count, vit.grid[0] * vit.grid[1]
     uniform = torch.rand(count, 3, patches, generator=torch.Generator().manual_seed(5)).double() * 0.98 + 0.01
@@ -102,7 +102,7 @@ def test_preset_paper_is_the_texts_objective() -> None:
 def test_the_multiplier_ascends(kl: float, after: float) -> None:
     """max over lambda of equation 5: its gradient is KL - m, and Adam's first step has the length of its rate."""
     vit = toy()
-    learner = GateLearner(vit, batches(), Settings.preset("paper", steps=5), Devices(vit))
+    learner = GateLearner(vit, batches(), DiffMaskSettings.preset("paper", steps=5), Devices(vit))
     learner.multipliers.step(3, torch.tensor(kl), MARGIN)
     assert float(learner.multipliers[3]) == pytest.approx(after, abs=1e-5)
     for _ in range(2000):
@@ -121,7 +121,7 @@ def test_the_penalty_counts_gates_that_are_not_zero() -> None:
 
 
 def test_preset_paper_has_the_numbers_of_section_3_1() -> None:
-    s = Settings.preset("paper")
+    s = DiffMaskSettings.preset("paper")
     assert (s.alpha, s.beta, s.lambda_start, s.margin, s.batch_size, s.epochs) == (15, 8, 20, 0.1, 16, 25)
     assert (s.gate_rate, s.baseline_rate, s.lambda_rate) == (2e-5, 1e-3, 0.3)
     assert (s.lambda_low, s.lambda_high, s.warmup, s.restarts, s.finish) == (0, None, 0, 0, 0)

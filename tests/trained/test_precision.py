@@ -8,10 +8,10 @@ import torch
 
 import patchlight as pl
 from patchlight.evidence.precision import lowered, tf32
-from patchlight.trained.diffmask import Settings
+from patchlight.trained.diffmask import DiffMaskSettings
 from tests.trained.toys import batches, pictures, toy
 
-SHORT = Settings(precision="bf16", steps=4, log_every=2)
+SHORT = DiffMaskSettings(precision="bf16", steps=4, log_every=2)
 
 
 def test_bfloat16_weights_are_those_autocast_would_make() -> None:

@@ -21,7 +21,6 @@ from patchlight.trained.batches import images_and_labels
 from patchlight.trained.checkpoint import Parts
 from patchlight.trained.devices import Devices
 from patchlight.trained.optimiser import moments, restore_moments
-from patchlight.trained.precision import training
 from patchlight.trained.settings import Training
 from tests.families import randomise
 
@@ -62,6 +61,7 @@ class Student(loop.Learner[Told]):
 
     columns = ("loss", "agreement")
     remedy = "lower rate"
+    report_kind = Told
 
     def __init__(self, vit: Anatomy, settings: StudentSettings, devices: Devices) -> None:
         self.vit, self.settings, self.devices = vit, settings, devices
@@ -83,9 +83,6 @@ class Student(loop.Learner[Told]):
         self.adam.step()
         self.adam.zero_grad()
         return self.devices.mean(torch.stack([loss.detach(), (found.argmax(1) == want.argmax(1)).float().mean()]))
-
-    def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> Told:
-        return Told(step, steps, **means, seconds=seconds)
 
     def state(self) -> Parts:
         return {"network": self.network.state_dict(), "adam": moments(self.adam, self.names)}
@@ -110,6 +107,6 @@ def teach(
     devices = Devices(frozen)
     shared = devices.share(batches() if loader is None else loader)
     student = Student(frozen, settings, devices)
-    with training(frozen, settings.precision):
-        last = loop.run(student, shared, settings, devices, callback, out, resume)
+    with loop.training(frozen, settings.precision):
+        last = loop.train_steps(student, loop.TrainingRun(shared, settings, devices, callback, out, resume))
     return student.network, last

@@ -39,7 +39,13 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "Choosing": ("recommend", "Verdict"),
     "Showing": ("figure", "show"),
     "The raw evidence": ("trace", "Evidence"),
-    "Trained explainers": ("diffmask.train", "diffmask.load", "diffmask.Settings", "shapley.train", "shapley.load"),
+    "Trained explainers": (
+        "diffmask.train",
+        "diffmask.load",
+        "diffmask.DiffMaskSettings",
+        "shapley.train",
+        "shapley.load",
+    ),
     "During training": ("callbacks.TrainingLog", "callbacks.log_maps"),
     "Runs of the benchmark": ("bench.open", "bench.Store"),
     "Adding": (

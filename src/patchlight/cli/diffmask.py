@@ -14,7 +14,7 @@ from patchlight.cli.options import AsJson, Device, ModelOptions, Settings, Train
 from patchlight.cli.training import TrainingOptions, advance, print_use
 
 if TYPE_CHECKING:
-    from patchlight.trained.diffmask import Progress
+    from patchlight.trained.diffmask import DiffMaskProgress
 
 diffmask = typer.Typer(
     name="diffmask", help="Train or import the explainer VISION DIFFMASK, and test it.", no_args_is_help=True
@@ -41,7 +41,7 @@ def train(
     with progress("loading the model") as show:
         from patchlight.trained.diffmask import load
         from patchlight.trained.diffmask import train as train_gates
-        from patchlight.trained.diffmask.recipe import DiffMaskRecipe
+        from patchlight.trained.diffmask.settings import DiffMaskRecipe
 
         recipe = training.read(DiffMaskRecipe, model, initial=None if initial is None else str(initial))
         settings = recipe.training(preset, **training.changes)
@@ -109,19 +109,20 @@ def counting(
     with progress("loading") as show, showing_warnings():
         from dataclasses import asdict
 
-        from patchlight.trained.diffmask.counting_task import ENOUGH, run, table
+        from patchlight.study.counting import ENOUGH, CountingTask, run, table
 
         def tell(words: str) -> None:
             show(description=words)
 
         changes = read_settings(["train"], settings or [])["train"]
-        done = run(out, size, preset or "default", seed, device, distractors, grids, tell, _watch(show), changes)
-    rows = done.verdicts
+        task = CountingTask(size, preset or "default", seed, device, distractors, grids, changes)
+        result = run(out, task, tell, _watch(show))
+    rows = result.rows
     if as_json:
         print_json([{**asdict(row), "exact": row.exact} for row in rows])
     else:
         print(table(rows), end="")
-    if words := _restarts(done.explainer.about["result"]):
+    if words := _restarts(result.explainer.about["result"]):
         say("DiffMask" + words.replace(";", "", 1))
     if rows[0].exact < ENOUGH:
         say(f"DiffMask is exact on {rows[0].exact:.1%} of the grids, under {ENOUGH:.0%}")
@@ -137,7 +138,7 @@ def _restarts(result: dict[str, Any]) -> str:
 
 
 def _watch(show: Callable[..., None]) -> Any:
-    def watch(now: Progress) -> None:
+    def watch(now: DiffMaskProgress) -> None:
         again = f"restart {now.restarts}  " if now.restarts else ""
         far = f"KL {now.kl:.3f}  kept {now.kept:.1%}  same {now.agreement:.1%}  lambda {now.multiplier:.3g}"
         advance(show, now, again + far)

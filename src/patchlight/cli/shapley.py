@@ -30,15 +30,15 @@ def train(
     """Train ViT-Shapley for a model: a network that gives the Shapley values of all patches in one forward."""
     with progress("loading the model") as show:
         from patchlight.trained.shapley import train as train_values
-        from patchlight.trained.shapley.recipe import ShapleyRecipe
+        from patchlight.trained.shapley.settings import ShapleyRecipe
 
         def watch(now: Any) -> None:
             surrogate = hasattr(now, "untrained")
             beside = f"untrained {now.untrained:.4g}" if surrogate else f"equal values {now.even:.4g}"
             advance(show, now, f"{'surrogate' if surrogate else 'values'}: loss {now.loss:.4g}  {beside}")
 
-        recipe = training.read(ShapleyRecipe, model, preset=preset)
-        settings = recipe.training(**training.changes)
+        recipe = training.read(ShapleyRecipe, model)
+        settings = recipe.training(preset, **training.changes)
         with showing_warnings():
             vit = recipe.model.load(model.device)
             loader, held = training.loaders(recipe, vit, settings)

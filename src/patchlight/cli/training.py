@@ -50,10 +50,9 @@ class TrainingOptions:
 
     def read(self, kind: type[R], model: ModelOptions, **beside: Any) -> R:
         """The recipe, if one was given, with what the options say, and those of `beside` that are not None."""
-        from patchlight.core.recipes import parse_as, read_text
         from patchlight.trained.recipe import data_at
 
-        recipe = kind() if self.recipe is None else parse_as(kind, read_text(self.recipe, kind.command), self.recipe)
+        recipe = kind() if self.recipe is None else kind.read(self.recipe)
         images = recipe.data if self.data is None else data_at(self.data, recipe.data)
         if images is None:
             raise PatchlightError(

@@ -35,6 +35,15 @@ def epoch_of(loader: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
         yield from batches
 
 
+LAST_EPOCH = 2**31
+"""The order of batches from which a last calibration or check takes its own."""
+
+
+def last_batches(loader: Iterable[Any], seed: int, count: int) -> Iterator[Any]:
+    """Batches for what is measured after the last step."""
+    return itertools.islice(epoch_of(loader, seed, LAST_EPOCH), count)
+
+
 def length_of(loader: Any) -> int:
     try:
         return len(loader)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import write_whole
-from patchlight.core.fingerprints import stamp
+from patchlight.core.fingerprints import fingerprint, stamp
+from patchlight.core.registry import Settings
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -31,6 +32,12 @@ class Explainer(ABC, Generic[Network]):
     weights: ClassVar[str]
     title: ClassVar[str]
     format: ClassVar[int]
+    command: ClassVar[str]
+    """`patchlight COMMAND train` and `pl.COMMAND.train` make one."""
+    need: ClassVar[tuple[str, str]]
+    """What a model needs, and its pronoun: ("gates", "them")."""
+    shipped: ClassVar[Path]
+    """The folder of the bundled model's explainer."""
     stored: ClassVar[torch.dtype] = torch.float32
     """The type its weights are saved in."""
 
@@ -39,6 +46,11 @@ class Explainer(ABC, Generic[Network]):
     signature: Tensor
     about: dict[str, Any] = field(default_factory=dict)
     _ready: dict[Any, Network] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    @abstractmethod
+    def why_not(vit: Anatomy) -> str | None:
+        """Why a model cannot have such an explainer; None when it can."""
 
     @abstractmethod
     def options(self) -> dict[str, Any]:
@@ -59,8 +71,8 @@ class Explainer(ABC, Generic[Network]):
         mine, other = self.model, described(vit)
         wrong = [key for key in mine if key != "name" and mine[key] != other[key]]
         if wrong:
-            told = " and ".join(f"{mine[key]} {key.replace('_', ' ')}, not {other[key]}" for key in wrong)
-            return f"the explainer was made for {mine['name']} with {told}"
+            differences = " and ".join(f"{mine[key]} {key.replace('_', ' ')}, not {other[key]}" for key in wrong)
+            return f"the explainer was made for {mine['name']} with {differences}"
         now = stamp(vit.model)
         seen = _SEEN.setdefault(self, WeakKeyDictionary())
         known, fits = seen.get(vit, (None, False))
@@ -126,32 +138,46 @@ class Explainer(ABC, Generic[Network]):
             raise PatchlightError(f"'{folder}' does not fit {vit.name}: {reason}")
         return explainer
 
+    @classmethod
+    def resolve(cls, given: Any) -> Self:
+        """An explainer as a setting gives it: itself, a folder, or None for the one that comes with `pocket`."""
+        if isinstance(given, cls):
+            return given
+        given = cls.shipped if given is None else given
+        if not isinstance(given, str | Path):
+            advice = f"give a {cls.__name__} or the folder it was saved in"
+            raise PatchlightError(f"explainer is a {type(given).__name__}; {advice}")
+        folder = Path(given).resolve()
+        files = [folder / f"{cls.kind}.json", folder / f"{cls.weights}.safetensors"]
+        states = [file.stat() for file in files if file.is_file()]
+        explainer: Self = _read_once(cls, folder, tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in states))
+        return explainer
+
+    @classmethod
+    def identity(cls, settings: Settings) -> str:
+        """What a map depends on besides the method's settings: the trained weights."""
+        explainer = cls.resolve(settings["explainer"])
+        return f"{fingerprint(explainer.network)} {explainer.options()}"
+
+    @classmethod
+    def refusal(cls, settings: Settings, vit: Anatomy) -> str | None:
+        """Why a method with these settings cannot explain a model; None when it can."""
+        reason = cls.why_not(vit)
+        if reason is not None:
+            return reason
+        if settings["explainer"] is None and vit.name != "pocket":
+            noun, them = cls.need
+            how = f"`patchlight {cls.command} train` or pl.{cls.command}.train"
+            return f"it needs {noun} trained for {vit.name}: make {them} with {how}, and give {them} as explainer"
+        return cls.resolve(settings["explainer"]).mismatch(vit)
+
 
 _SEEN: WeakKeyDictionary[Explainer[Any], WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
 """By explainer and model: where its weights were when they were last compared, and whether they fitted."""
 
 
-E = TypeVar("E", bound=Explainer[Any])
-
-
-def chosen(kind: type[E], given: Any, shipped: Path) -> E:
-    """An explainer as a setting gives it: itself, a folder, or None for the one that comes with `pocket`."""
-    if isinstance(given, kind):
-        return given
-    if given is None:
-        given = shipped
-    if not isinstance(given, str | Path):
-        told = f"give a {kind.__name__} or the folder it was saved in"
-        raise PatchlightError(f"explainer is a {type(given).__name__}; {told}")
-    folder = Path(given).resolve()
-    files = [folder / f"{kind.kind}.json", folder / f"{kind.weights}.safetensors"]
-    found = [file.stat() for file in files if file.is_file()]
-    explainer: E = _loaded(kind, folder, tuple((f.st_mtime_ns, f.st_size, f.st_ino) for f in found))
-    return explainer
-
-
 @cache
-def _loaded(kind: type[E], folder: Path, changed: tuple[tuple[int, ...], ...]) -> E:
+def _read_once(kind: type[Explainer[Any]], folder: Path, files: tuple[tuple[int, ...], ...]) -> Any:
     return kind.read(folder)
 
 

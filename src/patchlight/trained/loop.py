@@ -6,32 +6,81 @@ state. A training that has failed starts again with a seed that is a function of
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchlight.core.errors import PatchlightError, TrainingWarning, warn
+from patchlight.anatomy.opened import Anatomy
+from patchlight.core.errors import PatchlightError, TrainingWarning, Unsupported, warn
 from patchlight.core.extras import missing_extra
 from patchlight.core.files import check_writable
 from patchlight.core.progress import Progress, Tell, telling
-from patchlight.trained.batches import epoch_of, length_of
+from patchlight.evidence.precision import Precision, rounding
+from patchlight.trained.batches import check_data, epoch_of, length_of
 from patchlight.trained.checkpoint import Parts, append_metrics, cut_metrics, read_checkpoint, write_checkpoint
 from patchlight.trained.devices import Devices
+from patchlight.trained.explainer import Explainer
 from patchlight.trained.settings import Training
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+E = TypeVar("E", bound=Explainer[Any])
 Report = TypeVar("Report", bound="DataclassInstance")
 """How far a training is: numbers, `step`, `steps` and `seconds` among them."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What surrounds the steps of a training: its batches and settings, who is informed, and where it is written."""
+
+    loader: Iterable[Any]
+    """This process's share of the batches."""
+    settings: Training
+    devices: Devices
+    callback: Callable[[Any], None] | None = None
+    out: Path | None = None
+    resume: bool = True
+    progress: Progress | bool = True
+
+    def finish(self, kind: type[E], network: nn.Module, vit: Anatomy, result: dict[str, Any]) -> E:
+        """The explainer of what was trained, saved where the run is written."""
+        explainer = kind.of(network, vit, settings=self.settings.model_dump(), result=result)
+        if self.out is not None and self.devices.main:
+            explainer.save(self.out)
+        return explainer
+
+
+def check_training(
+    kind: type[Explainer[Any]], vit: Anatomy, loader: Iterable[Any], held_out: Iterable[Any] | None, use: str
+) -> None:
+    """Refuse, before any work, a model that cannot have such an explainer, and wrong batches; `use` is of held_out."""
+    reason = kind.why_not(vit)
+    if reason is not None:
+        raise Unsupported(f"{kind.title} cannot be trained here: {reason}")
+    check_data(vit, loader)
+    if held_out is not None:
+        check_data(vit, held_out, use)
+
+
+@contextlib.contextmanager
+def training(vit: Anatomy, precision: Precision) -> Iterator[None]:
+    """Around a whole training: gradients are on, whatever surrounds the call, and the model is what it is now.
+
+    Products may round to TF32 unless all is full: the gradient of a small network's weights, a narrow one, is slow
+    otherwise.
+    """
+    with vit.steady(), torch.inference_mode(False), torch.enable_grad(), rounding(vit, precision):
+        yield
 
 
 class Diverged(Exception):
@@ -46,6 +95,8 @@ class Learner(ABC, Generic[Report]):
     """The names of what `step` returns; `loss` is one of them."""
     remedy: str
     """What to change when the loss is not a number."""
+    report_kind: ClassVar[type[Any]]
+    """The dataclass of a report: `step`, `steps`, `columns` and `seconds`."""
 
     @abstractmethod
     def step(self, batch: Any, index: int) -> Tensor:
@@ -55,9 +106,10 @@ class Learner(ABC, Generic[Report]):
         """Begin again from this seed, after so many restarts; only for a learner whose `step` raises `Diverged`."""
         raise NotImplementedError
 
-    @abstractmethod
     def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> Report:
-        """What is told of the means of `columns` since the last report; the place to warn."""
+        """The report on the means of `columns` since the last one; the place to warn."""
+        report: Report = self.report_kind(step=step, steps=steps, **means, seconds=seconds)
+        return report
 
     @abstractmethod
     def state(self) -> Parts:
@@ -68,28 +120,18 @@ class Learner(ABC, Generic[Report]):
         """Take up a state; a KeyError or RuntimeError where it is another model's."""
 
 
-def run(
-    learner: Learner[Report],
-    loader: Iterable[Any],
-    settings: Training,
-    devices: Devices,
-    callback: Callable[[Report], None] | None = None,
-    out: Path | None = None,
-    resume: bool = True,
-    progress: Progress | bool = True,
-    words: str = "training",
-) -> dict[str, Any]:
-    """Take all steps, from the checkpoint in `out` on where there is one; returns the last report, by name.
+def train_steps(learner: Learner[Report], run: TrainingRun, words: str = "training") -> dict[str, Any]:
+    """Take all steps, from the checkpoint in `run.out` on where there is one; returns the last report, by name.
 
     Where a training started again, `failed_attempts` beside it lists the seed, the step and the reason of each failure.
-    `progress` is as in `explain`, of steps, called `words` where it is shown. `out` gets `checkpoint.safetensors` and
-    `metrics.csv`, and TensorBoard's files where they are wanted.
+    The progress bar is called `words`. `run.out` gets `checkpoint.safetensors` and `metrics.csv`, and TensorBoard's
+    files where the settings say so.
     """
-    loop = _Loop(learner, loader, settings, devices, callback, out)
-    if out is not None:
-        check_writable(out)
-        loop.resume(out, resume)
-    with telling(progress if devices.main else False, words) as tell:
+    loop = _Loop(learner, run)
+    if run.out is not None:
+        check_writable(run.out)
+        loop.resume(run.out, run.resume)
+    with telling(run.progress if run.devices.main else False, words) as tell:
         loop.go(tell)
     return {**loop.last, **({"failed_attempts": loop.failed} if loop.failed else {})}
 
@@ -107,18 +149,10 @@ def fresh_seed(seed: int, restarts: int) -> int:
 class _Loop(Generic[Report]):
     """Where a run stands."""
 
-    def __init__(
-        self,
-        learner: Learner[Report],
-        loader: Iterable[Any],
-        settings: Training,
-        devices: Devices,
-        callback: Callable[[Report], None] | None,
-        out: Path | None,
-    ) -> None:
-        self.learner, self.loader, self.settings, self.devices = learner, loader, settings, devices
-        self.callback, self.out = callback, out
-        self.steps = count_steps(settings, loader)
+    def __init__(self, learner: Learner[Report], run: TrainingRun) -> None:
+        self.learner, self.loader, self.settings, self.devices = learner, run.loader, run.settings, run.devices
+        self.callback, self.out = run.callback, run.out
+        self.steps = count_steps(run.settings, run.loader)
         self.step, self.saved, self.epoch_length = 0, 0, 0
         self.window: list[Tensor] = []
         """What the steps since the last report returned."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 from torch import Tensor
@@ -13,9 +13,11 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.spec import ModelSpec
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import to_batch
+from patchlight.core.recipes import parse_as, read_text
 from patchlight.core.spec import Spec
 from patchlight.data import Data
 from patchlight.data.spec import DataSpec, kind_and_path
+from patchlight.trained.settings import Training
 
 
 class TrainingRecipe(Spec):
@@ -23,12 +25,23 @@ class TrainingRecipe(Spec):
 
     command: ClassVar[str] = ""
     """`patchlight COMMAND train` takes it."""
+    training_kind: ClassVar[type[Training]] = Training
     model: ModelSpec = ModelSpec(name="pocket")
     data: DataSpec | None = None
     held_out: DataSpec | None = None
     """Images the model was not trained on; in the folder of `data` if none is named."""
     preset: str = "default"
     settings: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def read(cls, given: str | Path) -> Self:
+        """The recipe in a TOML file, or the bundled one of that name; else one sentence about what is wrong with it."""
+        return parse_as(cls, read_text(given, cls.command), str(given))
+
+    def training(self, preset: str | None = None, **changes: Any) -> Any:
+        """The settings; a preset given here wins over the recipe's preset and settings, and `changes` over all."""
+        values = self.training_kind.presets.get(preset or "", {})
+        return self.training_kind.preset(preset or self.preset, **{**self.settings, **values, **changes})
 
 
 def data_at(given: str, spec: DataSpec | None = None) -> DataSpec:

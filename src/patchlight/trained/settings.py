@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -13,7 +13,6 @@ from patchlight.evidence.precision import Precision, chosen
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
-S = TypeVar("S", bound=BaseModel)
 
 
 class Training(BaseModel):
@@ -21,6 +20,12 @@ class Training(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    title: ClassVar[str] = "the training"
+    """What is trained, as errors name it."""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
+    """Settings by the name of a preset."""
+    removed: ClassVar[frozenset[str]] = frozenset()
+    """Settings of earlier versions."""
     free: ClassVar[frozenset[str]] = frozenset(
         {"steps", "epochs", "log_every", "checkpoint_minutes", "checkpoint_steps", "tensorboard"}
     )
@@ -46,17 +51,21 @@ class Training(BaseModel):
         """The settings that a checkpoint must share with the run that takes it up."""
         return {k: v for k, v in self.model_dump().items() if k not in self.free}
 
-
-def read_settings(kind: type[S], name: str, values: dict[str, Any], removed: Collection[str] = ()) -> S:
-    """The settings of the explainer `name` from a dict, or one sentence about the first that is wrong."""
-    try:
-        return kind(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            hint = "it was taken out" if key in removed else nearest(key, kind.model_fields)
-            raise PatchlightError(f"{name} has no setting '{key}'; {hint}") from error
-        if not key:
-            raise PatchlightError(f"these settings of {name} do not go together: {first['ctx']['error']}") from error
-        raise PatchlightError(f"setting {key}={first['input']!r} of {name} is not valid: {first['msg']}") from error
+    @classmethod
+    def preset(cls, name: str = "default", **changes: Any) -> Self:
+        """The settings of a preset with some of them changed, or one sentence about the first that is wrong."""
+        if name not in cls.presets:
+            raise PatchlightError(f"no {cls.title} preset is called '{name}'; {nearest(name, cls.presets)}")
+        try:
+            return cls(**{**cls.presets[name], **changes})
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            if first["type"] == "extra_forbidden":
+                hint = "it was taken out" if key in cls.removed else nearest(key, cls.model_fields)
+                message = f"{cls.title} has no setting '{key}'; {hint}"
+            elif not key:
+                message = f"these settings of {cls.title} do not go together: {first['ctx']['error']}"
+            else:
+                message = f"setting {key}={first['input']!r} of {cls.title} is not valid: {first['msg']}"
+            raise PatchlightError(message) from error

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 import patchlight as pl
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
-from patchlight.trained.diffmask import Settings, counting_task
-from patchlight.trained.diffmask.recipe import read_recipe
+from patchlight.study import counting
+from patchlight.trained.diffmask import DiffMaskSettings
+from patchlight.trained.diffmask.settings import DiffMaskRecipe
 from tests.helpers import command
 
 FEW = ["--set", "steps=2", "--set", "batch_size=2", "--set", "log_every=1"]
@@ -88,18 +89,18 @@ def test_one_class_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_recipes_are_valid(tmp_path: Path) -> None:
-    cifar = read_recipe("diffmask-cifar10")
+    cifar = DiffMaskRecipe.read("diffmask-cifar10")
     assert cifar.training(seed=3).seed == 3
     assert cifar.model.name == "pocket"
     paper = cifar.training("paper", precision="full")
-    assert paper == Settings.preset("paper"), "a preset given beside a recipe wins over its settings"
+    assert paper == DiffMaskSettings.preset("paper"), "a preset given beside a recipe wins over its settings"
     assert cifar.training("default").steps == cifar.training().steps == 3000
-    imagenet = read_recipe("diffmask-imagenet").training()
+    imagenet = DiffMaskRecipe.read("diffmask-imagenet").training()
     assert imagenet.penalty == "count"
     assert (imagenet.alpha, imagenet.gate_rate, imagenet.baseline_rate, imagenet.lambda_rate) == (20, 1e-5, 5e-3, 0.15)
     (tmp_path / "bad.toml").write_text("[modle]\nname = 'x'\n")
     with pytest.raises(PatchlightError, match="line 1: there is no key 'modle'; did you mean 'model'"):
-        read_recipe(tmp_path / "bad.toml")
+        DiffMaskRecipe.read(tmp_path / "bad.toml")
 
 
 def test_the_room_is_reached_by_its_name() -> None:
@@ -108,7 +109,7 @@ def test_the_room_is_reached_by_its_name() -> None:
 
 
 def test_a_counting_task_that_is_not_passed_exits_with_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missed = counting_task.Verdict("diffmask", 0.5, 0.25, 0.5, False)
-    result = SimpleNamespace(verdicts=[missed], explainer=SimpleNamespace(about={"result": {}}))
-    monkeypatch.setattr(counting_task, "run", lambda *args: result)
+    missed = counting.Exactness("diffmask", 0.5, 0.25, 0.5, False)
+    result = SimpleNamespace(rows=[missed], explainer=SimpleNamespace(about={"result": {}}))
+    monkeypatch.setattr(counting, "run", lambda *args: result)
     command("diffmask", "counting", "--out", str(tmp_path), code=3, says=("exact on 50.0% of the grids",))

@@ -12,7 +12,6 @@ from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.testing import check_method
 from patchlight.trained.diffmask import method
 from patchlight.trained.diffmask.gates import DiffMask, aggregate, new_gates, observe
-from patchlight.trained.diffmask.method import SHIPPED
 from tests.families import FAMILIES, HIERARCHICAL, STRUCTURAL, images, shared
 from tests.trained.toys import pictures, toy
 
@@ -101,7 +100,7 @@ def test_the_bundled_model_brings_its_gates() -> None:
     scores = pl.explain(vit, photo, "diffmask").scores
     assert scores.shape == (1, 8, 8)
     assert 0.1 < float((scores > 0.5).float().mean()) < 0.8
-    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) <= 2_000_000
+    assert sum(file.stat().st_size for file in DiffMask.shipped.iterdir()) <= 2_000_000
     check_method("diffmask", vit, vit.batch([photo, photo.with_name("cat.jpg")]))
 
 
@@ -116,7 +115,7 @@ def test_the_bundled_model_brings_its_gates() -> None:
 )
 def test_refusals(settings: dict[str, object], told: str) -> None:
     vit = toy()
-    named = {"shipped": SHIPPED, "own": DiffMask.of(new_gates(vit), vit)}
+    named = {"shipped": DiffMask.shipped, "own": DiffMask.of(new_gates(vit), vit)}
     settings = {k: named.get(v, v) if isinstance(v, str) else v for k, v in settings.items()}
     with pytest.raises(Unsupported, match=told):
         pl.explain(vit, pictures(1), "diffmask", **settings)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from patchlight.trained.diffmask.objective import Multipliers, penalty
-from patchlight.trained.diffmask.settings import Settings
+from patchlight.trained.diffmask.settings import DiffMaskSettings
 
 
 def test_penalties() -> None:
@@ -45,14 +45,14 @@ def test_multipliers_rise_or_fall_with_the_constraint(update: str, rises: bool) 
 
 
 def test_rates_fall_with_the_square_of_the_width_beyond_256() -> None:
-    assert Settings().rates(64) == Settings().rates(256) == (5e-4, 1e-2)
-    assert Settings().rates(512) == (5e-4 / 4, 1e-2 / 4)
-    assert Settings(gate_rate=1e-3).rates(512) == (1e-3, 1e-2 / 4)
-    assert Settings.preset("paper").rates(768) == Settings.preset("authors").rates(768) == (2e-5, 1e-3)
+    assert DiffMaskSettings().rates(64) == DiffMaskSettings().rates(256) == (5e-4, 1e-2)
+    assert DiffMaskSettings().rates(512) == (5e-4 / 4, 1e-2 / 4)
+    assert DiffMaskSettings(gate_rate=1e-3).rates(512) == (1e-3, 1e-2 / 4)
+    assert DiffMaskSettings.preset("paper").rates(768) == DiffMaskSettings.preset("authors").rates(768) == (2e-5, 1e-3)
 
 
 def test_preset_authors_is_the_released_code() -> None:
-    s = Settings.preset("authors")
+    s = DiffMaskSettings.preset("authors")
     assert (s.penalty, s.floor, s.gates, s.lambda_update, s.learn_beta) == ("log-keep", 0, "prefix", "descent", True)
     assert (s.batch_size, s.epochs, s.steps, s.warmup, s.lambda_start) == (32, 20, None, 1200, 20)
     assert (s.lambda_low, s.lambda_high, s.prices, s.calibrate, s.finish, s.restarts) == (0, 200, 1, None, 0, 0)

@@ -23,7 +23,7 @@ import patchlight as pl
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.targets import kl_divergence
 from patchlight.trained.devices import Devices
-from patchlight.trained.diffmask import DiffMask, Progress, Settings, TrainingWarning
+from patchlight.trained.diffmask import DiffMask, DiffMaskProgress, DiffMaskSettings, TrainingWarning
 from patchlight.trained.diffmask.calibration import calibrate, finish
 from patchlight.trained.diffmask.gates import aggregate, masked_logits, new_gates, observe
 from patchlight.trained.diffmask.train import GateLearner
@@ -43,14 +43,16 @@ def same(a: DiffMask, b: DiffMask) -> bool:
 
 def learner(**changes: Any) -> GateLearner:
     vit = toy()
-    return GateLearner(vit, batches(), Settings(**{**QUICK, **changes}), Devices(vit))
+    return GateLearner(vit, batches(), DiffMaskSettings(**{**QUICK, **changes}), Devices(vit))
 
 
 def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None:
     vit = toy()
     before = {k: v.clone() for k, v in vit.model.state_dict().items()}
     state = torch.get_rng_state()
-    first, second, other = (pl.diffmask.train(vit, batches(), Settings(seed=seed, **QUICK)) for seed in (0, 0, 1))
+    first, second, other = (
+        pl.diffmask.train(vit, batches(), DiffMaskSettings(seed=seed, **QUICK)) for seed in (0, 0, 1)
+    )
     assert same(first, second)
     assert not same(first, other)
     assert torch.equal(torch.get_rng_state(), state)
@@ -60,7 +62,7 @@ def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None
 
 def test_steps_are_told() -> None:
     told: list[tuple[int, int | None]] = []
-    settings = Settings(**{**QUICK, "steps": 3})
+    settings = DiffMaskSettings(**{**QUICK, "steps": 3})
     pl.diffmask.train(toy(), batches(), settings, progress=lambda *done: told.append(done))
     assert told == [(1, 3), (2, 3), (3, 3)]
 
@@ -72,7 +74,7 @@ def test_every_setting_of_the_paper_and_its_code_trains() -> None:
         ("authors", {"gates": "weighted"}),
         ("default", {"gates": "all", "penalty": "count"}),
     ):
-        settings = Settings.preset(preset, **{**QUICK, "steps": 4, "baseline": "zero", **changes})
+        settings = DiffMaskSettings.preset(preset, **{**QUICK, "steps": 4, "baseline": "zero", **changes})
         dm = pl.diffmask.train(vit, batches(), settings)
         assert float(dm.gates.baseline.abs().max()) == 0
         assert all(bool(torch.isfinite(value).all()) for value in weights(dm).values())
@@ -143,7 +145,7 @@ def test_a_patch_the_model_cannot_see_is_masked_and_one_it_reads_is_kept() -> No
     assert float((vit.logits(x).argmax(1) == label).float().mean()) == 1
     data = torch.utils.data.TensorDataset(x, label)
     loader = torch.utils.data.DataLoader(data, 32, shuffle=True)
-    dm = pl.diffmask.train(vit, loader, Settings(steps=250, gate_rate=3e-3, warmup=10))
+    dm = pl.diffmask.train(vit, loader, DiffMaskSettings(steps=250, gate_rate=3e-3, warmup=10))
     maps = pl.explain(vit, x[:32], "diffmask", explainer=dm).scores.flatten(1)
     assert max(float(maps[:, 0][label[:32] == kind].mean()) for kind in (0, 1)) > 0.9
     assert float(maps[:, 1:].mean()) < 0.2
@@ -154,16 +156,17 @@ import sys, time
 import torch
 torch.set_num_threads(1)
 import patchlight as pl
-from patchlight.trained.diffmask import Settings
+from patchlight.trained.diffmask import DiffMaskSettings
 from tests.trained.diffmask.test_train import QUICK
 from tests.trained.toys import batches, toy
-pl.diffmask.train(toy(), batches(), Settings(**{**QUICK, "log_every": 1}), lambda now: time.sleep(0.15), sys.argv[1])
+settings = DiffMaskSettings(**{**QUICK, "log_every": 1})
+pl.diffmask.train(toy(), batches(), settings, lambda now: time.sleep(0.15), sys.argv[1])
 """
 
 
 def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> None:
     vit = toy()
-    whole = pl.diffmask.train(vit, batches(), Settings(**QUICK), out=tmp_path / "whole")
+    whole = pl.diffmask.train(vit, batches(), DiffMaskSettings(**QUICK), out=tmp_path / "whole")
     folder = tmp_path / "killed"
     root = Path(__file__).resolve().parents[3]
     process = subprocess.Popen(
@@ -178,10 +181,10 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> Non
     process.wait()
     assert checkpoint.exists()
     assert not (folder / "gates.safetensors").exists()
-    resumed = pl.diffmask.train(vit, batches(), Settings(**QUICK), out=folder)
+    resumed = pl.diffmask.train(vit, batches(), DiffMaskSettings(**QUICK), out=folder)
     assert same(whole, resumed)
     assert same(whole, pl.diffmask.load(folder, vit))
-    again = pl.diffmask.train(vit, batches(), Settings(**QUICK), out=folder)
+    again = pl.diffmask.train(vit, batches(), DiffMaskSettings(**QUICK), out=folder)
     assert same(whole, again)
     assert again.about == resumed.about
 
@@ -194,10 +197,10 @@ def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: P
 
     vit = toy()
     for preset in ("default", "paper"):
-        settings = Settings.preset(preset, **{**QUICK, "warmup": 4, "gates": "weighted"})
+        settings = DiffMaskSettings.preset(preset, **{**QUICK, "warmup": 4, "gates": "weighted"})
         whole = pl.diffmask.train(vit, batches(), settings, out=tmp_path / preset / "whole")
 
-        def stop(now: Progress) -> None:
+        def stop(now: DiffMaskProgress) -> None:
             if now.step == 9:
                 raise Stop
 
@@ -217,10 +220,10 @@ def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: P
 
 def test_a_run_with_other_settings_is_not_taken_up(tmp_path: Path) -> None:
     vit = toy()
-    pl.diffmask.train(vit, batches(), Settings(**QUICK), out=tmp_path)
+    pl.diffmask.train(vit, batches(), DiffMaskSettings(**QUICK), out=tmp_path)
     with pytest.raises(PatchlightError, match="another margin"):
-        pl.diffmask.train(vit, batches(), Settings(margin=0.2, **QUICK), out=tmp_path)
-    fresh = pl.diffmask.train(vit, batches(), Settings(margin=0.2, **QUICK), out=tmp_path, resume=False)
+        pl.diffmask.train(vit, batches(), DiffMaskSettings(margin=0.2, **QUICK), out=tmp_path)
+    fresh = pl.diffmask.train(vit, batches(), DiffMaskSettings(margin=0.2, **QUICK), out=tmp_path, resume=False)
     assert same(fresh, pl.diffmask.load(tmp_path))
 
 
@@ -228,12 +231,12 @@ def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(tmp_path: Path) -
     vit = toy()
     head = vit.model.head.weight  # type: ignore[union-attr]
 
-    def spoil(now: Progress) -> None:
+    def spoil(now: DiffMaskProgress) -> None:
         if now.step == 9:
             head.data.fill_(float("nan"))  # type: ignore[union-attr, operator]
 
     with pytest.raises(PatchlightError, match=r"the loss became nan by step 12; the checkpoint of step 8 is kept"):
-        pl.diffmask.train(vit, batches(), Settings(**QUICK), spoil, tmp_path)
+        pl.diffmask.train(vit, batches(), DiffMaskSettings(**QUICK), spoil, tmp_path)
     with safe_open(tmp_path / "checkpoint.safetensors", "pt") as file:
         assert all(bool(torch.isfinite(file.get_tensor(key)).all()) for key in file.keys())  # noqa: SIM118
         assert '"step": 8' in file.metadata()["about"]
@@ -241,35 +244,35 @@ def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(tmp_path: Path) -
 
 def test_bad_data_is_refused_before_any_work() -> None:
     with pytest.raises(PatchlightError, match="no images to train on"):
-        pl.diffmask.train(toy(), [], Settings())
+        pl.diffmask.train(toy(), [], DiffMaskSettings())
     with pytest.raises(PatchlightError, match="no images to calibrate on"):
-        pl.diffmask.train(toy(), batches(), Settings(), held_out=[])
+        pl.diffmask.train(toy(), batches(), DiffMaskSettings(), held_out=[])
 
 
 def test_bad_settings_and_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PatchlightError, match="no setting 'gate_rat'; did you mean"):
-        Settings.preset(gate_rat=1)
+        DiffMaskSettings.preset(gate_rat=1)
     with pytest.raises(PatchlightError, match="margin=-1"):
-        Settings.preset(margin=-1)
+        DiffMaskSettings.preset(margin=-1)
     with pytest.raises(PatchlightError, match="no DiffMask preset is called 'papr'"):
-        Settings.preset("papr")
+        DiffMaskSettings.preset("papr")
     with pytest.raises(Unsupported, match="no plain grid"):
-        pl.diffmask.train(shared("swin"), [], Settings())
+        pl.diffmask.train(shared("swin"), [], DiffMaskSettings())
     initial = DiffMask.of(new_gates(toy(depth=3)), toy(depth=3))
     with pytest.raises(PatchlightError, match="toy needs 4 of width 16"):
-        pl.diffmask.train(toy(), batches(), Settings(**QUICK), initial=initial)
+        pl.diffmask.train(toy(), batches(), DiffMaskSettings(**QUICK), initial=initial)
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(PatchlightError, match=r"pip install 'patchlight\[train\]'"):
-        pl.diffmask.train(toy(), batches(), Settings(**QUICK))
+        pl.diffmask.train(toy(), batches(), DiffMaskSettings(**QUICK))
 
 
 def test_a_last_calibration_that_keeps_everything_is_told() -> None:
     long = {**QUICK, "steps": 200, "warmup": 0, "log_every": 200, "calibrate": None, "gate_rate": 1e-9, "restarts": 0}
     with pytest.warns(TrainingWarning, match="must be kept to hold"):
-        pl.diffmask.train(toy(), batches(), Settings(beta=1.0, margin=1e-7, **long))
+        pl.diffmask.train(toy(), batches(), DiffMaskSettings(beta=1.0, margin=1e-7, **long))
     with warnings.catch_warnings():
         warnings.simplefilter("error", TrainingWarning)
-        pl.diffmask.train(toy(), batches(), Settings(beta=1.0, finish=0, **long))
+        pl.diffmask.train(toy(), batches(), DiffMaskSettings(beta=1.0, finish=0, **long))
 
 
 @pytest.mark.parametrize(("prices", "mean"), [(1.0, 1.5), (10.0, 1.0)])
@@ -283,16 +286,19 @@ def test_images_at_another_price_are_not_reported(prices: float, mean: float, mo
 
 def test_settings_that_do_not_go_together() -> None:
     with pytest.raises(PatchlightError, match=r"lambda_start=0.1 is not from lambda_low=0.5 to lambda_high=200"):
-        Settings.preset(lambda_start=0.1)
+        DiffMaskSettings.preset(lambda_start=0.1)
     with pytest.raises(PatchlightError, match="no setting 'clip'; it was taken out"):
-        Settings.preset(clip=1.0)
+        DiffMaskSettings.preset(clip=1.0)
 
 
 def test_gates_can_begin_from_others() -> None:
     vit = toy()
-    first = pl.diffmask.train(vit, batches(), Settings(**QUICK))
+    first = pl.diffmask.train(vit, batches(), DiffMaskSettings(**QUICK))
     second = pl.diffmask.train(
-        vit, batches(), Settings(**{**QUICK, "steps": 1, "gate_rate": 1e-12, "baseline_rate": 1e-12}), initial=first
+        vit,
+        batches(),
+        DiffMaskSettings(**{**QUICK, "steps": 1, "gate_rate": 1e-12, "baseline_rate": 1e-12}),
+        initial=first,
     )
     assert all(torch.allclose(weights(first)[k], v, atol=1e-6) for k, v in weights(second).items())
 
@@ -304,10 +310,10 @@ torch.set_num_threads(1)
 from accelerate import PartialState
 from safetensors.torch import save_file
 import patchlight as pl
-from patchlight.trained.diffmask import Settings
+from patchlight.trained.diffmask import DiffMaskSettings
 from tests.trained.diffmask.test_train import QUICK
 from tests.trained.toys import batches, toy
-dm = pl.diffmask.train(toy(), batches(), Settings(**QUICK), out=sys.argv[1])
+dm = pl.diffmask.train(toy(), batches(), DiffMaskSettings(**QUICK), out=sys.argv[1])
 save_file(dict(dm.gates.state_dict()), f"{sys.argv[1]}/rank-{PartialState().process_index}.safetensors")
 """
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import patchlight as pl
 from patchlight.cli import app
-from patchlight.trained.diffmask import DiffMask, Progress, Settings, TrainingWarning, watch
+from patchlight.trained.diffmask import DiffMask, DiffMaskProgress, DiffMaskSettings, TrainingWarning, watch
 from patchlight.trained.diffmask.gates import Gates, Seen, observe
 from patchlight.trained.diffmask.watch import Probe, Watch, probe_sums, read_probe
 from patchlight.trained.loop import fresh_seed
@@ -70,9 +70,9 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.usefixtures("first_is_shut")
 def test_a_training_that_fails_starts_again_and_says_so(tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[DiffMaskProgress] = []
     with pytest.warns(TrainingWarning, match=r"step 20: the mask loses the output .* starts again with seed \d+"):
-        dm = pl.diffmask.train(toy(), batches(), Settings(**SHORT), told.append, tmp_path / "dm")
+        dm = pl.diffmask.train(toy(), batches(), DiffMaskSettings(**SHORT), told.append, tmp_path / "dm")
     (failed,) = dm.about["result"]["failed_attempts"]
     assert (failed["seed"], failed["step"]) == (0, 20)
     assert failed["reason"].startswith("the mask loses the output (kept 0.0%")
@@ -85,7 +85,9 @@ def test_a_training_that_fails_starts_again_and_says_so(tmp_path: Path) -> None:
         ("1", "10"),
     ]
     seed = fresh_seed(0, 1)
-    assert same(dm, pl.diffmask.train(toy(), batches(), Settings(seed=seed, **SHORT))), "as if that seed were given"
+    assert same(dm, pl.diffmask.train(toy(), batches(), DiffMaskSettings(seed=seed, **SHORT))), (
+        "as if that seed were given"
+    )
     assert seed == fresh_seed(0, 1) != fresh_seed(0, 2)
     assert fresh_seed(5, 0) == 5
 
@@ -100,11 +102,11 @@ def test_stopped_before_or_after_a_restart_it_resumes_to_the_same(
     class Stop(Exception):
         pass
 
-    def halt(now: Progress) -> None:
+    def halt(now: DiffMaskProgress) -> None:
         if (now.restarts, now.step) == stop:
             raise Stop
 
-    settings = Settings(**SHORT, checkpoint_steps=4)
+    settings = DiffMaskSettings(**SHORT, checkpoint_steps=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TrainingWarning)
         whole = pl.diffmask.train(toy(), batches(), settings, out=tmp_path / "whole")
@@ -119,21 +121,21 @@ def test_stopped_before_or_after_a_restart_it_resumes_to_the_same(
 
 @pytest.mark.usefixtures("soon")
 def test_restarts_are_bounded_and_then_a_warning_says_what_to_change() -> None:
-    stuck = Settings(**SHORT, beta=-40.0, gate_rate=1e-9)
+    stuck = DiffMaskSettings(**SHORT, beta=-40.0, gate_rate=1e-9)
     with pytest.warns(TrainingWarning) as told:
         dm = pl.diffmask.train(toy(), batches(), stuck)
     assert [one["seed"] for one in dm.about["result"]["failed_attempts"]] == [0, fresh_seed(0, 1)]
     words = [str(w.message) for w in told]
     assert len(words) == 3
     assert "lower gate_rate and baseline_rate" in words[-1]
-    open_gates = Settings(**SHORT, beta=40.0, gate_rate=1e-9, restarts=0)
+    open_gates = DiffMaskSettings(**SHORT, beta=40.0, gate_rate=1e-9, restarts=0)
     with pytest.warns(TrainingWarning, match="nothing is masked: lower beta"):
         assert "failed_attempts" not in pl.diffmask.train(toy(), batches(), open_gates).about["result"]
 
 
 def test_a_training_that_does_not_fail_is_unchanged_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither probes nor the restarts that are allowed touch it."""
-    settings = Settings(**{**SHORT, "calibrate": 0.8})
+    settings = DiffMaskSettings(**{**SHORT, "calibrate": 0.8})
     monkeypatch.setattr(TRAIN, "EVERY", 10**9)
     plain = pl.diffmask.train(toy(), batches(), settings.model_copy(update={"restarts": 0}))
     monkeypatch.setattr(TRAIN, "EVERY", 3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from patchlight.core.recipes import parse_as, read_text
-from patchlight.trained.shapley.recipe import ShapleyRecipe
+from patchlight.trained.shapley.settings import ShapleyRecipe
 from tests.trained.diffmask.test_cli import call, folder  # noqa: F401
 
 FEW = [

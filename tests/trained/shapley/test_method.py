@@ -10,8 +10,7 @@ import torch
 import patchlight as pl
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.testing import check_method
-from patchlight.trained.shapley.method import SHIPPED
-from patchlight.trained.shapley.networks import why_not
+from patchlight.trained.shapley import ViTShapley
 from tests.families import FAMILIES, STRUCTURAL, images, shared
 from tests.trained.shapley.test_networks import untrained
 from tests.trained.toys import pictures, toy
@@ -22,7 +21,7 @@ from tests.trained.toys import pictures, toy
 )
 def test_contract_with_an_explainer(family: str) -> None:
     vit = shared(family)
-    if why_not(vit) is not None:
+    if ViTShapley.why_not(vit) is not None:
         check_method("vit-shapley", vit, images(vit, 2))
         return
     check_method("vit-shapley", vit, images(vit, 2), shared(family, torch.float64), {"explainer": untrained(vit)})
@@ -55,14 +54,14 @@ def test_the_bundled_model_brings_its_explainer() -> None:
     photo = Path(pl.__file__).parent / "zoo" / "photos" / "dog.jpg"
     phi = pl.explain(vit, photo, "vit-shapley", target=[list(range(10))]).scores[0]
     assert phi.shape == (10, 8, 8)
-    sh = pl.shapley.load(SHIPPED, vit)
+    sh = pl.shapley.load(ViTShapley.shipped, vit)
     g = sh.surrogate(vit)
     x = vit.batch(photo)
     total = g.probabilities(g.logits(x)) - sh.joined(vit).empty
     assert torch.allclose(phi.sum((1, 2)), total[0], atol=1e-5)
     top = vit.logits(x).argmax()
     assert float(phi[top].sum()) > 0.5
-    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) <= 3_000_000
+    assert sum(file.stat().st_size for file in ViTShapley.shipped.iterdir()) <= 3_000_000
     check_method("vit-shapley", vit, vit.batch([photo, photo.with_name("cat.jpg")]))
 
 
@@ -70,7 +69,7 @@ def test_the_bundled_model_brings_its_explainer() -> None:
     ("settings", "told"),
     [
         ({}, "it needs a network trained for toy: make it with `patchlight shapley train`"),
-        ({"explainer": SHIPPED}, "made for pocket with 9 blocks, not 2"),
+        ({"explainer": ViTShapley.shipped}, "made for pocket with 9 blocks, not 2"),
     ],
 )
 def test_refusals(settings: dict[str, object], told: str) -> None:

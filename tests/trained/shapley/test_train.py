@@ -19,7 +19,7 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.methods.shapley import constrained_values
-from patchlight.trained.shapley import Progress, Settings, SurrogateProgress, ViTShapley
+from patchlight.trained.shapley import ShapleyProgress, ShapleySettings, SurrogateProgress, ViTShapley
 from patchlight.trained.shapley.networks import Change, Copy, read_logits
 from tests.families import shared
 from tests.trained.toys import batches, pictures, toy
@@ -42,7 +42,7 @@ def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None
     vit = toy()
     before = {k: v.clone() for k, v in vit.model.state_dict().items()}
     state = torch.get_rng_state()
-    first, second, other = (pl.shapley.train(vit, batches(), Settings(seed=seed, **QUICK)) for seed in (0, 0, 1))
+    first, second, other = (pl.shapley.train(vit, batches(), ShapleySettings(seed=seed, **QUICK)) for seed in (0, 0, 1))
     assert same(first, second)
     assert not same(first, other)
     assert torch.equal(torch.get_rng_state(), state)
@@ -53,14 +53,14 @@ def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None
 
 def test_both_stages_are_told() -> None:
     told: list[Any] = []
-    sh = pl.shapley.train(toy(), batches(), Settings(**QUICK), told.append, held_out=batches(8))
+    sh = pl.shapley.train(toy(), batches(), ShapleySettings(**QUICK), told.append, held_out=batches(8))
     kinds = [type(now) for now in told]
-    assert kinds == [SurrogateProgress] * 3 + [Progress] * 4
+    assert kinds == [SurrogateProgress] * 3 + [ShapleyProgress] * 4
     assert told[2].steps == 8
     result = sh.about["result"]
     assert (result["step"], result["surrogate"]["step"]) == (10, 8)
     assert result["held_out"]["images"] == 8
-    assert "held_out" not in pl.shapley.train(toy(), batches(), Settings(**QUICK)).about["result"]
+    assert "held_out" not in pl.shapley.train(toy(), batches(), ShapleySettings(**QUICK)).about["result"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_both_stages_are_told() -> None:
 )
 def test_every_setting_trains(changes: dict[str, Any]) -> None:
     vit = toy()
-    sh = pl.shapley.train(vit, batches(), Settings(**{**QUICK, "steps": 3, "surrogate_steps": 2, **changes}))
+    sh = pl.shapley.train(vit, batches(), ShapleySettings(**{**QUICK, "steps": 3, "surrogate_steps": 2, **changes}))
     assert all(bool(torch.isfinite(value).all()) for value in weights(sh).values())
     if "surrogate" in changes:
         assert not any(name.startswith("surrogate") for name in weights(sh))
@@ -86,11 +86,13 @@ def test_in_half_precision_every_step_computes_with_the_weights_of_the_last() ->
     """Autocast keeps what it made of a weight, unless it is told not to."""
     told: dict[str, list[Any]] = {"full": [], "bf16": []}
     for precision, found in told.items():
-        settings = Settings(**{**QUICK, "precision": precision, "log_every": 8, "steps": 24, "surrogate_steps": 24})
+        settings = ShapleySettings(
+            **{**QUICK, "precision": precision, "log_every": 8, "steps": 24, "surrogate_steps": 24}
+        )
         pl.shapley.train(toy(), batches(), settings, found.append)
     for one, other in zip(told["full"], told["bf16"], strict=True):
         assert other.loss == pytest.approx(one.loss, rel=0.03)
-    moved = [abs(now.loss - (now.even if isinstance(now, Progress) else now.untrained)) for now in told["full"]]
+    moved = [abs(now.loss - (now.even if isinstance(now, ShapleyProgress) else now.untrained)) for now in told["full"]]
     lost = [abs(one.loss - other.loss) for one, other in zip(told["full"], told["bf16"], strict=True)]
     assert lost[2] < 0.2 * moved[2]
     assert lost[5] < 0.2 * moved[5]
@@ -98,7 +100,9 @@ def test_in_half_precision_every_step_computes_with_the_weights_of_the_last() ->
 
 def test_the_surrogate_learns_to_do_without_patches() -> None:
     told: list[Any] = []
-    settings = Settings(**{**QUICK, "surrogate_steps": 90, "steps": 1, "log_every": 30, "batch_size": 8, "rank": None})
+    settings = ShapleySettings(
+        **{**QUICK, "surrogate_steps": 90, "steps": 1, "log_every": 30, "batch_size": 8, "rank": None}
+    )
     pl.shapley.train(toy(), batches(size=8), settings, told.append)
     last = [now for now in told if isinstance(now, SurrogateProgress)][-1]
     assert last.loss < 0.8 * last.untrained
@@ -108,7 +112,7 @@ def test_the_surrogate_learns_to_do_without_patches() -> None:
 def test_training_the_surrogate_changes_every_weight_it_should(precision: str) -> None:
     """Matrices of the blocks by a product of low rank of which both factors move, all else by a whole tensor."""
     vit = toy()
-    sh = pl.shapley.train(vit, batches(), Settings(**{**QUICK, "steps": 1, "precision": precision}))
+    sh = pl.shapley.train(vit, batches(), ShapleySettings(**{**QUICK, "steps": 1, "precision": precision}))
     copy = Copy(vit)
     start = Change.new(copy.reached(pictures(1), read_logits), copy.lowered(), QUICK["rank"], 0).requires_grad_(False)
     change = sh.network.surrogate.change
@@ -133,7 +137,7 @@ def test_it_comes_near_the_shapley_values() -> None:
     model = VisionTransformer(img_size=(8, 12), patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=3)
     vit = pl.wrap(randomise(model, 0), name="six", preprocess=pl.Preprocess((8, 12)))
     x = 2 * torch.randn(8, 3, 8, 12, generator=torch.Generator().manual_seed(1))
-    settings = Settings(steps=150, surrogate="model", batch_size=8, masks=8, rank=None, rate=5e-3, warmup=10)
+    settings = ShapleySettings(steps=150, surrogate="model", batch_size=8, masks=8, rank=None, rate=5e-3, warmup=10)
     sh = pl.shapley.train(vit, [x], settings)
     phi = pl.explain(vit, x, "vit-shapley", explainer=sh, target=[[0, 1, 2]] * 8).scores.flatten(2).double()
     every = torch.tensor([[bool(n >> i & 1) for i in range(6)] for n in range(64)])
@@ -160,10 +164,10 @@ import sys, time
 import torch
 torch.set_num_threads(1)
 import patchlight as pl
-from patchlight.trained.shapley import Settings
+from patchlight.trained.shapley import ShapleySettings
 from tests.trained.shapley.test_train import QUICK
 from tests.trained.toys import batches, toy
-settings = Settings(**{**QUICK, "log_every": 1})
+settings = ShapleySettings(**{**QUICK, "log_every": 1})
 pl.shapley.train(toy(), batches(), settings, lambda now: time.sleep(0.1), sys.argv[1])
 """
 
@@ -171,7 +175,7 @@ pl.shapley.train(toy(), batches(), settings, lambda now: time.sleep(0.1), sys.ar
 @pytest.mark.parametrize("stage", [pytest.param("surrogate", marks=pytest.mark.slow), "."])
 def test_killed_and_resumed_it_ends_with_the_same_weights(stage: str, tmp_path: Path) -> None:
     vit = toy()
-    whole = pl.shapley.train(vit, batches(), Settings(**QUICK), out=tmp_path / "whole")
+    whole = pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=tmp_path / "whole")
     folder = tmp_path / "killed"
     root = Path(__file__).resolve().parents[3]
     process = subprocess.Popen(
@@ -186,10 +190,10 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(stage: str, tmp_path: 
     process.wait()
     assert checkpoint.exists()
     assert not (folder / "values.safetensors").exists()
-    resumed = pl.shapley.train(vit, batches(), Settings(**QUICK), out=folder)
+    resumed = pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=folder)
     assert same(whole, resumed)
     assert same(whole, pl.shapley.load(folder, vit))
-    again = pl.shapley.train(vit, batches(), Settings(**QUICK), out=folder)
+    again = pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=folder)
     assert same(whole, again)
     assert again.about == resumed.about
 
@@ -199,20 +203,20 @@ def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: P
         pass
 
     vit = toy()
-    whole = pl.shapley.train(vit, batches(), Settings(**QUICK), out=tmp_path / "whole")
+    whole = pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=tmp_path / "whole")
     folder = tmp_path / "stopped"
-    for kind in (SurrogateProgress, Progress):
+    for kind in (SurrogateProgress, ShapleyProgress):
 
         def stop(now: Any, kind: type = kind) -> None:
             if isinstance(now, kind) and now.step == 6:
                 raise Stop
 
         with pytest.raises(Stop):
-            pl.shapley.train(vit, batches(), Settings(**QUICK), stop, folder)
-        place = folder if kind is Progress else folder / "surrogate"
+            pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), stop, folder)
+        place = folder if kind is ShapleyProgress else folder / "surrogate"
         with safe_open(place / "checkpoint.safetensors", "pt") as file:
             assert '"step": 4' in file.metadata()["about"]
-    assert same(whole, pl.shapley.train(vit, batches(), Settings(**QUICK), out=folder))
+    assert same(whole, pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=folder))
     for place in (".", "surrogate"):
         ours, theirs = (
             [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader((p / "metrics.csv").open())]
@@ -223,34 +227,34 @@ def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: P
 
 def test_a_run_with_other_settings_is_not_taken_up(tmp_path: Path) -> None:
     vit = toy()
-    pl.shapley.train(vit, batches(), Settings(**QUICK), out=tmp_path)
+    pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=tmp_path)
     with pytest.raises(PatchlightError, match="another steps"):
-        pl.shapley.train(vit, batches(), Settings(**{**QUICK, "steps": 12}), out=tmp_path)
+        pl.shapley.train(vit, batches(), ShapleySettings(**{**QUICK, "steps": 12}), out=tmp_path)
     with pytest.raises(PatchlightError, match="another rate"):
-        pl.shapley.train(vit, batches(), Settings(**{**QUICK, "rate": 1e-3}), out=tmp_path)
-    first = pl.shapley.train(vit, batches(), Settings(**{**QUICK, "rate": 1e-3}), out=tmp_path, resume=False)
+        pl.shapley.train(vit, batches(), ShapleySettings(**{**QUICK, "rate": 1e-3}), out=tmp_path)
+    first = pl.shapley.train(vit, batches(), ShapleySettings(**{**QUICK, "rate": 1e-3}), out=tmp_path, resume=False)
     assert same(first, pl.shapley.load(tmp_path))
 
 
 def test_bad_data_settings_and_models_are_refused() -> None:
     with pytest.raises(PatchlightError, match="no images to train on"):
-        pl.shapley.train(toy(), [], Settings())
+        pl.shapley.train(toy(), [], ShapleySettings())
     with pytest.raises(PatchlightError, match="no images to check on"):
-        pl.shapley.train(toy(), batches(), Settings(), held_out=[])
+        pl.shapley.train(toy(), batches(), ShapleySettings(), held_out=[])
     with pytest.raises(PatchlightError, match="no setting 'rat'; did you mean"):
-        Settings.preset(rat=1)
+        ShapleySettings.preset(rat=1)
     with pytest.raises(PatchlightError, match="masks=3"):
-        Settings.preset(masks=3)
+        ShapleySettings.preset(masks=3)
     with pytest.raises(PatchlightError, match="no ViT-Shapley preset is called 'papr'"):
-        Settings.preset("papr")
+        ShapleySettings.preset("papr")
     with pytest.raises(Unsupported, match="no plain grid"):
-        pl.shapley.train(shared("swin"), [], Settings())
+        pl.shapley.train(shared("swin"), [], ShapleySettings())
     with pytest.raises(Unsupported, match="reads its patches"):
-        pl.shapley.train(shared("reg4-gap"), [], Settings())
+        pl.shapley.train(shared("reg4-gap"), [], ShapleySettings())
 
 
 def test_the_papers_settings() -> None:
-    paper = Settings.preset("paper")
+    paper = ShapleySettings.preset("paper")
     assert (paper.rank, paper.ratio, paper.rate, paper.surrogate_rate, paper.masks) == (None, 4.0, 1e-4, 1e-5, 32)
     assert (paper.batch_size, paper.epochs, paper.surrogate_epochs, paper.coalitions) == (32, 100, 50, "kernel")
-    assert Settings.preset("code").coalitions == "code"
+    assert ShapleySettings.preset("code").coalitions == "code"

@@ -24,9 +24,9 @@ from patchlight.metrics.perturbation import Direction, Points
 from patchlight.report.figures.base import Drawing, Methods, register_figure
 from patchlight.report.figures.panels import by_method, coloured, explained, of_prediction, stretched, tell_bands
 from patchlight.report.figures.sheet import COLUMN, Cell, Row, line, pictures, tidy
-from patchlight.trained.diffmask.counting_task import (
+from patchlight.study.counting import (
     SIZES,
-    Size,
+    CountingSize,
     SizeName,
     counter,
     gate_settings,
@@ -165,7 +165,7 @@ class Counting:
     explainer: DiffMask
 
 
-def read_counting(folder: str | Path, size: Size = SIZES["small"]) -> Counting:
+def read_counting(folder: str | Path, size: CountingSize = SIZES["small"]) -> Counting:
     """What `patchlight diffmask counting --out FOLDER` has left there."""
     from safetensors.torch import load_file
     from timm.models.vision_transformer import VisionTransformer
@@ -186,7 +186,7 @@ def read_counting(folder: str | Path, size: Size = SIZES["small"]) -> Counting:
     return Counting(vit, load(Path(folder) / "diffmask", vit))
 
 
-def make_counting(size: Size, seed: int = 0, progress: Any = True) -> Counting:
+def make_counting(size: CountingSize, seed: int = 0, progress: Any = True) -> Counting:
     """Both trained on the spot."""
     settings = gate_settings(size, seed=seed)
     most = size.vit_steps + size.steps
@@ -197,7 +197,7 @@ def make_counting(size: Size, seed: int = 0, progress: Any = True) -> Counting:
     return Counting(vit, explainer)
 
 
-TINY = Size(32, 2, 2, 2e-3, 64, 1500, 300)
+TINY = CountingSize(32, 2, 2, 2e-3, 64, 1500, 300)
 """A counting task that is learnt in seconds."""
 
 

@@ -7,7 +7,7 @@
 from patchlight.core.errors import TrainingWarning
 from patchlight.trained.diffmask.gates import DiffMask, load
 from patchlight.trained.diffmask.published import import_gates
-from patchlight.trained.diffmask.settings import Progress, Settings
+from patchlight.trained.diffmask.settings import DiffMaskProgress, DiffMaskSettings
 from patchlight.trained.diffmask.train import train
 
-__all__ = ["DiffMask", "Progress", "Settings", "TrainingWarning", "import_gates", "load", "train"]
+__all__ = ["DiffMask", "DiffMaskProgress", "DiffMaskSettings", "TrainingWarning", "import_gates", "load", "train"]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
+from patchlight.evidence.precision import Precision, casting
 from patchlight.trained.diffmask.gates import Gates, aggregate, observe
 from patchlight.trained.diffmask.watch import mask_divergence
 
@@ -43,30 +42,25 @@ class Finish:
 
 
 @torch.no_grad()
-def finish(
-    gates: Gates,
-    vit: Anatomy,
-    batches: Iterable[Tensor],
-    margin: float,
-    cast: Callable[[], AbstractContextManager[Any]],
-) -> Finish:
+def finish(gates: Gates, vit: Anatomy, batches: Iterable[Tensor], margin: float, precision: Precision) -> Finish:
     """Raise every beta_i by the least common shift at which KL + 2 standard errors <= m, for the patches above 0.5.
 
     Training holds the limit on average over its own samples; here it holds for the mask that a map shows. Found by
     bisection: one clean forward for each batch, and at most 12 masked ones.
     """
-    seen = []
+    observed = []
     for images in batches:
-        with cast():
-            clean = observe(vit, images)
-        seen.append((images, clean.h0, clean.logits, gates.locations(clean.h0, torch.stack(clean.states))))
+        with casting(vit, precision):
+            seen = observe(vit, images)
+        u = gates.locations(seen.h0, torch.stack(seen.states))
+        observed.append((images, replace(seen, states=[]), u))
 
     def at(shift: float) -> Finish:
         sums = torch.zeros(4, device=vit.device, dtype=torch.float64)
-        for images, h0, logits, u in seen:
+        for images, seen, u in observed:
             kept = aggregate(u + shift) > 0.5
-            with cast():
-                kl = mask_divergence(gates, vit, images, h0, logits, kept).double()
+            with casting(vit, precision):
+                kl = mask_divergence(gates, vit, images, seen, kept).double()
             sums += torch.stack([torch.ones_like(kl), kl, kl**2, kept.double().mean(1)]).sum(1)
         count, kl_sum, squares, share = sums.tolist()
         mean = kl_sum / count

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.opened import Anatomy
 from patchlight.trained.diffmask import hard_concrete
 from patchlight.trained.explainer import Explainer
+from patchlight.zoo.pocket import HERE
 
 GRADES = 31
 """Shifts that a graded map is the mean of."""
@@ -156,13 +157,6 @@ def masked_logits(vit: Anatomy, images: Tensor, patches: Tensor) -> Tensor:
     return vit.readout(vit.run(tokens)).to(patches)
 
 
-def why_not(vit: Anatomy) -> str | None:
-    """Why a model cannot have gates; None when it can."""
-    if vit.depth == 0 or vit.projection() is None:
-        return f"{vit.name} has no plain grid of patch tokens through all its blocks"
-    return None
-
-
 def new_gates(vit: Anatomy, seed: int = 0, **options: Any) -> Gates:
     """Fresh gates for a model, drawn from `seed` alone."""
     return Gates(vit.depth + 2, vit.width, seed=seed, **options).to(vit.device)
@@ -172,10 +166,17 @@ class DiffMask(Explainer[Gates]):
     """A trained explainer: the gates, what model they were made for, and how they were trained."""
 
     kind, weights, title, format = "diffmask", "gates", "DiffMask", 2
+    command, need, shipped = "diffmask", ("gates", "them"), HERE / "pocket-diffmask"
 
     @property
     def gates(self) -> Gates:
         return self.network
+
+    @staticmethod
+    def why_not(vit: Anatomy) -> str | None:
+        if vit.depth == 0 or vit.projection() is None:
+            return f"{vit.name} has no plain grid of patch tokens through all its blocks"
+        return None
 
     def options(self) -> dict[str, Any]:
         return {"alpha": self.gates.alpha}

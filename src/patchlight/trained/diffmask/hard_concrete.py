@@ -48,13 +48,8 @@ class _SampleProduct(torch.autograd.Function):
         return torch.where(z > 0, slope, 0) * (gradient * product), None
 
 
-def keep_probability(u: Tensor) -> Tensor:
-    """P(z != 0) = sigmoid(u - tau log(-l / r))."""
-    return torch.sigmoid(u - SHIFT)
-
-
 def log_keep_probability(u: Tensor) -> Tensor:
-    """log P(z != 0), without underflow."""
+    """log P(z != 0) = log sigmoid(u - tau log(-l / r)), without underflow."""
     return F.logsigmoid(u - SHIFT)
 
 
@@ -65,14 +60,6 @@ def expected(u: Tensor) -> Tensor:
     """
     shifts, weights = _nodes_on(u.device, u.dtype)
     return torch.sigmoid(u[..., None] - shifts) @ weights
-
-
-def log_probability(z: Tensor, u: Tensor) -> Tensor:
-    """log P(z = 0) where z is 0, else the log density of z in (0, 1)."""
-    y = ((z - LOW) / (HIGH - LOW)).clamp(1e-6, 1 - 1e-6)
-    at = TEMPERATURE * y.logit() - u
-    density = math.log(TEMPERATURE / (HIGH - LOW)) - y.log() - (1 - y).log() + F.logsigmoid(at) + F.logsigmoid(-at)
-    return torch.where(z > 0, density, F.logsigmoid(SHIFT - u))
 
 
 def _nodes(count: int = 24, last: float = 16.0) -> list[tuple[float, float]]:

@@ -9,45 +9,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.fingerprints import fingerprint
 from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence
 from patchlight.methods.base import Composition, LayerMaps, layer_map
-from patchlight.trained.diffmask.gates import DiffMask, Map, aggregate, why_not
-from patchlight.trained.explainer import chosen
-from patchlight.zoo.pocket import HERE
-
-SHIPPED = HERE / "pocket-diffmask"
-"""Gates for the bundled model."""
-
-
-def explainer_of(given: Any) -> DiffMask:
-    """An explainer as a setting gives it: itself, a folder, or None for the one that comes with `pocket`."""
-    return chosen(DiffMask, given, SHIPPED)
-
-
-def _depends(settings: Settings) -> str:
-    gates = explainer_of(settings["explainer"]).gates
-    return f"{fingerprint(gates)} {gates.alpha}"
+from patchlight.trained.diffmask.gates import DiffMask, Map, aggregate
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
-    reason = why_not(vit)
+    reason = DiffMask.refusal(settings, vit)
     if reason is not None:
         return reason
-    given = settings["explainer"]
-    if given is None and vit.name != "pocket":
-        return (
-            f"it needs gates trained for {vit.name}: make them with `patchlight diffmask train` or pl.diffmask.train, "
-            "and give them as explainer"
-        )
-    explainer = explainer_of(given)
-    gate = settings["gate"]
-    if gate is not None and not 0 <= gate < explainer.gates.count:
-        return f"there is no gate {gate}; {vit.name} has gates 0 to {explainer.gates.count - 1}"
+    gate, last = settings["gate"], DiffMask.resolve(settings["explainer"]).gates.count - 1
+    if gate is not None and not 0 <= gate <= last:
+        return f"there is no gate {gate}; {vit.name} has gates 0 to {last}"
     if gate is None and not settings["aggregated"]:
         return "aggregated=False shows one gate; say which with gate"
-    return explainer.mismatch(vit)
+    return None
 
 
 def _in_pass(h0: Tensor) -> bool:
@@ -61,7 +38,7 @@ def _product(
     """The product of the gates of all blocks as a map [B,N]."""
     blocks = [maps.values[block] for block in sorted(maps.values)]
     h0 = blocks[0][0]
-    gates = explainer_of(explainer).on(h0)
+    gates = DiffMask.resolve(explainer).on(h0)
     last = gates.count - 1 if gate is None else gate
     first = 0 if aggregated else last
     found = torch.stack([one for _, some in blocks for one in some][first : last + 1])
@@ -78,7 +55,7 @@ def _product(
     nonnegative=True,
     composable="its gates already make one map of all blocks",
     refuses=_refuses,
-    depends=_depends,
+    depends=DiffMask.identity,
     cost="1 forward and L + 2 small gates; trained once per model",
     constant="the gates keep or mask all of the image; train them longer, or with other settings",
 )
@@ -94,6 +71,6 @@ def diffmask(b: Evidence, explainer: Any = None) -> tuple[Tensor, list[Tensor]]:
     states = [*((b.p,) if b.index == 0 else ()), b.x, *((b.y,) if b.index == b.depth - 1 else ())]
     if not _in_pass(b.p):
         return b.p, [x[:, -b.p.shape[1] :] for x in states]
-    gates = explainer_of(explainer).on(b.p)
+    gates = DiffMask.resolve(explainer).on(b.p)
     first = 0 if b.index == 0 else b.index + 1
     return b.p, [gates.location(b.p, x, first + i) for i, x in enumerate(states)]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported
-from patchlight.trained.diffmask.gates import DiffMask, new_gates, why_not
+from patchlight.trained.diffmask.gates import DiffMask, new_gates
 
 LONGEST_PICKLE = 16 * 2**20
 """Bytes that the pickle in a checkpoint may have; tensors are stored beside it."""
@@ -50,7 +50,7 @@ def import_gates(file: str | Path, vit: Anatomy, alpha: float | None = None) -> 
         alpha: Scale of the gates' stretch, `mul_activation` in the checkpoint; necessary where the file has none.
     """
     path = Path(file)
-    reason = why_not(vit)
+    reason = DiffMask.why_not(vit)
     if reason is not None:
         raise Unsupported(f"{vit.name} cannot have gates: {reason}")
     if not path.is_file():

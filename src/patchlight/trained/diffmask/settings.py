@@ -3,20 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from patchlight.core.errors import PatchlightError, nearest
 from patchlight.trained.diffmask.objective import Penalty, Update
-from patchlight.trained.settings import Positive, Training, read_settings
+from patchlight.trained.recipe import TrainingRecipe
+from patchlight.trained.settings import Positive, Training
+
+_PUBLISHED: dict[str, Any] = {
+    "steps": None,
+    "calibrate": None,
+    "lambda_start": 20.0,
+    "lambda_low": 0.0,
+    "prices": 1.0,
+    "gate_rate": 2e-5,
+    "baseline_rate": 1e-3,
+    "finish": 0,
+    "restarts": 0,
+}
+"""What the text and the released code have in common."""
+_PAPER: dict[str, Any] = {
+    **_PUBLISHED,
+    "epochs": 25,
+    "batch_size": 16,
+    "learn_beta": False,
+    "penalty": "count",
+    "gates": "all",
+    "lambda_high": None,
+    "warmup": 0,
+}
+_AUTHORS: dict[str, Any] = {
+    **_PUBLISHED,
+    "epochs": 20,  # of the command in their README; the default of their parser is 5
+    "batch_size": 32,
+    "floor": 0.0,
+    "gates": "prefix",
+    "lambda_update": "descent",
+    "warmup": 1200,
+}
 
 
-class Settings(Training):
-    """How DiffMask is trained. The defaults are ours; `Settings.preset` has the paper's text and the released code."""
+class DiffMaskSettings(Training):
+    """How DiffMask is trained.
 
+    The defaults are ours; the preset `paper` is the paper's text, and `authors` the code that the authors released.
+    """
+
+    title: ClassVar[str] = "DiffMask"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}, "paper": _PAPER, "authors": _AUTHORS}
+    removed: ClassVar[frozenset[str]] = frozenset({"normalise", "clip"})
     free: ClassVar[frozenset[str]] = Training.free | {"finish", "restarts"}
 
     alpha: Positive = 15.0
@@ -80,53 +118,18 @@ class Settings(Training):
         scale = min(1.0, (256 / width) ** 2)
         return self.gate_rate or 5e-4 * scale, self.baseline_rate or 1e-2 * scale
 
-    @staticmethod
-    def preset(name: str = "default", **changes: Any) -> Settings:
-        """`default`: ours; `paper`: the paper's text; `authors`: the code that the authors released."""
-        if name not in PRESETS:
-            raise PatchlightError(f"no DiffMask preset is called '{name}'; {nearest(name, PRESETS)}")
-        return read_settings(Settings, "DiffMask", {**PRESETS[name], **changes}, REMOVED)
 
+class DiffMaskRecipe(TrainingRecipe):
+    """Everything `patchlight diffmask train` needs; `held_out` is for the last calibration."""
 
-_PUBLISHED: dict[str, Any] = {
-    "steps": None,
-    "calibrate": None,
-    "lambda_start": 20.0,
-    "lambda_low": 0.0,
-    "prices": 1.0,
-    "gate_rate": 2e-5,
-    "baseline_rate": 1e-3,
-    "finish": 0,
-    "restarts": 0,
-}
-"""What the text and the released code have in common."""
-PRESETS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "paper": {
-        **_PUBLISHED,
-        "epochs": 25,
-        "batch_size": 16,
-        "learn_beta": False,
-        "penalty": "count",
-        "gates": "all",
-        "lambda_high": None,
-        "warmup": 0,
-    },
-    "authors": {
-        **_PUBLISHED,
-        "epochs": 20,  # of the command in their README; the default of their parser is 5
-        "batch_size": 32,
-        "floor": 0.0,
-        "gates": "prefix",
-        "lambda_update": "descent",
-        "warmup": 1200,
-    },
-}
-REMOVED = {"normalise", "clip"}
+    command: ClassVar[str] = "diffmask"
+    training_kind: ClassVar[type[Training]] = DiffMaskSettings
+    initial: str | None = None
+    """An explainer whose gates training begins with."""
 
 
 @dataclass(frozen=True)
-class Progress:
+class DiffMaskProgress:
     """Means over the batches since the last report."""
 
     step: int
@@ -143,4 +146,4 @@ class Progress:
     """How often the training has started again so far."""
 
 
-Callback = Callable[[Progress], None]
+Callback = Callable[[DiffMaskProgress], None]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +12,45 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.errors import PatchlightError, TrainingWarning, Unsupported, warn
-from patchlight.core.progress import Progress as ToldProgress
+from patchlight.anatomy.load import wrap
+from patchlight.core.errors import PatchlightError, TrainingWarning, warn
+from patchlight.core.progress import Progress
 from patchlight.core.targets import kl_divergence
 from patchlight.evidence.precision import casting, lowered
-from patchlight.trained import loop
-from patchlight.trained.batches import check_data, epoch_of, images_and_labels
+from patchlight.trained.batches import epoch_of, images_and_labels, last_batches
 from patchlight.trained.checkpoint import Parts
 from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask.calibration import Finish, calibrate, finish
-from patchlight.trained.diffmask.gates import DiffMask, Gates, Seen, masked_logits, new_gates, observe, why_not
+from patchlight.trained.diffmask.gates import DiffMask, Gates, Seen, masked_logits, new_gates, observe
 from patchlight.trained.diffmask.objective import Multipliers, penalty
-from patchlight.trained.diffmask.settings import Callback, Progress, Settings
+from patchlight.trained.diffmask.settings import Callback, DiffMaskProgress, DiffMaskSettings
 from patchlight.trained.diffmask.watch import EVERY, FAILURES, Watch, probe_sums, read_probe
+from patchlight.trained.loop import (
+    Diverged,
+    Learner,
+    TrainingRun,
+    check_training,
+    count_steps,
+    train_steps,
+    training,
+)
 from patchlight.trained.optimiser import Lookahead
-from patchlight.trained.precision import training
 
 SLOPE = 0.4 / math.log(10)
 """How many alphas a factor e of the price shifts the gates: 0.4 for a factor of ten."""
-LAST_EPOCH = 2**31
-"""The order of batches from which the last calibration takes its own."""
 
 
 def train(
     vit: Anatomy | nn.Module,
     loader: Iterable[Any],
-    settings: Settings | None = None,
+    settings: DiffMaskSettings | None = None,
     callback: Callback | None = None,
     out: str | Path | None = None,
     initial: DiffMask | None = None,
     resume: bool = True,
     held_out: Iterable[Any] | None = None,
-    progress: ToldProgress | bool = True,
+    progress: Progress | bool = True,
 ) -> DiffMask:
     """Train gates for a frozen model on batches of images, or of (images, labels): labels are only checked.
 
@@ -60,8 +63,8 @@ def train(
     Args:
         vit: The model; it stays as it is.
         loader: Batches in model space; it is walked once per epoch.
-        settings: How to train; `Settings()` by default.
-        callback: Called with a `Progress` every `log_every` steps.
+        settings: How to train; `DiffMaskSettings()` by default.
+        callback: Called with a `DiffMaskProgress` every `log_every` steps.
         out: Folder for the explainer, its checkpoints and `metrics.csv`; a killed run resumes to the same weights.
         initial: An explainer whose gates training begins with.
         resume: Whether to resume a run that lies in `out`.
@@ -70,27 +73,19 @@ def train(
         progress: As in `explain`, counted in steps.
     """
     vit = wrap(vit)
-    settings = (settings or Settings()).decided(vit)
-    folder = None if out is None else Path(out)
-    reason = why_not(vit)
-    if reason is not None:
-        raise Unsupported(f"DiffMask cannot be trained here: {reason}")
-    check_data(vit, loader)
-    if held_out is not None:
-        check_data(vit, held_out, "calibrate on")
+    settings = (settings or DiffMaskSettings()).decided(vit)
+    check_training(DiffMask, vit, loader, held_out, "calibrate on")
     frozen = lowered(vit, settings.precision)
     devices = Devices(frozen)
-    shared = devices.share(loader)
-    learner = GateLearner(frozen, shared, settings, devices, initial)
+    folder = None if out is None else Path(out)
+    run = TrainingRun(devices.share(loader), settings, devices, callback, folder, resume, progress)
+    learner = GateLearner(frozen, run.loader, settings, devices, initial)
     with training(frozen, settings.precision):
-        result = loop.run(learner, shared, settings, devices, callback, folder, resume, progress)
+        result = train_steps(learner, run)
         done = learner.finish(loader if held_out is None else held_out)
     if done is not None:
         result["finish"] = asdict(done)
-    explainer = DiffMask.of(learner.network, vit, settings=settings.model_dump(), result=result)
-    if folder is not None and devices.main:
-        explainer.save(folder)
-    return explainer
+    return run.finish(DiffMask, learner.network, vit, result)
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ class MaskedBatch:
     logits: Tensor
 
 
-class GateLearner(loop.Learner[Progress]):
+class GateLearner(Learner[DiffMaskProgress]):
     """Gates, their multipliers, and what moves both."""
 
     network: Gates
@@ -114,7 +109,7 @@ class GateLearner(loop.Learner[Progress]):
         self,
         vit: Anatomy,
         loader: Iterable[Any],
-        settings: Settings,
+        settings: DiffMaskSettings,
         devices: Devices,
         initial: DiffMask | None = None,
     ) -> None:
@@ -145,7 +140,7 @@ class GateLearner(loop.Learner[Progress]):
         self.optimiser = Lookahead(adam, names)
         self.done = torch.zeros(3, gates.count)
         """By gate: running agreement and kept share, and how often it was drawn; `weighted` draws read them."""
-        self.watch = Watch(s.margin, s.warmup, loop.count_steps(s, self.loader))
+        self.watch = Watch(s.margin, s.warmup, count_steps(s, self.loader))
         self.warned: set[str] = set()
 
     def _first_gates(self) -> Gates:
@@ -213,14 +208,14 @@ class GateLearner(loop.Learner[Progress]):
     def _probe(self, step: int) -> None:
         """Look at the mask itself; a failure that lasts starts the training again, or is warned of once."""
         s, vit, images = self.settings, self.vit, self.first_images
-        sums = probe_sums(self.network, vit, images, s.margin, self.generator, partial(casting, vit, s.precision))
+        sums = probe_sums(self.network, vit, images, s.margin, self.generator, s.precision)
         now = read_probe(self.devices.mean(sums.float()), len(images))
         failure = self.watch.add(step, now)
         if failure is None or failure in self.warned:
             return
         numbers = f"kept {now.kept:.1%}, KL {now.kl:.3g}"
         if self.restarts < s.restarts:
-            raise loop.Diverged(f"{FAILURES[failure].partition(':')[0]} ({numbers})")
+            raise Diverged(f"{FAILURES[failure].partition(':')[0]} ({numbers})")
         self.warned.add(failure)
         warn(f"step {step}: {FAILURES[failure]} ({numbers})", TrainingWarning)
 
@@ -253,10 +248,10 @@ class GateLearner(loop.Learner[Progress]):
         self.done[:2, k] = torch.where(self.done[2, k] > 0, decay * self.done[:2, k] + (1 - decay) * new, new)
         self.done[2, k] += 1
 
-    def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> Progress:
+    def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> DiffMaskProgress:
         moving = self.multipliers.values[-1:] if self.settings.gates == "all" else self.multipliers.values
         multiplier = torch.stack([v.detach() for v in moving]).mean().item()
-        return Progress(step, steps, **means, multiplier=multiplier, seconds=seconds, restarts=self.restarts)
+        return DiffMaskProgress(step, steps, **means, multiplier=multiplier, seconds=seconds, restarts=self.restarts)
 
     def state(self) -> Parts:
         return {
@@ -282,9 +277,8 @@ class GateLearner(loop.Learner[Progress]):
         vit, s = self.vit, self.settings
         if s.finish == 0:
             return None
-        some = itertools.islice(epoch_of(loader, s.seed, LAST_EPOCH), s.finish)
-        batches = (vit.place(images_and_labels(batch)[0]) for batch in some)
-        done = finish(self.network, vit, batches, s.margin, lambda: casting(vit, s.precision))
+        batches = (vit.place(images_and_labels(batch)[0]) for batch in last_batches(loader, s.seed, s.finish))
+        done = finish(self.network, vit, batches, s.margin, s.precision)
         if done.shift > 0 and done.kept > 0.99 and self.optimiser.taken >= 200:
             told = f"{done.kept:.1%} of the patches must be kept to hold the margin {s.margin:g}"
             warn(f"{told}: train longer, or raise margin", TrainingWarning)

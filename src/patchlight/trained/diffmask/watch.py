@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import kl_divergence
-from patchlight.trained.diffmask.gates import Gates, aggregate, masked_logits, observe
+from patchlight.evidence.precision import Precision, casting
+from patchlight.trained.diffmask.gates import Gates, Seen, aggregate, masked_logits, observe
 
 EVERY = 50
 """Steps between two probes."""
@@ -57,10 +55,10 @@ class Probe:
         return "stuck" if self.kl + 2 * self.error < margin / 2 and self.spare > SPARE else None
 
 
-def mask_divergence(gates: Gates, vit: Anatomy, images: Tensor, h0: Tensor, logits: Tensor, mask: Tensor) -> Tensor:
+def mask_divergence(gates: Gates, vit: Anatomy, images: Tensor, seen: Seen, mask: Tensor) -> Tensor:
     """KL(p_clean || p_masked) [B] where the patches outside `mask` [B,P] are the baseline."""
-    patches = torch.where(mask[..., None], h0, gates.baseline.to(h0))
-    return kl_divergence(logits, masked_logits(vit, images, patches), vit.outputs)
+    patches = torch.where(mask[..., None], seen.h0, gates.baseline.to(seen.h0))
+    return kl_divergence(seen.logits, masked_logits(vit, images, patches), vit.outputs)
 
 
 @torch.no_grad()
@@ -70,22 +68,22 @@ def probe_sums(
     images: Tensor,
     margin: float,
     generator: torch.Generator,
-    cast: Callable[[], AbstractContextManager[Any]],
+    precision: Precision,
 ) -> Tensor:
     """Means over a batch of KL, its square, the kept share and images with a spare patch, for `read_probe`.
 
     One clean forward, and one masked forward for the mask and for each try.
     """
-    with cast():
+    with casting(vit, precision):
         seen = observe(vit, images)
     kept = aggregate(gates.locations(seen.h0, torch.stack(seen.states))) > 0.5
     chance = torch.rand(kept.shape, generator=generator, device=kept.device).masked_fill(~kept, -1.0)
     spare = torch.zeros(len(images), dtype=torch.bool, device=kept.device)
-    with cast():
-        kl = mask_divergence(gates, vit, images, seen.h0, seen.logits, kept).double()
+    with casting(vit, precision):
+        kl = mask_divergence(gates, vit, images, seen, kept).double()
         for patch in chance.topk(min(TRIES, chance.shape[1])).indices.T[..., None]:
             fewer = kept.scatter(1, patch, False)
-            without = mask_divergence(gates, vit, images, seen.h0, seen.logits, fewer)
+            without = mask_divergence(gates, vit, images, seen, fewer)
             spare |= (without <= margin) & (fewer != kept).any(1)
     return torch.stack([kl, kl**2, kept.double().mean(1), spare.double()]).mean(1)
 

@@ -5,7 +5,7 @@
 """
 
 from patchlight.trained.shapley.networks import ViTShapley, load
-from patchlight.trained.shapley.settings import Progress, Settings, SurrogateProgress
+from patchlight.trained.shapley.settings import ShapleyProgress, ShapleySettings, SurrogateProgress
 from patchlight.trained.shapley.train import train
 
-__all__ = ["Progress", "Settings", "SurrogateProgress", "ViTShapley", "load", "train"]
+__all__ = ["ShapleyProgress", "ShapleySettings", "SurrogateProgress", "ViTShapley", "load", "train"]

@@ -7,41 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Unsupported
-from patchlight.core.fingerprints import fingerprint
-from patchlight.core.registry import Settings
 from patchlight.evidence.precision import casting, rounding
 from patchlight.methods.base import Ask, own_passes
-from patchlight.trained.explainer import chosen
-from patchlight.trained.shapley.networks import ViTShapley, why_not
-from patchlight.zoo.pocket import HERE
-
-SHIPPED = HERE / "pocket-shapley"
-"""The explainer of the bundled model."""
-
-
-def explainer_of(given: Any) -> ViTShapley:
-    """An explainer as a setting gives it: itself, a folder, or None for the one that comes with `pocket`."""
-    return chosen(ViTShapley, given, SHIPPED)
-
-
-def _depends(settings: Settings) -> str:
-    explainer = explainer_of(settings["explainer"])
-    return f"{fingerprint(explainer.network)} {explainer.options()}"
-
-
-def _refuses(settings: Settings, vit: Anatomy) -> str | None:
-    reason = why_not(vit)
-    if reason is not None:
-        return reason
-    given = settings["explainer"]
-    if given is None and vit.name != "pocket":
-        return (
-            f"it needs a network trained for {vit.name}: make it with `patchlight shapley train` or pl.shapley.train, "
-            "and give it as explainer"
-        )
-    return explainer_of(given).mismatch(vit)
+from patchlight.trained.shapley.networks import ViTShapley
 
 
 @own_passes(
@@ -51,8 +20,8 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     every_class=True,
     score="probability",
     precision="tf32",
-    refuses=_refuses,
-    depends=_depends,
+    refuses=ViTShapley.refusal,
+    depends=ViTShapley.identity,
     cost="1 or 2 forwards; trained once per model",
 )
 def vit_shapley(ask: Ask, explainer: Any = None) -> Tensor:
@@ -67,7 +36,7 @@ def vit_shapley(ask: Ask, explainer: Any = None) -> Tensor:
     if ask.score != "probability":
         raise Unsupported(f"'vit-shapley' shares out probabilities, not {ask.score!r}; leave out score")
     vit, precision = ask.vit, ask.precision
-    joined = explainer_of(explainer).joined(vit)
+    joined = ViTShapley.resolve(explainer).joined(vit)
     with torch.no_grad(), rounding(vit, precision), casting(vit, precision):
         phi = joined(ask.images).movedim(1, 2)
     rows = torch.arange(len(phi), device=phi.device)[:, None]

@@ -17,6 +17,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.fingerprints import stamp
 from patchlight.evidence.coalitions import coalition_logits, no_coalitions
 from patchlight.trained.explainer import Explainer
+from patchlight.zoo.pocket import HERE
 
 
 class Change(nn.Module):
@@ -134,7 +135,7 @@ class Surrogate(nn.Module):
         return coalition_logits(model.with_change(self.change), images, z, chunk)
 
 
-class Block(nn.Module):
+class ValueBlock(nn.Module):
     """Attention, then an MLP behind a norm, each added to what it is given."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
@@ -160,7 +161,7 @@ class Values(nn.Module):
     def __init__(self, change: Change, width: int, heads: int, hidden: int, outcomes: int) -> None:
         super().__init__()
         self.change = change
-        self.norm, self.block = nn.LayerNorm(width), Block(width, heads, hidden)
+        self.norm, self.block = nn.LayerNorm(width), ValueBlock(width, heads, hidden)
         last = nn.Linear(hidden, outcomes)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
@@ -225,7 +226,17 @@ class ViTShapley(Explainer[Networks]):
     """A trained explainer: what was trained, for which model, and how."""
 
     kind, weights, title, format = "vit-shapley", "values", "ViT-Shapley", 1
+    command, need, shipped = "shapley", ("a network", "it"), HERE / "pocket-shapley"
     stored = torch.float16
+
+    @staticmethod
+    def why_not(vit: Anatomy) -> str | None:
+        if vit.depth == 0 or vit.hierarchical:
+            return f"{vit.name} has no plain grid of patch tokens through all its blocks"
+        if vit.attention is not None:
+            return f"attention of {vit.name} cannot be told what not to see: {vit.attention}"
+        reason = vit.outputs.no_divergence(vit.classes)
+        return no_coalitions(vit) if reason is None else f"{vit.name} has no distribution to be shared out: {reason}"
 
     def options(self) -> dict[str, Any]:
         return {"heads": self.network.values.block.heads}
@@ -269,13 +280,3 @@ _JOINED: WeakKeyDictionary[ViTShapley, WeakKeyDictionary[Anatomy, Any]] = WeakKe
 def load(folder: str | Path, vit: Anatomy | None = None) -> ViTShapley:
     """Read an explainer; with a model, refuse one that was made for another."""
     return ViTShapley.read(folder, vit)
-
-
-def why_not(vit: Anatomy) -> str | None:
-    """Why a model cannot have such an explainer; None when it can."""
-    if vit.depth == 0 or vit.hierarchical:
-        return f"{vit.name} has no plain grid of patch tokens through all its blocks"
-    if vit.attention is not None:
-        return f"attention of {vit.name} cannot be told what not to see: {vit.attention}"
-    reason = vit.outputs.no_divergence(vit.classes)
-    return no_coalitions(vit) if reason is None else f"{vit.name} has no distribution to be shared out: {reason}"

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from patchlight.core.errors import PatchlightError, nearest
-from patchlight.trained.settings import Count, Positive, Training, read_settings
+from patchlight.trained.recipe import TrainingRecipe
+from patchlight.trained.settings import Count, Positive, Training
 from patchlight.trained.shapley.coalitions import Coalitions
 
+_PAPER: dict[str, Any] = {
+    "rank": None,
+    "ratio": 4.0,
+    "rate": 1e-4,
+    "surrogate_rate": 1e-5,
+    "warmup": 500,
+    "epochs": 100.0,
+    "surrogate_epochs": 50.0,
+}
 
-class Settings(Training):
-    """How ViT-Shapley is trained. The defaults are ours, for small networks that are soon trained."""
 
+class ShapleySettings(Training):
+    """How ViT-Shapley is trained.
+
+    The defaults are ours, for small networks that are soon trained. The preset `paper` has whole weights and the
+    published rates, and `code` also the released code's coalitions.
+    """
+
+    title: ClassVar[str] = "ViT-Shapley"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "default": {},
+        "paper": _PAPER,
+        "code": {**_PAPER, "coalitions": "code"},
+    }
     free: ClassVar[frozenset[str]] = Training.free - {"steps", "epochs"} | {"check"}
     """The rates fall over all steps, so that their number is part of a run."""
 
@@ -43,24 +63,12 @@ class Settings(Training):
     check: Annotated[int, Field(ge=0)] = 8
     """Batches of `held_out` images on which the loss is measured at the end."""
 
-    @staticmethod
-    def preset(name: str = "default", **changes: Any) -> Settings:
-        """`default`; `paper`: whole weights and the published rates; `code`: with the released code's coalitions."""
-        if name not in PRESETS:
-            raise PatchlightError(f"no ViT-Shapley preset is called '{name}'; {nearest(name, PRESETS)}")
-        return read_settings(Settings, "ViT-Shapley", {**PRESETS[name], **changes})
 
+class ShapleyRecipe(TrainingRecipe):
+    """Everything `patchlight shapley train` needs; `held_out` is for the loss at the end."""
 
-_PAPER: dict[str, Any] = {
-    "rank": None,
-    "ratio": 4.0,
-    "rate": 1e-4,
-    "surrogate_rate": 1e-5,
-    "warmup": 500,
-    "epochs": 100.0,
-    "surrogate_epochs": 50.0,
-}
-PRESETS: dict[str, dict[str, Any]] = {"default": {}, "paper": _PAPER, "code": {**_PAPER, "coalitions": "code"}}
+    command: ClassVar[str] = "shapley"
+    training_kind: ClassVar[type[Training]] = ShapleySettings
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class SurrogateProgress:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ShapleyProgress:
     """Of the explainer: means over the batches since the last report."""
 
     step: int
@@ -91,4 +99,4 @@ class Progress:
     seconds: float
 
 
-Callback = Callable[[Progress | SurrogateProgress], None]
+Callback = Callable[[ShapleyProgress | SurrogateProgress], None]

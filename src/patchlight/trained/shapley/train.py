@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.errors import Unsupported
-from patchlight.core.progress import Progress as ToldProgress
+from patchlight.anatomy.load import wrap
+from patchlight.core.progress import Progress
 from patchlight.core.targets import kl_divergence
 from patchlight.evidence.ablation import free_chunk
 from patchlight.evidence.coalitions import coalition_logits
 from patchlight.evidence.precision import casting, lowered
-from patchlight.trained import loop
-from patchlight.trained.batches import check_data, epoch_of, images_and_labels
+from patchlight.trained.batches import LAST_EPOCH, images_and_labels, last_batches
 from patchlight.trained.checkpoint import Parts
 from patchlight.trained.devices import Devices
+from patchlight.trained.loop import Learner, Report, TrainingRun, check_training, count_steps, train_steps, training
 from patchlight.trained.optimiser import Annealed
-from patchlight.trained.precision import training
 from patchlight.trained.shapley.coalitions import draw_pairs, draw_uniform
 from patchlight.trained.shapley.networks import (
     Change,
@@ -37,23 +35,19 @@ from patchlight.trained.shapley.networks import (
     normalised,
     read_logits,
     read_tokens,
-    why_not,
 )
-from patchlight.trained.shapley.settings import Callback, Progress, Settings, SurrogateProgress
-
-LAST_EPOCH = 2**31
-"""The order of batches from which the last check takes its own."""
+from patchlight.trained.shapley.settings import Callback, ShapleyProgress, ShapleySettings, SurrogateProgress
 
 
 def train(
     vit: Anatomy | nn.Module,
     loader: Iterable[Any],
-    settings: Settings | None = None,
+    settings: ShapleySettings | None = None,
     callback: Callback | None = None,
     out: str | Path | None = None,
     resume: bool = True,
     held_out: Iterable[Any] | None = None,
-    progress: ToldProgress | bool = True,
+    progress: Progress | bool = True,
 ) -> ViTShapley:
     """Train ViT-Shapley for a model on batches of images, or of (images, labels): labels are only checked.
 
@@ -67,74 +61,78 @@ def train(
     `accelerate launch` every process takes its share of the batches.
     """
     vit = wrap(vit)
-    settings = (settings or Settings()).decided(vit)
-    folder = None if out is None else Path(out)
-    reason = why_not(vit)
-    if reason is not None:
-        raise Unsupported(f"ViT-Shapley cannot be trained here: {reason}")
-    check_data(vit, loader)
-    if held_out is not None:
-        check_data(vit, held_out, "check on")
+    settings = (settings or ShapleySettings()).decided(vit)
+    check_training(ViTShapley, vit, loader, held_out, "check on")
     frozen = vit.wide()
     devices = Devices(frozen)
-    shared = devices.share(loader)
+    folder = None if out is None else Path(out)
+    run = TrainingRun(devices.share(loader), settings, devices, callback, folder, resume, progress)
     with training(frozen, settings.precision):
-        surrogate, first = _surrogate(frozen, shared, settings, devices, callback, folder, resume, progress)
-        learner = ValueLearner(frozen, surrogate, settings, loop.count_steps(settings, shared), devices)
-        result = loop.run(learner, shared, settings, devices, callback, folder, resume, progress, "training phi")
+        surrogate, first = _surrogate(frozen, settings, run)
+        learner = ValueLearner(frozen, surrogate, settings, count_steps(settings, run.loader), devices)
+        result = train_steps(learner, run, "training phi")
         if first is not None:
             result["surrogate"] = first
         if held_out is not None and settings.check:
             result["held_out"] = learner.check(held_out)
-    networks = Networks(surrogate, learner.network)
-    explainer = ViTShapley.of(networks, vit, settings=settings.model_dump(), result=result)
-    if folder is not None and devices.main:
-        explainer.save(folder)
-    return explainer
+    return run.finish(ViTShapley, Networks(surrogate, learner.network), vit, result)
 
 
-def _surrogate(
-    vit: Anatomy,
-    loader: Iterable[Any],
-    settings: Settings,
-    devices: Devices,
-    callback: Callback | None,
-    out: Path | None,
-    resume: bool,
-    progress: ToldProgress | bool,
-) -> tuple[Surrogate, dict[str, Any] | None]:
+def _surrogate(vit: Anatomy, settings: ShapleySettings, run: TrainingRun) -> tuple[Surrogate, dict[str, Any] | None]:
     """The surrogate, trained, and its last report; none where it is the model itself."""
     if settings.surrogate == "model":
         return Surrogate(Change({}, {}, {})), None
     length = {"steps": settings.surrogate_steps, "epochs": settings.surrogate_epochs}
-    own = settings.model_copy(update=length)
-    learner = SurrogateLearner(vit, own, loop.count_steps(own, loader), devices)
-    folder = None if out is None else out / "surrogate"
-    result = loop.run(learner, loader, own, devices, callback, folder, resume, progress, "training the surrogate")
+    settings = settings.model_copy(update=length)
+    learner = SurrogateLearner(vit, settings, count_steps(settings, run.loader), run.devices)
+    out = None if run.out is None else run.out / "surrogate"
+    result = train_steps(learner, replace(run, settings=settings, out=out), "training the surrogate")
     return learner.network.requires_grad_(False), result
 
 
-def _generator(vit: Anatomy, settings: Settings, index: int, rank: int) -> torch.Generator:
+def _generator(vit: Anatomy, settings: ShapleySettings, index: int, rank: int) -> torch.Generator:
     """The draws of a step, of this process."""
     drawn = int(np.random.default_rng([settings.seed, index]).integers(2**62))
     return torch.Generator(vit.device).manual_seed(drawn + rank)
 
 
-class SurrogateLearner(loop.Learner[SurrogateProgress]):
+class CopyLearner(Learner[Report]):
+    """A changed copy of the model, with the optimiser of what is changed."""
+
+    part: ClassVar[str]
+    """What the weights are called in a checkpoint."""
+    settings: ShapleySettings
+    devices: Devices
+
+    def prepare(self, network: nn.Module, vit: Anatomy, rate: float, steps: int) -> None:
+        """Take up a new network for this model, and its optimiser."""
+        self.network = network.to(vit.device)
+        self.joined = self.devices.joined(self.network)
+        self.optimiser = Annealed(self.network, rate, self.settings.weight_decay, self.settings.warmup, steps)
+
+    def state(self) -> Parts:
+        return {self.part: self.network.state_dict(), "optimiser": self.optimiser.state()}
+
+    def restore(self, parts: Parts) -> None:
+        self.network.load_state_dict(parts[self.part])
+        self.optimiser.restore(parts["optimiser"])
+
+
+class SurrogateLearner(CopyLearner[SurrogateProgress]):
     """A copy of the model that learns to do without patches."""
 
     network: Surrogate
+    part, report_kind = "surrogate", SurrogateProgress
     columns = ("loss", "untrained", "agreement")
     remedy = "lower surrogate_rate"
 
-    def __init__(self, vit: Anatomy, settings: Settings, steps: int, devices: Devices) -> None:
+    def __init__(self, vit: Anatomy, settings: ShapleySettings, steps: int, devices: Devices) -> None:
         s = settings
         self.vit, self.settings, self.devices = lowered(vit, s.precision), settings, devices
         self.copy = Copy(vit)
         weights = self.copy.reached(_blank(vit), read_logits)
-        self.network = Surrogate(Change.new(weights, self.copy.lowered(), s.rank, s.seed)).to(vit.device)
-        self.joined = devices.joined(self.network)
-        self.optimiser = Annealed(self.network, s.surrogate_rate, s.weight_decay, s.warmup, steps)
+        change = Change.new(weights, self.copy.lowered(), s.rank, s.seed)
+        self.prepare(Surrogate(change), vit, s.surrogate_rate, steps)
 
     def step(self, batch: Any, index: int) -> Tensor:
         vit, s = self.vit, self.settings
@@ -153,25 +151,18 @@ class SurrogateLearner(loop.Learner[SurrogateProgress]):
             untrained = kl_divergence(clean, before, vit.outputs).mean()
             return self.devices.mean(torch.stack([loss.detach(), untrained, same.float().mean()]))
 
-    def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> SurrogateProgress:
-        return SurrogateProgress(step, steps, **means, seconds=seconds)
 
-    def state(self) -> Parts:
-        return {"surrogate": self.network.state_dict(), "optimiser": self.optimiser.state()}
-
-    def restore(self, parts: Parts) -> None:
-        self.network.load_state_dict(parts["surrogate"])
-        self.optimiser.restore(parts["optimiser"])
-
-
-class ValueLearner(loop.Learner[Progress]):
+class ValueLearner(CopyLearner[ShapleyProgress]):
     """The network that gives the values, and the surrogate that it learns from."""
 
     network: Values
+    part, report_kind = "values", ShapleyProgress
     columns = ("loss", "even")
     remedy = "lower rate"
 
-    def __init__(self, vit: Anatomy, surrogate: Surrogate, settings: Settings, steps: int, devices: Devices) -> None:
+    def __init__(
+        self, vit: Anatomy, surrogate: Surrogate, settings: ShapleySettings, steps: int, devices: Devices
+    ) -> None:
         s = settings
         self.settings, self.devices = settings, devices
         with torch.no_grad():
@@ -183,9 +174,8 @@ class ValueLearner(loop.Learner[Progress]):
         hidden = max(1, round(s.ratio * vit.width))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(s.seed)
-            self.network = Values(change, vit.width, vit.heads, hidden, vit.outcomes).to(vit.device)
-        self.joined = devices.joined(self.network)
-        self.optimiser = Annealed(self.network, s.rate, s.weight_decay, s.warmup, steps)
+            values = Values(change, vit.width, vit.heads, hidden, vit.outcomes)
+        self.prepare(values, vit, s.rate, steps)
         with self.vit.steady(), casting(self.vit, s.precision):
             self.empty = no_patches(self.vit).float()
 
@@ -211,20 +201,10 @@ class ValueLearner(loop.Learner[Progress]):
     def _worth(self, logits: Tensor) -> Tensor:
         return self.vit.probabilities(logits.float())
 
-    def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> Progress:
-        return Progress(step, steps, **means, seconds=seconds)
-
-    def state(self) -> Parts:
-        return {"values": self.network.state_dict(), "optimiser": self.optimiser.state()}
-
-    def restore(self, parts: Parts) -> None:
-        self.network.load_state_dict(parts["values"])
-        self.optimiser.restore(parts["optimiser"])
-
     @torch.no_grad()
     def check(self, loader: Iterable[Any]) -> dict[str, Any]:
         """The losses on images that were not trained on, and how many those are."""
-        some = list(itertools.islice(epoch_of(loader, self.settings.seed, LAST_EPOCH), self.settings.check))
+        some = list(last_batches(loader, self.settings.seed, self.settings.check))
         found = [self.losses(batch, LAST_EPOCH + i, self.network) for i, batch in enumerate(some)]
         loss, even = torch.tensor(found).mean(0).tolist()
         return {"loss": loss, "even": even, "images": sum(len(images_and_labels(batch)[0]) for batch in some)}

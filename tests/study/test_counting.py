@@ -12,8 +12,9 @@ import torch
 import patchlight as pl
 from patchlight.core.errors import PatchlightError
 from patchlight.data.counting import RED, counting_grids, draw_grids
-from patchlight.trained.diffmask import Settings, counting_task
-from patchlight.trained.diffmask.counting_task import best_threshold, judge
+from patchlight.study import counting
+from patchlight.study.counting import CountingSize, CountingTask, best_threshold, judge
+from patchlight.trained.diffmask import DiffMaskSettings
 
 
 def test_grids_are_the_papers() -> None:
@@ -82,23 +83,23 @@ def test_verdicts_need_one_side_for_all_grids() -> None:
 
 def test_sizes_and_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--size` is the ViT, `--preset` the objective of the gates."""
-    trained: list[tuple[counting_task.Size, Settings]] = []
+    trained: list[tuple[CountingSize, DiffMaskSettings]] = []
 
     class Enough(Exception):
         pass
 
-    def train(vit: Any, loader: Any, settings: Settings, *_: Any, **__: Any) -> None:
+    def train(vit: Any, loader: Any, settings: DiffMaskSettings, *_: Any, **__: Any) -> None:
         trained.append((vit, settings))
         raise Enough
 
-    def train_counter(size: counting_task.Size, *_: Any) -> Any:
+    def train_counter(size: CountingSize, *_: Any) -> Any:
         return SimpleNamespace(model=torch.nn.Linear(1, 1), size=size)
 
-    monkeypatch.setattr(counting_task, "train", train)
-    monkeypatch.setattr(counting_task, "train_counter", train_counter)
+    monkeypatch.setattr(counting, "train", train)
+    monkeypatch.setattr(counting, "train_counter", train_counter)
     for size, preset in (("small", "default"), ("base", "paper"), ("small", "authors")):
         with pytest.raises(Enough):
-            counting_task.run(tmp_path, size, preset, seed=3, changes={"margin": 0.2})
+            counting.run(tmp_path, CountingTask(size, preset, seed=3, changes={"margin": 0.2}))
     sizes, settings = [vit.size for vit, _ in trained], [s for _, s in trained]  # type: ignore[attr-defined]
     assert [size.width for size in sizes] == [64, 768, 64]
     assert [s.penalty for s in settings] == ["log-keep", "count", "log-keep"]
@@ -110,14 +111,14 @@ def test_sizes_and_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [s.lambda_update for s in settings] == ["ascent", "ascent", "descent"]
     assert {(s.seed, s.margin) for s in settings} == {(3, 0.2)}
     with pytest.raises(PatchlightError, match="no size of the counting task is called 'paper'; give small or base"):
-        counting_task.run(tmp_path, "paper")
+        counting.run(tmp_path, CountingTask("paper"))
     with pytest.raises(PatchlightError, match="no DiffMask preset is called 'code'"):
-        counting_task.run(tmp_path, preset="code")
+        counting.run(tmp_path, CountingTask(preset="code"))
 
 
 @pytest.mark.slow
 def test_the_whole_task(tmp_path: Path) -> None:
-    rows = counting_task.run(tmp_path, "small", grids=50).verdicts
+    rows = counting.run(tmp_path, CountingTask(grids=50)).rows
     exact = {row.method: row.exact for row in rows}
     assert exact["diffmask"] >= 0.95
     assert exact["diffmask"] > max(value for name, value in exact.items() if name != "diffmask")

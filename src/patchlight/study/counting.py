@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,20 +25,17 @@ from patchlight.core.images import Preprocess
 from patchlight.data.counting import PATCH, SIDE, Grids, counting_grids
 from patchlight.engine import explain
 from patchlight.trained.diffmask.gates import DiffMask
-from patchlight.trained.diffmask.settings import Callback, Settings
+from patchlight.trained.diffmask.settings import Callback, DiffMaskSettings
 from patchlight.trained.diffmask.train import train
 
 SizeName = Literal["small", "base"]
-METHODS: dict[str, dict[str, Any]] = {
-    name: {}
-    for name in ("gradcam", "rollout", "transatt", "genatt", "tis", "vit-cx", "decompx.skipplus", "tokentm", "random")
-}
+METHODS = ("gradcam", "rollout", "transatt", "genatt", "tis", "vit-cx", "decompx.skipplus", "tokentm", "random")
 ENOUGH = 0.95
 """The share of grids on which DiffMask must be exact."""
 
 
 @dataclass(frozen=True)
-class Size:
+class CountingSize:
     """A size of the task: the ViT, how it is trained, and how many steps our default takes on it."""
 
     width: int
@@ -50,9 +47,9 @@ class Size:
     steps: int
 
 
-SIZES: dict[str, Size] = {
-    "small": Size(64, 4, 4, 1e-3, 64, 2000, 1200),
-    "base": Size(768, 12, 12, 5e-5, 64, 4000, 2000),
+SIZES: dict[str, CountingSize] = {
+    "small": CountingSize(64, 4, 4, 1e-3, 64, 2000, 1200),
+    "base": CountingSize(768, 12, 12, 5e-5, 64, 4000, 2000),
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
     "paper": {"steps": 3750},
@@ -61,13 +58,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 """The published schedule of this task: 100 epochs of 600 grids, as the text and as the released checkpoint have it."""
 
 
-def gate_settings(size: Size, preset: str = "default", **changes: Any) -> Settings:
+def gate_settings(size: CountingSize, preset: str = "default", **changes: Any) -> DiffMaskSettings:
     """How the gates of a preset are trained on this task."""
-    return Settings.preset(preset, **{**SCHEDULES.get(preset, {"steps": size.steps}), **changes})
+    return DiffMaskSettings.preset(preset, **{**SCHEDULES.get(preset, {"steps": size.steps}), **changes})
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Exactness:
     """On what share of the grids a binarised map is the red set, or its complement; the better of the two counts."""
 
     method: str
@@ -83,7 +80,7 @@ class Verdict:
 
 
 def train_counter(
-    size: Size,
+    size: CountingSize,
     seed: int = 0,
     device: str = "cpu",
     distractors: int = 5,
@@ -157,29 +154,24 @@ def best_threshold(scores: Tensor, inside: Tensor) -> tuple[float, float]:
     return float(share), float(low[which])
 
 
-def judge(name: str, maps: Tensor, red: Tensor, threshold: float | None = None) -> Verdict:
-    """The verdict on maps [n,3,3]: at `threshold`, or at the best one, of raw or of stretched maps."""
+def judge(name: str, maps: Tensor, red: Tensor, threshold: float | None = None) -> Exactness:
+    """How exact maps [n,3,3] are: at `threshold`, or at the best one, of raw or of stretched maps."""
     scores, inside = maps.flatten(1), red.flatten(1)
     if threshold is not None:
         mask = scores > threshold
         shares = [float((mask == want).all(1).double().mean()) for want in (inside, ~inside)]
-        return Verdict(name, shares[0], shares[1], threshold, False)
+        return Exactness(name, shares[0], shares[1], threshold, False)
     span = (scores.amax(1, keepdim=True) - scores.amin(1, keepdim=True)).clamp_min(1e-12)
     found = []
     for normalised, values in ((False, scores), (True, (scores - scores.amin(1, keepdim=True)) / span)):
         (a, at_a), (b, at_b) = best_threshold(values, inside), best_threshold(values, ~inside)
-        found.append(Verdict(name, a, b, at_a if a >= b else at_b, normalised))
+        found.append(Exactness(name, a, b, at_a if a >= b else at_b, normalised))
     return max(found, key=lambda v: v.exact)
 
 
-def verdicts(
-    vit: Anatomy,
-    explainer: DiffMask,
-    grids: Grids,
-    methods: Mapping[str, Mapping[str, Any]] | None = None,
-    seed: int = 0,
-    tell: Callable[[str], None] | None = None,
-) -> list[Verdict]:
+def judge_methods(
+    vit: Anatomy, explainer: DiffMask, grids: Grids, seed: int, tell: Callable[[str], None]
+) -> list[Exactness]:
     """DiffMask at its own threshold 0.5, and each other method at its best."""
 
     def maps(name: str, **settings: Any) -> Tensor:
@@ -189,71 +181,78 @@ def verdicts(
         return found
 
     rows = [judge("diffmask", maps("diffmask", explainer=explainer), grids.red, 0.5)]
-    for name, settings in (METHODS if methods is None else methods).items():
-        if tell is not None:
-            tell(name)
-        rows.append(judge(name, F.adaptive_avg_pool2d(maps(name, **settings), SIDE), grids.red))
+    for name in METHODS:
+        tell(name)
+        rows.append(judge(name, F.adaptive_avg_pool2d(maps(name), SIDE), grids.red))
     return rows
 
 
 @dataclass(frozen=True)
-class CountingResult:
-    """The verdicts, DiffMask's first, and the explainer."""
+class CountingTask:
+    """Which ViT is trained, by which preset its gates are, and on how many held-out grids all methods are judged."""
 
-    verdicts: list[Verdict]
+    size: str = "small"
+    """`small`, or `base` for the paper's ViT-Base."""
+    preset: str = "default"
+    """The preset of `DiffMaskSettings`."""
+    seed: int = 0
+    """Seed of the grids, the ViT and the gates."""
+    device: str = "cpu"
+    distractors: int = 5
+    """Colours besides red."""
+    grids: int = 100
+    """Held-out grids to judge on."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the gates that differ from the preset."""
+
+
+@dataclass(frozen=True)
+class CountingResult:
+    """How exact each method is, DiffMask first, and the explainer."""
+
+    rows: list[Exactness]
     explainer: DiffMask
 
 
 def run(
     out: str | Path,
-    size: str = "small",
-    preset: str = "default",
-    seed: int = 0,
-    device: str = "cpu",
-    distractors: int = 5,
-    grids: int = 100,
+    task: CountingTask | None = None,
     tell: Callable[[str], None] = lambda words: None,
     callback: Callback | None = None,
-    changes: Mapping[str, Any] | None = None,
 ) -> CountingResult:
     """Train the ViT and DiffMask and judge all methods on held-out grids.
 
     Args:
         out: Folder for the ViT, the explainer and the table.
-        size: `small`, or `base` for the paper's ViT-Base.
-        preset: The preset of `Settings` by which the gates are trained.
-        seed: Seed of the grids, the ViT and the gates.
-        device: Where both are trained.
-        distractors: Colours besides red.
-        grids: Held-out grids to judge on.
+        task: What is trained and judged; `CountingTask()` by default.
         tell: Called with a line about each stage.
-        callback: Called with the `Progress` of the gates.
-        changes: Settings of the gates that differ from the preset.
+        callback: Called with the `DiffMaskProgress` of the gates.
     """
     from safetensors.torch import save
 
-    if size not in SIZES:
-        raise PatchlightError(f"no size of the counting task is called '{size}'; give {' or '.join(SIZES)}")
-    settings = gate_settings(SIZES[size], preset, **{"seed": seed, **(changes or {})})
-    out = Path(out)
+    task, out = task or CountingTask(), Path(out)
+    if task.size not in SIZES:
+        raise PatchlightError(f"no size of the counting task is called '{task.size}'; give {' or '.join(SIZES)}")
+    size, seed = SIZES[task.size], task.seed
+    settings = gate_settings(size, task.preset, **{"seed": seed, **task.changes})
     tell("training the ViT")
     vit = train_counter(
-        SIZES[size], seed, device, distractors, lambda step, right: tell(f"ViT step {step}: {right:.1%} right")
+        size, seed, task.device, task.distractors, lambda step, right: tell(f"ViT step {step}: {right:.1%} right")
     )
     weights = {name: value.cpu().contiguous() for name, value in vit.model.state_dict().items()}
     write_whole(out / "vit.safetensors", save(weights))
     tell("training DiffMask")
-    loader = loader_of(counting_grids(6000, seed, "train", distractors), settings.batch_size, device)
+    loader = loader_of(counting_grids(6000, seed, "train", task.distractors), settings.batch_size, task.device)
     explainer = train(vit, loader, settings, callback, out / "diffmask", resume=False)
-    held = counting_grids(grids, seed, "test", distractors)
-    rows = verdicts(vit, explainer, held, seed=seed, tell=lambda name: tell(f"judging {name}"))
+    held = counting_grids(task.grids, seed, "test", task.distractors)
+    rows = judge_methods(vit, explainer, held, seed, lambda name: tell(f"judging {name}"))
     write_whole(out / "verdicts.json", json.dumps([asdict(r) for r in rows], indent=1).encode() + b"\n")
     write_whole(out / "verdicts.md", table(rows).encode())
     return CountingResult(rows, explainer)
 
 
-def table(rows: list[Verdict]) -> str:
-    """The verdicts as a Markdown table."""
+def table(rows: list[Exactness]) -> str:
+    """The rows as a Markdown table."""
     lines = ["| method | exact | red set | complement | threshold |", "| --- | --- | --- | --- | --- |"]
     for r in rows:
         at = f"{r.threshold:.3g}" + (" of [0, 1]" if r.normalised else "")
