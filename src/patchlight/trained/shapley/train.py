@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.load import wrap
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.progress import Progress
 from patchlight.core.targets import kl_divergence
 from patchlight.evidence.ablation import free_chunk
