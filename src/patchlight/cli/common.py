@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,6 @@ from patchlight.core.progress import bar
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from patchlight.anatomy.opened import Anatomy
-    from patchlight.data import Data
 
 WIDE = 160
 SOME_FAILED = 3
@@ -117,31 +115,6 @@ def showing_warnings() -> Iterator[None]:
         yield
 
 
-def open_images(kind: str | None, paths: Sequence[Path], vit: Anatomy, listed: str | None = None) -> Data:
-    """The images with what is known of them, or those of them that a file lists."""
-    data = _every_image(kind, paths, vit)
-    return data if listed is None else data.listed(listed)
-
-
-def _every_image(kind: str | None, paths: Sequence[Path], vit: Anatomy) -> Data:
-    """The images with what is known of them; plain files and folders tell nothing but their images."""
-    from patchlight.core.images import list_images, open_image
-    from patchlight.data import Data, Sample, open_data, takes_classes
-
-    if kind is not None:
-        if len(paths) > 1:
-            raise PatchlightError(f"a data set of kind '{kind}' lies at one place; {len(paths)} were given")
-        named = {"classes": vit.labels} if takes_classes(kind) and vit.labels else {}
-        return open_data(kind, paths[0], **named)
-    found: dict[str, Path] = {}
-    for path in paths:
-        root = path if path.is_dir() else path.parent
-        for one in list_images(path) if path.is_dir() else [path]:
-            name = one.relative_to(root).as_posix()
-            found[name if len(paths) == 1 or name not in found else one.as_posix()] = one
-    return Data(paths[0].name, list(found), lambda name: Sample(name, open_image(found[name])))
-
-
 def read_settings(
     names: Sequence[str], given: Sequence[str], noun: str = "method", whose: str = ""
 ) -> dict[str, dict[str, Any]]:
@@ -164,6 +137,16 @@ def read_settings(
             raise PatchlightError(f"'--set {setting}' is for '{name}', which was not asked; {nearest(name, wanted)}")
         wanted[name or next(iter(wanted))][key] = _value(text.strip())
     return wanted
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A plain table on stdout."""
+    from rich.table import Table
+
+    table = Table(*headings, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
 
 
 def split_names(words: str | None) -> list[str]:

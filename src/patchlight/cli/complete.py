@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from patchlight.cli.names import table
+from patchlight.cli.names import known_names, table
 
 Offer = tuple[str, str]
 """A completion, and a word about it where the shell shows one."""
@@ -17,8 +17,8 @@ def complete_method(incomplete: str) -> list[Offer]:
     """One method; behind a dot, the compositions and rules that may follow it."""
     base, dot, rest = incomplete.partition(".")
     if not dot:
-        return _beginning(incomplete, ((name, row["summary"]) for row in table()["methods"] for name in _names(row)))
-    row = next((row for row in table()["methods"] if base in _names(row)), None)
+        return _listed(incomplete, "methods")
+    row = next((row for row in table()["methods"] if base in known_names([row])), None)
     if row is None:
         return []
     composed, again, _ = rest.partition(".")
@@ -30,12 +30,12 @@ def complete_method(incomplete: str) -> list[Offer]:
 
 def complete_metric(incomplete: str) -> list[Offer]:
     """One metric."""
-    return _beginning(incomplete, ((name, row["summary"]) for row in table()["metrics"] for name in _names(row)))
+    return _listed(incomplete, "metrics")
 
 
 def complete_figure(incomplete: str) -> list[Offer]:
     """One figure."""
-    return _beginning(incomplete, ((name, row["shows"]) for row in table()["figures"] for name in _names(row)))
+    return _listed(incomplete, "figures", "shows")
 
 
 def complete_methods(incomplete: str) -> list[Offer]:
@@ -106,20 +106,20 @@ def _beginning(incomplete: str, offers: Iterable[Offer]) -> list[Offer]:
     return [offer for offer in dict(offers).items() if offer[0].startswith(incomplete)]
 
 
+def _listed(incomplete: str, kind: str, about: str = "summary") -> list[Offer]:
+    return _beginning(incomplete, ((name, row[about]) for row in table()[kind] for name in known_names([row])))
+
+
 def _last(incomplete: str, complete: Callable[[str], list[Offer]]) -> list[Offer]:
     """Complete the last of several names."""
     before, comma, last = incomplete.rpartition(",")
     return [(f"{before}{comma}{word}", words) for word, words in complete(last)]
 
 
-def _names(row: dict[str, Any]) -> list[str]:
-    return [row["name"], *row["aliases"]]
-
-
 def _asked(ctx: typer.Context, *options: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The names that were given for these options, with their rows."""
     for option in options:
-        known = {name: row for row in table()[f"{option}s"] for name in _names(row)}
+        known = {name: row for row in table()[f"{option}s"] for name in known_names([row])}
         for asked in str(ctx.params.get(option) or "").split(","):
             if asked.strip().split(".")[0] in known:
                 yield asked.strip(), known[asked.strip().split(".")[0]]

@@ -14,7 +14,6 @@ import typer
 from patchlight.cli.common import (
     SOME_FAILED,
     console,
-    open_images,
     print_json,
     progress,
     read_settings,
@@ -74,6 +73,7 @@ def evaluate(
     metrics, methods = split_names(metric), split_names(method)
     named = [*metrics, *(methods if maps is None else [])]
     own = read_settings(named, settings or [], "metric", "metric or method" if named != metrics else "")
+    from patchlight.data import open_images
     from patchlight.methods.requests import resolve
     from patchlight.metrics.base import resolve_metric
     from patchlight.study.files import FileLog, MeasureTask, find_maps, measure_files
@@ -89,7 +89,7 @@ def evaluate(
     log = FileLog(say)
     with progress("loading the model") as show:
         vit = model.load()
-        shown = open_images(data, [images], vit, listed)
+        shown = open_images([images], data, vit.labels, listed)
         if maps is not None:
             saved, methods, shown = find_maps(maps, shown, methods, whole=listed is None)
             task = replace(task, saved=saved, methods=methods)

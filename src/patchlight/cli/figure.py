@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight.cli.common import console, open_images, print_json, progress, read_settings, say
+from patchlight.cli.common import print_json, print_table, progress, read_settings, say
 from patchlight.cli.complete import complete_figure, complete_model
-from patchlight.cli.names import table
+from patchlight.cli.names import Row, find_row, known_names, table
 from patchlight.cli.options import AsJson, DataKind, ModelOptions, Seed, Settings, command
+from patchlight.cli.tables import describe
 from patchlight.core.errors import PatchlightError, nearest
 
 if TYPE_CHECKING:
@@ -74,8 +75,9 @@ def figure(
         vit = model.load()
         second = None if other is None else ModelOptions(other, other_weights, model.labels, device=model.device).load()
         from patchlight.core.targets import read_class
+        from patchlight.data import open_images
 
-        shown = _spread(open_images(data, images or _bundled(), vit, listed), count)
+        shown = _spread(open_images(images or _bundled(), data, vit.labels, listed), count)
         asked = None if target is None else read_class(target, vit.outcomes, vit.labels)
     from patchlight.report.figures import draw
 
@@ -145,40 +147,25 @@ def figure_rows() -> list[dict[str, Any]]:
     return [{**asdict(info), "text": inspect.getdoc(FIGURES[info.name].function) or ""} for info in list_figures()]
 
 
-def _row(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+def _row(rows: list[Row], name: str) -> Row:
     """The figure of that name or alias, or what is near."""
-    for row in rows:
-        if name == row["name"] or name in row["aliases"]:
-            return row
-    known = [one for row in rows for one in (row["name"], *row["aliases"])]
-    raise PatchlightError(f"no figure is called '{name}'; {nearest(name, known)}")
+    row = find_row(rows, name)
+    if row is None:
+        raise PatchlightError(f"no figure is called '{name}'; {nearest(name, known_names(rows))}")
+    return row
 
 
 def _tell(name: str | None, plugins: bool, as_json: bool) -> None:
     rows = _rows(plugins)
-    if name is not None:
-        row = _row(rows, name)
-        print_json(row) if as_json else _describe(row)
-        return
     if as_json:
-        print_json(rows)
-        return
-    from rich.table import Table
-
-    table = Table("figure", "the paper's", "what it shows", "needs", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(row["name"], row["paper"], row["shows"], ", ".join(row["needs"]))
-    console().print(table)
-    say("`patchlight figure --list NAME` tells more; `patchlight figure NAME --images FOLDER --out fig.pdf` draws one")
-
-
-def _describe(row: dict[str, Any]) -> None:
-    print(f"{row['name']}  ({row['paper']}; needs {', '.join(row['needs'])})")
-    if row["aliases"]:
-        print(f"also called {', '.join(row['aliases'])}")
-    print(f"{row['text']}\n")
-    if row["stand_in"]:
-        print(f"The paper's own: {row['stand_in']}\n")
-    print("Settings:")
-    for key, words in row["settings"].items():
-        print(f"  {key}: {words}")
+        print_json(rows if name is None else _row(rows, name))
+    elif name is not None:
+        row = _row(rows, name)
+        describe(row, f"{row['paper']}; needs {', '.join(row['needs'])}")
+    else:
+        headings = ("figure", "the paper's", "what it shows", "needs")
+        print_table(headings, [(r["name"], r["paper"], r["shows"], ", ".join(r["needs"])) for r in rows])
+        say(
+            "`patchlight figure --list NAME` tells more; `patchlight figure NAME --images FOLDER --out fig.pdf` draws "
+            "one"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +16,8 @@ from patchlight.core.files import cache_folder, write_whole
 from patchlight.core.plugins import GROUP
 
 PACKAGE = Path(__file__).parents[1]
+Row = dict[str, Any]
+"""A method, metric or figure with all that is told of it."""
 
 
 @cache
@@ -32,6 +35,16 @@ def table() -> dict[str, Any]:
             write_whole(path, text.encode())
         collected: dict[str, Any] = json.loads(text)
         return collected
+
+
+def known_names(rows: Sequence[Row]) -> list[str]:
+    """The names and aliases in these rows."""
+    return [name for row in rows for name in (row["name"], *row["aliases"])]
+
+
+def find_row(rows: Sequence[Row], name: str) -> Row | None:
+    """The row of that name or alias."""
+    return next((row for row in rows if name == row["name"] or name in row["aliases"]), None)
 
 
 def from_registries() -> dict[str, Any]:

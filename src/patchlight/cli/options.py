@@ -152,8 +152,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 own[name] = kind(**{field.name: given[field.name] for field in fields(kind)})
             function(**own)
 
-    run.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]
-    run.__annotations__ = {name: one.annotation for name, one in options.items()}
+    every = sorted(options.values(), key=lambda one: one.default is not inspect.Parameter.empty)  # required ones first
+    run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in every}
     del run.__wrapped__
     return run
 

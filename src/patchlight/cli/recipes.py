@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight.cli.common import console, print_json, progress, read_settings, say
+from patchlight.cli.common import print_json, print_table, progress, read_settings, say
 from patchlight.cli.complete import complete_model, complete_recipe, one_of
 from patchlight.cli.options import AsJson, Device, ImageList, NoPretrained, Plugin, Sigmoid, command
 
@@ -100,13 +100,9 @@ def list_recipes(
     if as_json:
         print_json(rows)
         return
-    from rich.table import Table
-
-    table = Table("recipe", "paper", "measures", "models", "data", "methods", "metrics", box=None, pad_edge=False)
-    for row in rows:
-        words = [row["name"], row["paper"], *(", ".join(row[key]) for key in ("measures", "models")), row["data"]]
-        table.add_row(*words, str(row["methods"]), str(row["metrics"]))
-    console().print(table)
+    keys = ("name", "paper", "measures", "models", "data", "methods", "metrics")
+    cells = [[", ".join(row[key]) if key in ("measures", "models") else str(row[key]) for key in keys] for row in rows]
+    print_table(("recipe", *keys[1:]), cells)
     say("`patchlight bench run NAME --out DIR` runs one, `patchlight bench list NAME` prints it")
 
 

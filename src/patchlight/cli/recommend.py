@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchlight.cli.common import SOME_FAILED, open_images, print_json, read_settings, say, split_names
+from patchlight.cli.common import SOME_FAILED, print_json, read_settings, say, split_names
 from patchlight.cli.complete import complete_kind, complete_methods, complete_metrics
 from patchlight.cli.options import AsJson, ImageList, ModelOptions, Seed, Settings, command
 from patchlight.core.errors import PatchlightError
@@ -52,6 +52,7 @@ def recommend(
 ) -> None:
     """Race methods on your images: which explanation to trust, what is as good and cheaper, and how sure that is."""
     begun = time.monotonic()
+    from patchlight.data import open_images
     from patchlight.study.recommend.run import recommend as race
     from patchlight.study.recommend.run import seconds_of
     from patchlight.study.recommend.work import Clock
@@ -67,7 +68,7 @@ def recommend(
     vit = model.load()
     verdict = race(
         vit,
-        open_images(kind, [path], vit, listed),
+        open_images([path], kind, vit.labels, listed),
         budget=Clock(seconds, spent=time.monotonic() - begun),
         methods=asked["method"],
         metrics=asked["metric"],

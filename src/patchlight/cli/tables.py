@@ -5,21 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchlight.cli.common import console, print_json, progress, say
+from patchlight.cli.common import print_json, print_table, progress, say
 from patchlight.cli.complete import complete_method, complete_metric, complete_model
+from patchlight.cli.names import Row, find_row, known_names
 from patchlight.cli.names import table as names
 from patchlight.cli.options import AsJson, ModelOptions, Plugin, command
 from patchlight.core.errors import PatchlightError, nearest
 
 if TYPE_CHECKING:
     from patchlight.anatomy.opened import Anatomy
-
-Row = dict[str, Any]
-"""A method or metric with all that is told of it."""
 
 
 @command
@@ -38,13 +36,20 @@ def methods(
         vit = None if model is None else ModelOptions(model, no_pretrained=True).load()
         rows = names()["methods"] if vit is None and not plugin else method_rows(vit)
     if name is not None:
-        rows = [_named(rows, name) or _composed(rows, name)]
+        rows = [find_row(rows, name) or _composed(rows, name)]
     if as_json:
         print_json(rows)
     elif name is not None:
-        _describe_method(rows[0])
+        row = rows[0]
+        settings = {"score": f"'logit' | 'probability' | a callable of the logits = {row['score']!r}"}
+        describe(row, f"{row['paper']}; {row['cost']}", settings)
     else:
-        _list_methods(rows, model is not None)
+        print_table(
+            ("method", *(("works",) if model else ()), "paper", "cost", "what it shows"),
+            [(row["name"], *_works(row), row["paper"], row["cost"], row["summary"]) for row in rows],
+        )
+        words = "a composition (.plus, .rollout) and a rule (.libra) may follow a name"
+        say(f"`patchlight methods NAME` tells more; {words}")
 
 
 @command
@@ -59,17 +64,22 @@ def metrics(
     with progress("loading the metrics"):
         rows = metric_rows() if plugin else names()["metrics"]
     if name is not None:
-        found = _named(rows, name)
+        found = find_row(rows, name)
         if found is None:
-            known = [n for row in rows for n in (row["name"], *row["aliases"])]
-            raise PatchlightError(f"no metric is called '{name}'; {nearest(name, known)}")
+            raise PatchlightError(f"no metric is called '{name}'; {nearest(name, known_names(rows))}")
         rows = [found]
     if as_json:
         print_json(rows)
     elif name is not None:
-        _describe_metric(rows[0])
+        low, high = rows[0]["bounds"]
+        span = f"{_better(rows[0])} is better, from {low:g} to {high:g}"
+        describe(rows[0], f"{rows[0]['paper']}; {rows[0]['cost']}; {span}", needs=rows[0]["needs"])
     else:
-        _list_metrics(rows)
+        print_table(
+            ("metric", "better", "needs", "paper", "cost", "what it says"),
+            [(r["name"], _better(r), ", ".join(r["needs"]), r["paper"], r["cost"], r["summary"]) for r in rows],
+        )
+        say("`patchlight metrics NAME` tells more")
 
 
 @command
@@ -136,11 +146,6 @@ def metric_rows() -> list[Row]:
     ]
 
 
-def _named(rows: Sequence[Row], name: str) -> Row | None:
-    """The row of that name or alias."""
-    return next((row for row in rows if name == row["name"] or name in row["aliases"]), None)
-
-
 def _composed(rows: Sequence[Row], asked: str) -> Row:
     """The row of a name with a composition or a rule behind it, which have settings and texts of their own."""
     with progress("loading the methods"):
@@ -160,56 +165,26 @@ def _composed(rows: Sequence[Row], asked: str) -> Row:
     return {**row, "name": request.name, "settings": settings, "text": text}
 
 
-def _list_methods(rows: Sequence[Row], of_model: bool) -> None:
-    from rich.table import Table
-
-    table = Table(
-        "method", *(("works",) if of_model else ()), "paper", "cost", "what it shows", box=None, pad_edge=False
-    )
-    for row in rows:
-        works = ("yes" if row["supported"] else f"no: {row['reason']}",) if of_model else ()
-        table.add_row(row["name"], *works, row["paper"], row["cost"], row["summary"])
-    console().print(table)
-    say("`patchlight methods NAME` tells more; a composition (.plus, .rollout) and a rule (.libra) may follow a name")
+def _works(row: Row) -> tuple[str, ...]:
+    """Whether a method works, where a model was named."""
+    return ("yes" if row["supported"] else f"no: {row['reason']}",) if "supported" in row else ()
 
 
-def _describe_method(row: Row) -> None:
-    print(f"{row['name']}  ({row['paper']}; {row['cost']})")
-    _describe(row)
-    print(f"  score: 'logit' | 'probability' | a callable of the logits = {row['score']!r}")
-    _tell_presets(row)
+def _better(row: Row) -> str:
+    return "higher" if row["higher_is_better"] else "lower"
 
 
-def _list_metrics(rows: Sequence[Row]) -> None:
-    from rich.table import Table
-
-    table = Table("metric", "better", "needs", "paper", "cost", "what it says", box=None, pad_edge=False)
-    for row in rows:
-        better = "higher" if row["higher_is_better"] else "lower"
-        table.add_row(row["name"], better, ", ".join(row["needs"]), row["paper"], row["cost"], row["summary"])
-    console().print(table)
-    say("`patchlight metrics NAME` tells more")
-
-
-def _describe_metric(row: Row) -> None:
-    low, high = row["bounds"]
-    better = "higher" if row["higher_is_better"] else "lower"
-    print(f"{row['name']}  ({row['paper']}; {row['cost']}; {better} is better, from {low:g} to {high:g})")
-    if row["needs"]:
-        print(f"needs {' and '.join(row['needs'])}")
-    _describe(row)
-    _tell_presets(row)
-
-
-def _describe(row: Row) -> None:
+def describe(row: Row, heading: str, settings: Row | None = None, needs: Sequence[str] = ()) -> None:
+    """Print all that is told of a method, metric or figure."""
+    print(f"{row['name']}  ({heading})")
+    if needs:
+        print(f"needs {' and '.join(needs)}")
     if row["aliases"]:
         print(f"also called {', '.join(row['aliases'])}")
-    print(row["text"])
-    print("\nSettings:")
-    for key, words in row["settings"].items():
+    print(f"{row['text']}\n")
+    if row.get("stand_in"):
+        print(f"The paper's own: {row['stand_in']}\n")
+    print("Settings:")
+    presets = {"preset": ", ".join(row["presets"])} if row.get("presets") else {}
+    for key, words in (row["settings"] | (settings or {}) | presets).items():
         print(f"  {key}: {words}")
-
-
-def _tell_presets(row: Row) -> None:
-    if row["presets"]:
-        print(f"  preset: {', '.join(row['presets'])}")
