@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from patchlight.bench.local import run
 from patchlight.bench.recipe import Recipe, override, read_recipe
 from patchlight.bench.store import Store
 from patchlight.core.errors import PatchlightError
-from patchlight.report.figures import skipplus
+from patchlight.core.registry import settings_of
+from patchlight.report.figures import FIGURES
 from patchlight.zoo import pocket
 
 
@@ -59,16 +61,14 @@ def test_the_first_blocks_of_figure_7_are_blocks_of_the_model(name: str, depth: 
 
 
 def test_figures_and_recipes_show_the_same_methods() -> None:
-    drawn = {"skipplus-figure-3": skipplus.FORWARD, "skipplus-figure-4": skipplus.BEST}
-    others = (skipplus.GRADIENTS, skipplus.GENATT, skipplus.FULLGRAD, skipplus.IXG, skipplus.CAMS)
-    drawn["skipplus-figures-8-12"] = {label: method for table in others for label, method in table.items()}
-    drawn["skipplus-segmentation"] = {**skipplus.FORWARD, **skipplus.BEST}
-    for name, methods in drawn.items():
-        written = {label: {"method": own} if isinstance(own, str) else own for label, own in methods.items()}
-        asked = {label: {"method": spec.method, **spec.settings} for label, spec in recipe_named(name).methods.items()}
-        assert asked == written, name
-    assert "GradCAM++∘SkipPLUS" in skipplus.CAMS
-    assert "DecompX∘PLUS" in skipplus.BEST
+    def drawn(*figures: int) -> dict[str, Any]:
+        tables = (settings_of(FIGURES[f"skipplus-{figure}"].function)["methods"].default for figure in figures)
+        return {label: {"method": m} if isinstance(m, str) else m for table in tables for label, m in table.items()}
+
+    tables = {"figure-3": drawn(3), "figure-4": drawn(4), "figures-8-12": drawn(*range(8, 13))}
+    for name, methods in {**tables, "segmentation": drawn(3, 4)}.items():
+        specs = recipe_named(f"skipplus-{name}").methods
+        assert methods == {label: {"method": spec.method, **spec.settings} for label, spec in specs.items()}, name
 
 
 @pytest.fixture

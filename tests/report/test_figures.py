@@ -147,7 +147,7 @@ def test_what_are_no_images_is_refused(vit: pl.Anatomy, images: Any) -> None:
 
 def test_a_needs_word_that_is_unknown_is_refused() -> None:
     with pytest.raises(pl.PatchlightError, match="needs \\['gold'\\]"):
-        register_figure("toy-1", paper="a toy", shows="nothing", needs={"labels or gold"})
+        register_figure("toy-1", paper="a toy", shows="nothing", needs={"labels or gold"})(lambda drawing: Figure())
 
 
 def seen_by_a_toy(vit: pl.Anatomy, images: Any, least: int = 1, **options: Any) -> list[Drawing]:
@@ -222,7 +222,7 @@ def test_images_are_brought_to_the_model_in_batches(vit: pl.Anatomy, monkeypatch
 
     expected = vit.logits(vit.batch(PHOTOS)).argmax(1)
     monkeypatch.setattr(pl.Anatomy, "place", counted)
-    monkeypatch.setattr("patchlight.report.figures.base.default_batch_size", lambda vit: 3)
+    monkeypatch.setattr("patchlight.report.figures.drawing.default_batch_size", lambda vit: 3)
     for images in (PHOTOS, torch.stack([vit.preprocess.tensor(Image.open(photo)) for photo in PHOTOS])):
         (drawing,) = seen_by_a_toy(vit, images)
         assert placed == []
@@ -314,7 +314,7 @@ def test_the_cutoffs_are_what_evaluate_says(vit: pl.Anatomy) -> None:
 
 def test_a_deleted_image_lacks_its_highest_pixels(vit: pl.Anatomy) -> None:
     """By hand: the fraction of the pixels that the steps stand for, and none that the map ranks lower."""
-    from patchlight.report.figures.tis import without_highest
+    from patchlight.report.figures.layouts import without_highest
 
     images = vit.batch(PHOTOS[:1])
     drawing = Drawing(vit, images, [], ["0"])

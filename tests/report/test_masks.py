@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.report.figures.masks import Impact, asked, channel_masks, clustered, impact, similarities
-from patchlight.report.figures.vitcx_appendix import heat_box
+from patchlight.methods.vitcx import clusters, cosine_distances
+from patchlight.report.figures.masks import Impact, ask_about, channel_masks, clustered, impact, similarities
+from patchlight.report.figures.vitcx import heat_box
 from patchlight.zoo import pocket
 
 DISTANCE = 0.25
@@ -22,7 +23,7 @@ DISTANCE = 0.25
 def taken_apart() -> tuple[pl.Anatomy, Tensor, Impact]:
     vit = pl.load("pocket")
     image = vit.batch(pocket.PHOTOS / "cat.jpg")[0]
-    return vit, image, impact(vit, image, 3, DISTANCE)
+    return vit, image, impact(ask_about(vit, image, 3), DISTANCE)
 
 
 def at_pixels(mask: Tensor, vit: pl.Anatomy) -> Tensor:
@@ -66,7 +67,7 @@ def test_coverage_is_the_mean_of_the_masks() -> None:
 
 def test_similarities_are_cosines_of_masks_as_they_are_seen() -> None:
     vit, image, _ = taken_apart()
-    channels, clean = channel_masks(asked(vit, image, 3))
+    channels, clean = channel_masks(ask_about(vit, image, 3))
     assert clean == pytest.approx(probability(vit, image), abs=1e-5)
     some = channels[:5]
     flat = [at_pixels(mask, vit).flatten() for mask in some]
@@ -76,10 +77,11 @@ def test_similarities_are_cosines_of_masks_as_they_are_seen() -> None:
 
 def test_masks_of_a_cluster_are_closer_than_the_distance() -> None:
     vit, image, _ = taken_apart()
-    found = clustered(channel_masks(asked(vit, image))[0], vit.extent, 0.1)
-    assert len(found.masks) == int(found.labels.max()) + 1 < len(found.channels)
-    for cluster in range(len(found.masks)):
-        members = found.channels[found.labels == cluster]
+    channels, _ = channel_masks(ask_about(vit, image))
+    labels = clusters(cosine_distances(channels, vit.extent)[None], 0.1)[0]
+    assert len(clustered(channels, vit.extent, 0.1)) == int(labels.max()) + 1 < len(channels)
+    for cluster in range(int(labels.max()) + 1):
+        members = channels[labels == cluster]
         assert len(members) == 1 or float(similarities(members, vit.extent).min()) > 0.9
 
 

@@ -15,8 +15,8 @@ import patchlight as pl
 from patchlight.data.counting import counting_grids
 from patchlight.methods.cams import feature_maps
 from patchlight.report.figures import draw
-from patchlight.report.figures.diffmask import TINY, grids_to_show, make_counting, read_counting
-from patchlight.report.figures.masks import asked
+from patchlight.report.figures.counting import TINY, grids_to_show, make_counting, read_counting
+from patchlight.report.figures.masks import ask_about
 from patchlight.report.figures.numbers import numbers_of
 from patchlight.trained.diffmask import DiffMask
 from patchlight.zoo import pocket
@@ -129,7 +129,7 @@ def test_figure_2_shows_attention_feature_maps_and_masks(vit: pl.Anatomy) -> Non
     shown = [axes.images[0].get_array() for axes in fig.axes]
     assert len(shown) == 7, "the image, and two of each"
     batch = vit.batch(PHOTOS[:1])
-    features, _ = feature_maps(asked(vit, batch[0]))
+    features, _ = feature_maps(ask_about(vit, batch[0]))
     mask = F.interpolate(features[:, [3]], batch.shape[-2:], mode="bilinear")[0, 0]
     mask = (mask - mask.min()) / (mask.max() - mask.min())
     expected = np.asarray(vit.preprocess.picture((batch * mask)[0]))

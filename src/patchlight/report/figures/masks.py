@@ -28,7 +28,7 @@ DISTANCE, SIGMA = 0.1, 0.1
 """The paper's threshold of clustering and deviation of the noise."""
 
 
-def asked(vit: Anatomy, image: Tensor, target: int = 0, seed: int = 0) -> Ask:
+def ask_about(vit: Anatomy, image: Tensor, target: int = 0, seed: int = 0) -> Ask:
     """The question that ViT-CX is asked about an image [C,H,W]: the probability of a class."""
     plain = {"chunk": None, "precision": "full", "compile": False}
     targets = Targets(torch.tensor([[target]]))
@@ -48,19 +48,9 @@ def similarities(masks: Tensor, size: tuple[int, int]) -> Tensor:
     return 1 - cosine_distances(masks, size)[first, second]
 
 
-@dataclass(frozen=True)
-class Clustered:
-    """Masks [D,h,w], the cluster of each [D], and the clusters' own masks [K,h,w]."""
-
-    channels: Tensor
-    labels: Tensor
-    masks: Tensor
-
-
-def clustered(channels: Tensor, size: tuple[int, int], distance: float = DISTANCE) -> Clustered:
-    """Channels that lie closer than `distance`, put together as ViT-CX does."""
-    labels = clusters(cosine_distances(channels, size)[None], distance)
-    return Clustered(channels, labels[0], cluster_masks(channels[None], labels, size))
+def clustered(channels: Tensor, size: tuple[int, int], distance: float = DISTANCE) -> Tensor:
+    """The masks [K,h,w] of channels [D,h,w], those closer than `distance` put together as ViT-CX does."""
+    return cluster_masks(channels[None], clusters(cosine_distances(channels, size)[None], distance), size)
 
 
 @dataclass(frozen=True)
@@ -93,28 +83,19 @@ class Impact:
 
     def through(self, index: int, noisy: bool) -> tuple[Tensor, float]:
         """The image [C,H,W] through a mask, the gaps filled with noise where `noisy`; and the class's probability."""
-        one = torch.tensor([index])
         mask = self.at_size(index)
         image = self.ask.images * mask
         if noisy:
-            image = image + (1 - mask) * self.sigma * draws(self.ask)(one)
+            image = image + (1 - mask) * self.sigma * draws(self.ask)(torch.tensor([index]))
         score = score_of(self.ask.vit.logits(image), self.ask.targets, self.ask.score, self.ask.vit.outputs)
         return image[0], float(score.flatten()[0])
 
 
-def impact(
-    vit: Anatomy,
-    image: Tensor,
-    target: int,
-    distance: float = DISTANCE,
-    sigma: float = SIGMA,
-    seed: int = 0,
-    layer: int | str = NORM1,
-) -> Impact:
-    """The masks of an image [C,H,W] at a layer and their scores for a class: 1 + 2 K forwards."""
-    ask = asked(vit, image, target, seed)
+def impact(ask: Ask, distance: float = DISTANCE, sigma: float = SIGMA, layer: int | str = NORM1) -> Impact:
+    """The masks of an image at a layer and their scores for the class asked about: 1 + 2 K forwards."""
+    vit = ask.vit
     channels, clean = channel_masks(ask, layer)
-    masks = clustered(channels, vit.extent, distance).masks
-    owner, own = torch.zeros(len(masks), dtype=torch.long), torch.full((1, 1), clean, device=vit.device)
-    scores = causal_scores(ask, upsampled(masks, ask.images, vit.extent), owner, own, draws(ask), sigma)
+    masks = clustered(channels, vit.extent, distance)
+    owner, clean_score = torch.zeros(len(masks), dtype=torch.long), torch.full((1, 1), clean, device=vit.device)
+    scores = causal_scores(ask, upsampled(masks, ask.images, vit.extent), owner, clean_score, draws(ask), sigma)
     return Impact(ask, masks, clean, scores[:, 0].double().cpu(), sigma)

@@ -36,14 +36,6 @@ class FigureNumber:
     images: int | None = None
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """A number and the axes that it is drawn in, whose words may still change."""
-
-    axes: Axes | None
-    number: FigureNumber
-
-
 def record(
     where: Axes | Figure,
     series: str,
@@ -67,35 +59,28 @@ def record(
         panel: The panel's name; by default the title of the axes.
         quantity: What the number is; by default the words on the y axis.
     """
-    drawn: Any = where
-    axes = drawn if hasattr(drawn, "get_ylabel") else None
-    kept = getattr(drawn if axes is None else drawn.figure, "numbers", None)
-    if kept is not None:
+    axes: Any = where if hasattr(where, "get_ylabel") else None
+    numbers = getattr(where if axes is None else axes.figure, "numbers", None)
+    if numbers is not None:
         place = f"{x:g}" if isinstance(x, float) else str(x)
-        kept.append(_Recorded(axes, FigureNumber(panel, series, "", place, quantity, float(value), *interval, images)))
+        numbers.append((axes, FigureNumber(panel, series, "", place, quantity, float(value), *interval, images)))
 
 
 def numbers_of(figure: Figure) -> list[FigureNumber]:
     """The numbers of a figure, with the words of their axes as they are now."""
-    found = []
-    for one in getattr(figure, "numbers", ()):
-        own, axes = one.number, one.axes
-        if axes is not None:
-            axis = _words(axes.get_xlabel()) if own.x else ""
-            panel, quantity = own.panel or _words(axes.get_title()), own.quantity or _y_words(axes)
-            own = replace(own, panel=panel, axis=axis, quantity=quantity)
-        found.append(own)
-    return found
+    return [number if axes is None else _with_words(number, axes) for axes, number in getattr(figure, "numbers", ())]
 
 
-def _y_words(axes: Axes) -> str:
-    """The words on the y axis; where panels share one, those of the panel that has them."""
+def _with_words(number: FigureNumber, axes: Axes) -> FigureNumber:
+    """A number with the words of its axes; where panels share the y axis, those of the panel that has them."""
     sharing = [axes, *axes.get_shared_y_axes().get_siblings(axes)]
-    return next((_words(one.get_ylabel()) for one in sharing if one.get_ylabel()), "")
-
-
-def _words(text: str) -> str:
-    return " ".join(text.split())
+    y_words = next((one.get_ylabel() for one in sharing if one.get_ylabel()), "")
+    return replace(
+        number,
+        panel=number.panel or " ".join(axes.get_title().split()),
+        axis=" ".join(axes.get_xlabel().split()) if number.x else "",
+        quantity=number.quantity or " ".join(y_words.split()),
+    )
 
 
 def check_numbers_path(path: str | Path) -> None:
@@ -107,7 +92,7 @@ def check_numbers_path(path: str | Path) -> None:
 def write_numbers(figure: Figure, path: str | Path) -> Path:
     """Write the numbers of a figure as CSV or JSON, whole or not at all."""
     check_numbers_path(path)
-    rows = [finite_or_none(asdict(one)) for one in numbers_of(figure)]
+    rows = [finite_or_none(asdict(number)) for number in numbers_of(figure)]
     if Path(path).suffix.lower() == ".json":
         return write_whole(path, (json.dumps(rows, indent=1, ensure_ascii=False) + "\n").encode())
     out = io.StringIO()

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from patchlight.core.drawing.heat import colour_map
 from patchlight.core.drawing.pictures import SCALES, colour_bar, inches
 from patchlight.core.statistics import FEWEST, bootstrap_weights
 from patchlight.report.figures.numbers import record
@@ -203,6 +204,26 @@ def tidy(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
         spine.set_linewidth(0.5)
 
 
+def legend(axes: Axes, columns: int = 0, fontsize: float = WORDS - 0.5, loc: Any = "best") -> None:
+    """The names of the lines: inside of the axes, or in so many columns above all of the figure."""
+    if columns:
+        handles, words = axes.get_legend_handles_labels()
+        above: Any = {"loc": "outside upper center", "ncols": columns}
+        axes.get_figure().legend(handles, words, fontsize=fontsize, frameon=False, **above)  # type: ignore[union-attr]
+    else:
+        axes.legend(fontsize=fontsize, frameon=False, loc=loc)
+
+
+def show(axes: Axes, picture: Any, title: str = "", label: str = "") -> None:
+    """A picture instead of axes, with words above and to its left."""
+    axes.imshow(np.asarray(picture), interpolation="antialiased")
+    axes.set(xticks=[], yticks=[])
+    axes.set_title(title, size=WORDS)
+    axes.set_ylabel(label, size=WORDS)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
 def mean_interval(values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """The mean over images of values [B,P] and its bootstrapped 95 % interval [P] each; NaN below six images."""
     values = values.double().cpu()
@@ -239,6 +260,17 @@ def line(
         axes.fill_between(
             where.numpy(), low.numpy(), high.numpy(), color=looks["color"], alpha=0.18, linewidth=0, zorder=1
         )
+
+
+def coloured(
+    values: Tensor, ends: tuple[float, float] | None = None, colours: str = "inferno", side: int = 240
+) -> Image.Image:
+    """Numbers [h,w] as colours between two ends, else from the lowest to the highest; at least `side` pixels high."""
+    low, high = (float(values.min()), float(values.max())) if ends is None else ends
+    scaled = np.clip((values.detach().double().cpu().numpy() - low) / (high - low if high > low else 1.0), 0, 1)
+    picture = Image.fromarray(np.uint8(np.round(255 * np.asarray(colour_map(colours)(scaled))[..., :3])))
+    times = max(1, -(-side // picture.height))
+    return picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
 
 
 def in_bands(cells: Sequence[Cell], most: int) -> list[Row]:

@@ -1,93 +1,118 @@
-"""The figures of Xie et al., "ViT-CX: Causal Explanation of Vision Transformers"."""
+"""Layouts of ViT-CX's figures: its masks and what they cause, sanity, localisation and the study of its settings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
+from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.weights import read_weights
-from patchlight.core.errors import PatchlightError
+from patchlight.core.errors import DegenerateMap, PatchlightError
 from patchlight.core.images import Preprocess
 from patchlight.core.progress import telling
+from patchlight.core.resize import to_pixels
 from patchlight.core.statistics import spearman
+from patchlight.core.targets import Targets
+from patchlight.engine import explain
 from patchlight.evidence.ablation import Count
 from patchlight.evidence.passes import LayerJob
 from patchlight.methods.base import Ask
-from patchlight.methods.cams import NORM1, feature_maps
+from patchlight.methods.cams import NORM1, Place, feature_maps
 from patchlight.methods.rise import draw_grids
-from patchlight.methods.vitcx import scaled, upsampled
-from patchlight.report.figures.base import Drawing, Methods, register_figure
-from patchlight.report.figures.masks import SIGMA, Impact, asked, channel_masks, impact, similarities
+from patchlight.methods.vitcx import cosine_distances, scaled, upsampled
+from patchlight.metrics.localisation import unit_range
+from patchlight.metrics.sanity import stages, twin
+from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods
+from patchlight.report.figures.layouts import layout
+from patchlight.report.figures.masks import (
+    DISTANCE,
+    SIGMA,
+    Impact,
+    ask_about,
+    channel_masks,
+    clustered,
+    impact,
+    similarities,
+)
 from patchlight.report.figures.numbers import record
-from patchlight.report.figures.panels import coloured, explained, of_prediction, stretched
-from patchlight.report.figures.sheet import COLOURS, COLUMN, Cell, Row, mean_interval, pictures, tidy
+from patchlight.report.figures.sheet import (
+    COLOURS,
+    COLUMN,
+    WORDS,
+    Cell,
+    Row,
+    coloured,
+    legend,
+    line,
+    mean_interval,
+    pictures,
+    show,
+    tidy,
+)
 
-PAPER = "ViT-CX (Xie et al., IJCAI 2023)"
-METHODS: dict[str, Any] = {
-    "CGW1": "transatt",
-    "CGW2": "genatt",
-    "TAM": "tam",
-    "Score-CAM": {"method": "score-cam", "preset": "vit-cx"},
-    "ViT-CX": "vit-cx",
-}
-"""The columns of Figure 1, by the paper's names."""
-EMPTY = "zero"
-"""The empty canvas that the paper inserts pixels into: 0 after normalisation."""
+Distances = list[Annotated[float, Field(gt=0)]]
+Deviations = list[Annotated[float, Field(ge=0)]]
+WITH_COVERAGE = "rank correlation with the coverage"
 
 
 def faithful(steps: int) -> dict[str, dict[str, Any]]:
-    """Deletion and insertion as the paper measures them, in `steps` steps, and insertion into RISE's blurred image."""
+    """Deletion, insertion into the paper's empty canvas (0 after normalisation), and into RISE's blurred image."""
     rise = {"preset": "rise", "steps": steps}
     return {
         "Del": {"metric": "deletion", **rise},
-        "Ins": {"metric": "insertion", **rise, "fill": EMPTY},
+        "Ins": {"metric": "insertion", **rise, "fill": "zero"},
         "Ins (blur)": {"metric": "insertion", **rise},
     }
 
 
+def each_image(drawing: Drawing, function: Callable[[int, Tensor], Any], words: str) -> list[Any]:
+    """What a function makes of every image, with a progress bar."""
+    made = []
+    with telling(drawing.progress, words) as tell:
+        for i, image in enumerate(drawing.images):
+            made.append(function(i, image))
+            tell(i + 1, len(drawing))
+    return made
+
+
 def impacts(drawing: Drawing, sigma: float = SIGMA, layer: str = NORM1) -> list[Impact]:
     """The masks of every image and what they cause."""
-    found = []
-    with telling(drawing.progress, "masking") as tell:
-        for i, (image, index) in enumerate(zip(drawing.images, drawing.classes.tolist(), strict=True)):
-            found.append(impact(drawing.vit, image, index, sigma=sigma, seed=drawing.seed, layer=layer))
-            tell(i + 1, len(drawing))
-    return found
+    classes = drawing.classes.tolist()
+
+    def of(i: int, image: Tensor) -> Impact:
+        return impact(ask_about(drawing.vit, image, classes[i], drawing.seed), sigma=sigma, layer=layer)
+
+    return each_image(drawing, of, "masking")
 
 
-@register_figure(
-    "vitcx-1",
-    paper=f"{PAPER}, Figure 1",
-    shows="maps of attention-based methods, Score-CAM and ViT-CX, each with its deletion and insertion AUC",
-    stand_in="ViT-B/16; a goldfish, a dogsled, a vine snake and a head cabbage of ImageNet",
-    quick={"shown": 1, "steps": 8, "methods": {"CGW2": "genatt", "ViT-CX": {"method": "vit-cx", "distance": 0.2}}},
-)
-def examples(drawing: Drawing, shown: Count = 4, steps: Count = 224, methods: Methods | None = None) -> Figure:
-    """A row for every image: the maps of the predicted class, and below each how faithful it is.
-
-    Deletion (lower is better) and insertion into an empty canvas (zeros after normalisation; higher is better) in
-    `steps` steps; the best of a row is marked with *. The numbers also have insertion into RISE's blurred image.
-    """
-    drawing = of_prediction(drawing)
-    maps = explained(drawing, METHODS if methods is None else methods)
-    found = drawing.evaluate(maps, faithful(steps))
+@layout
+def measured(drawing: Drawing, shown: Count = 4, steps: Count = 224, methods: Methods = NO_METHODS) -> Figure:
+    """A row for every image: the maps of the predicted class, and below each its deletion and insertion."""
+    drawing = drawing.of_prediction()
+    maps = drawing.explain(methods)
+    evaluations = drawing.evaluate(maps, faithful(steps))
     rows = []
-    for i, picture in enumerate(drawing.pictures):
-        cells = [Cell(picture, drawing.name_of(int(drawing.classes[i])), "Del / Ins")]
-        values = {label: {name: float(one.values[i]) for name, one in own.items()} for label, own in found.items()}
+    for i, (picture, name) in enumerate(zip(drawing.pictures, drawing.class_names, strict=True)):
+        cells = [Cell(picture, name, "Del / Ins")]
+        values = {
+            label: {metric: float(one.values[i]) for metric, one in own.items()} for label, own in evaluations.items()
+        }
         best = {"Del": min(own["Del"] for own in values.values()), "Ins": max(own["Ins"] for own in values.values())}
         for label, att in maps.items():
-            words = " / ".join(_marked(values[label][name], best[name]) for name in best)
-            cells.append(Cell(drawing.heat(i, att.scores[i], True, att), label, words, values[label]))
+            marked = (f"{values[label][m]:.3f}{'*' if values[label][m] == best[m] else ''}" for m in best)
+            cells.append(Cell(drawing.positive(i, att), label, " / ".join(marked), values[label]))
         rows.append(Row(cells))
     drawing.say(
         "below: deletion AUC (lower is better) / insertion AUC over an empty canvas, zeros after normalisation (higher "
@@ -96,40 +121,27 @@ def examples(drawing: Drawing, shown: Count = 4, steps: Count = 224, methods: Me
     return drawing.rows(rows)
 
 
-def _marked(value: float, best: float) -> str:
-    return f"{value:.3f}{'*' if value == best else ''}"
-
-
-@register_figure(
-    "vitcx-2",
-    paper=f"{PAPER}, Figure 2",
-    shows="attention maps of CLS, feature maps, and the image through the masks that these make",
-    stand_in="ViT-B/16 and one image",
-    quick={"columns": 2},
-)
-def feature_maps_and_masks(
+@layout
+def features(
     drawing: Drawing, shown: Count = 1, columns: Count = 5, layer: str = NORM1, channels: list[int] | None = None
 ) -> Figure:
-    """For each image: (a) attention of CLS to the patches by head, (b) feature maps, (c) the image through their masks.
-
-    Heads are those of the last block, then of the blocks before it. Feature maps are `channels` of `layer`, by default
-    `columns` of them, evenly spread. A mask is its feature map, upsampled and stretched to [0, 1].
-    """
+    """For each image: attention of CLS by head, feature maps, and the image through their masks."""
     rows = []
     for i, image in enumerate(drawing.images):
-        ask = asked(drawing.vit, image)
-        features = feature_maps(ask, layer)[0][0]
-        chosen = _spread(len(features), columns) if channels is None else channels
-        masks = scaled(features[chosen].double(), drawing.vit.extent)[0]
+        ask = ask_about(drawing.vit, image)
+        maps = feature_maps(ask, layer)[0][0]
+        count = min(columns, len(maps))
+        chosen = [(2 * k + 1) * len(maps) // (2 * count) for k in range(count)] if channels is None else channels
+        masks = scaled(maps[chosen].double(), drawing.vit.extent)[0]
         through = ask.images * upsampled(masks, ask.images, drawing.vit.extent)(torch.arange(len(chosen)))
-        looked = _attention_maps(drawing, ask, columns)
-        pairs = {
-            "(a) attention": [Cell(stretched(one), name) for name, one in looked.items()],
-            "(b) feature maps": [Cell(stretched(features[k]), f"channel {k}") for k in chosen],
+        attention = _attention_maps(drawing, ask, columns)
+        parts = {
+            "(a) attention": [Cell(coloured(one), name) for name, one in attention.items()],
+            "(b) feature maps": [Cell(coloured(maps[k]), f"channel {k}") for k in chosen],
             "(c) through masks": [Cell(drawing.vit.preprocess.picture(one)) for one in through],
         }
         first: list[Cell | None] = [Cell(drawing.pictures[i], "image")]
-        for label, cells in pairs.items():
+        for label, cells in parts.items():
             if cells:
                 rows.append(Row([*first, *cells], label))
                 first = [None]
@@ -146,28 +158,15 @@ def _attention_maps(drawing: Drawing, ask: Ask, count: int) -> dict[str, Tensor]
     layers = tuple(range(vit.depth - 1, max(-1, vit.depth - 1 - -(-count // vit.heads)), -1))
     rows = slice(0, 1) if vit.prefix else slice(None)
     seen = ask.run([LayerJob(lambda b: b.A[0, :, rows, b.prefix :].mean(1), frozenset({"A"}), layers)])
-    found = {
+    maps = {
         f"block {layer}, head {head}": one.unflatten(0, vit.grid)
         for layer in layers
         for head, one in enumerate(seen.at(layer))
     }
-    return dict(list(found.items())[:count])
+    return dict(list(maps.items())[:count])
 
 
-def _spread(total: int, count: int) -> list[int]:
-    """`count` of `total` places, evenly spread; all where there are fewer."""
-    count = min(count, total)
-    return [(2 * i + 1) * total // (2 * count) for i in range(count)]
-
-
-@register_figure(
-    "vitcx-4",
-    paper=f"{PAPER}, Figure 4",
-    shows="how alike the masks of a ViT are: cosine similarities within one image, and their means over images",
-    stand_in="ViT-B/16 and ResNet-50, all 50,000 validation images of ImageNet (mean .92 for the ViT)",
-    least=2,
-    quick={"random_masks": 50},
-)
+@layout
 def mask_similarity(
     drawing: Drawing,
     random_masks: Count = 200,
@@ -175,28 +174,33 @@ def mask_similarity(
     cnn_weights: str | None = None,
     layer: str = NORM1,
 ) -> Figure:
-    """Similarities of the masks that a ViT's channels at `layer` make, beside those of other masks.
+    """How alike a ViT's masks are beside those of other sources: all pairs of one image, and each image's mean."""
 
-    (a) all pairs of the first image, (b) the mean of each image. Beside them RISE's random masks; the masks of a CNN
-    (`cnn`, a name of timm) where its weights are given (`cnn_weights`, a safetensors file); and those of a second
-    model, where one is given.
-    """
-    sources = {drawing.vit.name: _alike(drawing, layer)}
-    if drawing.other is not None:
-        sources[drawing.other.name] = _alike(drawing.of(drawing.other), layer)
+    def of_model(model: Drawing) -> list[Tensor]:
+        vit = model.vit
+        return each_image(
+            model, lambda i, x: similarities(channel_masks(ask_about(vit, x), layer)[0], vit.extent), "comparing masks"
+        )
+
+    sources = {model.vit.name: of_model(model) for model in drawing.models}
     if cnn_weights is not None:
-        sources[cnn] = _alike_of_cnn(drawing, cnn, cnn_weights)
+        sources[cnn] = _similarities_of_cnn(drawing, cnn, cnn_weights)
     else:
         drawing.say(f"the masks of a CNN are drawn where its weights are given (cnn={cnn!r}, cnn_weights=FILE)")
-    sources["random masks (RISE)"] = _alike_at_random(drawing, random_masks)
+    size, at_random = drawing.vit.preprocess.size, []
+    for i in range(len(drawing)):
+        generator = torch.Generator().manual_seed(drawing.seed + i)
+        grids = draw_grids(random_masks, 7, 0.5, size, generator).to(torch.zeros(()))
+        at_random.append(similarities(grids.masks(torch.arange(random_masks)).double(), size))
+    sources["random masks (RISE)"] = at_random
     drawing.say("dashed: means")
     fig = drawing.sheet(2.1)
     left, right = fig.subplots(1, 2)
-    _histograms(left, {label: own[0] for label, own in sources.items()}, density=True)
+    _histograms(left, {label: images[0] for label, images in sources.items()}, density=True)
     tidy(left, "(a) one image", "Sim(i, j) of two masks", "density")
-    _histograms(right, {label: torch.stack([one.mean() for one in own]) for label, own in sources.items()})
+    _histograms(right, {label: torch.stack([one.mean() for one in images]) for label, images in sources.items()})
     tidy(right, f"(b) {len(drawing)} images", "mSim, the mean of an image's pairs", "share of images")
-    left.legend(fontsize=6.5, frameon=False, loc="upper left")
+    legend(left, loc="upper left")
     return fig
 
 
@@ -206,39 +210,19 @@ def _histograms(axes: Axes, samples: Mapping[str, Tensor], density: bool = False
     for n, (label, values) in enumerate(samples.items()):
         array = values.clamp(0, 1).double().cpu().numpy()
         weight = (1 / (edges[1] - edges[0]) if density else 1.0) / len(array)
-        shown: dict[str, Any] = {"bins": edges, "weights": np.full(len(array), weight), "color": COLOURS[n]}
-        axes.hist(array, histtype="stepfilled", alpha=0.2, **shown)
-        axes.hist(array, histtype="step", linewidth=1.1, label=label, **shown)
+        looks: dict[str, Any] = {"bins": edges, "weights": np.full(len(array), weight), "color": COLOURS[n]}
+        axes.hist(array, histtype="stepfilled", alpha=0.2, **looks)
+        axes.hist(array, histtype="step", linewidth=1.1, label=label, **looks)
         axes.axvline(float(array.mean()), color=COLOURS[n], linewidth=0.8, linestyle="--")
-        words = "Sim(i, j), mean of the pairs" if density else "mSim, mean over images"
-        whole, low, high = (float(one) for one in mean_interval(values[:, None]))
+        mean, low, high = (float(one) for one in mean_interval(values[:, None]))
         interval = (math.nan, math.nan) if density else (low, high)
-        record(axes, label, whole, interval, images=1 if density else len(array), quantity=words)
+        words = "Sim(i, j), mean of the pairs" if density else "mSim, mean over images"
+        record(axes, label, mean, interval, images=1 if density else len(array), quantity=words)
     axes.set_xlim(0, 1)
 
 
-def _alike(drawing: Drawing, layer: str = NORM1) -> list[Tensor]:
-    """By image, the similarities of all pairs of channels."""
-    vit, found = drawing.vit, []
-    with telling(drawing.progress, "comparing masks") as tell:
-        for i, image in enumerate(drawing.images):
-            found.append(similarities(channel_masks(asked(vit, image), layer)[0], vit.extent))
-            tell(i + 1, len(drawing))
-    return found
-
-
-def _alike_at_random(drawing: Drawing, count: int) -> list[Tensor]:
-    """The same of random masks, which have nothing to do with an image: RISE's, others for every image."""
-    size, found = drawing.vit.preprocess.size, []
-    for i in range(len(drawing)):
-        generator = torch.Generator().manual_seed(drawing.seed + i)
-        masks = draw_grids(count, 7, 0.5, size, generator).to(torch.zeros(())).masks(torch.arange(count))
-        found.append(similarities(masks.double(), size))
-    return found
-
-
-def _alike_of_cnn(drawing: Drawing, name: str, weights: str) -> list[Tensor]:
-    """The same of the last feature map of a CNN of timm."""
+def _similarities_of_cnn(drawing: Drawing, name: str, weights: str) -> list[Tensor]:
+    """By image, the similarities of the masks that the last feature map of a CNN of timm makes."""
     import timm
     from timm.data.config import resolve_model_data_config
 
@@ -248,94 +232,308 @@ def _alike_of_cnn(drawing: Drawing, name: str, weights: str) -> list[Tensor]:
     except RuntimeError as error:
         raise PatchlightError(f"'{weights}' holds no weights of {name}: {str(error).splitlines()[0]}") from error
     model.eval().requires_grad_(False)
-    about = resolve_model_data_config(model)
-    height, width = about["input_size"][1:]
-    preprocess = Preprocess((height, width), tuple(about["mean"]), tuple(about["std"]))
+    config = resolve_model_data_config(model)
+    height, width = config["input_size"][1:]
+    preprocess = Preprocess((height, width), tuple(config["mean"]), tuple(config["std"]))
     found = []
     for picture in drawing.pictures:
-        features = model.forward_features(preprocess.tensor(picture)[None])[0]
-        masks, spans = scaled(features.double(), (height, width))
+        maps = model.forward_features(preprocess.tensor(picture)[None])[0]
+        masks, spans = scaled(maps.double(), (height, width))
         found.append(similarities(masks[spans > 0], (height, width)))
     return found
 
 
-@register_figure(
-    "vitcx-5",
-    paper=f"{PAPER}, Figure 5",
-    shows="a mask whose outline alone gives the class away, and one that keeps the object, without and with noise",
-    stand_in="ViT-B/16 and a goldfish (a: .973 falls to .005 with noise; b: .994 to .981)",
-    quick={"searched": 2},
-)
+@layout
 def artefacts(drawing: Drawing, searched: Count = 16, sigma: float = SIGMA) -> Figure:
-    """The mask whose score is most of all an artefact, and one of the same image whose score is not.
-
-    Of the masks of the first `searched` images, (a) loses most when its gaps are filled with noise of deviation
-    `sigma`; (b) is the mask of that image with the highest score that keeps it.
-    """
-    drawing = of_prediction(drawing).select(range(min(searched, len(drawing))))
-    found = impacts(drawing, sigma)
-    plain = [one.plain() for one in found]
-    i = max(range(len(found)), key=lambda n: float((plain[n] - found[n].scores).max()))
-    lost = plain[i] - found[i].scores
-    chosen = {"(a)": int(lost.argmax()), "(b)": int((plain[i] - 2 * lost.abs()).argmax())}
+    """The mask that loses most with noise in its gaps, and the one of the same image that keeps a high score."""
+    drawing = drawing.of_prediction().select(range(min(searched, len(drawing))))
+    each = impacts(drawing, sigma)
+    plain = [one.plain() for one in each]
+    i = max(range(len(each)), key=lambda n: float((plain[n] - each[n].scores).max()))
+    lost = plain[i] - each[i].scores
     rows: list[Row] = []
-    for case, index in chosen.items():
-        (masked, before), (noisy, after) = (found[i].through(index, noise) for noise in (False, True))
-        look, score = drawing.vit.preprocess.picture, float(found[i].scores[index])
+    for case, index in {"(a)": int(lost.argmax()), "(b)": int((plain[i] - 2 * lost.abs()).argmax())}.items():
+        (masked, before), (noisy, after) = (each[i].through(index, noise) for noise in (False, True))
+        look, score = drawing.vit.preprocess.picture, float(each[i].scores[index])
+        numbers = {"p with noise": after, "s": score}
+        titles = ["", "", "", ""] if rows else ["Image", "Mask", "Masked", "With noise"]
         cells = [
-            Cell(drawing.pictures[i], "Image", f"p = {found[i].clean:.3f}"),
-            Cell(coloured(found[i].at_size(index), colours="cividis"), "Mask"),
-            Cell(look(masked), "Masked", f"CI = {before:.3f}", {"CI": before}),
-            Cell(
-                look(noisy),
-                "With noise",
-                f"p\u00a0=\u00a0{after:.3f} s\u00a0=\u00a0{score:.3f}",
-                {"p with noise": after, "s": score},
-            ),
+            Cell(drawing.pictures[i], titles[0], f"p = {each[i].clean:.3f}"),
+            Cell(coloured(each[i].at_size(index), (0.0, 1.0), "cividis"), titles[1]),
+            Cell(look(masked), titles[2], f"CI = {before:.3f}", {"CI": before}),
+            Cell(look(noisy), titles[3], f"p\u00a0=\u00a0{after:.3f} s\u00a0=\u00a0{score:.3f}", numbers),
         ]
-        rows.append(Row(cells if not rows else [replace(cell, title="") for cell in cells], case))
+        rows.append(Row(cells, case))
     drawing.say(
-        f"probabilities p of {drawing.name_of(int(drawing.classes[i]))}; CI: causal impact score p(X M); s: the "
+        f"probabilities p of {drawing.class_names[i]}; CI: causal impact score p(X M); s: the "
         f"debiased one, p(X M + e) − p(X + e) + p(X), with noise e of deviation {sigma:g}; masks from 0 (blue) to 1 "
         "(yellow)"
     )
     return pictures(drawing.note, rows, COLUMN, ())
 
 
-@register_figure(
-    "vitcx-6",
-    paper=f"{PAPER}, Figure 6",
-    shows="where most masks suffice for the class, a map not corrected for coverage shows nothing but the coverage",
-    stand_in="ViT-B/16 and a dogsled",
-    quick={"searched": 2},
-)
-def coverage_bias(drawing: Drawing, searched: Count = 16, examples: Count = 1) -> Figure:
-    """How often the masks cover each pixel, the map without correction, and the corrected one.
-
-    Of the first `searched` images those with the highest mean score of their masks, the most overdetermined ones.
-    """
-    drawing = of_prediction(drawing).select(range(min(searched, len(drawing))))
-    found = impacts(drawing)
-    means = [float(one.scores.mean()) for one in found]
+@layout
+def coverage(drawing: Drawing, searched: Count = 16, examples: Count = 1) -> Figure:
+    """How often the masks cover each pixel, and the maps without and with correction, where masks score highest."""
+    drawing = drawing.of_prediction().select(range(min(searched, len(drawing))))
+    each = impacts(drawing)
+    means = [float(one.scores.mean()) for one in each]
     rows = []
-    for i in sorted(range(len(found)), key=lambda n: -means[n])[:examples]:
-        coverage = found[i].coverage()
-        biased, corrected = (found[i].weighted(found[i].scores, corrected=c) for c in (False, True))
-        alike = [float(spearman(m.flatten()[None], coverage.flatten()[None])) for m in (biased, corrected)]
-        name = drawing.name_of(int(drawing.classes[i]))
+    for i in sorted(range(len(each)), key=lambda n: -means[n])[:examples]:
+        covered = each[i].coverage()
+        name, mean = drawing.class_names[i], means[i]
         cells = [
-            Cell(drawing.pictures[i], name, f"μ = {means[i]:.2f}", {"mean score of the masks": means[i]}),
-            Cell(drawing.heat(i, coverage), "Coverage ρ"),
-            Cell(drawing.heat(i, biased), "Not corrected", _signed(alike[0]), {_WITH_COVERAGE: alike[0]}),
-            Cell(drawing.heat(i, corrected), "Corrected", _signed(alike[1]), {_WITH_COVERAGE: alike[1]}),
+            Cell(drawing.pictures[i], name, f"μ = {mean:.2f}", {"mean score of the masks": mean}),
+            Cell(drawing.heat(i, covered), "Coverage ρ"),
         ]
+        for title, corrected in (("Not corrected", False), ("Corrected", True)):
+            scores = each[i].weighted(each[i].scores, corrected)
+            alike = float(spearman(scores.flatten()[None], covered.flatten()[None]))
+            words = f"r = {alike:.2f}".replace("-", "−")
+            cells.append(Cell(drawing.heat(i, scores), title, words, {WITH_COVERAGE: alike}))
         rows.append(Row(cells))
     drawing.say("below: μ is the mean score of the masks, r the rank correlation of a map with the coverage")
     return pictures(drawing.note, rows, COLUMN)
 
 
-_WITH_COVERAGE = "rank correlation with the coverage"
+class _Recorder:
+    """A method that keeps the maps it makes, in the order it was asked."""
+
+    def __init__(self, method: Any) -> None:
+        self.method = {"method": method} if isinstance(method, str) else method
+        self.maps: list[Tensor] = []
+
+    def __call__(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+        with warnings.catch_warnings(action="ignore", category=DegenerateMap):  # of a random model
+            classes = targets.index[:, 0].tolist()
+            att = explain(vit, images, {"map": self.method}, classes, seed=seed, progress=False)["map"]
+        self.maps.append(att.scores)
+        return att.scores
 
 
-def _signed(value: float) -> str:
-    return f"r = {value:.2f}".replace("-", "−")
+@layout
+def sanity(drawing: Drawing, columns: Count = 6, methods: Methods = NO_METHODS) -> Figure:
+    """Cascading randomisation: the first image's maps after some of the stages, and the similarity after all."""
+    drawing.say("drawn after Adebayo et al. (2018), since the paper's Appendix B is not to be had as text")
+    drawing = drawing.of_prediction()
+    recorders = {label: _Recorder(method) for label, method in drawing.working(methods).items()}
+    evaluations = drawing.evaluate(recorders, "randomisation", batch_size=len(drawing))
+    names = ["trained", *(name for name, _ in stages(twin(drawing.vit)))]
+    chosen = [round(float(c)) for c in np.linspace(0, len(names) - 1, min(columns, len(names)))]
+    drawing.say(
+        "the weights of the head, then the norm, the blocks from the last to the first and the embedding are drawn anew"
+    )
+    drawing.say_intervals()
+    rows = len(recorders)
+    fig = drawing.sheet(0.95 * rows + 1.7)
+    grid = fig.add_gridspec(rows + 1, len(chosen), height_ratios=[0.95] * rows + [1.7])
+    for r, (label, recorder) in enumerate(recorders.items()):
+        for c, stage in enumerate(chosen):
+            heat = drawing.heat(0, recorder.maps[stage][0], True)
+            show(fig.add_subplot(grid[r, c]), heat, "" if r else names[stage], "" if c else label)
+    axes = fig.add_subplot(grid[rows, :])
+    for n, (label, evaluation) in enumerate(evaluations.items()):
+        line(axes, range(len(names)), evaluation.curve, label, n, names)
+    tidy(axes, "", "", "rank correlation with\nthe trained model's")
+    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
+    axes.axhline(0, color="0.5", linewidth=0.6)
+    legend(axes, loc="upper right")
+    return fig
+
+
+@layout
+def localisation(drawing: Drawing, examples: Count = 4, methods: Methods = NO_METHODS) -> Figure:
+    """Examples with the true boxes and that around the heat, and the share of boxes that are right."""
+    drawing.say("the paper's Appendix C, which is not to be had as text, compares with trained localisers")
+    assert drawing.boxes is not None
+    boxed = [i for i, boxes in enumerate(drawing.boxes) if len(boxes)]
+    if not boxed:
+        raise PatchlightError("none of the images has a box; give images with boxes around their objects")
+    if len(boxed) < len(drawing):
+        drawing.say(f"{len(drawing) - len(boxed)} of {len(drawing)} images have no box and are left out")
+    drawing = drawing.select(boxed).of_prediction()
+    maps = drawing.explain(methods)
+    evaluations = drawing.evaluate(maps, "max-box-acc")
+    first, att = next(iter(maps.items()))
+    share = evaluations[first].curve.mean(0)
+    best = float(evaluations[first].x[share == share.max()][-1])
+    drawing.say(
+        f"white, dashed: true boxes; green: the box around the largest part of {first}'s heat above {best:.2f}, its "
+        "best threshold (the highest of equal ones); in brackets MaxBoxAccV2"
+    )
+    drawing.say_intervals()
+    count = min(examples, len(drawing))
+    fig = drawing.sheet(2.3)
+    across = -(-count // 2)
+    grid = fig.add_gridspec(2, across + 1, width_ratios=[1.1] * across + [3.4])
+    size = drawing.vit.preprocess.size
+    for i in range(count):
+        axes = fig.add_subplot(grid[i % 2, i // 2])
+        show(axes, drawing.positive(i, att))
+        scores = unit_range(to_pixels(att.scores[i : i + 1].double(), size, drawing.vit.extent))[0].numpy()
+        scale = drawing.pictures[i].width / size[1]
+        assert drawing.boxes is not None
+        for box in drawing.boxes[i].tolist():
+            _outline(axes, box, scale, "white", "--")
+        _outline(axes, heat_box(scores, best), scale, COLOURS[2], "-")
+    axes = fig.add_subplot(grid[:, across])
+    for n, (label, evaluation) in enumerate(evaluations.items()):
+        line(axes, evaluation.x, evaluation.curve, f"{label} ({evaluation.mean:.2f})", n, marker=None)
+        record(axes, label, evaluation.mean, evaluation.interval(), images=evaluation.count, quantity="MaxBoxAccV2")
+    tidy(axes, "", "threshold of the heat, from 0 to 1", "boxes that are right")
+    axes.set(xlim=(0, 1), ylim=(0, None))
+    legend(axes)
+    return fig
+
+
+def heat_box(heat: NDArray[np.float64], threshold: float) -> list[float]:
+    """The tight box (xmin, ymin, xmax, ymax) around the largest 8-connected part of heat [H,W] >= threshold."""
+    from scipy import ndimage
+
+    labels, _ = ndimage.label(heat >= threshold, np.ones((3, 3)))
+    sizes = np.bincount(labels.ravel())
+    rows, columns = ndimage.find_objects(labels)[sizes[1:].argmax()]
+    return [float(columns.start), float(rows.start), float(columns.stop), float(rows.stop)]
+
+
+def _outline(axes: Axes, box: Sequence[float], scale: float, colour: str, dashes: str) -> None:
+    left, top, right, bottom = (scale * side for side in box)
+    where = (left - 0.5, top - 0.5), right - left, bottom - top
+    axes.add_patch(Rectangle(*where, fill=False, edgecolor="black", linewidth=1.8, clip_on=False))
+    axes.add_patch(Rectangle(*where, fill=False, edgecolor=colour, linewidth=1.0, linestyle=dashes, clip_on=False))
+
+
+@layout
+def sensitivity(
+    drawing: Drawing,
+    steps: Count = 28,
+    distances: Distances | None = None,
+    deviations: Deviations | None = None,
+    blocks: list[int] | None = None,
+) -> Figure:
+    """Insertion and deletion AUC of ViT-CX as one setting changes and the others stay."""
+    drawing.say("the paper's Appendix F is not to be had as text")
+    drawing = drawing.of_prediction()
+    depth = drawing.vit.depth
+    several = blocks or [round(float(b)) for b in np.linspace(0, depth - 1, min(5, depth))]
+    usual = {"distance": DISTANCE, "sigma": SIGMA, "layer": float(depth - 1)}
+    studies: dict[str, tuple[list[float], str]] = {
+        "distance": (sorted(distances or [0.02, 0.05, 0.1, 0.2, 0.3]), "distance δ of clusters"),
+        "sigma": (sorted(deviations or [0.0, 0.05, 0.1, 0.2, 0.4]), "deviation σ of the noise"),
+        "layer": (sorted({float(b % depth) for b in several}), "block that is read"),
+    }
+
+    def request(name: str, value: float) -> dict[str, Any]:
+        """ViT-CX with the paper's settings written out but one, so that the same are measured once."""
+        chosen = {**usual, name: value}
+        return {"method": "vit-cx", **chosen, "layer": f"blocks[{chosen['layer']:.0f}].norm1"}
+
+    requests = {name: [request(name, value) for value in values] for name, (values, _) in studies.items()}
+    with warnings.catch_warnings(action="ignore", category=DegenerateMap):  # one cluster may hold every mask
+        methods = {str(one): one for each in requests.values() for one in each}
+        evaluations = drawing.evaluate(methods, faithful(steps))
+    counts = _counts(drawing, studies["distance"][0])
+    drawing.say("dotted: the paper's setting; below δ how many masks remain, on average")
+    drawing.say_intervals()
+    fig = drawing.sheet(2.2)
+    axes = fig.subplots(1, len(studies), sharey=True)
+    for axis, (name, (values, words)) in zip(axes, studies.items(), strict=True):
+        for n, (metric, arrow) in enumerate({"Ins": "↑", "Del": "↓", "Ins (blur)": "↑"}.items()):
+            scores = torch.stack([evaluations[str(one)][metric].values for one in requests[name]], 1)
+            line(axis, range(len(values)), scores, f"{metric} {arrow}", n, values)
+        ticks = [f"{value:g}" for value in values]
+        if name == "distance":
+            for value, mean, low, high in zip(values, *(one.tolist() for one in mean_interval(counts)), strict=True):
+                record(axis, "masks", mean, (low, high), x=value, images=len(counts), quantity="masks that remain")
+            ticks = [f"{tick}\n{count:.0f}" for tick, count in zip(ticks, counts.mean(0).tolist(), strict=True)]
+        tidy(axis, "", words, "AUC" if name == "distance" else "")
+        axis.set_xticks(range(len(values)), ticks)
+        axis.margins(x=0.08)
+        if usual[name] in values:
+            axis.axvline(values.index(usual[name]), color="0.5", linewidth=0.8, linestyle=":")
+    legend(axes[-1], loc="center")
+    return fig
+
+
+def _counts(drawing: Drawing, distances: Sequence[float], layer: str = "blocks[-1].norm1") -> Tensor:
+    """How many masks are left of every image at every distance [B,P]."""
+
+    def of(i: int, image: Tensor) -> list[float]:
+        channels, _ = channel_masks(ask_about(drawing.vit, image), layer)
+        return [float(len(clustered(channels, drawing.vit.extent, distance))) for distance in distances]
+
+    return torch.tensor(each_image(drawing, of, "clustering"))
+
+
+@layout
+def similarity(drawing: Drawing, distances: Distances | None = None, place: Place = "norm1") -> Figure:
+    """Sim(i, j) of one image, masks clustered early side by side; their mean by block; the masks that remain."""
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
+    vit, several, last = drawing.vit, sorted(distances or [0.02, 0.05, 0.1, 0.15, 0.2, 0.3]), f"blocks[-1].{place}"
+    apart = cosine_distances(channel_masks(ask_about(vit, drawing.images[0]), last)[0], vit.extent)
+    tree = linkage(squareform(apart.cpu().numpy(), checks=False), "complete")
+    order = torch.from_numpy(leaves_list(tree)).long()
+    matrix = 1 - apart[order][:, order]
+
+    def by_block(i: int, image: Tensor) -> list[float]:
+        ask = ask_about(vit, image)
+        layers = [f"blocks[{block}].{place}" for block in range(vit.depth)]
+        return [float(similarities(channel_masks(ask, layer)[0], vit.extent).mean()) for layer in layers]
+
+    means, counts = torch.tensor(each_image(drawing, by_block, "comparing masks")), _counts(drawing, several, last)
+    drawing.say("(a) Sim(i, j) of the first image, in the order in which masks are clustered")
+    drawing.say_intervals()
+    fig = drawing.sheet(2.0)
+    first, second, third = fig.subplots(1, 3)
+    lowest = float(matrix.min())
+    image = first.imshow(matrix.cpu().numpy(), cmap="cividis", vmin=lowest, vmax=1, interpolation="nearest")
+    tidy(first, "(a)", f"{len(matrix)} masks", "")
+    first.grid(visible=False)
+    first.set_yticks([])
+    bar = fig.colorbar(image, ax=first, shrink=0.75, pad=0.02)
+    bar.ax.tick_params(labelsize=WORDS - 1, length=2, width=0.5)
+    bar.outline.set_visible(False)
+    line(second, range(vit.depth), means, "", 0)
+    tidy(second, "(b)", "block", "mSim, mean over images")
+    second.xaxis.get_major_locator().set_params(integer=True)
+    line(third, several, counts, "", 1)
+    tidy(third, "(c)", "distance δ of clusters", "masks that remain")
+    third.axvline(DISTANCE, color="0.5", linewidth=0.8, linestyle=":")
+    third.set_ylim(0, None)
+    return fig
+
+
+@layout
+def overdetermination(
+    drawing: Drawing, threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9, layer: str = NORM1
+) -> Figure:
+    """Images by the mean score of their masks, and the variance of the scores."""
+    drawing = drawing.of_prediction()
+    scores = [one.scores for one in impacts(drawing, layer=layer)]
+    means, variances = (torch.stack([f(s) for s in scores]) for f in (torch.mean, torch.var))
+    above = means > threshold
+    share, low, high = (float(x[0]) for x in mean_interval(above[:, None].double()))
+    inner = float(variances[above].mean())
+    interval = f" (95 % interval: {100 * low:.0f} to {100 * high:.0f})" if low == low else ""
+    inside = f"; their variance is {inner:.3f}" if bool(above.any()) else ""
+    drawing.say(f"{100 * share:.1f} %{interval} of the images have a mean above {threshold:g}{inside}")
+    fig = drawing.sheet(1.9)
+    name, panel, count = drawing.vit.name, f"μ > {threshold:g}", len(means)
+    record(fig, name, share, (low, high), quantity="share of images", images=count, panel=panel)
+    if bool(above.any()):
+        quantity = "mean variance of their scores"
+        record(fig, name, inner, quantity=quantity, images=int(above.sum()), panel=panel)
+    record(fig, name, float(means.mean()), quantity="mean score of masks", images=count)
+    left, right = fig.subplots(1, 2)
+    edges = np.linspace(min(0.0, float(means.min())), max(1.0, float(means.max())), 21)
+    left.hist(means.numpy(), edges, weights=np.full(count, 1 / count), color=COLOURS[0], alpha=0.75)
+    tidy(left, "(a)", "mean score μ of an image's masks", "share of images")
+    for side, colour in ((~above, COLOURS[0]), (above, COLOURS[1])):
+        right.plot(means[side].numpy(), variances[side].numpy(), "o", color=colour, markersize=2.6, alpha=0.8)
+    tidy(right, "(b)", "mean score μ of an image's masks", "variance of the scores")
+    right.set_ylim(0, None)
+    for axis in (left, right):
+        axis.axvline(threshold, color=COLOURS[1], linewidth=0.9, linestyle="--")
+    return fig

@@ -1,0 +1,307 @@
+"""What a figure is given: a model, and images with what is known of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from PIL import Image
+from pydantic import AfterValidator, BeforeValidator
+from torch import Tensor
+
+from patchlight.anatomy.opened import Anatomy
+from patchlight.core.attribution import Attribution, Attributions
+from patchlight.core.drawing.heat import blend, is_signed, robust_scale, seen
+from patchlight.core.drawing.pictures import short
+from patchlight.core.errors import DegenerateMap, PatchlightError, warn
+from patchlight.core.images import list_images, open_image, to_batch
+from patchlight.core.progress import Progress
+from patchlight.core.statistics import FEWEST, constant
+from patchlight.core.targets import Target, predicted, resolve_targets
+from patchlight.data import Data, Sample
+from patchlight.data.base import load_batch
+from patchlight.engine import default_batch_size, explain
+from patchlight.methods.requests import refusal, resolve
+from patchlight.metrics.base import Evaluations
+from patchlight.report.figures.sheet import PAGE, Row, pictures, sheet
+from patchlight.study.evaluate import evaluate
+
+if TYPE_CHECKING:
+    from patchlight.core.drawing.shown import ShownFigure
+
+NO_METHODS: dict[str, Any] = {}
+KNOWN = ("labels", "boxes", "masks")
+"""What may be known of images."""
+
+
+def split_names(methods: Any) -> Any:
+    """Names in one string, between commas, as a list."""
+    return [name.strip() for name in methods.split(",") if name.strip()] if isinstance(methods, str) else methods
+
+
+def by_label(methods: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+    """Methods by label; names are their own labels."""
+    return dict(methods) if isinstance(methods, Mapping) else {name: name for name in methods}
+
+
+if TYPE_CHECKING:
+    Methods = dict[str, Any]
+else:
+    Methods = Annotated[dict[str, Any] | list[str], BeforeValidator(split_names), AfterValidator(by_label)]
+"""A setting: names of methods, or by label a name or settings, as `explain` takes them. A figure is given a dict."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """What a figure is given: a model and images with what is known of them.
+
+    `images` [B,C,H,W] are prepared, and wait in main memory however many there are; `pictures` are what a person sees
+    of them. `labels` [B] are the true classes, -1 where one is not known; `boxes` one [n,4] per image and `masks`
+    [B,H,W] on the model's input; None where nobody gave any. `user_target` is the class the user wants explained,
+    `other` a second model, `explainer` the folder of a trained explainer. `notes` are said below the figure.
+    """
+
+    vit: Anatomy
+    images: Tensor
+    pictures: list[Image.Image]
+    names: list[str]
+    labels: Tensor | None = None
+    boxes: list[Tensor] | None = None
+    masks: Tensor | None = None
+    user_target: Target = None
+    other: Anatomy | None = None
+    explainer: Path | None = None
+    seed: int = 0
+    progress: Progress | bool = False
+    stand_in: str = ""
+    notes: list[str] = field(default_factory=list)
+    chosen: tuple[int, ...] = ()
+    """Which of the images given these are."""
+    read: Callable[[Anatomy, Sequence[int]], Drawing] | None = None
+    """Reads some of the images given for another model."""
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def select(self, indices: Iterable[int]) -> Drawing:
+        """The same with some of its images; notes are still shared."""
+        places = list(indices)
+
+        def part(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(value[i] for i in places)
+            return None if value is None else value[places]
+
+        target = part(self.user_target) if isinstance(self.user_target, list) else self.user_target
+        fields = ("images", "pictures", "names", "chosen", *KNOWN)
+        return replace(self, user_target=target, **{name: part(getattr(self, name)) for name in fields})
+
+    def of(self, vit: Anatomy) -> Drawing:
+        """The same images as another model is shown them; boxes and masks as they lie on its input."""
+        assert self.read is not None
+        images = self.read(vit, self.chosen)
+        return replace(self, vit=vit, **{key: getattr(images, key) for key in ("images", "pictures", *KNOWN)})
+
+    def of_prediction(self) -> Drawing:
+        """The same with the classes predicted in place of the true ones: explained unless the user names others."""
+        return replace(self, labels=self.predictions)
+
+    @property
+    def models(self) -> list[Drawing]:
+        """This, and the same with the second model where there is one."""
+        return [self] if self.other is None else [self, self.of(self.other)]
+
+    @property
+    def target(self) -> Target:
+        """The class to explain: the user's, else the true ones where all are known, else None, the prediction."""
+        if self.user_target is not None or self.labels is None or bool((self.labels < 0).any()):
+            return self.user_target
+        return self.labels.tolist()
+
+    @property
+    def logits(self) -> Tensor:
+        """The model's logits [B,C] of all images, batch by batch."""
+        parts = self.images.split(default_batch_size(self.vit))
+        return torch.cat([self.vit.logits(part).cpu() for part in parts])
+
+    @property
+    def predictions(self) -> Tensor:
+        """The classes [B] that the model predicts."""
+        return predicted(self.logits, self.vit.outputs).index[:, 0]
+
+    @property
+    def classes(self) -> Tensor:
+        """The classes [B] explained."""
+        targets = resolve_targets(self.target, len(self), self.vit.outcomes, self.vit.labels)
+        return self.predictions if targets is None else targets.index[:, 0].cpu()
+
+    @property
+    def class_names(self) -> list[str]:
+        """The first name of each class explained."""
+        return [self.name_of(index) for index in self.classes.tolist()]
+
+    def name_of(self, index: int) -> str:
+        """The first of a class's names."""
+        return short(self.vit.label(int(index)))
+
+    def working(self, methods: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+        """Those of the methods that this model can be explained by; the others are named in the note."""
+        labelled = by_label(methods)
+        reasons = {}
+        for label, method in labelled.items():
+            request = resolve(label, {"method": method} if isinstance(method, str) else method).suited(self.vit)
+            reasons[label] = refusal(request, self.vit)
+        refused = [label for label, reason in reasons.items() if reason is not None]
+        if refused:
+            self.say(f"{', '.join(refused)} left out, which {self.vit.name} cannot be explained by")
+        if not labelled:
+            raise PatchlightError("no method was named; give methods=['genatt', …]")
+        if len(refused) == len(labelled):
+            reason = reasons[refused[0]]
+            raise PatchlightError(f"none of the methods {', '.join(labelled)} works on {self.vit.name}: {reason}")
+        return {label: method for label, method in labelled.items() if reasons[label] is None}
+
+    def explain(self, methods: Mapping[str, Any] | Sequence[str], target: Target = None) -> Attributions:
+        """Maps of all images by every method that works here; the note counts those that are constant."""
+        wanted = self.target if target is None else target
+        with warnings.catch_warnings(action="ignore", category=DegenerateMap):
+            maps = explain(self.vit, self.images, self.working(methods), wanted, seed=self.seed, progress=self.progress)
+        dead = {label: int(constant(att.scores.flatten(-2).flatten(0, -2)).sum()) for label, att in maps.items()}
+        if any(dead.values()):
+            counts = ", ".join(f"{count} of {label}" for label, count in dead.items() if count)
+            self.say(f"maps that are constant have no heat: {counts}")
+        return maps
+
+    def evaluate(self, maps: Any, metrics: Any, **options: Any) -> Evaluations:
+        """What metrics say of maps, or of methods that make them, on all images.
+
+        Where the true classes are not known, those explained count as true, and the note says so.
+        """
+        labels = self.labels
+        if labels is None or bool((labels < 0).any()):
+            labels = self.classes
+            self.say("true classes are not known, so the classes explained count as true")
+        known: dict[str, Any] = {"labels": labels, "boxes": self.boxes, "masks": self.masks, "target": self.target}
+        given = {"seed": self.seed, "progress": self.progress, **known, **options}
+        evaluations: Evaluations = evaluate(self.vit, self.images, maps, metrics, **given)
+        return evaluations
+
+    def heat(self, i: int, scores: Tensor, positive: bool = False, att: Attribution | None = None) -> Image.Image:
+        """Scores [h,w] over picture i; `positive` shows what speaks for the class alone, the brighter the more."""
+        shown = scores.detach().float().cpu()
+        shown = shown.clamp_min(0) if positive else shown
+        scale = robust_scale(shown, False if positive else is_signed(shown))
+        return blend(self.pictures[i], shown, scale, covers=(1.0, 1.0) if att is None else att.covers)
+
+    def positive(self, i: int, att: Attribution, *class_number: int) -> Image.Image:
+        """What speaks for the class in the map of image i; of several classes, the one of that number."""
+        return self.heat(i, att.scores[(i, *class_number)], True, att)
+
+    def say(self, words: str) -> None:
+        """Add a sentence to the note."""
+        if words not in self.notes:
+            self.notes.append(words)
+
+    def say_intervals(self, what: str = "bands") -> None:
+        """Say what bands (or bars) are, or why there are none."""
+        enough = len(self) >= FEWEST
+        self.say(f"{what}: 95 % intervals over images" if enough else f"no intervals with fewer than {FEWEST} images")
+
+    @property
+    def note(self) -> str:
+        """The line below: what it was drawn with, what the paper's had, and what else there is to say."""
+        models = self.vit.name if self.other is None else f"{self.vit.name} and {self.other.name}"
+        count = f"{len(self)} image{'' if len(self) == 1 else 's'}"
+        drawn = f"Drawn with {models} and {count}" + (f"; the paper: {self.stand_in}" if self.stand_in else "")
+        return ". ".join([drawn, *(words[:1].upper() + words[1:] for words in self.notes)]) + "."
+
+    def sheet(self, height: float, width: float = PAGE) -> ShownFigure:
+        """An empty figure with the note below; what is said afterwards is not on it."""
+        return sheet(self.note, height, width)
+
+    def rows(self, rows: Sequence[Row], width: float = PAGE, signed: Sequence[bool] = (False,)) -> ShownFigure:
+        """Rows of pictures with the note below."""
+        return pictures(self.note, rows, width, signed)
+
+
+def read_drawing(vit: Anatomy, images: Any, given: Mapping[str, Any], most: int | None) -> Drawing:
+    """The images prepared, at most so many, with what is known of them; those that cannot be read are left out.
+
+    `given` are labels, boxes and masks by name, or None.
+    """
+    data = None if isinstance(images, Tensor) else images if isinstance(images, Data) else _as_data(images)
+    count = len(images) if data is None else len(data)
+    for what, values in given.items():
+        if values is not None and len(values) != count:
+            raise PatchlightError(f"{len(values)} {what} for {count} images; give one per image")
+
+    def read(model: Anatomy, chosen: Sequence[int]) -> Drawing:
+        drawing = _of_tensor(model, images, chosen) if data is None else _of_data(model, data, chosen)
+        known: dict[str, Any] = {}
+        if given["labels"] is not None:
+            targets = resolve_targets(list(given["labels"]), count, model.outcomes, model.labels)
+            assert targets is not None
+            known["labels"] = targets.index[:, 0][list(chosen)]
+        if model is vit or model.preprocess == vit.preprocess:  # boxes and masks lie on the first model's input
+            if given["boxes"] is not None:
+                known["boxes"] = [given["boxes"][i] for i in chosen]
+            if given["masks"] is not None:
+                known["masks"] = torch.stack([torch.as_tensor(given["masks"][i]) for i in chosen])
+        return replace(drawing, **known, chosen=tuple(chosen), read=read)
+
+    return read(vit, range(count)[:most] if data is None else _readable(data, most))
+
+
+def _readable(data: Data, most: int | None) -> list[int]:
+    """The first images that can be read, at most so many."""
+    good: list[int] = []
+    for i in range(len(data)):
+        if most is not None and len(good) == most:
+            break
+        try:
+            data[i]
+            good.append(i)
+        except PatchlightError as error:
+            warn(f"left out: {error}", UserWarning)
+    if not good:
+        raise PatchlightError("none of the images can be read; give other images")
+    return good
+
+
+def _of_data(vit: Anatomy, data: Data, chosen: Sequence[int]) -> Drawing:
+    batch = load_batch(data, chosen, vit)
+    if batch.failures:
+        raise PatchlightError(batch.failures[0][1])
+    shown = [seen(data[i].image, vit.preprocess.size, vit.preprocess) for i in chosen]
+    foreign = batch.labels is not None and data.labels is not None and len(data.labels) != vit.outcomes
+    drawing = Drawing(
+        vit, batch.images, shown, batch.names, None if foreign else batch.labels, batch.boxes, batch.masks
+    )
+    if foreign:
+        drawing.say(f"the labels of {data.name} are not the classes of {vit.name}, and are left out")
+    return drawing
+
+
+def _of_tensor(vit: Anatomy, images: Tensor, chosen: Sequence[int]) -> Drawing:
+    batch = to_batch(images[list(chosen)].cpu(), vit.preprocess, vit.channels)
+    shown = [seen(vit.preprocess.picture(image), vit.preprocess.size) for image in batch]
+    return Drawing(vit, batch, shown, [str(i) for i in chosen])
+
+
+def _as_data(images: Any) -> Data:
+    """Paths, pictures or a folder as a data set that knows nothing but its images."""
+    if isinstance(images, str | Path) and Path(images).is_dir():
+        images = list_images(Path(images))
+    if isinstance(images, str | Path | Image.Image):
+        images = [images]
+    if not isinstance(images, Sequence) or not images:
+        raise PatchlightError(f"images are {images!r}; give a folder, paths, PIL images, a tensor or a data set")
+    wrong = next((one for one in images if not isinstance(one, str | Path | Image.Image)), None)
+    if wrong is not None:
+        raise PatchlightError(f"an image was given as {type(wrong).__name__}; give a path or a PIL image")
+    named = {f"{i}": one for i, one in enumerate(images)}
+    return Data("images", list(named), lambda name: Sample(name, open_image(named[name])))

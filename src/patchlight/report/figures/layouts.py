@@ -1,0 +1,474 @@
+"""Layouts: grids of maps, charts of metrics and curves, which the TOML files of `recipes/figures` fill in."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from pydantic import Field
+from torch import Tensor
+
+from patchlight.core.drawing.heat import Scale, blend
+from patchlight.core.drawing.pictures import percent
+from patchlight.core.errors import DegenerateMap, PatchlightError
+from patchlight.core.targets import Targets, class_index, resolve_targets
+from patchlight.evidence.ablation import Count
+from patchlight.evidence.fills import Fill, Filling, fill_images, painted
+from patchlight.methods.compositions import block_index, half
+from patchlight.methods.masking import Ratio, Ratios
+from patchlight.methods.requests import refusal, resolve
+from patchlight.metrics.base import Evaluation, Measure
+from patchlight.metrics.deletion import thresholds
+from patchlight.metrics.perturbation import Direction, Points
+from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods
+from patchlight.report.figures.numbers import record
+from patchlight.report.figures.sheet import (
+    COLOURS,
+    COLUMN,
+    PAGE,
+    WORDS,
+    Cell,
+    Row,
+    dots,
+    in_bands,
+    legend,
+    line,
+    pictures,
+    show,
+    style,
+    tidy,
+)
+
+LAYOUTS: dict[str, Callable[..., Figure]] = {}
+F = TypeVar("F", bound=Callable[..., Figure])
+WIDE, CHART, FEW = 7, 0.135, 5
+"""Pictures side by side at most, the height of a chart's row in inches, and images that fit a column of a paper."""
+Chart = Literal["dots", "radar"]
+"""A dot with its interval for each method on each axis; or, as in the paper, all axes around a centre."""
+Counts = Annotated[list[Count], Field(min_length=1)]
+OURS = "DiffMask"
+
+
+def layout(function: F) -> F:
+    """Register a layout by the name of its function."""
+    LAYOUTS[function.__name__] = function
+    return function
+
+
+@layout
+def grid(drawing: Drawing, shown: Count = 1, methods: Methods = NO_METHODS, *, labelled: bool = False) -> Figure:
+    """Each image and the heat of every method over it: in bands, or a row each with the class to its left."""
+    maps = drawing.explain(methods)
+    rows: list[Row] = []
+    for i, name in enumerate(drawing.class_names):
+        heats = [Cell(drawing.positive(i, att), "" if labelled and rows else label) for label, att in maps.items()]
+        picture = Cell(drawing.pictures[i], "" if labelled else name)
+        rows += [Row([picture, *heats], name)] if labelled else in_bands([picture, *heats], WIDE)
+    return drawing.rows(rows)
+
+
+@layout
+def starts(drawing: Drawing, shown: Count = 1, starts: list[int] | None = None) -> Figure:
+    """Each image and DecompX's heat from every block, or from some."""
+    drawing.say("the paper does not say with what its own was drawn")
+    depth = drawing.vit.depth
+    blocks = [block_index(start, depth) for start in (range(depth) if starts is None else starts)]
+    return grid(drawing, methods={f"from block {b}": {"method": "decompx", "start": b} for b in blocks})
+
+
+@layout
+def columns(drawing: Drawing, shown: Count = 8, methods: Methods = NO_METHODS, *, explainer: bool = False) -> Figure:
+    """A column for every image, a row for every method: what speaks for the predicted class."""
+    drawing = drawing.of_prediction()
+    maps = drawing.explain(_with_gates(drawing, methods) if explainer else methods)
+    if explainer:
+        drawing.say("DiffMask's colours go from 0 to 1, the share of a patch that is kept")
+    cells = [Cell(picture, name) for picture, name in zip(drawing.pictures, drawing.class_names, strict=True)]
+    rows = [Row(cells, "Input")]
+    for label, att in maps.items():
+        gates = explainer and label == OURS
+        heats = [
+            blend(picture, att.scores[i], Scale(0.0, 1.0, False), upsampling="nearest")
+            if gates
+            else drawing.positive(i, att)
+            for i, picture in enumerate(drawing.pictures)
+        ]
+        rows.append(Row([Cell(heat) for heat in heats], label))
+    few = len(drawing) <= FEW
+    return pictures(drawing.note, rows, COLUMN if few else PAGE, largest=0.72 if few else 0.8)
+
+
+def _with_gates(drawing: Drawing, rivals: Mapping[str, Any]) -> dict[str, Any]:
+    """DiffMask and its rivals; refused where no explainer fits the model."""
+    gates = {"method": "diffmask", **({} if drawing.explainer is None else {"explainer": str(drawing.explainer)})}
+    reason = refusal(resolve(OURS, gates).suited(drawing.vit), drawing.vit)
+    if reason is not None:
+        raise PatchlightError(f"DiffMask cannot explain {drawing.vit.name}: {reason}")
+    return {OURS: gates, **rivals}
+
+
+@layout
+def composed(
+    drawing: Drawing, shown: Count = 2, methods: Methods = NO_METHODS, composed: Methods = NO_METHODS
+) -> Figure:
+    """Two rows for each image: the methods, and below them the same under another composition."""
+    if list(methods) != list(composed):
+        raise PatchlightError(f"methods {list(methods)} and composed {list(composed)} differ; give the same labels")
+    working = [label for label in drawing.working(methods) if label in drawing.working(composed)]
+    above, below = (drawing.explain({label: table[label] for label in working}) for table in (methods, composed))
+    rows = []
+    for i, name in enumerate(drawing.class_names):
+        heats = [Cell(drawing.positive(i, att), label) for label, att in above.items()]
+        rows.append(Row([Cell(drawing.pictures[i], name), *heats], "as published"))
+        rows.append(Row([None, *(Cell(drawing.positive(i, att)) for att in below.values())], "with SkipPLUS"))
+    return drawing.rows(rows)
+
+
+@layout
+def classes(
+    drawing: Drawing, shown: Count = 2, methods: Methods = NO_METHODS, classes: list[int | str] | None = None
+) -> Figure:
+    """A row for each image and class: those named, or the two that the model finds most probable."""
+    vit = drawing.vit
+    if classes is not None:
+        wanted = [[class_index(one, vit.outcomes, vit.labels) for one in classes]] * len(drawing)
+    elif vit.outcomes < 2:
+        raise PatchlightError(f"{vit.name} has one class; a figure of two classes needs a model that has them")
+    else:
+        logits = drawing.logits.float()
+        both = vit.probabilities(logits) if vit.outputs.kind == "binary" else logits
+        wanted = both.topk(2, 1).indices.tolist()
+    maps = drawing.explain(methods, target=wanted)
+    rows: list[Row] = []
+    for i, pair in enumerate(wanted):
+        for t, index in enumerate(pair):
+            heats = [Cell(drawing.positive(i, att, t), "" if rows else label) for label, att in maps.items()]
+            rows.append(Row([None if t else Cell(drawing.pictures[i]), *heats], drawing.name_of(index)))
+    return drawing.rows(rows)
+
+
+@layout
+def disagreement(drawing: Drawing, samples: Count = 1024) -> Figure:
+    """The image that the model is most wrong about, others of its two classes, and TIS's maps for both."""
+    predicted, true = drawing.predictions, _true_classes(drawing)
+    probabilities = drawing.vit.probabilities(drawing.logits.float())
+    each = torch.arange(len(drawing))
+    surer = probabilities[each, predicted] - probabilities[each, true]
+    wrong = predicted != true
+    if not bool(wrong.any()):
+        raise PatchlightError(
+            f"all {len(drawing)} images are predicted as they should be; give one that is not, or target=CLASS"
+        )
+    by_user = drawing.user_target is not None
+    i = int(wrong.nonzero()[0]) if by_user else int(surer.masked_fill(~wrong, -torch.inf).argmax())
+    pair = [int(true[i]), int(predicted[i])]
+    alone = drawing.select([i])
+    att = alone.explain({"TIS": {"method": "tis", "samples": samples}}, target=[pair])["TIS"]
+    cells = [Cell(drawing.pictures[i], "(a) image")]
+    letters = iter("bcde")
+    for index in pair:
+        others = [j for j in each.tolist() if j != i and not by_user and true[j] == index]
+        if others:
+            best = min(others, key=lambda j: bool(wrong[j]))
+            cells.append(Cell(drawing.pictures[best], f"({next(letters)}) another {drawing.name_of(index)}"))
+    for t, (index, word) in enumerate(zip(pair, ("target", "predicted"), strict=True)):
+        chance = f"{word}, p = {percent(float(probabilities[i, index]))}"
+        cells.append(Cell(alone.positive(0, att, t), f"({next(letters)}) {drawing.name_of(index)}", chance))
+    return alone.rows([Row(cells)])
+
+
+def _true_classes(drawing: Drawing) -> Tensor:
+    """The classes [B] that are true, or that the user says are."""
+    if drawing.user_target is not None:
+        targets = resolve_targets(drawing.user_target, len(drawing), drawing.vit.outcomes, drawing.vit.labels)
+        assert targets is not None
+        return targets.index[:, 0]
+    assert drawing.labels is not None
+    if bool((drawing.labels < 0).any()):
+        raise PatchlightError("some of the images have no label; leave them out, or give target=CLASS")
+    return drawing.labels
+
+
+@layout
+def deleted(
+    drawing: Drawing,
+    shown: Count = 1,
+    methods: Methods = NO_METHODS,
+    step: Count = 50,
+    steps: Count = 224,
+    fill: Fill = "image-mean",
+) -> Figure:
+    """For each method: its map, the image after some steps of the metric deletion, and the curve."""
+    maps = drawing.explain(methods)
+    if step > steps:
+        raise PatchlightError(f"step {step} is after the last of {steps}; give a smaller one")
+    evaluations = drawing.evaluate(maps, {"deletion": {"preset": "tis", "fill": fill, "steps": steps}})
+    changed = int(thresholds(int(np.prod(drawing.images.shape[-2:])), steps, first=False)[step - 1])
+    drawing = replace(drawing, images=drawing.vit.place(drawing.images))
+    filled = fill_images(fill, drawing.images, drawing.vit, drawing.seed)
+    after = {label: without_highest(drawing, att.scores, filled, changed) for label, att in maps.items()}
+    titles = [word for label in maps for word in (label, f"after {step} steps")]
+    across, down = 1 + len(titles), len(drawing)
+    side = min(1.3, PAGE / across)
+    fig = drawing.sheet(down * (side + 0.25) + 1.9)
+    cells = fig.add_gridspec(down + 1, across, height_ratios=[*[side] * down, 1.75])
+    for i, name in enumerate(drawing.class_names):
+        row = [drawing.pictures[i]]
+        for label, att in maps.items():
+            row += [drawing.positive(i, att), drawing.vit.preprocess.picture(after[label][i])]
+        for c, (picture, title) in enumerate(zip(row, [name, *titles], strict=True)):
+            show(fig.add_subplot(cells[i, c]), picture, title if i == 0 or c == 0 else "")
+    axes = fig.add_subplot(cells[down, :])
+    tidy(axes, "", "step", "score of the class")
+    for n, label in enumerate(maps):
+        evaluation: Evaluation = evaluations[label]["deletion"]
+        assert evaluation.curve is not None
+        name = f"{label} (mean {evaluation.mean:.3f})"
+        line(axes, range(1, evaluation.curve.shape[1] + 1), evaluation.curve, name, n, marker="")
+    axes.axvline(step, color="0.5", linewidth=0.8, linestyle="--")
+    legend(axes)
+    return fig
+
+
+def without_highest(drawing: Drawing, maps: Tensor, filled: Filling, changed: int) -> Tensor:
+    """The images without their `changed` highest pixels, which show the fill."""
+    targets = Targets(drawing.classes[:, None])
+    measure = Measure(drawing.vit, drawing.images, maps.to(drawing.images.device), targets, seed=drawing.seed)
+    shown = measure.ranks("pixel") >= changed
+    return painted(drawing.images, filled, torch.arange(len(drawing)), shown[:, None])
+
+
+@layout
+def perturbation(
+    drawing: Drawing, points: Points = 29, methods: Methods = NO_METHODS, *, direction: Direction = "positive"
+) -> Figure:
+    """-log p and p of the predicted class while pixels are removed, the mean over images with its interval."""
+    drawing = drawing.of_prediction()
+    common = {"metric": "perturbation", "preset": "diffmask", "direction": direction, "points": points}
+    metrics = {"KL": {**common, "quantity": "nll"}, "accuracy": {**common, "quantity": "probability"}}
+    with warnings.catch_warnings(action="ignore", category=DegenerateMap):
+        working = drawing.working({**_with_gates(drawing, methods), "Random": "random"})
+        evaluations = drawing.evaluate(working, metrics)
+    drawing.say(
+        "removed pixels become noise; as in the paper's code its KL is −log p and its accuracy p of the class predicted"
+    )
+    drawing.say_intervals()
+    fig = drawing.sheet(2.3)
+    axes = fig.subplots(1, 2)
+    first = direction == "positive"
+    better = {"KL": "higher" if first else "lower", "accuracy": "lower" if first else "higher"}
+    words = {"KL": "−log p(class)  (“KL divergence”)", "accuracy": "p(class)  (“accuracy”)"}
+    for axis, metric in zip(axes, metrics, strict=True):
+        for n, (label, measured) in enumerate(evaluations.items()):
+            line(axis, 100 * measured[metric].x, measured[metric].curve, label, n, marker=None)
+        removed = f"pixels removed, {'most' if first else 'least'} relevant first (%)"
+        tidy(axis, f"{better[metric]} is better", removed, words[metric])
+        axis.set(xlim=(0, 100), ylim=(0, None))
+    legend(axes[1], loc="upper right" if first else "lower left")
+    return fig
+
+
+def skipplus_metrics(drawing: Drawing, points: int) -> dict[str, dict[str, Any]]:
+    """The axes of SkipPLUS's charts by title, higher is better; segmentation AP where outlines are known."""
+    deletion = {"metric": "token-deletion", "preset": "skipplus", "points": points}
+    insertion = {**deletion, "metric": "token-insertion"}
+    axes: dict[str, dict[str, Any]] = {
+        "Deletion accuracy": deletion,
+        "Deletion AOPC": {**deletion, "quantity": "aopc"},
+        "Insertion accuracy": insertion,
+        "Insertion AOPC": {**insertion, "quantity": "aopc"},
+    }
+    return axes if drawing.masks is None else {**axes, "Segmentation AP": {"metric": "ap", "preset": "skipplus"}}
+
+
+def _models(drawing: Drawing) -> list[Drawing]:
+    """The models; masks that lie on the input of one of them alone are named in the note."""
+    models = drawing.models
+    without = [model.vit.name for model in models if model.masks is None]
+    if len(without) == 1 < len(models):
+        drawing.say(f"the masks given do not lie on the input of {without[0]}, so it has no Segmentation AP")
+    return models
+
+
+Measured = Mapping[str, Mapping[str, tuple[float, float, float]]]
+"""Mean and interval in per cent, by method and metric."""
+
+
+@layout
+def metrics(drawing: Drawing, methods: Methods = NO_METHODS, points: Count = 9, chart: Chart = "dots") -> Figure:
+    """Every method on every metric, for each model."""
+    drawing.say("all in per cent, higher is better")
+    if chart == "dots":
+        drawing.say_intervals("bars")
+    models = _models(drawing)
+    evaluations = [model.evaluate(model.working(methods), skipplus_metrics(model, points)) for model in models]
+    tables: list[Measured] = []
+    for measured in evaluations:
+        by_method = {}
+        for label, own in measured.items():
+            scales = {metric: 100 if metric == "Segmentation AP" else 1 for metric in own}  # others are in per cent
+            by_method[label] = {m: tuple(scales[m] * v for v in (one.mean, *one.interval())) for m, one in own.items()}
+        tables.append(by_method)
+    fig = (_radar if chart == "radar" else _dots)(drawing, models, tables)
+    for model, measured, table in zip(models, evaluations, tables, strict=True):
+        for label, own in measured.items():
+            for metric, one in own.items():
+                mean, *interval = table[label][metric]
+                about = {"images": one.count, "panel": model.vit.name, "quantity": metric}
+                record(fig, label, mean, (interval[0], interval[1]), **about)
+    return fig
+
+
+def _colour(label: str) -> str:
+    """Its composition's: SkipPLUS, PLUS, none; random is grey."""
+    lower = label.casefold()
+    plain = "0.45" if lower == "random" else COLOURS[0]
+    return COLOURS[2] if "skipplus" in lower else COLOURS[1] if "plus" in lower else plain
+
+
+def _dots(drawing: Drawing, models: Sequence[Drawing], tables: Sequence[Measured]) -> Figure:
+    heights = [CHART * len(table) + 0.45 for table in tables]
+    fig = drawing.sheet(sum(heights))
+    titles = max((list(next(iter(table.values()))) for table in tables), key=len)
+    panels = fig.subplots(len(models), len(titles), squeeze=False, height_ratios=heights)
+    for model, table, row in zip(models, tables, panels, strict=True):
+        for axes, metric in zip(row, titles, strict=True):
+            if metric not in next(iter(table.values())):
+                axes.set_axis_off()
+                continue
+            tidy(axes, metric)
+            labels = list(table) if axes is row[0] else [""] * len(table)
+            dots(axes, [measured[metric] for measured in table.values()], labels, [_colour(label) for label in table])
+        if len(models) > 1:
+            row[0].set_title(f"{model.vit.name}\n{titles[0]}", size=7.5)
+    return fig
+
+
+def _radar(drawing: Drawing, models: Sequence[Drawing], tables: Sequence[Measured]) -> Figure:
+    """Each axis from the lowest of the methods' means, a tenth from the centre, to the highest, at the rim."""
+    drawing.say("each axis runs from the lowest to the highest mean, which stand at its ends")
+    across = 3 * len(models)
+    fig = drawing.sheet(2.7 + 0.12 * -(-max(map(len, tables)) // across), COLUMN * len(models))
+    panels = fig.subplots(1, len(models), squeeze=False, subplot_kw={"projection": "polar"})[0]
+    for axes, model, table in zip(panels, models, tables, strict=True):
+        titles = list(next(iter(table.values())))
+        angles = np.linspace(0, 2 * np.pi, len(titles), endpoint=False)
+        means = {label: np.array([measured[m][0] for m in titles]) for label, measured in table.items()}
+        low, high = (f(list(means.values()), axis=0) for f in (np.min, np.max))
+        for n, (label, values) in enumerate(means.items()):
+            place = 0.1 + 0.9 * (values - low) / np.maximum(high - low, 1e-9)
+            looks = {**style(n), "markersize": 2.4, "linewidth": 0.9}
+            axes.plot([*angles, angles[0]], [*place, place[0]], label=label, **looks)
+        ends = [f"{m}\n{a:.1f} to {b:.1f}" for m, a, b in zip(titles, low, high, strict=True)]
+        axes.set_xticks(angles, ends, size=6)
+        for words, angle in zip(axes.get_xticklabels(), angles, strict=True):
+            side = np.sin(angle)
+            words.set_horizontalalignment("center" if abs(side) < 0.1 else "right" if side > 0 else "left")
+        axes.set_theta_zero_location("N")
+        axes.set_yticks([0.1, 0.55, 1.0], [])
+        axes.set_ylim(0, 1.05)
+        axes.tick_params(pad=5)
+        axes.grid(color="0.88", linewidth=0.5)
+        axes.spines["polar"].set_linewidth(0.5)
+        if len(models) > 1:
+            axes.set_title(model.vit.name, size=7.5)
+    legend(panels[0], across, fontsize=5.5)
+    return fig
+
+
+@layout
+def sums(drawing: Drawing, methods: Methods = NO_METHODS, points: Count = 9, starts: list[int] | None = None) -> Figure:
+    """Each metric of sums from every block (or some) to the last, a row for each model."""
+    drawing.say("grey lines are at PLUS (block 0) and SkipPLUS (the middle)")
+    drawing.say_intervals()
+    models = _models(drawing)
+    titles = [list(skipplus_metrics(model, points)) for model in models]
+    evaluations, blocks = [], []
+    for model in models:
+        depth = model.vit.depth
+        blocks.append(sorted({block_index(start, depth) for start in (range(depth) if starts is None else starts)}))
+        requests: dict[str, Any] = {"random": "random"}
+        for label, method in methods.items():
+            base = {"method": method} if isinstance(method, str) else dict(method)
+            name = base.pop("method", label)
+            requests |= {f"{label} {b}": {**base, "method": f"{name}.plus", "start": b} for b in blocks[-1]}
+        evaluations.append(model.evaluate(model.working(requests), skipplus_metrics(model, points)))
+    fig = drawing.sheet(1.75 * len(models) + 0.2)
+    panels = fig.subplots(len(models), max(map(len, titles)), squeeze=False)
+    for model, places, measured, names, row in zip(models, blocks, evaluations, titles, panels, strict=True):
+        for axes in row[len(names) :]:
+            axes.set_axis_off()
+        for axes, metric in zip(row, names, strict=False):
+            tidy(axes, metric, "first block of the sum", model.vit.name if axes is row[0] else "")
+            axes.axhline(measured["random"][metric].mean, color="0.45", linestyle=":", linewidth=1, label="Random")
+            for m, label in enumerate(methods):
+                values = [measured[f"{label} {b}"][metric].values for b in places if f"{label} {b}" in measured]
+                if values:
+                    line(axes, places, torch.stack(values, 1), label, m)
+            for at in (0, half(model.vit.depth, None)):
+                axes.axvline(at, color="0.75", linewidth=0.7, zorder=0)
+            axes.set_xticks(places if len(places) < 7 else places[:: 2 if len(places) < 14 else 4])
+    legend(panels[0][0], len(methods) + 1, fontsize=7)
+    return fig
+
+
+@layout
+def masks(
+    drawing: Drawing,
+    samples: Count | Counts = [32, 64, 128, 256, 512, 1024, 2048],  # noqa: B006
+    keep: Ratio | Ratios = 0.5,
+    steps: Count = 224,
+    fill: Fill = "image-mean",
+) -> Figure:
+    """Insertion, deletion and their difference of TIS with each number of masks."""
+    counts = sorted({samples} if isinstance(samples, int) else set(samples))
+    requests = {str(n): {"method": "tis", "samples": n, "keep": keep} for n in counts}
+    fig = _study(drawing, requests, counts, "masks $N_m$", {"fill": fill, "steps": steps})
+    for axes in fig.axes:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [f"{value:g}" for value in counts])
+        axes.minorticks_off()
+    return fig
+
+
+@layout
+def ratios(
+    drawing: Drawing,
+    keep: Ratio | Ratios = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9],  # noqa: B006
+    samples: Count = 1024,
+    steps: Count = 224,
+    fill: Fill = "image-mean",
+) -> Figure:
+    """Insertion, deletion and their difference of TIS with each share of tokens kept."""
+    shares = sorted(set(keep) if isinstance(keep, list) else {keep})
+    requests = {str(share): {"method": "tis", "samples": samples, "keep": share} for share in shares}
+    return _study(drawing, requests, shares, "share of tokens kept", {"fill": fill, "steps": steps})
+
+
+def _study(
+    drawing: Drawing, requests: Mapping[str, Any], x: Sequence[float], words: str, settings: Mapping[str, Any]
+) -> Figure:
+    """Insertion, deletion and their difference of every setting, for each model."""
+    drawing.say_intervals()
+    models = drawing.models
+    metric = {"ins-del": {"preset": "tis", **settings}}
+    evaluations = [model.evaluate(model.working(requests), metric) for model in models]
+    fig = drawing.sheet(2.1, COLUMN * len(models))
+    panels = fig.subplots(1, len(models), squeeze=False, sharey=True)[0]
+    for axes, model, measured in zip(panels, models, evaluations, strict=True):
+        tidy(axes, model.vit.name, words, "mean probability of the class" if axes is panels[0] else "")
+        each: list[Evaluation] = [measured[label]["ins-del"] for label in requests]
+        kinds = {
+            "insertion − deletion": [one.values for one in each],
+            "insertion": [one.parts["insertion"] for one in each],
+            "deletion": [one.parts["deletion"] for one in each],
+        }
+        for n, (label, values) in enumerate(kinds.items()):
+            line(axes, x, torch.stack([v.double() for v in values], 1), label, n)
+    legend(panels[0], 3, fontsize=WORDS - 0.5)
+    return fig
