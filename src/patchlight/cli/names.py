@@ -65,7 +65,8 @@ def from_registries() -> dict[str, Any]:
 
 def _key() -> str:
     """A hash of what the names depend on: the package's files, timm's version and installed plugins."""
-    files = [(path, path.stat()) for path in sorted(PACKAGE.rglob("*.py"))]
+    named = [*PACKAGE.rglob("*.py"), *(PACKAGE / "recipes" / "figures").glob("*.toml")]
+    files = [(path, path.stat()) for path in sorted(named)]
     state = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in files]
     plugins = sorted(f"{p.value} {p.dist and p.dist.version}" for p in metadata.entry_points(group=GROUP))
     return hashlib.sha256(repr((state, metadata.version("timm"), plugins)).encode()).hexdigest()[:16]

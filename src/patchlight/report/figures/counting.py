@@ -16,7 +16,7 @@ from patchlight.core.progress import telling
 from patchlight.data.counting import PATCH, SIDE, Grids, counting_grids
 from patchlight.engine import explain
 from patchlight.evidence.ablation import Count
-from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods
+from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods, by_label
 from patchlight.report.figures.layouts import OURS, layout
 from patchlight.report.figures.sheet import COLUMN, Cell, Row, coloured, pictures
 from patchlight.study.counting import (
@@ -92,7 +92,7 @@ def counting(
     task = read_counting(folder, SIZES[size]) if folder else make_counting(shape, drawing.seed, drawing.progress)
     held = counting_grids(grids, drawing.seed, "test")
     with warnings.catch_warnings(action="ignore", category=DegenerateMap):  # grids of red patches alone, or of none
-        methods = {OURS: {"method": "diffmask", "explainer": task.explainer}, **rivals}
+        methods = {OURS: {"method": "diffmask", "explainer": task.explainer}, **by_label(rivals)}
         maps = explain(task.vit, held.images, methods, progress=False)
     chosen = grids_to_show(held, columns)
     photos = [task.vit.preprocess.picture(held.images[i]).resize((240, 240), 0) for i in chosen]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from PIL import Image
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import BeforeValidator
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
@@ -48,11 +48,8 @@ def by_label(methods: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
     return dict(methods) if isinstance(methods, Mapping) else {name: name for name in methods}
 
 
-if TYPE_CHECKING:
-    Methods = dict[str, Any]
-else:
-    Methods = Annotated[dict[str, Any] | list[str], BeforeValidator(split_names), AfterValidator(by_label)]
-"""A setting: names of methods, or by label a name or settings, as `explain` takes them. A figure is given a dict."""
+Methods = Annotated[dict[str, Any] | list[str], BeforeValidator(split_names)]
+"""Names of methods, or by label a name or settings, as `explain` takes them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from patchlight.methods.requests import refusal, resolve
 from patchlight.metrics.base import Evaluation, Measure
 from patchlight.metrics.deletion import thresholds
 from patchlight.metrics.perturbation import Direction, Points
-from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods
+from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods, by_label
 from patchlight.report.figures.numbers import record
 from patchlight.report.figures.sheet import (
     COLOURS,
@@ -103,13 +103,13 @@ def columns(drawing: Drawing, shown: Count = 8, methods: Methods = NO_METHODS, *
     return pictures(drawing.note, rows, COLUMN if few else PAGE, largest=0.72 if few else 0.8)
 
 
-def _with_gates(drawing: Drawing, rivals: Mapping[str, Any]) -> dict[str, Any]:
+def _with_gates(drawing: Drawing, rivals: Methods) -> dict[str, Any]:
     """DiffMask and its rivals; refused where no explainer fits the model."""
     gates = {"method": "diffmask", **({} if drawing.explainer is None else {"explainer": str(drawing.explainer)})}
     reason = refusal(resolve(OURS, gates).suited(drawing.vit), drawing.vit)
     if reason is not None:
         raise PatchlightError(f"DiffMask cannot explain {drawing.vit.name}: {reason}")
-    return {OURS: gates, **rivals}
+    return {OURS: gates, **by_label(rivals)}
 
 
 @layout
@@ -117,10 +117,11 @@ def composed(
     drawing: Drawing, shown: Count = 2, methods: Methods = NO_METHODS, composed: Methods = NO_METHODS
 ) -> Figure:
     """Two rows for each image: the methods, and below them the same under another composition."""
-    if list(methods) != list(composed):
-        raise PatchlightError(f"methods {list(methods)} and composed {list(composed)} differ; give the same labels")
-    working = [label for label in drawing.working(methods) if label in drawing.working(composed)]
-    above, below = (drawing.explain({label: table[label] for label in working}) for table in (methods, composed))
+    upper, lower = by_label(methods), by_label(composed)
+    if list(upper) != list(lower):
+        raise PatchlightError(f"methods {list(upper)} and composed {list(lower)} differ; give the same labels")
+    working = [label for label in drawing.working(upper) if label in drawing.working(lower)]
+    above, below = (drawing.explain({label: table[label] for label in working}) for table in (upper, lower))
     rows = []
     for i, name in enumerate(drawing.class_names):
         heats = [Cell(drawing.positive(i, att), label) for label, att in above.items()]
@@ -393,7 +394,7 @@ def sums(drawing: Drawing, methods: Methods = NO_METHODS, points: Count = 9, sta
         depth = model.vit.depth
         blocks.append(sorted({block_index(start, depth) for start in (range(depth) if starts is None else starts)}))
         requests: dict[str, Any] = {"random": "random"}
-        for label, method in methods.items():
+        for label, method in by_label(methods).items():
             base = {"method": method} if isinstance(method, str) else dict(method)
             name = base.pop("method", label)
             requests |= {f"{label} {b}": {**base, "method": f"{name}.plus", "start": b} for b in blocks[-1]}
@@ -406,7 +407,7 @@ def sums(drawing: Drawing, methods: Methods = NO_METHODS, points: Count = 9, sta
         for axes, metric in zip(row, names, strict=False):
             tidy(axes, metric, "first block of the sum", model.vit.name if axes is row[0] else "")
             axes.axhline(measured["random"][metric].mean, color="0.45", linestyle=":", linewidth=1, label="Random")
-            for m, label in enumerate(methods):
+            for m, label in enumerate(by_label(methods)):
                 values = [measured[f"{label} {b}"][metric].values for b in places if f"{label} {b}" in measured]
                 if values:
                     line(axes, places, torch.stack(values, 1), label, m)
