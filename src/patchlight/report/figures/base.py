@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.load import wrap
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.drawing import figure_bytes, figure_format
 from patchlight.core.errors import PatchlightError, integer
 from patchlight.core.files import check_writable, write_whole
