@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,34 +20,17 @@ from patchlight.metrics.deletion import check_tokens
 from patchlight.study.evaluate import evaluate
 from patchlight.study.faithfulness import Curves, sanity_words
 from patchlight.study.run import Outcome, explain_each
-from patchlight.web.images import StoredImage
+from patchlight.web import schemas
 from patchlight.web.jobs import RunningJob, in_words
-from patchlight.web.schemas import (
-    AblateRequest,
-    AblateResult,
-    BlockResult,
-    ExplainRequest,
-    FaithfulnessResult,
-    InsideRequest,
-    InsideResult,
-    MapResult,
-    MeasureRequest,
-    MeasureResult,
-    PredictRequest,
-    PredictResult,
-    RandomOrders,
-    RemovalCurve,
-    digits,
-)
-from patchlight.web.service import ModelService, ResolvedMethod, ResolvedQuestion, TimedMap, is_quick, quantity_of
+from patchlight.web.service import JobInput, ModelService, ResolvedQuestion, TimedMap, is_quick, quantity_of
 
 
-def predict(service: ModelService, request: PredictRequest) -> PredictResult:
+def predict(service: ModelService, request: schemas.PredictRequest) -> schemas.PredictResult:
     question = service.resolve_question(request)
     return question.predictions(question.logits, request.most)[0]
 
 
-def ablate(service: ModelService, request: AblateRequest) -> AblateResult:
+def ablate(service: ModelService, request: schemas.AblateRequest) -> schemas.AblateResult:
     """What the model says of variants without some patches."""
     question = service.resolve_question(request)
     vit, image = question.vit, question.image.tensor
@@ -65,18 +49,12 @@ def ablate(service: ModelService, request: AblateRequest) -> AblateResult:
         check_tokens(vit, left=int(shown.sum(1).min()))
         logits = ablation.logits([TokenSubsets(torch.zeros(1, dtype=torch.long), row.nonzero().T) for row in shown])
     whole, *variants = question.predictions(torch.cat([question.logits, logits.float().cpu()]), request.most)
-    return AblateResult(whole=whole, variants=variants)
+    return schemas.AblateResult(whole=whole, variants=variants)
 
 
-def explain(
-    service: ModelService,
-    request: ExplainRequest,
-    methods: Sequence[ResolvedMethod],
-    image: StoredImage,
-    job: RunningJob,
-) -> dict[str, Attribution]:
+def explain(given: JobInput[Any], job: RunningJob) -> dict[str, Attribution]:
     """The maps by name; each becomes an event of the job as it is finished, and so does why a method gave none."""
-    question = service.resolve_question(request, image)
+    service, question, seed = given.service, given.question, given.request.seed
     maps: dict[str, Attribution] = {}
     missing: dict[str, Request] = {}
 
@@ -89,13 +67,13 @@ def explain(
         job.status.failures[label] = reason
         job.tell("job")
 
-    for method in methods:
-        if method.request is None:
-            fail(method.name, method.error)
-        elif (cached := service.cached_map(question, method.request, request.seed)) is not None:
-            add(method.name, cached)
+    for name, method in given.methods.items():
+        if isinstance(method, PatchlightError):
+            fail(name, in_words(method))
+        elif (cached := service.cached_map(question, method, seed)) is not None:
+            add(name, cached)
         else:
-            missing[method.name] = method.request
+            missing[name] = method
 
     def finished(outcomes: Mapping[str, Outcome[Attribution]]) -> None:
         for label, outcome in outcomes.items():
@@ -105,7 +83,7 @@ def explain(
             prefix = f"{missing[label].name}: "
             warnings = dict.fromkeys(words.removeprefix(prefix) for words in said if words.startswith(prefix))
             found = TimedMap(outcome.result, outcome.seconds / outcome.shared_by, "; ".join(warnings))
-            service.cache_map(question, missing[label], request.seed, found)
+            service.cache_map(question, missing[label], seed, found)
             if outcome.shared_by == 1:
                 service.seconds[label] = round(outcome.seconds, 3)
             add(label, found)
@@ -118,7 +96,7 @@ def explain(
             question.image.tensor,
             quick_first,
             target,
-            seed=request.seed,
+            seed=seed,
             catch=PatchlightError,
             finished=finished,
         )
@@ -127,10 +105,10 @@ def explain(
     return maps
 
 
-def _map_result(label: str, found: TimedMap) -> MapResult:
+def _map_result(label: str, found: TimedMap) -> schemas.MapResult:
     """A map by the name that was asked for: another name of the method may have made it."""
     att = found.attribution
-    return MapResult(
+    return schemas.MapResult(
         method=label,
         scores=att.scores[0].tolist(),
         error=None if att.error is None else att.error[0].tolist(),
@@ -146,23 +124,17 @@ def _map_result(label: str, found: TimedMap) -> MapResult:
     )
 
 
-def measure(
-    service: ModelService,
-    request: MeasureRequest,
-    methods: Sequence[ResolvedMethod],
-    image: StoredImage,
-    job: RunningJob,
-) -> None:
+def measure(given: JobInput[schemas.MeasureRequest], job: RunningJob) -> None:
     """Deletion and insertion of methods' maps, and of random orders, told one by one."""
-    question = service.resolve_question(request, image)
-    trial = service.trial(question, request)
-    maps = explain(service, request, methods, image, job)
+    question, request = given.question, given.request
+    trial = given.service.trial(question, request)
+    maps = explain(given, job)
     random = trial.random
-    result = MeasureResult(
+    result = schemas.MeasureResult(
         fractions=[round(float(n) / float(trial.removed[-1]), 6) for n in trial.removed],
         removed=trial.removed.tolist(),
         quantity=trial.quantity,
-        random=RandomOrders(
+        random=schemas.RandomOrders(
             count=request.randoms,
             curve=_mean_curve(random),
             low=float(random.scores.min()),
@@ -175,7 +147,7 @@ def measure(
     job.tell("random", result.model_dump_json(exclude={"methods"}))
     for name, att in maps.items():
         truth = trial.of(on_grid(att.scores, question.vit)[0])
-        found = FaithfulnessResult(
+        found = schemas.FaithfulnessResult(
             method=name,
             order=truth.curves.orders[0].tolist(),
             curve=_mean_curve(truth.curves),
@@ -200,12 +172,12 @@ def _sanity(question: ResolvedQuestion, att: Attribution, seed: int) -> tuple[fl
     except PatchlightError as error:
         return None, in_words(error)
     value = float(found.values[0])
-    return digits(value), sanity_words(value)
+    return schemas.digits(value), sanity_words(value)
 
 
-def _mean_curve(curves: Curves) -> RemovalCurve:
+def _mean_curve(curves: Curves) -> schemas.RemovalCurve:
     """The mean over orders of removal, of which there may be one."""
-    return RemovalCurve(
+    return schemas.RemovalCurve(
         insertion=curves.insertion.mean(0).tolist(),
         deletion=curves.deletion.mean(0).tolist(),
         insertion_area=float(curves.insertion_areas.mean()),
@@ -214,14 +186,14 @@ def _mean_curve(curves: Curves) -> RemovalCurve:
     )
 
 
-def inside(service: ModelService, request: InsideRequest) -> InsideResult:
+def inside(service: ModelService, request: schemas.Question) -> schemas.InsideResult:
     """Attention to each patch block by block, and what the head makes of the tokens after each block."""
     question = service.resolve_question(request)
     vit = question.vit
     class_token = vit.prefix > 0 and vit.pooling not in ("avg", "max", "map")
     attention, no_attention = _attention(question, class_token)
     lens, no_lens = _lens(question)
-    return InsideResult(
+    return schemas.InsideResult(
         attention=attention,
         attention_reason=no_attention,
         reads="of the class token" if class_token else "the mean of all patches",
@@ -247,7 +219,7 @@ def _attention(question: ResolvedQuestion, class_token: bool) -> tuple[list[list
     return [vit.patches(seen.at(layer)).flatten(1)[0].tolist() for layer in range(vit.depth)], ""
 
 
-def _lens(question: ResolvedQuestion) -> tuple[list[BlockResult] | None, str]:
+def _lens(question: ResolvedQuestion) -> tuple[list[schemas.BlockResult] | None, str]:
     """What the readout says of the tokens after each block."""
     vit = question.vit
     if vit.hierarchical or vit.depth == 0:
@@ -258,5 +230,5 @@ def _lens(question: ResolvedQuestion) -> tuple[list[BlockResult] | None, str]:
         for index in range(vit.depth):
             tokens = vit.block(index, vit.merge(index, tokens))
             logits.append(vit.readout(tokens).float().cpu())
-    said = question.predictions(torch.cat(logits), 3)
-    return [BlockResult(block=i, predictions=one.predictions, asked=one.asked) for i, one in enumerate(said)], ""
+    found = enumerate(question.predictions(torch.cat(logits), 3))
+    return [schemas.BlockResult(block=i, predictions=one.predictions, asked=one.asked) for i, one in found], ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from typing import Annotated, Any
 
@@ -17,28 +17,11 @@ from starlette.exceptions import HTTPException
 from patchlight import __version__
 from patchlight.core.errors import PatchlightError
 from patchlight.evidence.fills import Painted
-from patchlight.web import answers
+from patchlight.web import answers, schemas
 from patchlight.web.files import make_file
-from patchlight.web.images import NotFound, StoredImage
-from patchlight.web.jobs import QueueFull, RunningJob, TimeLimitExceeded, WorkQueue, in_words
-from patchlight.web.schemas import (
-    AblateRequest,
-    AblateResult,
-    ExplainRequest,
-    FileRequest,
-    ImageFacts,
-    InsideRequest,
-    InsideResult,
-    JobStatus,
-    Kind,
-    MeasureRequest,
-    MethodList,
-    ModelFacts,
-    PredictRequest,
-    PredictResult,
-    Problem,
-)
-from patchlight.web.service import ModelService, ResolvedMethod, is_quick
+from patchlight.web.images import NotFound
+from patchlight.web.jobs import RunningJob, in_words
+from patchlight.web.service import JobInput, ModelService
 
 LOG = logging.getLogger("patchlight.web")
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -66,9 +49,11 @@ _WHY = {
     503: "it took too long",
 }
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem, "description": words[:1].upper() + words[1:]} for status, words in _WHY.items()
+    status: {"model": schemas.Problem, "description": words[:1].upper() + words[1:]} for status, words in _WHY.items()
 }
-ImagePath = Annotated[str, Path(pattern=r"^[a-z0-9-]{1,64}$")]
+LATER: dict[int | str, dict[str, Any]] = {
+    202: {"model": schemas.JobStatus, "description": "It goes on; look again, or listen"}
+}
 
 
 def _content(*kinds: str) -> dict[str, Any]:
@@ -77,6 +62,14 @@ def _content(*kinds: str) -> dict[str, Any]:
 
 
 _IMAGE = {"requestBody": {"required": True, **_content(*UPLOADS)}}
+routes = APIRouter(prefix="/api", responses=PROBLEMS)
+
+
+async def _service(request: Request) -> ModelService:
+    return request.app.state.service  # type: ignore[no-any-return]
+
+
+Service = Annotated[ModelService, Depends(_service)]
 
 
 def create_app(service: ModelService) -> FastAPI:
@@ -90,80 +83,117 @@ def create_app(service: ModelService) -> FastAPI:
         openapi_url="/api/openapi.json",
         redirect_slashes=False,
     )
-    app.state.jobs = service.jobs
-    for routes in (_facts, _answers, _jobs):
-        app.include_router(routes(service))
+    app.state.service = service
+    app.include_router(routes)
     _static(app)
     for kind in (PatchlightError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _failure)
     return app
 
 
-def _router() -> APIRouter:
-    return APIRouter(prefix="/api", responses=PROBLEMS)
+@routes.get("/model", summary="The model, its classes, the bundled images and the limits")
+async def model(service: Service) -> schemas.ModelFacts:
+    return await service.quick.run(service.facts)
 
 
-def _facts(service: ModelService) -> APIRouter:
-    routes = _router()
-
-    @routes.get("/model", summary="The model, its classes, the bundled images and the limits")
-    async def model() -> ModelFacts:
-        return await service.quick.run(service.facts)
-
-    @routes.get("/methods", summary="Every method, whether it works on this model, and what it costs")
-    async def methods() -> MethodList:
-        return MethodList(methods=await service.quick.run(service.methods))
-
-    @routes.post("/images", status_code=201, summary="Upload an image", openapi_extra=_IMAGE)
-    async def upload(request: Request) -> ImageFacts:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().casefold()
-        if not (kind.startswith("image/") or kind == "application/octet-stream"):
-            raise HTTPException(415, "give the bytes of an image, with its type as 'Content-Type: image/jpeg'")
-        data = await request.body()
-        image = await service.quick.run(lambda: service.images.add(data))
-        return ImageFacts(id=image.id, width=image.size[0], height=image.size[1])
-
-    @routes.get(
-        "/images/{image}",
-        summary="What the model sees of an image, or a fill of it, as PNG",
-        response_class=Response,
-        responses={200: _content("image/png")},
-    )
-    async def picture(
-        image: ImagePath,
-        side: Annotated[int, Query(ge=32, le=1024)] = 448,
-        fill: Painted | None = None,
-        whole: bool = False,
-    ) -> Response:
-        png = await asyncio.to_thread(service.images.picture, image, side, fill, whole)
-        return Response(png, media_type="image/png")
-
-    return routes
+@routes.get("/methods", summary="Every method, whether it works on this model, and what it costs")
+async def methods(service: Service) -> schemas.MethodList:
+    return schemas.MethodList(methods=await service.quick.run(service.methods))
 
 
-def _answers(service: ModelService) -> APIRouter:
-    routes = _router()
-
-    @routes.post("/predict", summary="What the model says of an image")
-    async def predict(asked: PredictRequest) -> PredictResult:
-        return await service.quick.run(lambda: answers.predict(service, asked))
-
-    @routes.post("/ablate", summary="What it says when patches are painted over or their tokens removed")
-    async def ablate(asked: AblateRequest) -> AblateResult:
-        return await service.quick.run(lambda: answers.ablate(service, asked))
-
-    @routes.post("/inside", summary="Attention to each patch, and what the head says, block by block")
-    async def inside(asked: InsideRequest) -> InsideResult:
-        return await service.quick.run(lambda: answers.inside(service, asked))
-
-    return routes
+@routes.post("/images", status_code=201, summary="Upload an image", openapi_extra=_IMAGE)
+async def upload(service: Service, request: Request) -> schemas.ImageFacts:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().casefold()
+    if not (kind.startswith("image/") or kind == "application/octet-stream"):
+        raise HTTPException(415, "give the bytes of an image, with its type as 'Content-Type: image/jpeg'")
+    data = await request.body()
+    image = await service.quick.run(lambda: service.images.add(data))
+    return schemas.ImageFacts(id=image.id, width=image.size[0], height=image.size[1])
 
 
-async def _find_job(request: Request, job: Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]) -> RunningJob:
-    found: RunningJob | None = request.app.state.jobs.find(job)
+@routes.get(
+    "/images/{image}",
+    summary="What the model sees of an image, or a fill of it, as PNG",
+    response_class=Response,
+    responses={200: _content("image/png")},
+)
+async def picture(
+    service: Service,
+    image: Annotated[str, Path(pattern=r"^[a-z0-9-]{1,64}$")],
+    side: Annotated[int, Query(ge=32, le=1024)] = 448,
+    fill: Painted | None = None,
+    whole: bool = False,
+) -> Response:
+    png = await asyncio.to_thread(service.images.picture, image, side, fill, whole)
+    return Response(png, media_type="image/png")
+
+
+@routes.post("/predict", summary="What the model says of an image")
+async def predict(service: Service, asked: schemas.PredictRequest) -> schemas.PredictResult:
+    return await service.quick.run(lambda: answers.predict(service, asked))
+
+
+@routes.post("/ablate", summary="What it says when patches are painted over or their tokens removed")
+async def ablate(service: Service, asked: schemas.AblateRequest) -> schemas.AblateResult:
+    return await service.quick.run(lambda: answers.ablate(service, asked))
+
+
+@routes.post("/inside", summary="Attention to each patch, and what the head says, block by block")
+async def inside(service: Service, asked: schemas.Question) -> schemas.InsideResult:
+    return await service.quick.run(lambda: answers.inside(service, asked))
+
+
+@routes.post("/explain", summary="Maps of an image by methods: a job", responses=LATER)
+async def explain(service: Service, asked: schemas.ExplainRequest, response: Response) -> schemas.JobStatus:
+    return await _begin(JobInput(service, asked), "explain", answers.explain, response)
+
+
+@routes.post("/measure", summary="Deletion and insertion of methods and of random orders: a job", responses=LATER)
+async def measure(service: Service, asked: schemas.MeasureRequest, response: Response) -> schemas.JobStatus:
+    return await _begin(JobInput(service, asked), "measure", answers.measure, response)
+
+
+@routes.post("/files", summary="A picture, arrays or a report of maps: a job", responses=LATER)
+async def files(service: Service, asked: schemas.FileRequest, response: Response) -> schemas.JobStatus:
+    return await _begin(JobInput(service, asked), "file", make_file, response)
+
+
+async def _begin(
+    given: JobInput[Any],
+    kind: schemas.Kind,
+    work: Callable[[JobInput[Any], RunningJob], object],
+    response: Response,
+) -> schemas.JobStatus:
+    """Queue a job, and answer when it is over or the client's patience is."""
+    service = given.service
+    queue = {"explain": service.quick if given.is_quick else service.slow, "measure": service.slow}
+    job = RunningJob(kind, queue.get(kind, service.files), lambda job: work(given, job))
+    service.jobs.add(job)
+    if given.request.wait:
+        await asyncio.wait([job.done], timeout=given.request.wait)
+    response.status_code = 200 if job.over is not None else 202
+    return job.status
+
+
+async def _find_job(service: Service, job: Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]) -> RunningJob:
+    found = service.jobs.find(job)
     if found is None:
         raise NotFound(f"no job '{job}' is here, or no longer")
     return found
+
+
+FoundJob = Annotated[RunningJob, Depends(_find_job)]
+
+
+@routes.get("/jobs/{job}", summary="How far a job is, and what it has given")
+async def look(job: FoundJob) -> schemas.JobStatus:
+    return job.status
+
+
+@routes.delete("/jobs/{job}", summary="Cancel a job; it stops within a chunk")
+async def cancel(job: FoundJob) -> schemas.JobStatus:
+    await job.cancel()
+    return job.status
 
 
 class JobEvents(EventSourceResponse):
@@ -172,73 +202,28 @@ class JobEvents(EventSourceResponse):
     media_type = "application/json"
 
 
-FoundJob = Annotated[RunningJob, Depends(_find_job)]
-Work = Callable[[ModelService, Any, Sequence[ResolvedMethod], StoredImage, RunningJob], Any]
-"""What a job does: a function of the service, the request, its methods and image, and the job."""
+@routes.get(
+    "/jobs/{job}/events",
+    summary="What a job tells, as server-sent events, from its beginning",
+    response_class=JobEvents,
+    responses={200: {"content": {"text/event-stream": {"schema": _EVENT}}}},
+)
+async def events(job: FoundJob) -> AsyncIterator[ServerSentEvent]:
+    async for name, data in job.events():
+        yield ServerSentEvent(event=name, raw_data=data)
 
 
-def _jobs(service: ModelService) -> APIRouter:
-    routes = _router()
-    later: dict[int | str, dict[str, Any]] = {
-        202: {"model": JobStatus, "description": "It goes on; look again, or listen"}
-    }
-
-    async def begin(kind: Kind, asked: ExplainRequest, queue: WorkQueue | None, work: Work, to: Response) -> JobStatus:
-        image = service.images.find(asked.image)  # it stays until the job is over, whatever is uploaded meanwhile
-        methods = [service.resolve_method(method) for method in asked.methods]
-        quick = all(method.request is None or is_quick(method.request) for method in methods)
-        queue = queue or (service.quick if quick else service.slow)
-        job = RunningJob(kind, queue, lambda job: work(service, asked, methods, image, job))
-        service.jobs.add(job)
-        if asked.wait:
-            await asyncio.wait([job.done], timeout=asked.wait)
-        to.status_code = 200 if job.over is not None else 202
-        return job.status
-
-    @routes.post("/explain", summary="Maps of an image by methods: a job", responses=later)
-    async def explain(asked: ExplainRequest, response: Response) -> JobStatus:
-        return await begin("explain", asked, None, answers.explain, response)
-
-    @routes.post("/measure", summary="Deletion and insertion of methods and of random orders: a job", responses=later)
-    async def measure(asked: MeasureRequest, response: Response) -> JobStatus:
-        return await begin("measure", asked, service.slow, answers.measure, response)
-
-    @routes.post("/files", summary="A picture, arrays or a report of maps: a job", responses=later)
-    async def files(asked: FileRequest, response: Response) -> JobStatus:
-        return await begin("file", asked, service.files, make_file, response)
-
-    @routes.get("/jobs/{job}", summary="How far a job is, and what it has given")
-    async def look(job: FoundJob) -> JobStatus:
-        return job.status
-
-    @routes.delete("/jobs/{job}", summary="Cancel a job; it stops within a chunk")
-    async def cancel(job: FoundJob) -> JobStatus:
-        await job.cancel()
-        return job.status
-
-    @routes.get(
-        "/jobs/{job}/events",
-        summary="What a job tells, as server-sent events, from its beginning",
-        response_class=JobEvents,
-        responses={200: {"content": {"text/event-stream": {"schema": _EVENT}}}},
-    )
-    async def events(job: FoundJob) -> AsyncIterator[ServerSentEvent]:
-        async for name, data in job.events():
-            yield ServerSentEvent(event=name, raw_data=data)
-
-    @routes.get(
-        "/jobs/{job}/file",
-        summary="The file that a job has made",
-        response_class=Response,
-        responses={200: _content(*FILES)},
-    )
-    async def file(job: FoundJob) -> Response:
-        if job.file is None:
-            raise HTTPException(409, "this job has no file, or not yet")
-        data, kind, name = job.file
-        return Response(data, media_type=kind, headers={"content-disposition": f'attachment; filename="{name}"'})
-
-    return routes
+@routes.get(
+    "/jobs/{job}/file",
+    summary="The file that a job has made",
+    response_class=Response,
+    responses={200: _content(*FILES)},
+)
+async def file(job: FoundJob) -> Response:
+    if job.file is None:
+        raise HTTPException(409, "this job has no file, or not yet")
+    data, kind, name = job.file
+    return Response(data, media_type=kind, headers={"content-disposition": f'attachment; filename="{name}"'})
 
 
 def _static(app: FastAPI) -> None:
@@ -265,15 +250,9 @@ def _static(app: FastAPI) -> None:
 
 async def _failure(request: Request, error: Exception) -> JSONResponse:
     """Every failure is one sentence, with its status."""
-    status, headers = 400, {}
-    sentence = in_words(error)
-    if isinstance(error, NotFound):
-        status = 404
-    elif isinstance(error, QueueFull):
-        status, headers = 429, {"retry-after": "1"}
-    elif isinstance(error, TimeLimitExceeded):
-        status, sentence = 503, str(error)
-    elif isinstance(error, RequestValidationError):
+    status, sentence = getattr(error, "status", 400), in_words(error)
+    headers = {"retry-after": "1"} if status == 429 else {}
+    if isinstance(error, RequestValidationError):
         status, sentence = 422, _validation_words(error)
     elif isinstance(error, HTTPException):
         status, sentence, headers = error.status_code, str(error.detail), dict(error.headers or {})

@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
@@ -16,10 +16,9 @@ from patchlight.metrics.base import on_grid
 from patchlight.report.explanations import Explained, made_by, report_html, section_of
 from patchlight.study.faithfulness import Trial, truths
 from patchlight.web.answers import explain
-from patchlight.web.images import StoredImage
 from patchlight.web.jobs import RunningJob
 from patchlight.web.schemas import FileRequest
-from patchlight.web.service import ModelService, ResolvedMethod, ResolvedQuestion
+from patchlight.web.service import JobInput, ResolvedQuestion
 
 SHARPER = 2
 """How many times as many dots a picture has as a figure in a notebook."""
@@ -34,23 +33,17 @@ KINDS = {
 }
 
 
-def make_file(
-    service: ModelService,
-    request: FileRequest,
-    methods: Sequence[ResolvedMethod],
-    image: StoredImage,
-    job: RunningJob,
-) -> None:
+def make_file(given: JobInput[FileRequest], job: RunningJob) -> None:
     """Make the file of a job: its bytes, their type, and a name."""
+    request = given.request
     kind, end = KINDS[request.kind]
-    question = service.resolve_question(request, image)
     if request.kind == "report":
-        service.trial(question, request)  # what cannot be tested is refused before any map is made
-    maps = explain(service, request, methods, image, job)
+        given.service.trial(given.question, request)  # what cannot be tested is refused before any map is made
+    maps = explain(given, job)
     if request.kind == "report":
-        data = report(service, question, maps, request, job)
+        data = report(given, maps, job)
     else:
-        data = arrays(maps) if request.kind == "arrays" else picture(question, maps, end)
+        data = arrays(maps) if request.kind == "arrays" else picture(given.question, maps, end)
     job.file = data, kind, f"{_plain(request.name)}-patchlight{end}"
     job.status.file = f"/api/jobs/{job.status.id}/file"
 
@@ -74,15 +67,10 @@ def arrays(maps: Mapping[str, Attribution]) -> bytes:
     return out.getvalue()
 
 
-def report(
-    service: ModelService,
-    question: ResolvedQuestion,
-    maps: Mapping[str, Attribution],
-    request: FileRequest,
-    job: RunningJob,
-) -> bytes:
+def report(given: JobInput[FileRequest], maps: Mapping[str, Attribution], job: RunningJob) -> bytes:
     """The maps with their test, and how all of it was made, as one HTML file."""
-    trial = service.trial(question, request)
+    question, request = given.question, given.request
+    trial = given.service.trial(question, request)
     tested = truths(trial, {name: on_grid(att.scores, question.vit)[0] for name, att in maps.items()})
     section = section_of(
         Explained(
@@ -96,15 +84,16 @@ def report(
         )
     )
     warnings = [f"{found.method}: {found.warning}" for found in job.status.maps if found.warning]
-    page = report_html([section], made_by(maps, trial, command(service, question, request), warnings))
+    page = report_html([section], made_by(maps, trial, command(given), warnings))
     return page.encode(errors="backslashreplace")
 
 
-def command(service: ModelService, question: ResolvedQuestion, request: FileRequest) -> str:
+def command(given: JobInput[FileRequest]) -> str:
     """The command that makes the same report of the image under its name.
 
     There is none of a model that was given in Python, nor of a test that the command line does not make.
     """
+    service, question, request = given.service, given.question, given.request
     test = (request.steps, request.unit, request.fill, request.randoms)
     if not service.cli or test != (Trial.steps, Trial.unit, Trial.fill, Trial.randoms):
         return ""

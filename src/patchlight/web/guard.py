@@ -6,18 +6,13 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import json
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from typing import Any
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from patchlight.web.images import MOST_BYTES
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from patchlight.web.images import MOST_BYTES
 
 MOST_JSON = 2**20
 BODY_SECONDS, SMALL, MOST_BODIES = 20.0, 2**16, 16
@@ -44,7 +39,7 @@ class Guard:
     """
 
     def __init__(
-        self, app: App, hosts: frozenset[str] = frozenset(), token: str | None = None, embedded: bool = False
+        self, app: ASGIApp, hosts: frozenset[str] = frozenset(), token: str | None = None, embedded: bool = False
     ) -> None:
         self._app, self._token = app, token
         self._hosts = {"localhost", *(host.casefold() for host in hosts)}
@@ -81,7 +76,7 @@ class Guard:
                     self._check_token(headers)
                 body = await self._body(scope, headers, receive, until_answered)
             except Refused as refused:
-                await _answer(refused, dressed)
+                await JSONResponse({"error": str(refused)}, refused.status, refused.headers)(scope, receive, dressed)
                 return
             await self._app(scope, _replayed(body, receive), dressed)
 
@@ -170,14 +165,6 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return again
-
-
-async def _answer(refused: Refused, send: Send) -> None:
-    body = json.dumps({"error": str(refused)}).encode()
-    headers = [(key.encode(), value.encode()) for key, value in refused.headers.items()]
-    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _hostname(host: str) -> str | None:

@@ -38,6 +38,8 @@ _SCANS = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e]")
 class NotFound(PatchlightError):
     """An image or job that is not there, or no longer."""
 
+    status = 404
+
 
 @dataclass(frozen=True, eq=False)
 class StoredImage:

@@ -34,9 +34,13 @@ INTERVAL = 0.1
 class QueueFull(PatchlightError):
     """Too much work is waiting already."""
 
+    status = 429
+
 
 class TimeLimitExceeded(PatchlightError):
     """A piece of work took longer than is allowed."""
+
+    status = 503
 
 
 @dataclass(eq=False)
@@ -104,7 +108,7 @@ class RunningJob:
     `done` ends with the job and never fails; `file` is the bytes, type and name of what a job made.
     """
 
-    def __init__(self, kind: Kind, queue: WorkQueue, function: Callable[[RunningJob], None]) -> None:
+    def __init__(self, kind: Kind, queue: WorkQueue, function: Callable[[RunningJob], object]) -> None:
         self.status = JobStatus(id=secrets.token_urlsafe(16), kind=kind, state="waiting")
         self.file: tuple[bytes, str, str] | None = None
         self.over: float | None = None
@@ -116,7 +120,7 @@ class RunningJob:
         self._task = queue.submit(lambda: self.control.run(lambda: self._start(function), self._progressed))
         self.done = asyncio.create_task(self._settle())
 
-    def _start(self, function: Callable[[RunningJob], None]) -> None:
+    def _start(self, function: Callable[[RunningJob], object]) -> None:
         self.status.state = "running"
         self.tell("job")
         function(self)

@@ -60,6 +60,7 @@ class Question(StrictModel):
         None, min_length=1, max_length=MOST_TEXTS, description="Sentences as classes, of a model with a text side."
     )
     template: Annotated[str, Field(max_length=300)] = Field("{}", description="What stands around each sentence.")
+    model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat"}]})
 
 
 class MethodRequest(StrictModel):
@@ -80,7 +81,6 @@ def once_each(methods: list[MethodRequest]) -> list[MethodRequest]:
 
 class PredictRequest(Question):
     most: Annotated[Whole, Field(ge=1, le=MOST_PREDICTIONS)] = 10
-    model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat"}]})
 
 
 class ExplainRequest(Question):
@@ -92,7 +92,7 @@ class ExplainRequest(Question):
     )
 
 
-class AblateRequest(Question):
+class AblateRequest(PredictRequest):
     """Variants of the image, each without some patches."""
 
     removed: list[Annotated[list[Index], Field(max_length=MOST_PATCHES)]] = Field(
@@ -100,7 +100,6 @@ class AblateRequest(Question):
     )
     unit: Removal = "patch"
     fill: Painted = "image-mean"
-    most: Annotated[Whole, Field(ge=1, le=MOST_PREDICTIONS)] = 10
     model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat", "removed": [[27, 28, 35, 36]]}]})
 
 
@@ -112,10 +111,6 @@ class MeasureRequest(ExplainRequest):
     fill: Painted = "image-mean"
     randoms: Annotated[Whole, Field(ge=2, le=100)] = Field(20, description="Random orders to compare with.")
     sanity: bool = Field(False, description="Also ask whether the maps change when the weights are randomised.")
-
-
-class InsideRequest(Question):
-    model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat"}]})
 
 
 class FileRequest(MeasureRequest):

@@ -11,11 +11,12 @@ from typing import Any
 from urllib.parse import quote
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from patchlight.core.errors import PatchlightError
 from patchlight.web.app import create_app
-from patchlight.web.guard import App, Guard
+from patchlight.web.guard import Guard
 from patchlight.web.service import ModelService
 
 HEAD_SECONDS, READ_SECONDS, MOST_CONNECTIONS = 10.0, 30.0, 256
@@ -75,7 +76,7 @@ class TimeLimitedProtocol(H11Protocol):
 
 def guarded(
     service: ModelService, hosts: frozenset[str] = frozenset(), token: str | None = None, embedded: bool = False
-) -> App:
+) -> ASGIApp:
     """The application of a model service with its guard before it."""
     return Guard(create_app(service), hosts, token, embedded)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 import torch
 from cachetools import LRUCache, cachedmethod
@@ -28,18 +28,9 @@ from patchlight.evidence.fills import Painted
 from patchlight.methods.base import Ablates
 from patchlight.methods.requests import MethodInfo, Request, list_methods, refusal, resolve
 from patchlight.study.faithfulness import Trial
+from patchlight.web import schemas
 from patchlight.web.images import MOST_BYTES, MOST_PIXELS, ImageStore, StoredImage, bundled_photos
 from patchlight.web.jobs import JobStore, WorkQueue
-from patchlight.web.schemas import (
-    MeasureRequest,
-    MethodFacts,
-    MethodRequest,
-    ModelFacts,
-    Prediction,
-    PredictResult,
-    Quantity,
-    Question,
-)
 
 COMPOSED = ("decompx.skipplus", "ixg.plus.libra", "fullgrad-plus.libra", "ixg.skipplus")
 """Names with a composition or a rule behind them that are offered besides the registry's own."""
@@ -82,7 +73,7 @@ class ResolvedQuestion:
     def against(self) -> int | None:
         return None if self.targets.against is None else int(self.targets.against[0, 0])
 
-    def predictions(self, logits: Tensor, most: int) -> list[PredictResult]:
+    def predictions(self, logits: Tensor, most: int) -> list[schemas.PredictResult]:
         """What the model says, of logits [V,C]: the first classes, and those asked about."""
         quantity = quantity_of(self.vit)
         values = self.vit.probabilities(logits) if quantity == "probability" else logits
@@ -92,11 +83,11 @@ class ResolvedQuestion:
         top = values.nan_to_num(-math.inf).topk(min(most, values.shape[1]), 1).indices.tolist()
         asked = [self.index, *([] if self.against is None else [self.against])]
 
-        def prediction(row: list[float], i: int) -> Prediction:
-            return Prediction(index=i, label=self.vit.label(i), value=row[i])
+        def prediction(row: list[float], i: int) -> schemas.Prediction:
+            return schemas.Prediction(index=i, label=self.vit.label(i), value=row[i])
 
         return [
-            PredictResult(
+            schemas.PredictResult(
                 predictions=[prediction(row, i) for i in first],
                 asked=[prediction(row, i) for i in asked],
                 quantity=quantity,
@@ -112,15 +103,6 @@ class TimedMap:
     attribution: Attribution
     seconds: float
     warning: str
-
-
-@dataclass(frozen=True)
-class ResolvedMethod:
-    """A method by the name that was given: its request, or why there is none."""
-
-    name: str
-    request: Request | None
-    error: str = ""
 
 
 def is_quick(request: Request) -> bool:
@@ -149,7 +131,7 @@ def _choices(kind: Any) -> set[Any]:
     return {word for part in get_args(kind) for word in _choices(part)}
 
 
-def quantity_of(vit: Anatomy) -> Quantity:
+def quantity_of(vit: Anatomy) -> schemas.Quantity:
     """What the numbers of the classes are."""
     if vit.probable:
         return "probability"
@@ -213,7 +195,7 @@ class ModelService:
             times.append(time.perf_counter() - begun)
         return int(max(1, min(64, CHUNK / min(times))))
 
-    def resolve_question(self, question: Question, image: StoredImage | None = None) -> ResolvedQuestion:
+    def resolve_question(self, question: schemas.Question, image: StoredImage | None = None) -> ResolvedQuestion:
         """The image and the classes of a question, or a sentence about what is wrong with them."""
         image = image or self.images.find(question.image)
         texts = None if question.texts is None else (tuple(question.texts), question.template)
@@ -249,7 +231,7 @@ class ModelService:
         key=lambda self, question, test: (*question.key, test.steps, test.unit, test.fill, test.randoms, test.seed),
         lock=lambda self: self._lock,
     )
-    def trial(self, question: ResolvedQuestion, test: MeasureRequest) -> Trial:
+    def trial(self, question: ResolvedQuestion, test: schemas.MeasureRequest) -> Trial:
         """The faithfulness test of a question; its random orders are computed once."""
         settings = (test.steps, test.unit, test.fill, test.randoms, test.seed)
         return Trial(question.vit, question.image.tensor, question.targets, *settings, self.chunk)
@@ -262,8 +244,8 @@ class ModelService:
         with self._lock:
             self._maps[_map_key(question, request, seed)] = found
 
-    def resolve_method(self, method: MethodRequest) -> ResolvedMethod:
-        """A method with its settings, and chunks that are short enough to be stopped in time."""
+    def resolve_method(self, method: schemas.MethodRequest) -> Request | PatchlightError:
+        """A method with its settings, and chunks that are short enough to be stopped in time; or what is wrong."""
         try:
             request = resolve(method.name, dict(method.settings))
             known = request.method.settings(request.composition)
@@ -271,10 +253,10 @@ class ModelService:
                 if key in known:
                     check_setting(known[key], value)
         except PatchlightError as error:
-            return ResolvedMethod(method.name, None, str(error))
+            return error
         if isinstance(request.method, Ablates) and self.chunk is not None:
             request = replace(request, settings={**request.settings, "chunk": self.chunk})
-        return ResolvedMethod(method.name, request)
+        return request
 
     @cached_property
     def _listed(self) -> list[MethodInfo]:
@@ -289,18 +271,18 @@ class ModelService:
             )
         return sorted(found.values(), key=lambda info: info.name)
 
-    def methods(self) -> list[MethodFacts]:
+    def methods(self) -> list[schemas.MethodFacts]:
         return [
-            MethodFacts(**vars(info), quick=is_quick(resolve(info.name)), seconds=self.seconds.get(info.name))
+            schemas.MethodFacts(**vars(info), quick=is_quick(resolve(info.name)), seconds=self.seconds.get(info.name))
             for info in self._listed
         ]
 
-    def facts(self) -> ModelFacts:
+    def facts(self) -> schemas.ModelFacts:
         vit = self.vit
         works = {info.name for info in self._listed if info.supported}
         head = {} if vit.head is None else vit.head.about()
         templates = head.get("templates", [])
-        return ModelFacts(
+        return schemas.ModelFacts(
             name=vit.name,
             library=vit.library,
             image_size=vit.preprocess.size,
@@ -327,6 +309,27 @@ class ModelService:
             device=str(vit.device),
             version=__version__,
         )
+
+
+R = TypeVar("R", bound=schemas.ExplainRequest)
+
+
+class JobInput(Generic[R]):
+    """What a job computes with: the request, its image, and its methods by name, each resolved or with its error."""
+
+    def __init__(self, service: ModelService, request: R) -> None:
+        self.service, self.request = service, request
+        self.image = service.images.find(request.image)  # kept until the job is over, whatever is uploaded meanwhile
+        self.methods = {method.name: service.resolve_method(method) for method in request.methods}
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether its maps take a few passes, and no more."""
+        return all(is_quick(method) for method in self.methods.values() if isinstance(method, Request))
+
+    @cached_property
+    def question(self) -> ResolvedQuestion:
+        return self.service.resolve_question(self.request, self.image)
 
 
 def _map_key(question: ResolvedQuestion, request: Request, seed: int) -> Hashable:

@@ -48,9 +48,8 @@ class View:
     def close(self) -> None:
         """End the server; the page of every view of this model answers no more."""
         with _LOCK:
-            for key, (_, server) in list(_OPEN.items()):
-                if server is self._server:
-                    del _OPEN[key]
+            for key in [key for key, (_, server) in _OPEN.items() if server is self._server]:
+                del _OPEN[key]
         self._server.stop()
 
     def wait(self) -> None:
