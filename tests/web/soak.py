@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
-import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 
@@ -26,45 +24,28 @@ from tests.web.server import Server, serving
 
 WARM, DRIFT, FREED = 20.0, 50.0, 1.0
 """Seconds of warming up, MB that memory may move afterwards, and seconds until a cancelled worker is free."""
-QUICK = ["genatt", "rollout", "tis", "gradcam", "attention-last"]
+ACTIONS = 2 * ["facts", "inside"] + 3 * ["see"] + 4 * ["predict", "compare"] + 5 * ["poke"]
+ACTIONS += ["cancel", "measure", "take"]
+"""What a client does, and how often."""
 
 
-@dataclass
-class Seen:
-    """How often each route gave each status, the slowest answer of each, and what must not have happened."""
-
-    statuses: dict[str, collections.Counter[int]] = field(
-        default_factory=lambda: collections.defaultdict(collections.Counter)
-    )
-    slowest: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
-    wrong: list[str] = field(default_factory=list)
-    memory: list[tuple[float, float]] = field(default_factory=list)
-
-    def note(self, route: str, answer: httpx.Response, seconds: float) -> None:
-        status = answer.status_code
-        self.statuses[route][status] += 1
-        self.slowest[route] = max(self.slowest[route], seconds)
-        if status == 429 and not answer.headers.get("retry-after", "").isdigit():
-            self.wrong.append(f"{route}: 429 without Retry-After")
-        elif not (200 <= status < 300 or status == 429):
-            self.wrong.append(f"{route}: {status} {answer.text[:200]}")
-
-
-@dataclass
 class Person:
-    """One client, that does one thing after another, chosen at random."""
+    """One client, that does one thing after another, chosen at random; `statuses` and `wrong` are shared by all."""
 
-    client: httpx.AsyncClient
-    seen: Seen
-    methods: list[str]
-    random: random.Random
+    statuses: ClassVar[collections.Counter[tuple[str, int]]] = collections.Counter()
+    wrong: ClassVar[collections.Counter[str]] = collections.Counter()
 
-    async def ask(self, word: str, path: str, route: str = "", **more: object) -> httpx.Response:
-        begin = time.perf_counter()
-        answer = await self.client.request(word, path, **more)  # type: ignore[arg-type]
-        self.seen.note(f"{word} {route or path}", answer, time.perf_counter() - begin)
-        if answer.status_code == 429:
-            await asyncio.sleep(min(2.0, float(answer.headers.get("retry-after", 1))) * self.random.uniform(0.5, 1.5))
+    def __init__(self, client: httpx.AsyncClient, methods: list[str], seed: int) -> None:
+        self.client, self.methods, self.random = client, methods, random.Random(seed)
+
+    async def ask(self, word: str, path: str, **more: object) -> httpx.Response:
+        answer = await self.client.request(word, f"/api/{path}", **more)  # type: ignore[arg-type]
+        status, route = answer.status_code, f"{word} {path.partition('/')[0].partition('?')[0]}"
+        self.statuses[route, status] += 1
+        if status == 429 and answer.headers.get("retry-after", "").isdigit():
+            await asyncio.sleep(min(2.0, float(answer.headers["retry-after"])) * self.random.uniform(0.5, 1.5))
+        elif not 200 <= status < 300:
+            self.wrong[f"{route}: {status} {answer.text[:200]}"] += 1
         return answer
 
     async def image(self) -> str:
@@ -72,100 +53,69 @@ class Person:
         if self.random.random() < 0.5:
             return "cat"
         data = hostile.picture(self.random.choice([64, 200, 600]), seed=self.random.randrange(10**6))
-        answer = await self.ask("POST", "/api/images", content=data, headers={"Content-Type": "image/png"})
+        answer = await self.ask("POST", "images", content=data, headers={"Content-Type": "image/png"})
         return str(answer.json()["id"]) if answer.status_code == 201 else "cat"
 
-    async def facts(self) -> None:
-        for path in ("/api/model", "/api/methods", "/", "/api/openapi.json"):
-            await self.ask("GET", path)
+    async def job(self, route: str, *methods: str, samples: int = 0, **asked: object) -> httpx.Response:
+        """A job, followed to its end unless it is to be cancelled."""
+        settings = {"settings": {"samples": samples}} if samples else {}
+        body = {"methods": [{"name": name, **settings} for name in methods], "seed": self.random.randrange(1000)}
+        return await self.ask("POST", route, json=body | {"image": await self.image()} | asked)
 
-    async def see(self) -> None:
-        image = await self.image()
-        for query in ("", "?whole=1", "?fill=blur-tis"):
-            await self.ask("GET", f"/api/images/{image}{query}", "/api/images/{id}")
-
-    async def predict(self) -> None:
-        await self.ask("POST", "/api/predict", json={"image": await self.image()})
-
-    async def poke(self) -> None:
-        image = await self.image()
-        for _ in range(5):
-            patches = self.random.sample(range(64), self.random.randrange(1, 40))
-            unit = self.random.choice(["patch", "token"])
-            await self.ask("POST", "/api/ablate", json={"image": image, "removed": [patches], "unit": unit})
-
-    async def inside(self) -> None:
-        await self.ask("POST", "/api/inside", json={"image": await self.image()})
-
-    async def compare(self) -> None:
-        methods = [{"name": name} for name in self.random.sample(self.methods, 2)]
-        body = {"image": await self.image(), "methods": methods, "seed": self.random.randrange(1000)}
-        job = await self.ask("POST", "/api/explain", json=body)
-        if job.status_code == 202:
-            await self.follow(job.json()["id"])
-
-    async def follow(self, job: str) -> None:
+    async def follow(self, job: httpx.Response) -> None:
         """The job's events, to the end."""
-        begin = time.perf_counter()
-        async with self.client.stream("GET", f"/api/jobs/{job}/events") as answer:
-            if answer.status_code != 200:
-                await answer.aread()
-            self.seen.note("GET /api/jobs/{id}/events", answer, time.perf_counter() - begin)
-            last = ""
+        if job.status_code != 202:
+            return
+        last = ""
+        async with self.client.stream("GET", f"/api/jobs/{job.json()['id']}/events") as answer:
             async for line in answer.aiter_lines():
                 last = line.removeprefix("event: ") if line.startswith("event: ") else last
-            if answer.status_code == 200 and last != "end":
-                self.seen.wrong.append(f"the events of a job ended with '{last}'")
+        if last != "end":
+            self.wrong[f"the events of a job ended with '{last}'"] += 1
 
-    async def cancel(self) -> None:
-        body = {"image": "cat", "methods": [{"name": "rise", "settings": {"samples": 16_000}}]}
-        body["seed"] = self.random.randrange(10**6)
-        job = await self.ask("POST", "/api/explain", json=body)
-        if job.status_code == 202:
-            await asyncio.sleep(self.random.random())
-            await self.ask("DELETE", f"/api/jobs/{job.json()['id']}", "/api/jobs/{id}")
-
-    async def measure(self) -> None:
-        body = {"image": await self.image(), "methods": [{"name": "genatt"}], "steps": 8, "randoms": 5}
-        job = await self.ask("POST", "/api/measure", json=body | {"wait": 5})
-        if job.status_code == 202:
-            await self.follow(job.json()["id"])
-        elif job.status_code == 200 and not job.json()["measured"]:
-            self.seen.wrong.append(f"a measurement gave nothing: {job.text[:200]}")
-
-    async def take(self) -> None:
-        kind = self.random.choice(["png", "pdf", "arrays", "report"])
-        body = {"image": await self.image(), "methods": [{"name": "genatt"}], "kind": kind, "wait": 20}
-        job = await self.ask("POST", "/api/files", json=body)
-        if job.status_code == 200 and job.json()["file"]:
-            await self.ask("GET", job.json()["file"], "/api/jobs/{id}/file")
-        elif job.status_code in (200, 202):
-            await self.ask("GET", f"/api/jobs/{job.json()['id']}", "/api/jobs/{id}")
+    async def act(self, action: str) -> None:
+        if action == "facts":
+            for path in ("model", "methods", "openapi.json"):
+                await self.ask("GET", path)
+        elif action == "see":
+            image = await self.image()
+            for query in ("", "?whole=1", "?fill=blur-tis"):
+                await self.ask("GET", f"images/{image}{query}")
+        elif action in ("predict", "inside"):
+            await self.ask("POST", action, json={"image": await self.image()})
+        elif action == "poke":
+            image = await self.image()
+            for unit in ("patch", "token", "patch", "token"):
+                patches = self.random.sample(range(64), self.random.randrange(1, 40))
+                await self.ask("POST", "ablate", json={"image": image, "removed": [patches], "unit": unit})
+        elif action == "compare":
+            await self.follow(await self.job("explain", *self.random.sample(self.methods, 2)))
+        elif action == "cancel":
+            job = await self.job("explain", "rise", samples=16_000)
+            if job.status_code == 202:
+                await asyncio.sleep(self.random.random())
+                await self.ask("DELETE", f"jobs/{job.json()['id']}")
+        elif action == "measure":
+            await self.follow(await self.job("measure", "genatt", steps=8, randoms=5, wait=5))
+        else:
+            kind = self.random.choice(["png", "pdf", "arrays", "report"])
+            job = await self.job("files", "genatt", kind=kind, wait=20)
+            if job.status_code == 200:
+                await self.ask("GET", f"jobs/{job.json()['id']}/file")
 
     async def live(self, end: float) -> None:
-        often: list[tuple[Callable[[], Awaitable[None]], int]] = [
-            (self.facts, 2),
-            (self.see, 3),
-            (self.predict, 4),
-            (self.poke, 5),
-            (self.inside, 2),
-            (self.compare, 4),
-            (self.cancel, 1),
-            (self.measure, 1),
-            (self.take, 1),
-        ]
-        deeds, weights = zip(*often, strict=True)
         while time.monotonic() < end:
-            deed = self.random.choices(deeds, weights)[0]
+            action = self.random.choice(ACTIONS)
             try:
-                await deed()
-            except (httpx.TransportError, json.JSONDecodeError, KeyError) as error:
-                self.seen.wrong.append(f"{deed.__name__}: {type(error).__name__} {error}")
+                await self.act(action)
+            except (httpx.TransportError, ValueError, KeyError) as error:
+                self.wrong[f"{action}: {type(error).__name__} {error}"] += 1
             await asyncio.sleep(self.random.uniform(0, 0.3))
 
 
-async def crowd(server: Server, clients: int, seconds: float) -> Seen:
-    seen = Seen()
+async def crowd(server: Server, clients: int, seconds: float) -> list[float]:
+    """Let many clients live for a while; the server's memory since it was warm, in MB."""
+    memory: list[float] = []
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with httpx.AsyncClient(
         base_url=server.url, timeout=90, limits=limits, trust_env=False, verify=False
@@ -176,68 +126,39 @@ async def crowd(server: Server, clients: int, seconds: float) -> Seen:
 
         async def watch() -> None:
             while time.monotonic() < begin + seconds:
-                seen.memory.append((time.monotonic() - begin, server.memory()))
                 await asyncio.sleep(0.5)
+                if time.monotonic() - begin >= min(WARM, seconds / 3):
+                    memory.append(server.memory())
 
-        people = [Person(client, seen, quick, random.Random(i)) for i in range(clients)]
+        people = [Person(client, quick, seed) for seed in range(clients)]
         await asyncio.gather(watch(), *(person.live(begin + seconds) for person in people))
-    return seen
+    return memory
 
 
 def freed(server: Server, repeats: int = 5) -> list[float]:
-    """Seconds from cancelling a running `rise` until the next in its lane runs."""
+    """Seconds from cancelling a running `rise` until the next in its queue runs."""
     times = []
     with httpx.Client(base_url=server.url, timeout=30, trust_env=False, verify=False) as client:
-
-        def begin(seed: int) -> str:
-            body = {"image": "cat", "methods": [{"name": "rise", "settings": {"samples": 16_000}}], "seed": seed}
-            answer = client.post("/api/explain", json=body)
-            assert answer.status_code == 202, answer.text
-            return str(answer.json()["id"])
 
         def state(job: str) -> str:
             return str(client.get(f"/api/jobs/{job}").json()["state"])
 
+        def until(job: str, *states: str) -> None:
+            end = time.monotonic() + 30
+            while state(job) not in states and time.monotonic() < end:
+                time.sleep(0.005)
+
         for repeat in range(repeats):
-            jobs = [begin(1000 * repeat)]
-            while state(jobs[-1]) != "waiting":  # until every worker has one, and one waits
-                time.sleep(0.5)
-                if state(jobs[-1]) == "running":
-                    jobs.append(begin(1000 * repeat + len(jobs)))
-                    time.sleep(0.3)
-                assert len(jobs) < 20
+            body = {"image": "cat", "methods": [{"name": "rise", "settings": {"samples": 16_000}}], "seed": repeat}
+            jobs = [client.post("/api/explain", json=body | {"seed": repeat + k}).json()["id"] for k in (0, 1000)]
+            until(jobs[0], "running")
             clock = time.perf_counter()
             client.delete(f"/api/jobs/{jobs[0]}")
-            while state(jobs[-1]) == "waiting" and time.perf_counter() - clock < 30:
-                time.sleep(0.005)
+            until(jobs[1], "running")
             times.append(time.perf_counter() - clock)
-            for job in jobs:
-                client.delete(f"/api/jobs/{job}")
-            while any(state(job) in ("running", "waiting") for job in jobs):
-                time.sleep(0.05)
+            client.delete(f"/api/jobs/{jobs[1]}")
+            until(jobs[1], "cancelled")
     return times
-
-
-def told(seen: Seen, times: list[float], seconds: float) -> list[str]:
-    """Print what was seen; what did not hold is given back."""
-    print("| route | 2xx | 429 | other | slowest s |\n|---|---|---|---|---|")
-    for route in sorted(seen.statuses):
-        found = seen.statuses[route]
-        well = sum(n for status, n in found.items() if 200 <= status < 300)
-        other = sum(found.values()) - well - found[429]
-        print(f"| {route} | {well} | {found[429]} | {other} | {seen.slowest[route]:.2f} |")
-    total = sum(sum(found.values()) for found in seen.statuses.values())
-    warm = min(WARM, seconds / 3)
-    later = [mb for at, mb in seen.memory if at >= warm] or [0.0]
-    moved = max(abs(mb - later[0]) for mb in later)
-    print(f"\n{total} answers, {total / seconds:.0f} a second.")
-    print(f"Memory: {seen.memory[0][1]:.0f} MB at first, {later[0]:.0f} MB after {warm:.0f} s,", end=" ")
-    print(f"then {min(later):.0f} to {max(later):.0f} MB.")
-    print(f"A cancelled rise makes room after {', '.join(f'{t:.2f}' for t in times)} s.")
-    wrong = [f"{n} times {what}" for what, n in collections.Counter(seen.wrong).most_common(20)]
-    wrong += [f"memory moved by {moved:.0f} MB"] if moved > DRIFT else []
-    wrong += [f"a cancelled rise took {max(times):.2f} s to make room"] if max(times) > FREED else []
-    return wrong
 
 
 def main() -> int:
@@ -246,11 +167,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "here") as server:
-        seen = asyncio.run(crowd(server, options.clients, options.seconds))
+        memory = asyncio.run(crowd(server, options.clients, options.seconds))
         times = freed(server)
-        wrong = told(seen, times, options.seconds)
-        if "Traceback" in server.printed():
-            wrong.append(f"the server printed:\n{server.printed()[-3000:]}")
+        printed = server.printed()
+    for (route, status), count in sorted(Person.statuses.items()):
+        print(f"{route}: {count} times {status}")
+    print(f"Memory: {memory[0]:.0f} MB when warm, then {min(memory):.0f} to {max(memory):.0f} MB.")
+    print(f"A cancelled rise makes room after {', '.join(f'{t:.2f}' for t in times)} s.")
+    wrong = [f"{n} times {what}" for what, n in Person.wrong.most_common(20)]
+    wrong += ["memory moved"] if max(abs(mb - memory[0]) for mb in memory) > DRIFT else []
+    wrong += ["a cancelled rise took long to make room"] if max(times) > FREED else []
+    wrong += [f"the server printed:\n{printed[-3000:]}"] if "Traceback" in printed else []
     print("\n".join(["", *wrong]) if wrong else "All held.")
     return 1 if wrong else 0
 

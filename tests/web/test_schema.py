@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,6 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from tests.web import hostile
 from tests.web.server import Server
 
 OPERATIONS = {
@@ -38,8 +36,6 @@ OPERATIONS = {
     "GET /api/jobs/{}/events": 60,
 }
 """Every operation, and how many cases `make test-page` sends to it."""
-SENT: collections.Counter[str] = collections.Counter()
-STATUSES: dict[str, collections.Counter[int]] = collections.defaultdict(collections.Counter)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +49,9 @@ def session() -> Iterator[requests.Session]:
         yield talking
 
 
-def send(server: Server, schema: Any, session: requests.Session, name: str, count: int) -> None:
+def send(server: Server, schema: Any, session: requests.Session, name: str, count: int) -> collections.Counter[int]:
     """Cases of one operation, half of them valid and half of them not; each is checked against the description."""
+    statuses: collections.Counter[int] = collections.Counter()
     word, path = name.split()
     operation = next(schema[p][word] for p in schema if re.sub(r"{\w+}", "{}", p) == path)
     body = {"image": "cat", "methods": [{"name": "genatt"}], "kind": "arrays", "wait": 60}
@@ -72,10 +69,9 @@ def send(server: Server, schema: Any, session: requests.Session, name: str, coun
         )
         def check(case: Any) -> None:
             if mode == GenerationMode.POSITIVE:
-                met(case, SENT[name] % 4, job)
+                met(case, statuses.total() % 4, job)
             answer = case.call(session=session, timeout=90)
-            SENT[name] += 1
-            STATUSES[name][answer.status_code] += 1
+            statuses[answer.status_code] += 1
             case.validate_response(answer, excluded_checks=[positive_data_acceptance])
             if answer.status_code == 202:
                 session.delete(f"{server.url}/api/jobs/{answer.json()['id']}").raise_for_status()
@@ -85,6 +81,7 @@ def send(server: Server, schema: Any, session: requests.Session, name: str, coun
 
     cases(GenerationMode.POSITIVE)
     cases(GenerationMode.NEGATIVE)
+    return statuses
 
 
 def met(case: Any, lucky: int, job: str) -> None:
@@ -123,43 +120,9 @@ def test_every_operation_is_described(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_few_cases(server: Server, schema: Any, session: requests.Session, name: str) -> None:
-    send(server, schema, session, name, 6)
-
-
-@pytest.mark.page
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_many_cases(server: Server, schema: Any, session: requests.Session, name: str) -> None:
-    before = SENT[name]
-    send(server, schema, session, name, OPERATIONS[name])
-    print(f"{name}: {SENT[name] - before} cases, {dict(STATUSES[name])}")
-
-
-@pytest.mark.page
-def test_damaged_images(client: httpx.Client) -> None:
-    """Pictures of every kind with some bytes changed: each is taken or refused in a sentence."""
-    draw = random.Random(0)
-    found = STATUSES["POST /api/images"]
-    for i in range(150):
-        data = bytearray(hostile.picture(32, ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM")[i % 7]))
-        for _ in range(1 + i % 5):
-            data[draw.randrange(len(data) if i % 2 else 64)] = draw.randrange(256)
-        answer = client.post("/api/images", content=bytes(data), headers={"Content-Type": "application/octet-stream"})
-        SENT["POST /api/images"] += 1
-        found[answer.status_code] += 1
-        assert answer.status_code in (201, 400, 413, 415, 422), answer.text
-        assert answer.status_code == 201 or answer.json()["error"]
-    assert found[201] > 10
-    assert sum(found.values()) - found[201] > 10
-
-
-@pytest.mark.page
-def test_they_were_two_thousand() -> None:
-    """Of the tests before, in this process; where they did not run here, nothing is said."""
-    if sum(SENT.values()) < 500:
-        pytest.skip("the cases were not sent from this process")
-    print({name: dict(found) for name, found in STATUSES.items()})
-    assert sum(SENT.values()) >= 2000
-    assert all(
-        STATUSES[name][200] + STATUSES[name][201] + STATUSES[name][202] for name in OPERATIONS if "jobs" not in name
-    )
+@pytest.mark.parametrize("count", ["few", pytest.param("many", marks=pytest.mark.page)])
+def test_cases(server: Server, schema: Any, session: requests.Session, name: str, count: str) -> None:
+    statuses = send(server, schema, session, name, 6 if count == "few" else OPERATIONS[name])
+    print(f"{name}: {dict(statuses)}")
+    if count == "many" and "jobs" not in name:
+        assert statuses[200] + statuses[201] + statuses[202]

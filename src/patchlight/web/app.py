@@ -206,7 +206,7 @@ class JobEvents(EventSourceResponse):
     "/jobs/{job}/events",
     summary="What a job tells, as server-sent events, from its beginning",
     response_class=JobEvents,
-    responses={200: {"content": {"text/event-stream": {"schema": _EVENT}}}},
+    responses={200: {"content": {"text/event-stream": {"itemSchema": _EVENT}}}},
 )
 async def events(job: FoundJob) -> AsyncIterator[ServerSentEvent]:
     async for name, data in job.events():
