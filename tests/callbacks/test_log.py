@@ -112,16 +112,12 @@ def test_what_is_logged_is_of_the_weights_of_that_step() -> None:
 
 
 def test_only_steps_that_are_due_are_logged_and_each_once() -> None:
-    log, found = logged(model(), every=3, metric=None)
+    """Without a target, about the prediction of each."""
+    net = model()
+    log, found = logged(net, every=3, target=None, metric=None)
     walk(log, 0, 0, 1, 2, 3, 3, 4, 9)
     assert list(found) == [0, 3, 9]
     assert set(found[0][0]) == {"patchlight/probability", "patchlight/seconds"}
-
-
-def test_without_a_target_the_prediction_of_each_step_is_asked_about() -> None:
-    net = model()
-    log, found = logged(net, target=None, metric=None)
-    log(0)
     with torch.no_grad():
         p = copy.deepcopy(net).eval()(images()).softmax(1).max(1).values.mean()
     assert found[0][0]["patchlight/probability"] == pytest.approx(float(p), abs=1e-5)
@@ -172,13 +168,19 @@ def test_a_budget_is_a_share_of_the_time_since_training_began(monkeypatch: pytes
 def test_steps_beyond_the_budget_are_left_out_and_that_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(budget, "monotonic", lambda: now)
-    log, found = logged(model(), metric=None, budget=0.5)
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         nonlocal now
-        now += 10
+        now += 6
         return maps(*args, **kwargs)
 
+    def write(step: int, numbers: Any, pictures: Any) -> None:
+        nonlocal now
+        found[step] = numbers["patchlight/seconds"]
+        now += 4
+
+    found: dict[int, float] = {}
+    log = TrainingLog(model(), images(), write, every=1, metric=None, budget=0.5)
     maps = room.explain
     monkeypatch.setattr(room, "explain", slow)
     log(0)
@@ -188,28 +190,8 @@ def test_steps_beyond_the_budget_are_left_out_and_that_is_told_once(monkeypatch:
     now = 40.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        log(3)
-        log(4)
-    assert list(found) == [0, 3]
-    assert found[3][0]["patchlight/seconds"] == 10
-
-
-def test_the_time_that_writing_takes_is_the_logs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(step: int, numbers: Any, pictures: Any) -> None:
-        nonlocal now
-        told[step] = numbers["patchlight/seconds"]
-        now += 10
-
-    now, told = 0.0, {}
-    monkeypatch.setattr(budget, "monotonic", lambda: now)
-    log = TrainingLog(model(), images(), slow, every=1, metric=None, budget=0.5)
-    log(0)
-    now = 39.0
-    with pytest.warns(LogSkipped, match=r"step 1 is not logged: it takes 10 s, and 9.5 s of a budget of 50 %"):
-        log(1)
-    now = 40.0
-    log(2)
-    assert told == {0: 0, 2: 0}, "what a log took is told before it is written"
+        walk(log, 3, 4)
+    assert found == {0: 6, 3: 6}, "what a log took is told before it is written"
 
 
 def test_a_writer_that_fails_stops_the_log_and_not_the_training() -> None:
@@ -296,12 +278,9 @@ def test_what_cannot_be_logged_is_refused_before_training(wrong: dict[str, Any],
         TrainingLog(model(), options.pop("images"), options.pop("writer"), **options)
 
 
-def test_a_log_without_a_writer_says_so() -> None:
-    with pytest.raises(pl.PatchlightError, match="there is no writer"):
-        TrainingLog(model(), images()).log(0)
-
-
 def test_the_plain_function_logs_one_step() -> None:
+    with pytest.raises(pl.PatchlightError, match="there is no writer"):
+        log_maps(model(), images(), None, 17)
     found: list[Any] = []
     log_maps(model(), images(), lambda *given: found.append(given), 17, target=TARGET)
     ((step, numbers, pictures),) = found
@@ -327,18 +306,6 @@ def test_only_the_first_process_logs(process_group: None, monkeypatch: pytest.Mo
     assert list(found) == [0]
 
 
-def test_weights_that_are_spread_over_processes_are_not_touched(process_group: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    net = model()
-    log, found = logged(net)
-    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.warns(LogSkipped, match="spread over processes"):
-        log(0)
-    assert not found
-
-
 @pytest.mark.parametrize("place", [lambda net: net, torch.nn.Sequential], ids=["itself", "inside another"])
 @pytest.mark.parametrize("own", [True, False], ids=["own parameters", "one flat parameter"])
 def test_weights_that_are_flattened_are_not_touched(process_group: None, own: bool, place: Any) -> None:
@@ -348,10 +315,21 @@ def test_weights_that_are_flattened_are_not_touched(process_group: None, own: bo
     net = model()
     log, found = logged(net)
     trained = FullyShardedDataParallel(place(net), use_orig_params=own, device_id=torch.device("cpu"))
-    log.opened(lambda: None, trained)
+    log.attach(lambda: None, trained)
     with pytest.warns(LogSkipped, match="spread over processes"):
         log(0)
     assert not found
+
+
+def test_weights_that_are_spread_over_processes_are_not_touched(process_group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = model()
+    log, _ = logged(net)
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(pl.PatchlightError, match="spread over processes"):
+        log.log(0)
 
 
 TWO = """

@@ -13,7 +13,7 @@ from PIL import Image
 
 import patchlight as pl
 from patchlight.callbacks import TrainingLog
-from patchlight.callbacks.writers import open_tensorboard, open_wandb, writing
+from patchlight.callbacks.writers import open_tensorboard, open_wandb, open_writer
 from tests.callbacks.pieces import NAMES, TARGET, events, images, model
 
 PICTURE = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_tensorboard_holds_what_was_written(tmp_path: Path) -> None:
-    for write, step in ((writing(open_tensorboard(tmp_path / "a")), 3), (writing(tmp_path / "a"), 5)):
+    for write, step in ((open_writer(open_tensorboard(tmp_path / "a")), 3), (open_writer(tmp_path / "a"), 5)):
         write(step, {"patchlight/seconds": step / 2}, {"patchlight/maps": PICTURE})
     numbers, pictures = events(tmp_path)
     assert numbers == {"patchlight/seconds": {3: 1.5, 5: 2.5}}
@@ -38,43 +38,34 @@ def test_tensorboard_holds_what_was_written(tmp_path: Path) -> None:
 
 
 def test_a_run_of_wandb_holds_what_was_written(run: Any) -> None:
-    """Beside what others log to it, whatever steps they count."""
-    log = TrainingLog(model(), images(), run, every=2, target=TARGET, budget=None)
+    """Beside what others log to it, whatever steps they count, and what goes to another writer."""
+    told: list[int] = []
+    writers = [run, lambda step, *rest: told.append(step)]
+    log = TrainingLog(model(), images(), writers, every=2, target=TARGET, budget=None)
     run.log({"loss": 1.0}, step=50)
     log(2)
     run.log({"loss": 0.5}, step=60)
     log(4)
     assert NAMES | {"patchlight/step", "patchlight/maps"} <= set(run.summary.keys())
     assert run.summary["patchlight/step"] == 4
+    assert told == [2, 4]
     kept = sorted(Path(run.dir).glob("media/images/patchlight/maps_*.png"))
     assert len(kept) == 2
     assert np.asarray(Image.open(kept[0])).std() > 10
 
 
-def test_several_writers_get_the_same(tmp_path: Path, run: Any) -> None:
-    told: list[Any] = []
-    write = writing([tmp_path / "board", run, lambda *given: told.append(given)])
-    write(7, {"patchlight/seconds": 0.25}, {"patchlight/maps": PICTURE})
-    assert told == [(7, {"patchlight/seconds": 0.25}, {"patchlight/maps": PICTURE})]
-    assert events(tmp_path / "board")[0] == {"patchlight/seconds": {7: 0.25}}
-    assert run.summary["patchlight/seconds"] == 0.25
-
-
-def test_a_run_must_have_begun() -> None:
-    with pytest.raises(pl.PatchlightError, match="no run of wandb has begun"):
-        open_wandb()
-
-
 @pytest.mark.parametrize("writer", [None, 3, [], object()])
 def test_what_is_no_writer_is_refused(writer: Any) -> None:
     with pytest.raises(pl.PatchlightError, match="give a SummaryWriter of TensorBoard, a run of wandb"):
-        writing(writer)
+        open_writer(writer)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(pl.PatchlightError, match="no run of wandb has begun"):
+        open_wandb()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(pl.PatchlightError, match=r"needs tensorboard: pip install 'patchlight\[train\]'"):
-        writing(tmp_path)
+        open_writer(tmp_path)
     with pytest.raises(pl.PatchlightError, match="needs wandb: pip install wandb"):
         open_wandb()

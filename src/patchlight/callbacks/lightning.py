@@ -10,7 +10,7 @@ from torch import nn
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.callbacks.log import TrainingLog
-from patchlight.callbacks.writers import known
+from patchlight.callbacks.writers import is_writer
 from patchlight.core.errors import PatchlightError
 
 
@@ -36,7 +36,7 @@ class LightningCallback(_callback()):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
-            self.log_maps.opened(lambda: _writers(trainer), pl_module)
+            self.log_maps.attach(lambda: _writers(trainer), pl_module)
             self.log_maps(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -46,7 +46,7 @@ class LightningCallback(_callback()):  # type: ignore[misc]
 
 def _writers(trainer: Any) -> list[Any]:
     """Writers of the loggers that take pictures."""
-    found = [logger.experiment for logger in trainer.loggers if known(logger.experiment)]
+    found = [logger.experiment for logger in trainer.loggers if is_writer(logger.experiment)]
     if not found:
         kinds = ", ".join(type(logger).__name__ for logger in trainer.loggers) or "none"
         raise PatchlightError(

@@ -10,7 +10,6 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import nn
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy
 from patchlight.callbacks.budget import Budget
-from patchlight.callbacks.writers import Write, writing
+from patchlight.callbacks.writers import Write, open_writer
 from patchlight.core.attribution import Attributions
 from patchlight.core.drawing import figure, figure_picture
 from patchlight.core.drawing.pictures import MAX_ROWS
@@ -92,10 +91,10 @@ class TrainingLog:
         self._metrics = [] if metric is None else resolve_all(metric, {}, MetricRequest, "metric", _quick)
         for measured in self._metrics:
             measured.suited(self.vit)
-        self._write: Write | None = None if writer is None else writing(writer)
+        self._write: Write | None = None if writer is None else open_writer(writer)
         self._budget = Budget(budget, seconds)
         self._late: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._last = -1
 
     def __call__(self, step: int) -> None:
@@ -106,12 +105,12 @@ class TrainingLog:
         self._last = step
         lacking = self._budget.lacks()
         if lacking:
-            self._say("budget", f"step {step} is not logged: {lacking}; give a larger budget= or every=")
+            self._warn_once("budget", f"step {step} is not logged: {lacking}; give a larger budget= or every=")
             return
         try:
             self.log(step)
         except (PatchlightError, torch.OutOfMemoryError) as error:
-            self._say(type(error).__name__, f"step {step} is not logged: {first_line(error)}")
+            self._warn_once(type(error).__name__, f"step {step} is not logged: {first_line(error)}")
 
     def log(self, step: int) -> None:
         """Log this step, whatever the budget says; errors are raised."""
@@ -121,15 +120,13 @@ class TrainingLog:
         if self.vit.device.type == "cuda":
             torch.cuda.synchronize(self.vit.device)  # what the training has still to compute is not the log's time
         with _own_draws(self.vit.device), self._budget.spending() as taken:
-            numbers: dict[str, float] = {}
-            pictures: dict[str, Image.Image] = {}
-            self._fill(step, numbers, pictures)
+            numbers, pictures = self._measure_step(step)
             try:
                 self._write(step, {**numbers, "patchlight/seconds": taken()}, pictures)
             except Exception as error:  # a full disk or an absent server, say: whatever a writer may raise
                 raise PatchlightError(f"its writer failed with {type(error).__name__}: {first_line(error)}") from error
 
-    def opened(self, writer: Callable[[], Any], trained: nn.Module) -> None:
+    def attach(self, writer: Callable[[], Any], trained: nn.Module) -> None:
         """Before a trainer's first step: `writer` gives one where none was given, and `trained` holds the model."""
         mine = {id(p) for p in self.vit.model.parameters()}
         if mine and not any(id(p) in mine for p in trained.parameters()):
@@ -138,49 +135,51 @@ class TrainingLog:
                 "the same object to both"
             )
         if self._write is None:
-            self._write = writing(writer())
+            self._write = open_writer(writer())
 
-    def _fill(self, step: int, numbers: dict[str, float], pictures: dict[str, Image.Image]) -> None:
+    def _measure_step(self, step: int) -> tuple[dict[str, float], dict[str, Image.Image]]:
         """Maps first, then the numbers of one method after another, as far as the time goes."""
+        numbers: dict[str, float] = {}
+        pictures: dict[str, Image.Image] = {}
         maps = Attributions()
-        parts: dict[str, Callable[[], None]] = {"": partial(self._explain, maps, numbers, pictures)}
         labels = dict.fromkeys([*(request.label for request in self._methods), FLOOR]) if self._metrics else {}
-        parts |= {label: partial(self._measure, label, maps, numbers) for label in labels}
-        for name, part in parts.items():
-            if self._late[name] < _TRIES:
-                try:
-                    part()
-                except Cancelled:
-                    self._late[name] += 1
-                    what = f"the numbers of {name}" if name else "the maps"
-                    self._say("late", f"{what} of step {step} took over {self._budget.seconds:g} s; give more seconds=")
-                    return
+        for label in [part for part in ("", *labels) if self._late[part] < _TRIES]:
+            try:
+                if not label:
+                    maps = explain(self.vit, self.images, self._methods, self.target, progress=False)
+                    numbers |= self._mean_score(maps)
+                    pictures["patchlight/maps"] = figure_picture(figure(self.images, maps, vit=self.vit))
+                elif maps:
+                    numbers |= self._measure(label, maps)
+            except Cancelled:
+                self._late[label] += 1
+                what = f"the numbers of {label}" if label else "the maps"
+                limit = f"{self._budget.seconds:g} s"
+                self._warn_once("late", f"{what} of step {step} took over {limit}; give more seconds=")
+                break
+        return numbers, pictures
 
-    def _explain(self, maps: Attributions, numbers: dict[str, float], pictures: dict[str, Image.Image]) -> None:
-        vit = self.vit
-        maps.update(explain(vit, self.images, self._methods, self.target, progress=False))
+    def _mean_score(self, maps: Attributions) -> dict[str, float]:
+        """The mean score of the classes that were explained."""
         first = next(iter(maps.values()))
         against = None if first.against is None else first.against[:, None]
-        score: ScoreName = "probability" if vit.probable else "logit"
-        logits = vit.logits(self.images).float().cpu()
-        scores = score_of(logits, Targets(first.target[:, None], against), score, vit.outputs)
-        numbers[f"patchlight/{score}"] = float(scores.mean())
-        pictures["patchlight/maps"] = figure_picture(figure(self.images, maps, vit=vit))
+        score: ScoreName = "probability" if self.vit.probable else "logit"
+        logits = self.vit.logits(self.images).float().cpu()
+        scores = score_of(logits, Targets(first.target[:, None], against), score, self.vit.outputs)
+        return {f"patchlight/{score}": float(scores.mean())}
 
-    def _measure(self, label: str, maps: Attributions, numbers: dict[str, float]) -> None:
+    def _measure(self, label: str, maps: Attributions) -> dict[str, float]:
         """Every metric of one method; `random` is asked about the same classes."""
-        if not maps:
-            return
         first = next(iter(maps.values()))
         pairs = first.target if first.against is None else list(zip(first.target, first.against, strict=True))
-        given = maps.get(label, label)
-        found = evaluate(self.vit, self.images, given, self._metrics, pairs, current=label in maps, progress=False)
-        numbers |= {f"patchlight/{label}/{name}": one.mean for name, one in found.items()}
+        own = maps.get(label, label)
+        found = evaluate(self.vit, self.images, own, self._metrics, pairs, current=label in maps, progress=False)
+        return {f"patchlight/{label}/{name}": one.mean for name, one in found.items()}
 
-    def _say(self, what: str, words: str) -> None:
+    def _warn_once(self, kind: str, words: str) -> None:
         """Warn of one kind of trouble once."""
-        if what not in self._told:
-            self._told.add(what)
+        if kind not in self._warned:
+            self._warned.add(kind)
             warn(f"{words} (this is told once)", LogSkipped)
 
 

@@ -31,7 +31,7 @@ class TransformersCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         if state.is_world_process_zero:
-            self.log.opened(lambda: _writers(args), about["model"])
+            self.log.attach(lambda: _writers(args), about["model"])
             self.log(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:

@@ -16,17 +16,23 @@ Write = Callable[[int, Mapping[str, float], Mapping[str, Image.Image]], None]
 """Called with a step, its numbers and its pictures, by their names."""
 
 
-def known(writer: Any) -> bool:
+def is_writer(writer: Any) -> bool:
     """Whether a writer is TensorBoard's or Weights & Biases'."""
     return _is_tensorboard(writer) or _is_wandb(writer)
 
 
-def writing(writer: Any) -> Write:
+def open_writer(writer: Any) -> Write:
     """What writes to a SummaryWriter, a run of wandb, a folder (for TensorBoard), a function, or a list of these."""
     if isinstance(writer, list | tuple) and writer:
-        return _to_all([writing(one) for one in writer])
+        each = [open_writer(one) for one in writer]
+
+        def write(*given: Any) -> None:
+            for one in each:
+                one(*given)
+
+        return write
     if isinstance(writer, str | PathLike):
-        return _to_tensorboard(open_tensorboard(writer))
+        writer = open_tensorboard(writer)
     if _is_tensorboard(writer):
         return _to_tensorboard(writer)
     if _is_wandb(writer):
@@ -65,14 +71,6 @@ def _is_tensorboard(writer: Any) -> bool:
 
 def _is_wandb(writer: Any) -> bool:
     return hasattr(writer, "log") and type(writer).__module__.partition(".")[0] == "wandb"
-
-
-def _to_all(each: list[Write]) -> Write:
-    def write(step: int, numbers: Mapping[str, float], pictures: Mapping[str, Image.Image]) -> None:
-        for one in each:
-            one(step, numbers, pictures)
-
-    return write
 
 
 def _to_tensorboard(writer: Any) -> Write:
