@@ -61,3 +61,14 @@ def test_a_page_begins_with_its_summary_and_its_formula() -> None:
     summary, formula, words = (page.index(part) for part in ("Symmetric relevance gain", "<math", "MIF removes"))
     assert summary < formula < words
     assert "<math" not in reference.method_page(METHODS["random"], {"random": {}})
+
+
+def test_a_formula_goes_with_its_latex_and_an_unknown_command_is_an_error() -> None:
+    math = ElementTree.fromstring(formulas.mathml(r"\sum_{i=1}^n a_i < \mu", block=True))
+    assert math.get("alttext") == r"\sum_{i=1}^n a_i < \mu"
+    assert [e.text for e in math.iter("annotation")] == [r"\sum_{i=1}^n a_i < \mu"]
+    assert len(list(math.iter("munderover"))) == 1
+    assert "∑" in math.itertext()
+    assert "<munder>" in formulas.mathml(r"\operatorname*{argmax}_k f_k", block=True)
+    with pytest.raises(ValueError, match="unknown command"):
+        formulas.mathml(r"\unknown")

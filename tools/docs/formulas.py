@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import tomllib
 from functools import cache
-from html import escape
+from html import escape, unescape
 from typing import Any
+from xml.etree import ElementTree
 
-from tools.docs.mathml import mathml
+from latex2mathml.converter import convert_to_element
+
 from tools.docs.staging import DOCS
 
+LIMITS = ("max", "min", "argmax", "argmin")
+"""Operators whose index stands below them in a block."""
 _PIECES = re.compile(r"(\$[^$]+\$[,.;:)’]*|`[^`]+`)")
 
 
@@ -18,6 +22,31 @@ _PIECES = re.compile(r"(\$[^$]+\$[,.;:)’]*|`[^`]+`)")
 def known() -> Any:
     """All there is: `symbols`, and by name `methods` and `metrics`."""
     return tomllib.loads((DOCS / "formulas.toml").read_text(encoding="utf-8"))
+
+
+def mathml(latex: str, block: bool = False) -> str:
+    """A formula as a `math` element, in the line or as a block; its LaTeX is what it is called and copied as.
+
+    Raises:
+        ValueError: The formula has a command that is not known, which a page would show as it is.
+    """
+    math = convert_to_element(latex, display="block" if block else "inline")
+    for element in math.iter():
+        element.text = None if element.text is None else unescape(element.text)
+        if (element.text or "").startswith("\\"):
+            raise ValueError(f"unknown command {element.text} in the formula {latex!r}")
+        if block and element.tag == "msub" and element[0].text in LIMITS:
+            element.tag = "munder"
+    del math.attrib["xmlns"]  # HTML has no namespaces
+    math.set("alttext", latex)
+    if block:
+        rows = list(math)
+        semantics = ElementTree.SubElement(math, "semantics")
+        for row in rows:
+            math.remove(row)
+            semantics.append(row)
+        ElementTree.SubElement(semantics, "annotation", encoding="application/x-tex").text = latex
+    return ElementTree.tostring(math, encoding="unicode")
 
 
 def in_html(words: str) -> str:
