@@ -12,7 +12,7 @@ import pytest
 
 import patchlight as pl
 from patchlight.core import progress
-from patchlight.core.progress import bar, clock, telling
+from patchlight.core.progress import bar, telling
 from tests.families import images, shared
 
 
@@ -133,7 +133,3 @@ def test_a_function_is_told_of_whole_images() -> None:
         tell(1.5, 3)
         tell(2, None)
     assert told == [(1, 3), (2, None)]
-
-
-def test_a_clock() -> None:
-    assert [clock(s) for s in (0.4, 59.6, 75, 3675)] == ["0:00", "1:00", "1:15", "1:01:15"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,16 +18,10 @@ from patchlight.cli.recipes import RecipeOptions, list_recipes
 from patchlight.cli.sharing import compare, export, merge, print_per_image, tell_unused
 from patchlight.cli.slurm import print_job
 from patchlight.core.errors import PatchlightError
-from patchlight.core.progress import alone, clock
 
 if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-
     from patchlight.bench.events import Event, Listener
     from patchlight.bench.local import Summary
-    from patchlight.bench.recipe import Recipe
-    from patchlight.bench.rows import Row
 
 bench = typer.Typer(name="bench", help="Measure methods on a model and data, as a recipe says.", no_args_is_help=True)
 Out = Annotated[Path, typer.Option(help="Folder of the run; one that was broken off goes on.")]
@@ -76,7 +69,7 @@ def run(
         if source is not None:
             bring(source, out, chosen.recipe, devices[0], progress=not as_json)
         try:
-            with preemptible() as stop, _watching(chosen.recipe, as_json) as listen:
+            with preemptible() as stop, _watching(as_json) as listen:
                 options |= {"stop": stop, "listen": listen}
                 if ray is not None:
                     from patchlight.bench.ray import run_ray
@@ -197,21 +190,13 @@ def _tell(failures: Mapping[str, int], notes: Sequence[str], tell: Callable[[str
 
 
 @contextlib.contextmanager
-def _watching(recipe: Recipe, as_json: bool) -> Iterator[Listener]:
-    """A listener: lines of JSON, a live display on a terminal, or silence."""
+def _watching(as_json: bool) -> Iterator[Listener]:
+    """A listener: lines of JSON, or a progress bar on a terminal."""
     if as_json:
         yield _print_event
         return
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda event: None
-        return
-    board = Board(recipe)
-    with alone(), Live(get_renderable=board.show, console=console, refresh_per_second=4, transient=True):
-        yield board.listen
+    with progress("loading the model") as show:
+        yield partial(_show_event, show)
 
 
 def _print_event(event: Event) -> None:
@@ -223,74 +208,17 @@ def _print_event(event: Event) -> None:
     print(json.dumps(told), flush=True)
 
 
-@dataclass
-class Board:
-    """The live display: values done, rate, time left, failures, and the means so far."""
+def _show_event(show: Callable[..., None], event: Event) -> None:
+    from patchlight.bench.events import Planning, Start, Step, UnitEnd, UnitStart
 
-    recipe: Recipe
-    values: int = 0
-    done: int = 0
-    before: int = 0
-    failed: int = 0
-    now: str = "loading the model"
-    begun: float = field(default_factory=time.monotonic)
-    sums: dict[tuple[str, str, str], tuple[float, int]] = field(default_factory=dict)
-
-    def listen(self, event: Event) -> None:
-        from patchlight.bench.events import Planning, Start, Step, UnitEnd, UnitStart, Waiting
-
-        match event:
-            case Start():
-                self.values, self.done, self.before = event.values, event.done, event.done
-                self.begun = time.monotonic()
-            case Planning():
-                self.now = f"reading the images, {event.read} of {event.images}"
-            case UnitStart():
-                self.now = f"{event.model}, {', '.join(event.methods)}, {event.images} images"
-            case Step():
-                self.now = f"{event.stage} {event.method}"
-            case Waiting():
-                self.now = f"waiting for {event.others} other processes, which do the rest"
-            case UnitEnd():
-                self.count(event.rows)
-
-    def count(self, rows: Sequence[Row]) -> None:
-        """A unit is done, with these rows."""
-        self.done += len(rows)
-        for row in rows:
-            self.failed += bool(row.error)
-            if row.value is not None:
-                key = row.model, row.method, row.metric
-                total, count = self.sums.get(key, (0.0, 0))
-                self.sums[key] = total + row.value, count + 1
-
-    def show(self) -> Group:
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.text import Text
-
-        spent = time.monotonic() - self.begun
-        since = self.done - self.before
-        left = spent / since * (self.values - self.done) if since else None
-        line = f"{self.done} of {self.values} values"
-        line += f" ({self.before} done already)" if self.before else ""
-        line += f"  {since / spent:.3g} values/s, {clock(left)} left" if left is not None else ""
-        line += f"  {self.failed} values failed" if self.failed else ""
-        bar = ProgressBar(total=max(self.values, 1), completed=self.done, width=60)
-        return Group(Text(line), bar, Text(self.now, style="dim"), *self._tables())
-
-    def _tables(self) -> Iterator[Table]:
-        from rich.table import Table
-
-        for model in self.recipe.models:
-            if not any(key[0] == model for key in self.sums):
-                continue
-            table = Table("mean so far", *self.recipe.metrics, title=model, box=None, pad_edge=False)
-            for method in self.recipe.methods:
-                found = [self.sums.get((model, method, n)) for n in self.recipe.metrics]
-                shown = [
-                    f"{s[0] / s[1] * m.scale:.{m.digits}f}" if s else "–"
-                    for s, m in zip(found, self.recipe.metrics.values(), strict=True)
-                ]
-                table.add_row(method, *shown)
-            yield table
+    match event:
+        case Start():
+            show(total=event.values - event.done)
+        case Planning():
+            show(description=f"reading the images, {event.read} of {event.images}")
+        case UnitStart():
+            show(description=f"{event.model}, {', '.join(event.methods)}, {event.images} images")
+        case Step():
+            show(description=f"{event.stage} {event.method}")
+        case UnitEnd():
+            show(advance=len(event.rows))

@@ -48,7 +48,7 @@ def train(
         with showing_warnings():
             vit = recipe.model.load(model.device)
             first = None if recipe.initial is None else load(recipe.initial)
-            loader, held = training.loaders(recipe, vit, settings)
+            loader, held = recipe.loaders(vit, settings, training.workers)
             explainer = train_gates(vit, loader, settings, _watch(show), training.out, first, training.resume, held)
     result = explainer.about["result"]
     if as_json:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +20,7 @@ from patchlight.cli.common import (
 from patchlight.cli.complete import complete_methods, complete_metrics, complete_preset
 from patchlight.cli.options import AsJson, DataKind, Force, ImageList, ModelOptions, Seed, Settings, command
 from patchlight.core.errors import PatchlightError
+from patchlight.core.files import check_writable, write_whole
 
 if TYPE_CHECKING:
     from patchlight.study.files import MeasuredFiles
@@ -69,7 +67,10 @@ def evaluate(
         raise PatchlightError("nothing to measure; give a folder of saved maps, or --method NAME")
     if not images.exists():
         raise PatchlightError(f"no image or folder at '{images}'")
-    _check_csv(csv_file, force)
+    if csv_file is not None:
+        check_writable(csv_file.parent)
+        if csv_file.is_dir() or (csv_file.exists() and not force):
+            raise PatchlightError(f"'{csv_file}' exists already; choose another file, or --force to replace it")
     metrics, methods = split_names(metric), split_names(method)
     named = [*metrics, *(methods if maps is None else [])]
     own = read_settings(named, settings or [], "metric", "metric or method" if named != metrics else "")
@@ -96,49 +97,16 @@ def evaluate(
         show(description="measuring", total=len(shown) * len(methods))
         measured = measure_files(task, vit, shown, log, lambda count: show(advance=count))
     if as_json:
-        about = {"model": vit.name, "target": target, "seed": seed, "results": list(_rows(measured))}
+        about = {"model": vit.name, "target": target, "seed": seed, "results": measured.to_json()}
         errors = [{"image": name, "error": sentence} for name, sentence in log.errors]
         print_json(about | {"errors": errors, "warnings": log.warnings})
     else:
         _print(measured, vit.name, len(log.errors))
     if csv_file is not None:
-        _write_csv(measured, csv_file)
+        write_whole(csv_file, measured.to_csv().encode(errors="surrogateescape"))
+        say(f"Wrote {csv_file}")
     if log.errors:
         raise typer.Exit(SOME_FAILED)
-
-
-def _check_csv(path: Path | None, force: bool) -> None:
-    from patchlight.core.files import check_writable
-
-    if path is None:
-        return
-    check_writable(path.parent)
-    if path.is_dir() or (path.exists() and not force):
-        raise PatchlightError(f"'{path}' exists already; choose another file, or --force to replace it")
-
-
-def _rows(measured: MeasuredFiles) -> Iterator[dict[str, Any]]:
-    for method, own in measured.evaluations.items():
-        for metric, evaluation in own.items():
-            low, high = evaluation.interval()
-            yield {
-                "method": method,
-                "metric": metric,
-                "mean": _number(evaluation.mean),
-                "interval": None if low != low else [_number(low), _number(high)],
-                "higher_is_better": evaluation.higher_is_better,
-                "images": evaluation.count,
-                "undefined": len(evaluation) - evaluation.count,
-                "settings": evaluation.settings,
-                "values": {
-                    name: _number(value)
-                    for name, value in zip(measured.names[method], evaluation.values.tolist(), strict=True)
-                },
-            }
-
-
-def _number(value: float) -> float | None:
-    return None if value != value else round(value, 6)
 
 
 def _print(measured: MeasuredFiles, model: str, failed: int) -> None:
@@ -159,18 +127,3 @@ def _print(measured: MeasuredFiles, model: str, failed: int) -> None:
         print(f"no interval where fewer than {FEWEST} images have a value: too few to say how sure a mean is")
     if failed:
         print(f"{failed} failed; the means are over the others")
-
-
-def _write_csv(measured: MeasuredFiles, path: Path) -> None:
-    from patchlight.core.files import cell, write_whole
-
-    text = io.StringIO()
-    lines = csv.writer(text)
-    lines.writerow(["image", "method", "metric", "value", "reason"])
-    for method, own in measured.evaluations.items():
-        for metric, one in own.items():
-            for name, value, reason in zip(measured.names[method], one.values.tolist(), one.reasons, strict=True):
-                known = "" if value != value else value
-                lines.writerow([cell(each) for each in (name, method, metric, known, reason)])
-    write_whole(path, text.getvalue().encode(errors="surrogateescape"))
-    say(f"Wrote {path}")

@@ -51,8 +51,8 @@ def from_registries() -> dict[str, Any]:
     """The table, collected from the registries."""
     from patchlight.anatomy.load import list_models
     from patchlight.cli.figure import figure_rows
-    from patchlight.cli.tables import method_rows, metric_rows
     from patchlight.data import KINDS
+    from patchlight.study.catalogue import method_rows, metric_rows
 
     return {
         "methods": method_rows(),

@@ -41,7 +41,7 @@ def train(
         settings = recipe.training(preset, **training.changes)
         with showing_warnings():
             vit = recipe.model.load(model.device)
-            loader, held = training.loaders(recipe, vit, settings)
+            loader, held = recipe.loaders(vit, settings, training.workers)
             explainer = train_values(vit, loader, settings, watch, training.out, training.resume, held)
     result = explainer.about["result"]
     if as_json:

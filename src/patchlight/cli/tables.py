@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import importlib
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,9 +14,6 @@ from patchlight.cli.names import Row, find_row, known_names
 from patchlight.cli.names import table as names
 from patchlight.cli.options import AsJson, ModelOptions, Plugin, command
 from patchlight.core.errors import PatchlightError, nearest
-
-if TYPE_CHECKING:
-    from patchlight.anatomy.opened import Anatomy
 
 
 @command
@@ -34,9 +30,9 @@ def methods(
     """List the methods, or the settings of one."""
     with progress(f"loading {model or 'the methods'}"):
         vit = None if model is None else ModelOptions(model, no_pretrained=True).load()
-        rows = names()["methods"] if vit is None and not plugin else method_rows(vit)
-    if name is not None:
-        rows = [find_row(rows, name) or _composed(rows, name)]
+        rows = names()["methods"] if vit is None and not plugin else catalogue().method_rows(vit)
+        if name is not None:
+            rows = [find_row(rows, name) or catalogue().composed_row(rows, name)]
     if as_json:
         print_json(rows)
     elif name is not None:
@@ -62,7 +58,7 @@ def metrics(
 ) -> None:
     """List the metrics, or the settings of one."""
     with progress("loading the metrics"):
-        rows = metric_rows() if plugin else names()["metrics"]
+        rows = catalogue().metric_rows() if plugin else names()["metrics"]
     if name is not None:
         found = find_row(rows, name)
         if found is None:
@@ -103,66 +99,9 @@ def models(
     say(f"{len(matching)} models; also hf:NAME (transformers), open_clip:NAME and torchvision:NAME")
 
 
-def method_rows(vit: Anatomy | None = None) -> list[Row]:
-    """Every method as the registry has it: what `list_methods` tells, its text, and what may follow its name."""
-    from patchlight.methods.base import METHODS
-    from patchlight.methods.requests import list_methods
-
-    rows = []
-    for info in list_methods(vit):
-        method = METHODS[info.name]
-        row = asdict(info) if vit is not None else {k: v for k, v in asdict(info).items() if k not in _OF_A_MODEL}
-        told = {"score": method.score, "presets": list(method.presets), "text": inspect.getdoc(method.function) or ""}
-        rows.append({**row, **told, **_followed(info.name)})
-    return rows
-
-
-_OF_A_MODEL = ("supported", "reason")
-
-
-def _followed(name: str) -> dict[str, list[str]]:
-    """The compositions and backward rules that may stand behind a name."""
-    from patchlight.evidence.rules import RULES
-    from patchlight.methods.base import COMPOSITIONS
-    from patchlight.methods.requests import resolve
-
-    def fits(word: str) -> bool:
-        try:
-            return resolve(f"{name}.{word}").name != name
-        except PatchlightError:
-            return False
-
-    rules = [rule for rule in RULES if rule != "plain"]
-    return {"compositions": list(filter(fits, COMPOSITIONS)), "rules": list(filter(fits, rules))}
-
-
-def metric_rows() -> list[Row]:
-    """Every metric as the registry has it: what `list_metrics` tells, and its text."""
-    from patchlight.metrics.base import list_metrics, resolve_metric
-
-    return [
-        {**asdict(info), "text": inspect.getdoc(resolve_metric(info.name).metric.function) or ""}
-        for info in list_metrics()
-    ]
-
-
-def _composed(rows: Sequence[Row], asked: str) -> Row:
-    """The row of a name with a composition or a rule behind it, which have settings and texts of their own."""
-    with progress("loading the methods"):
-        from patchlight.core.registry import in_words
-        from patchlight.methods.requests import resolve
-
-        request = resolve(asked)
-    composition = request.composition
-    row = next(row for row in rows if row["name"] == request.method.name)
-    text = row["text"]
-    if composition is not None and composition is not request.method.composition:
-        text += f"\n\n.{composition.name}: {inspect.getdoc(composition.function)}"
-    if request.rule.name != "plain":
-        text += f"\n\nBackward rule {request.rule.name}: {request.rule.paper}"
-    kinds = request.method.settings(composition)
-    settings = {key: f"{in_words(setting.kind)} = {request.settings[key]!r}" for key, setting in kinds.items()}
-    return {**row, "name": request.name, "settings": settings, "text": text}
+def catalogue() -> Any:
+    """The rows of what is registered; importing them imports torch."""
+    return importlib.import_module("patchlight.study.catalogue")
 
 
 def _works(row: Row) -> tuple[str, ...]:

@@ -170,13 +170,3 @@ def _late_bar(words: str) -> Iterator[Tell]:
                 timer.cancel()
                 if shown is not None:
                     shown.close()
-
-
-def clock(seconds: float) -> str:
-    """
-    >>> clock(75), clock(3675)
-    ('1:15', '1:01:15')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.heat import seen
 from patchlight.core.errors import NotFinite, PatchlightError, nearest, spelled
+from patchlight.core.files import cell
 from patchlight.core.fingerprints import of_images
 from patchlight.core.images import open_image
 from patchlight.core.statistics import constant
@@ -156,6 +159,45 @@ class MeasuredFiles:
 
     names: dict[str, list[str]]
     evaluations: dict[str, dict[str, Evaluation]]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """A row for each method and metric, with the value of every image."""
+        return [
+            {
+                "method": method,
+                "metric": metric,
+                "mean": _number(one.mean),
+                "interval": _interval(one),
+                "higher_is_better": one.higher_is_better,
+                "images": one.count,
+                "undefined": len(one) - one.count,
+                "settings": one.settings,
+                "values": dict(zip(self.names[method], map(_number, one.values.tolist()), strict=True)),
+            }
+            for method, own in self.evaluations.items()
+            for metric, one in own.items()
+        ]
+
+    def to_csv(self) -> str:
+        """A line for each image, method and metric."""
+        text = io.StringIO()
+        lines = csv.writer(text)
+        lines.writerow(["image", "method", "metric", "value", "reason"])
+        for method, own in self.evaluations.items():
+            for metric, one in own.items():
+                for name, value, reason in zip(self.names[method], one.values.tolist(), one.reasons, strict=True):
+                    known = "" if value != value else value
+                    lines.writerow([cell(each) for each in (name, method, metric, known, reason)])
+        return text.getvalue()
+
+
+def _interval(one: Evaluation) -> list[float | None] | None:
+    low, high = one.interval()
+    return None if low != low else [_number(low), _number(high)]
+
+
+def _number(value: float) -> float | None:
+    return None if value != value else round(value, 6)
 
 
 def find_maps(

@@ -43,6 +43,34 @@ class TrainingRecipe(Spec):
         values = self.training_kind.presets.get(preset or "", {})
         return self.training_kind.preset(preset or self.preset, **{**self.settings, **values, **changes})
 
+    def with_data(self, data: str | None, listed: str | None, held_out: str | None) -> Self:
+        """The recipe with the user's own images, where they are given.
+
+        Args:
+            data: `DIR` or `KIND:DIR`.
+            listed: A file of the images to use.
+            held_out: Images the model was not trained on, as `data`.
+        """
+        images = self.data if data is None else data_at(data, self.data)
+        if images is None:
+            raise PatchlightError(
+                "no data was given; name a folder of images or of CIFAR-10 with --data, or a --recipe"
+            )
+        images = images if listed is None else images.with_list(listed)
+        held = self.held_out if held_out is None else data_at(held_out, self.held_out)
+        if held is not None and not held.path:
+            held = held.model_copy(update={"path": images.path})
+        return self.model_copy(update={"data": images, "held_out": held})
+
+    def loaders(self, vit: Anatomy, settings: Training, workers: int) -> tuple[Any, Any]:
+        """The batches to train on, and of the images held out where there are some."""
+
+        def read(spec: DataSpec) -> DataLoader[Any]:
+            return loader_of(open_images(spec, vit, settings.seed), vit, settings.batch_size, workers)
+
+        assert self.data is not None
+        return read(self.data), None if self.held_out is None else read(self.held_out)
+
 
 def data_at(given: str, spec: DataSpec | None = None) -> DataSpec:
     """The data at `DIR` or `KIND:DIR`, else as `spec` says.

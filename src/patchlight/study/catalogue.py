@@ -1,0 +1,63 @@
+"""What there is: every method and metric with all that is told of it, as rows of plain values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from patchlight.anatomy.opened import Anatomy
+from patchlight.core.errors import PatchlightError
+from patchlight.core.registry import in_words
+from patchlight.evidence.rules import RULES
+from patchlight.methods.base import COMPOSITIONS, METHODS
+from patchlight.methods.requests import list_methods, resolve
+from patchlight.metrics.base import list_metrics, resolve_metric
+
+
+def method_rows(vit: Anatomy | None = None) -> list[dict[str, Any]]:
+    """What `list_methods` tells of every method, its text, and what may follow its name."""
+    rows = []
+    for info in list_methods(vit):
+        method = METHODS[info.name]
+        row = {key: value for key, value in asdict(info).items() if vit is not None or key not in _OF_A_MODEL}
+        row |= {"score": method.score, "presets": list(method.presets), "text": inspect.getdoc(method.function) or ""}
+        rules = [rule for rule in RULES if rule != "plain"]
+        row["compositions"] = [word for word in COMPOSITIONS if _may_follow(info.name, word)]
+        row["rules"] = [word for word in rules if _may_follow(info.name, word)]
+        rows.append(row)
+    return rows
+
+
+_OF_A_MODEL = ("supported", "reason")
+
+
+def _may_follow(name: str, word: str) -> bool:
+    try:
+        return resolve(f"{name}.{word}").name != name
+    except PatchlightError:
+        return False
+
+
+def composed_row(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """The row of a name with a composition or a rule behind it, which have settings and texts of their own."""
+    request = resolve(name)
+    composition = request.composition
+    row = next(row for row in rows if row["name"] == request.method.name)
+    text = row["text"]
+    if composition is not None and composition is not request.method.composition:
+        text += f"\n\n.{composition.name}: {inspect.getdoc(composition.function)}"
+    if request.rule.name != "plain":
+        text += f"\n\nBackward rule {request.rule.name}: {request.rule.paper}"
+    kinds = request.method.settings(composition)
+    settings = {key: f"{in_words(setting.kind)} = {request.settings[key]!r}" for key, setting in kinds.items()}
+    return {**row, "name": request.name, "settings": settings, "text": text}
+
+
+def metric_rows() -> list[dict[str, Any]]:
+    """What `list_metrics` tells of every metric, and its text."""
+    return [
+        {**asdict(info), "text": inspect.getdoc(resolve_metric(info.name).metric.function) or ""}
+        for info in list_metrics()
+    ]
