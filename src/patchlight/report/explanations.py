@@ -79,21 +79,15 @@ class CurveChart:
 
 @dataclass(frozen=True)
 class TestedMap:
-    """A method's map and what the test says of it, in words and numbers."""
+    """A method's map as a picture, the look of its curve, and what the tests say of it."""
 
     method: str
     src: str
     about: str
     colour: str
     dash: str
-    better: bool
-    said: str
+    truth: Truth
     sanity: str
-    score: str
-    deletion: str
-    insertion: str
-    beaten: str
-    value: float
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ class ImageSection:
     shown: list[TestedMap]
     charts: list[CurveChart]
     quantity: str
-    random: dict[str, str]
+    random: dict[str, float]
     notes: list[str]
     failures: dict[str, str]
     hash: str
@@ -154,14 +148,14 @@ def section_of(image: Explained) -> ImageSection:
             for label, value in image.predictions
         ],
         asked=first.named[0],
-        shown=[_shown(image, name, place) for place, name in enumerate(image.maps)],
+        shown=[_tested_map(image, name, *line_style(place)) for place, name in enumerate(image.maps)],
         charts=_charts(trial, image.truths),
         quantity=f"{quantity_word(trial)} of {first.named[0]}",
         random={
-            "count": str(len(trial.random.scores)),
-            "deletion": _number(trial.random.deletion_areas.mean()),
-            "insertion": _number(trial.random.insertion_areas.mean()),
-            "score": _number(trial.random.scores.mean()),
+            "count": len(trial.random.scores),
+            "deletion": float(trial.random.deletion_areas.mean()),
+            "insertion": float(trial.random.insertion_areas.mean()),
+            "score": float(trial.random.scores.mean()),
         },
         notes=_notes(image, first),
         failures=dict(image.failures),
@@ -184,6 +178,7 @@ def report_html(sections: Sequence[ImageSection], made: Provenance) -> str:
         "patchlight.report",
         "report.html",
         palette=PALETTE,
+        number=_number,
         made=made,
         sections=sections,
         summary=_summary(sections),
@@ -208,17 +203,11 @@ def made_by(
     for name, att in maps.items():
         info = known.get(att.method) or known.get(att.method.split(".")[0])
         settings = ", ".join(f"{key}={value}" for key, value in att.settings.items()) or "none"
-        drawn = f"seed {att.seed}" + (f", {att.samples[0]} drawn" if att.samples else "")
-        drawn += "".join(f", {numbers[0]:g} {fact}" for fact, numbers in att.facts.items())
-        rows.append(
-            {
-                "name": name,
-                "method": att.method,
-                "summary": info.summary if info else "",
-                "paper": info.paper if info else "",
-                "settings": f"{settings}; score={att.score}, precision={att.precision or 'not known'}, {drawn}",
-            }
-        )
+        sampled = f"seed {att.seed}" + (f", {att.samples[0]} drawn" if att.samples else "")
+        sampled += "".join(f", {numbers[0]:g} {fact}" for fact, numbers in att.facts.items())
+        settings += f"; score={att.score}, precision={att.precision or 'not known'}, {sampled}"
+        about = {"summary": info.summary if info else "", "paper": info.paper if info else ""}
+        rows.append({"name": name, "method": att.method, **about, "settings": settings})
     shown = first.preprocess
     facts = {
         "Date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -256,26 +245,12 @@ def removed_words(unit: str, fill: str) -> str:
     return f"a removed patch is painted over{paint} (fill '{fill}')"
 
 
-def _shown(image: Explained, name: str, place: int) -> TestedMap:
-    att, truth = image.maps[name], image.truths[name]
-    scores = att.scores[0]
-    heat = blend(image.picture, scores, robust_scale(scores), covers=att.covers)
-    colour, dash = line_style(place)
-    return TestedMap(
-        method=name,
-        src=data_url(heat),
-        about=f"for {att.named[0]}",
-        colour=f"var(--m{PALETTE.index(colour)})",
-        dash=dash,
-        better=truth.better,
-        said=truth.words,
-        sanity=sanity_words(image.sanity[name]) if name in image.sanity else "",
-        score=_number(truth.score),
-        deletion=_number(truth.curves.deletion_areas[0]),
-        insertion=_number(truth.curves.insertion_areas[0]),
-        beaten=f"{truth.beaten} of {truth.randoms}",
-        value=truth.score,
-    )
+def _tested_map(image: Explained, name: str, colour: str, dash: str) -> TestedMap:
+    att = image.maps[name]
+    heat = blend(image.picture, att.scores[0], robust_scale(att.scores[0]), covers=att.covers)
+    sanity = sanity_words(image.sanity[name]) if name in image.sanity else ""
+    variable = f"var(--m{PALETTE.index(colour)})"
+    return TestedMap(name, data_url(heat), f"for {att.named[0]}", variable, dash, image.truths[name], sanity)
 
 
 def _notes(image: Explained, first: Attribution) -> list[str]:
@@ -338,19 +313,14 @@ def _charts(trial: Trial, truths: Mapping[str, Truth]) -> list[CurveChart]:
 
 def _summary(sections: Sequence[ImageSection]) -> list[dict[str, str]]:
     """Of several images, how often each method was better than random, and its mean score beside random's."""
-    if len(sections) < 2:
-        return []
     rows = []
-    for method in dict.fromkeys(one.method for section in sections for one in section.shown):
-        own = [one for section in sections for one in section.shown if one.method == method]
-        known = [one.value for one in own if math.isfinite(one.value)]
-        rows.append(
-            {
-                "method": method,
-                "better": f"{sum(one.better for one in own)} of {len(own)}",
-                "score": _number(sum(known) / len(known) if known else None),
-            }
-        )
+    shown = [one for section in sections for one in section.shown] if len(sections) > 1 else []
+    for method in dict.fromkeys(one.method for one in shown):
+        truths = [one.truth for one in shown if one.method == method]
+        scores = [truth.score for truth in truths if math.isfinite(truth.score)]
+        better = f"{sum(truth.better for truth in truths)} of {len(truths)}"
+        mean = _number(sum(scores) / len(scores) if scores else math.nan)
+        rows.append({"method": method, "better": better, "score": mean})
     return rows
 
 
@@ -358,9 +328,8 @@ def _bar(signed: bool) -> str:
     return data_url(Image.fromarray((255 * colour_bar(signed)).round().clip(0, 255).astype(np.uint8)), "png")
 
 
-def _number(value: float | Tensor | None) -> str:
-    number = math.nan if value is None else float(value)
-    return f"{number:.3f}" if math.isfinite(number) else "not defined"
+def _number(value: float | Tensor) -> str:
+    return f"{float(value):.3f}" if math.isfinite(value) else "not defined"
 
 
 def _listed(numbers: Sequence[float]) -> str:
