@@ -8,7 +8,6 @@ import pickle
 import re
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +23,16 @@ from patchlight.core.images import Preprocess
 from patchlight.core.photos import MOST, SIDE, Photos, as_picture
 from patchlight.metrics.base import Evaluations
 from tests.families import build, images, shared
-
-VOID = {"img", "br"}
-
-
-class _Reader(HTMLParser):
-    """The text and the tags of a piece of HTML, which must be closed in order."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.words: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self.open == [], f"left open: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.append(tag)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
+from tests.report.pages import Page
 
 
-def read(html: str) -> _Reader:
+def read(html: str) -> Page:
     """Well-formed HTML, whose colours are the page's: only lines are grey, half transparent."""
-    read = _Reader(html)
+    page = Page(html)
     style = " ".join(map("".join, re.findall(r'style="([^"]*)"|<style>(.*?)</style>', html)))
     assert not re.search(r"color|background|#", style)
     assert set(re.findall(r"rgba?\([^)]*\)", style)) <= {"rgba(128,128,128,.35)"}
-    return read
+    return page
 
 
 def pictures(html: str) -> list[Image.Image]:
@@ -81,6 +55,9 @@ def test_a_map_lies_over_its_photograph(tmp_path: Path) -> None:
     bare = pictures(replace(att, photos=())._repr_html_())
     assert [picture.format for picture in bare] == ["PNG", "PNG"], "colours alone, where there is no photograph"
     assert read(att._repr_html_()).tags.count("img") == 2
+    many = attribution(10)._repr_html_()
+    assert len(pictures(many)) == 8
+    assert "and 2 more" in many
 
 
 def test_photographs_are_few_small_and_not_saved(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from datetime import UTC, datetime
 from html import unescape
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from patchlight.report.explanations import (
 from patchlight.study.faithfulness import Trial, truths
 from tests import families
 from tests.core.test_images import noise
+from tests.report.pages import Page
 
 LABELS = ["cat", "dog <b>", "bird", "fish", "frog", "ship", "5"]
 
@@ -56,34 +56,11 @@ def page_of(*images: Explained) -> str:
     return report_html([section_of(image) for image in images], made)
 
 
-class Elements(HTMLParser):
-    """Every element of a page with its attributes, and that each is closed."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-        if tag not in ("meta", "img", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_it_holds_everything_and_runs_nothing(explained: Explained) -> None:
     page = page_of(explained)
-    elements = Elements(page)
-    assert not elements.open
-    tags = {tag for tag, _ in elements.found}
-    assert not tags & {"script", "link", "iframe", "object", "b>", "i"}
-    for tag, attributes in elements.found:
+    elements = Page(page)
+    assert not set(elements.tags) & {"script", "link", "iframe", "object", "b>", "i"}
+    for tag, attributes in elements.elements:
         assert not [name for name in attributes if name.startswith("on")]
         for name in ("src", "href", "xlink:href"):
             assert (attributes.get(name) or "#").startswith(("data:image/", "#")), f"{tag} asks for {attributes[name]}"

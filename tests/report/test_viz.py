@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +14,7 @@ from PIL import Image
 
 import patchlight as pl
 from patchlight.core.attribution import Attribution
-from patchlight.core.drawing import figure, heat_html, in_words, overlay, percent, robust_scale
+from patchlight.core.drawing import figure, overlay, percent, robust_scale
 from patchlight.core.drawing.heat import is_signed
 from patchlight.core.images import Preprocess
 from tests import families
@@ -37,11 +34,6 @@ def attribution(scores: torch.Tensor, **about: object) -> Attribution:
     return Attribution(**known | about)  # type: ignore[arg-type]
 
 
-def colourfulness(picture: Image.Image) -> np.ndarray:
-    pixels = np.asarray(picture).astype(int)
-    return pixels.max(-1) - pixels.min(-1)
-
-
 def test_one_outlier_does_not_set_the_scale() -> None:
     for cells in (16, 64, 196):
         scores = torch.linspace(0, 1, cells)
@@ -55,23 +47,17 @@ def test_one_outlier_does_not_set_the_scale() -> None:
         assert float(scale(signed).abs().max()) == 1
 
 
-def test_scale_of_sparse_and_constant_maps() -> None:
+def test_scales_of_sparse_constant_and_distant_maps() -> None:
     sparse = torch.zeros(14, 14)
     sparse[4, 4] = 2.0
     assert robust_scale(sparse).high == 2
     assert robust_scale(torch.full((14, 14), 3.0))(torch.full((2, 2), 3.0)).tolist() == [[0, 0], [0, 0]]
-    with pytest.raises(pl.PatchlightError, match="NaN"):
-        robust_scale(torch.tensor([1.0, float("nan")]))
-
-
-def test_maps_far_from_zero_use_the_whole_scale() -> None:
     values = robust_scale(10 + torch.rand(14, 14))(10 + torch.rand(14, 14))
     assert float(values.min()) < 0.1
     assert float(values.max()) > 0.9
-
-
-def test_rounding_below_zero_is_not_a_sign() -> None:
-    assert not is_signed(torch.tensor([-1e-6, 0.5, 1.0]))
+    with pytest.raises(pl.PatchlightError, match="NaN"):
+        robust_scale(torch.tensor([1.0, float("nan")]))
+    assert not is_signed(torch.tensor([-1e-6, 0.5, 1.0])), "rounding below zero is not a sign"
     assert is_signed(torch.tensor([-0.1, 0.5, 1.0]))
 
 
@@ -84,6 +70,8 @@ def test_signed_heat_is_red_for_blue_against_and_grey_at_zero() -> None:
     assert left[0] > left[2] + 80
     assert right[2] > right[0] + 80
     assert middle.max() == middle.min()
+    below = np.asarray(overlay(torch.zeros(4, 4), Image.new("RGB", (64, 64), "red"), (32, 32), signed=True))
+    assert (below.max(-1) == below.min(-1)).all(), "the photograph is grey"
 
 
 def test_heat_lies_where_the_score_is_and_brightens_with_it() -> None:
@@ -94,18 +82,9 @@ def test_heat_lies_where_the_score_is_and_brightens_with_it() -> None:
     row, column = np.unravel_index(lightness.argmax(), lightness.shape)
     assert 1 * 28 <= row < 3 * 28
     assert 5 * 28 <= column < 7 * 28
-
-
-def test_inferno_brightens_steadily() -> None:
     ramp = torch.linspace(0, 1, 64)[None].repeat(64, 1)
     grey = overlay(ramp, Image.new("RGB", (224, 224), "grey"), (224, 224)).convert("L")
     assert (np.diff(np.asarray(grey)[112].astype(int)[8::8]) > 0).all()
-
-
-def test_the_photograph_below_is_grey() -> None:
-    red = Image.new("RGB", (64, 64), "red")
-    signed = torch.zeros(4, 4)
-    assert colourfulness(overlay(signed, red, (32, 32), signed=True)).max() == 0
 
 
 def test_overlay_cuts_the_image_as_the_model_did() -> None:
@@ -129,13 +108,6 @@ def test_heat_lies_on_the_extent_of_the_grid() -> None:
         hot = np.asarray(att.overlay(image, upsampling="nearest").convert("L"))[0] > 128
         assert hot.sum() == edge / 32 * len(hot)
         assert int(att.upsample(upsampling="nearest")[0, 0].sum()) == edge
-
-
-def test_preprocess_survives_saving(tmp_path: Path) -> None:
-    att = attribution(torch.rand(2, 8, 8))
-    assert Attribution.load(att.save(tmp_path / "a")).preprocess == att.preprocess
-    plain = replace(att, preprocess=None)
-    assert Attribution.load(plain.save(tmp_path / "b")).preprocess is None
 
 
 def test_overlay_refuses_in_one_sentence() -> None:
@@ -251,27 +223,8 @@ def test_same_figure_same_bytes_and_nothing_left_behind(tmp_path: Path, suffix: 
     a, b = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("a", "b"))
     assert a == b
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_predictions_in_words() -> None:
-    assert in_words(("tabby, tabby cat", 0.871)) == "tabby 87 %"
-    assert [percent(p) for p in (1.0, 0.9999, 0.004, 0.5)] == ["100 %", "> 99 %", "< 1 %", "50 %"]
-
-
-def test_notebooks_show_a_picture_per_map_and_escape_names() -> None:
-    html = heat_html(attribution(torch.rand(10, 8, 8), labels=("<b>cat",) * 10))
-    pictures = re.findall(r"base64,([^\"]+)", html)
-    assert len(pictures) == 8
-    assert Image.open(io.BytesIO(base64.b64decode(pictures[0]))).size == (128, 128)
-    assert "and 2 more" in html
-    assert "<b>cat" not in html
-    assert "toy" in html
-
-
-def test_drawing_leaves_pyplot_alone() -> None:
-    figure(Image.new("RGB", (8, 8)), attribution(torch.rand(1, 4, 4)))
     pyplot = sys.modules.get("matplotlib.pyplot")
-    assert pyplot is None or not pyplot.get_fignums()
+    assert pyplot is None or not pyplot.get_fignums(), "drawing leaves pyplot alone"
 
 
 def test_rows_with_classes_of_their_own_say_so() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -272,9 +271,7 @@ def _title(words: str) -> str:
 
 def _svg(fig: Figure, words: str, titles: Iterable[str] = ()) -> str:
     """A figure as an svg element: no size of its own, no ids but those it refers to, colours as variables."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        text = vector_bytes(fig, "svg").decode()
+    text = vector_bytes(fig, "svg").decode()
     text = text[text.index("<svg") :]
     noise = r"<!--.*?-->\s*|<style.*?</style>\s*|<g id=\"[^\"]*\"/>\s*|(?<=\n)\s+| transform=\"rotate\(-0 [^)]*\)\""
     text = re.sub(noise, "", text, flags=re.DOTALL)

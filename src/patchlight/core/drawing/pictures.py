@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import textwrap
 import threading
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,7 +232,9 @@ def vector_bytes(fig: Figure, kind: str, outlines: bool = False) -> bytes:
     out = io.BytesIO()
     nothing = ("CreationDate",) if kind == "pdf" else ("Date",) if outlines else ("Date", "Creator", "Format", "Type")
     fonts: Any = {"svg.fonttype": "path" if outlines else "none", "pdf.fonttype": 42, "svg.hashsalt": "patchlight"}
-    with _SETTINGS, matplotlib.rc_context(fonts):
+    # a word's own font is the reader's, so a glyph that matplotlib's lacks is no loss
+    silent = contextlib.nullcontext() if outlines else warnings.catch_warnings(action="ignore", category=UserWarning)
+    with _SETTINGS, silent, matplotlib.rc_context(fonts):
         fig.savefig(out, format=kind, metadata=dict.fromkeys(nothing))
     return out.getvalue()
 
