@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from patchlight.study.recommend.cells import EXPLANATION, Cells
+from patchlight.study.recommend.record import RaceRecord
 
 SECONDS = 0.1
 
 
-def about(methods: list[str], images: int, **changed: Any) -> dict[str, Any]:
+def about(methods: Iterable[str], images: int) -> dict[str, Any]:
     return {
         "model": "made up",
         "seed": 0,
@@ -22,7 +22,7 @@ def about(methods: list[str], images: int, **changed: Any) -> dict[str, Any]:
         "lower_is_better": [],
         "worth": 0.01,
         "methods": {name: {"method": name} for name in methods},
-    } | changed
+    }
 
 
 def lines(
@@ -35,21 +35,26 @@ def lines(
     """What cells of these methods hold, on as many images: an effect of the image, and noise of each method."""
     generator = np.random.default_rng(seed)
     image = generator.normal(0, 0.2, images)
-    found = []
+    cells = []
     for method, mean in means.items():
-        noise = generator.normal(0, spread, images)
-        took = (seconds or {}).get(method, SECONDS)
-        for place in range(images):
-            one = {"place": place, "image": f"i{place}", "method": method, "seconds": took}
-            found.append({**one, "metric": EXPLANATION, "value": None})
-            found.append({**one, "metric": "gain", "value": float(mean + image[place] + noise[place])})
-    return found
+        values = mean + image + generator.normal(0, spread, images)
+        times = {"seconds": SECONDS, "explain_seconds": (seconds or {}).get(method, SECONDS)}
+        for place, value in enumerate(values.tolist()):
+            cells.append({"place": place, "method": method, "metric": "gain", "value": value, **times})
+    return cells
 
 
-def cells(means: Mapping[str, float], images: int, **options: Any) -> Cells:
-    from patchlight.study.recommend.cells import Cell
-
-    made = Cells(about(list(means), images))
+def record(means: Mapping[str, float], images: int, **options: Any) -> RaceRecord:
+    """A record of these methods on as many images."""
+    made = RaceRecord.begin(about(means, images))
     for line in lines(means, images, **options):
-        made.add(Cell(**line))
+        made.add(**line)
+    return made
+
+
+def join(made: RaceRecord, means: Mapping[str, float], images: int, **options: Any) -> RaceRecord:
+    """A record with more methods, on images of their own."""
+    made.about["methods"] |= about(means, images)["methods"]
+    for line in lines(means, images, **options):
+        made.add(**line)
     return made

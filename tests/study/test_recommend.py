@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +19,18 @@ import patchlight as pl
 from patchlight.anatomy import heads
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
+from patchlight.methods.requests import resolve
 from patchlight.metrics.quantities import lacking
 from patchlight.study.recommend import work
-from patchlight.study.recommend.cells import Cells
+from patchlight.study.recommend.decide import decide
 from patchlight.study.recommend.gallery import Gallery
+from patchlight.study.recommend.panel import choose_methods, method_spec, sampled
 from patchlight.study.recommend.run import seconds_of
-from patchlight.study.recommend.verdict import decide
+from patchlight.study.recommend.work import RaceWorker
+from patchlight.study.sources import BatchMaps
 from patchlight.zoo import pocket
 from tests.families import randomise
+from tests.study.test_verdict import resumed
 
 SRG = {"srg": {"steps": 4}}
 METHODS = ["genatt", "rollout"]
@@ -47,6 +51,22 @@ def asked(**options: Any) -> pl.Verdict:
     given = {"budget": "2m", "methods": METHODS, "metrics": SRG, "progress": False, **options}
     vit = given.pop("vit") if "vit" in given else tiny()
     return pl.recommend(vit, given.pop("images") if "images" in given else images(), **given)
+
+
+def changed_maps(monkeypatch: pytest.MonkeyPatch, change: Callable[[str, BatchMaps], BatchMaps]) -> None:
+    """Have maps changed by a function of the method's name, which may raise."""
+    real = work.computed_maps
+
+    def computed(vit: Anatomy, batch: Tensor, requests: Any, *rest: Any) -> list[BatchMaps]:
+        return [change(requests[0].name, maps) for maps in real(vit, batch, requests, *rest)]
+
+    monkeypatch.setattr(work, "computed_maps", computed)
+
+
+def ticking(monkeypatch: pytest.MonkeyPatch, step: float = 0.05) -> None:
+    """A clock that ticks at every look."""
+    ticks = count(step=step)
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
 
 
 @pytest.mark.parametrize(
@@ -78,14 +98,8 @@ def test_every_image_is_seen_and_the_scores_are_those_of_evaluate(run: tuple[pl.
     settings = dict(verdict.about["metrics"]["srg zero"])
     vit, order = tiny(), torch.randperm(8, generator=torch.Generator().manual_seed(0))
     peer = pl.evaluate(vit, images()[order], "genatt", settings.pop("metric"), **settings)
-    cells = Cells.opened(folder)
-    assert cells is not None
-    own = cells.values("srg zero")["genatt"]
+    own = resumed(folder).values("srg zero")["genatt"]
     assert [own[i] for i in range(8)] == pytest.approx(peer.values.tolist(), abs=1e-5)
-
-
-def test_the_other_metrics_stand_beside(run: tuple[pl.Verdict, Path]) -> None:
-    verdict, _ = run
     leading = verdict.row(str(verdict.leading))
     assert {"srg zero", "srg blur", "randomisation", "max-sensitivity", "token-deletion", "saco"} <= set(leading.others)
     zero, blur = leading.others["srg zero"], leading.others["srg blur"]
@@ -97,11 +111,8 @@ def test_files_say_the_same(run: tuple[pl.Verdict, Path]) -> None:
     verdict, folder = run
     assert (folder / "verdict.txt").read_text() == f"{verdict}\n"
     assert json.loads((folder / "verdict.json").read_text())["leading"] == verdict.leading
-    page = (folder / "verdict.html").read_text()
-    assert page.count("<img") >= 6
-    cells = Cells.opened(folder)
-    assert cells is not None
-    assert decide(cells).to_json() == verdict.to_json()
+    assert (folder / "verdict.html").read_text().count("<img") >= 6
+    assert decide(resumed(folder)).to_json() == verdict.to_json()
 
 
 def test_after_a_kill_the_rest_is_done_and_the_verdict_is_of_the_same_values(
@@ -110,17 +121,15 @@ def test_after_a_kill_the_rest_is_done_and_the_verdict_is_of_the_same_values(
     verdict, folder = run
     lines = (folder / "cells.jsonl").read_bytes()
     (tmp_path / "cells.jsonl").write_bytes(lines[: len(lines) // 3])
-    before = Cells.opened(tmp_path)
-    assert before is not None
-    resumed = asked(metrics=None, out=tmp_path, resume=True)
-    assert {row.method: row.score for row in resumed.rows} == pytest.approx(
+    before = resumed(tmp_path)
+    again = asked(metrics=None, out=tmp_path, resume=True)
+    assert {row.method: row.score for row in again.rows} == pytest.approx(
         {row.method: row.score for row in verdict.rows}, abs=1e-5
     )
-    after = Cells.opened(tmp_path)
-    assert after is not None
-    kept = {cell.key: cell for cell in after}
-    assert all(kept[cell.key] == cell for cell in before)
-    assert decide(after).to_json() == resumed.to_json()
+    after = resumed(tmp_path)
+    kept = list(after.cells())
+    assert all(cell in kept for cell in before.cells())
+    assert decide(after).to_json() == again.to_json()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +155,10 @@ def test_cells_about_something_else_are_not_used(
 def test_nothing_left_to_compare_with_random(
     lost: list[str], words: str, run: tuple[pl.Verdict, Path], tmp_path: Path
 ) -> None:
-    told = "".join(json.dumps({"left_out": [label, "it failed: no such thing", False]}) + "\n" for label in lost)
+    told = "".join(
+        json.dumps({"image": "", "method": label, "metric": "takes part", "error": "it failed: no such thing"}) + "\n"
+        for label in lost
+    )
     (tmp_path / "cells.jsonl").write_bytes((run[1] / "cells.jsonl").read_bytes() + told.encode())
     with pytest.raises(PatchlightError, match=f"{words} left out before.*{lost[0]}: it failed: no such thing"):
         asked(metrics=None, out=tmp_path, resume=True)
@@ -154,19 +166,44 @@ def test_nothing_left_to_compare_with_random(
 
 def test_where_random_fails_the_race_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """And does not wait for it until time is over."""
-    real, made = work.compute, list[str]()
+    made: list[str] = []
 
-    def broken(vit: Anatomy, batch: Tensor, requests: Any, *rest: Any) -> Any:
-        made.append(requests[0].name)
-        if requests[0].name == "random" and made.count("random") > 1:
+    def broken(name: str, maps: BatchMaps) -> BatchMaps:
+        made.append(name)
+        if name == "random" and made.count("random") > 1:
             raise RuntimeError("no such thing")
-        return real(vit, batch, requests, *rest)
+        return maps
 
-    monkeypatch.setattr(work, "compute", broken)
+    changed_maps(monkeypatch, broken)
     verdict = asked(budget="30s", images=images(16))
     assert verdict.left_out == {"random": "it failed: no such thing"}
     assert verdict.best is None
     assert verdict.seconds < 25
+
+
+@pytest.mark.parametrize("lost", ["rollout", ""])
+def test_a_method_that_fails_is_left_out_with_its_reason(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str, maps: BatchMaps) -> BatchMaps:
+        if name == (lost or name):
+            raise RuntimeError("no such thing")
+        return maps
+
+    changed_maps(monkeypatch, broken)
+    if not lost:
+        with pytest.raises(PatchlightError, match=r"no method could be scored on .*genatt: it failed: no such thing"):
+            asked()
+        return
+    verdict = asked()
+    assert verdict.left_out == {"rollout": "it failed: no such thing"}
+    assert verdict.row("genatt").images == 8
+
+
+def test_a_map_that_cannot_be_scored_counts_as_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed_maps(monkeypatch, lambda name, own: BatchMaps(own.maps * torch.nan) if name == "rollout" else own)
+    verdict = asked()
+    assert verdict.row("rollout").undefined == verdict.row("rollout").images == 8
+    assert verdict.row("rollout").score == verdict.row("random").score
+    assert "counts as random there, on so many images: rollout (8)" in str(verdict)
 
 
 def test_scores_are_written_down_or_refused() -> None:
@@ -178,13 +215,13 @@ def test_scores_are_written_down_or_refused() -> None:
 
 def test_only_so_many_maps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    real = work.Worker._measure
+    real = RaceWorker._measure
 
-    def measure(self: work.Worker, *rest: Any) -> None:
+    def measure(self: RaceWorker, *rest: Any) -> None:
         real(self, *rest)
         seen.append(len(self._maps))
 
-    monkeypatch.setattr(work.Worker, "_measure", measure)
+    monkeypatch.setattr(RaceWorker, "_measure", measure)
     free = asked(images=images(24), worth=10)
     assert max(seen) > 10
     seen.clear()
@@ -203,13 +240,6 @@ def test_nothing_beats_random_on_random_weights(seed: int) -> None:
         assert verdict.best is None
         assert "Nothing is shown to beat random" in str(verdict)
         assert "hardly depends on the image" in str(verdict)
-
-
-def test_one_image_works_and_decides_nothing() -> None:
-    verdict = asked(images=images(1))
-    assert verdict.best is None
-    assert verdict.images == 1
-    assert "from fewer than 6 nothing can be" in str(verdict)
 
 
 def test_unreadable_images_are_left_out_and_told(tmp_path: Path) -> None:
@@ -262,8 +292,7 @@ def test_whether_an_image_can_be_read_is_found_out_once(many: Path, monkeypatch:
 def test_a_race_reads_no_more_images_than_it_looks_at(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that leaves no time for the most of them; in 600 images there are looks beyond what is held."""
     read = counted(monkeypatch)
-    ticks = count(step=0.05)
-    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    ticking(monkeypatch)
     verdict = asked(images=many, budget=60.0, metrics={"srg": {"steps": 2}})
     assert 6 <= verdict.images < 200
     assert len(read) <= 2 * verdict.images + 40
@@ -290,24 +319,9 @@ def test_no_methods_that_work() -> None:
         asked(metrics="miou")
 
 
-def test_a_method_that_fails_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = work.compute
-
-    def broken(vit: Anatomy, batch: Tensor, requests: Any, *rest: Any) -> Any:
-        if requests[0].name == "rollout":
-            raise RuntimeError("no such thing")
-        return real(vit, batch, requests, *rest)
-
-    monkeypatch.setattr(work, "compute", broken)
-    verdict = asked()
-    assert verdict.left_out == {"rollout": "it failed: no such thing"}
-    assert verdict.row("genatt").images == 8
-
-
 def test_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that ticks at every look: the race ends in time, with methods set aside or left out, and told."""
-    ticks = count(step=0.05)
-    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    """The race ends in time, with methods set aside or left out, and told."""
+    ticking(monkeypatch)
     verdict = asked(budget=60.0, methods=["genatt", "rollout", "ixg", "gradcam", "occlusion"], images=images(24))
     assert verdict.seconds <= 66
     assert verdict.images >= 6
@@ -315,27 +329,12 @@ def test_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_methods_that_work_take_part_as_far_as_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = count(step=0.02)
-    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    ticking(monkeypatch, 0.02)
     verdict = asked(budget=40.0, methods=None, images=images(8))
     assert verdict.seconds <= 44
     assert {"random", "genatt", "decompx.plus", "attcat.libra"} <= {row.method for row in verdict.rows}
     assert "it needs gates" in verdict.left_out["diffmask"]
     assert all(reason for reason in verdict.left_out.values())
-
-
-def test_a_map_that_cannot_be_scored_counts_as_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = work.compute
-
-    def lost(vit: Anatomy, batch: Tensor, requests: Any, *rest: Any) -> Any:
-        targets, maps = real(vit, batch, requests, *rest)
-        return targets, [m * torch.nan for m in maps] if requests[0].name == "rollout" else maps
-
-    monkeypatch.setattr(work, "compute", lost)
-    verdict = asked()
-    assert verdict.row("rollout").undefined == verdict.row("rollout").images == 8
-    assert verdict.row("rollout").score == verdict.row("random").score
-    assert "counts as random there, on so many images: rollout (8)" in str(verdict)
 
 
 def test_a_metric_that_does_not_decide_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,8 +373,7 @@ def test_a_head_without_probabilities(metric: str) -> None:
 
 @pytest.mark.parametrize("budget", [14.0, 20.0])
 def test_time_is_kept_for_the_untrained_copy(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = count(step=0.05)
-    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    ticking(monkeypatch)
     verdict = asked(budget=budget, images=images(300), worth=0.3)
     assert verdict.images >= 6
     assert verdict.untrained is not None
@@ -391,19 +389,7 @@ def test_one_waits_for_the_logits() -> None:
     assert len(waited) == 3
 
 
-def test_no_method_that_can_be_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("no such thing")
-
-    monkeypatch.setattr(work, "compute", broken)
-    with pytest.raises(PatchlightError, match=r"no method could be scored on .*genatt: it failed: no such thing"):
-        asked()
-
-
 def test_sampling_methods_fit_the_time_and_say_so() -> None:
-    from patchlight.methods.requests import resolve
-    from patchlight.study.recommend.panel import method_spec, sampled
-
     tis = resolve("tis")
     fewer = sampled(tis, 0.01, 1.0)
     assert not isinstance(fewer, str)
@@ -414,18 +400,15 @@ def test_sampling_methods_fit_the_time_and_say_so() -> None:
     assert sampled(resolve("genatt"), 1.0, 0.0).label == "genatt"  # type: ignore[union-attr]
 
 
-def test_the_default_panel_has_what_works_and_random(tmp_path: Path) -> None:
-    from patchlight.study.recommend.panel import choose_methods
-
+def test_the_default_panel_has_what_works_and_random() -> None:
     works, refused = choose_methods(None, tiny())
     assert list(works)[:3] == ["random", "genatt", "decompx.plus"]
     assert {"tis", "attcat.libra", "rise"} <= set(works)
     assert "it needs gates" in refused["diffmask"]
 
 
-def test_a_folder_of_photographs(tmp_path: Path) -> None:
-    folder = tmp_path / "photos"
-    shutil.copytree(pocket.PHOTOS, folder)
+def test_a_folder_of_photographs() -> None:
+    folder = pocket.PHOTOS
     verdict = pl.recommend(
         pl.load("pocket"), folder, budget="5m", methods=["decompx.plus", "rollout"], metrics=SRG, progress=False
     )

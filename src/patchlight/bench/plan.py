@@ -31,6 +31,7 @@ NOT_MEASURING = (
         "report",
         "study/recommend",
         "study/faithfulness.py",
+        "study/store.py",
         "web",
         "callbacks",
         "core/extras.py",

@@ -293,6 +293,7 @@ class MeasureOptions:
         note: Called with every image as it is read.
         watch: Called with every batch and its maps.
         finished: Called with a label when a batch is measured for it.
+        kept: What metrics keep from batch to batch; give the same to go on in another call on the same model.
     """
 
     target: Target = None
@@ -305,6 +306,7 @@ class MeasureOptions:
     note: Note | None = None
     watch: Watch | None = None
     finished: Callable[[str], None] = lambda label: None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -366,7 +368,6 @@ def measure(
                 check_needs(column.request, source.method, given)
     annotations = checked_annotations(given, count, vit, read)
     undefined: dict[str, dict[int, str]] = {label: {} for label in sources}
-    kept: dict[Any, Any] = {}
     begin = 0
     with telling(options.progress, "measuring") as tell:
         for images_of_batch in batches:
@@ -396,7 +397,7 @@ def measure(
                     source.method,
                     seed,
                     clean=clean,
-                    kept=kept,
+                    kept=options.kept,
                     current=options.current or source.scores is None,
                     facts=of_label.facts,
                 )

@@ -102,6 +102,8 @@ def _known(count: int | None, *annotations: Any) -> int:
 
 def source_of(maps: Any, count: int | None, vit: Anatomy) -> Source:
     """Maps as they were given, or what makes them; of an Attribution, both where its method is known."""
+    if isinstance(maps, Source):
+        return maps
     if isinstance(maps, str):
         maps = resolve(maps)
     elif isinstance(maps, Mapping) and "method" in maps:

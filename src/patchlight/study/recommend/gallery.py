@@ -1,4 +1,4 @@
-"""The images of a race: in a seeded order, read when first needed; what cannot be read is told and left out."""
+"""The images of a race in a seeded order, read when first needed."""
 
 from __future__ import annotations
 
@@ -22,22 +22,27 @@ HELD = 256
 
 
 class Gallery:
-    """Images by their place in a seeded order, so that a folder sorted by class is not read class by class."""
+    """Images by their place in a seeded order, so that a folder sorted by class is not read class by class.
+
+    Attributes:
+        vit: The model that the images are prepared for.
+        failed: By name, why an image cannot be read, as far as that is known.
+        on_failure: Called with the name and the reason when an image turns out not to be readable.
+    """
 
     def __init__(self, vit: Anatomy, images: Any, seed: int) -> None:
-        self._vit = vit
+        self.vit = vit
         self.failed: dict[str, str] = {}
-        self._tell: Callable[[str, str], None] | None = None
+        self.on_failure: Callable[[str, str], None] = lambda name, reason: None
         self._names, self._open = _opener(vit, images)
         shuffled = torch.randperm(len(self._names), generator=torch.Generator().manual_seed(seed))
         self._order: list[int] = shuffled.tolist()
-        self._held: dict[int, Tensor] = {}
-        self._sound: set[int] = set()
-        self._broken: set[int] = set()
+        self._prepared: dict[int, Tensor] = {}
+        self._readable: dict[int, bool] = {}
 
     def __len__(self) -> int:
-        """Images that were not found broken so far."""
-        return len(self._names) - len(self._broken)
+        """Images that are not known to be broken."""
+        return self.total - list(self._readable.values()).count(False)
 
     @property
     def total(self) -> int:
@@ -56,62 +61,52 @@ class Gallery:
 
     def planned(self, count: int) -> list[int]:
         """The same as far as is known: nothing is read, so some of them may turn out broken."""
-        return list(islice((place for place in range(self.total) if place not in self._broken), count))
+        return list(islice((place for place in range(self.total) if self._readable.get(place, True)), count))
 
     def readable(self, place: int) -> bool:
-        """Whether an image can be read, which is found out once."""
-        if place not in self._sound and place not in self._broken:
+        """Whether an image can be read; this is tried once."""
+        if place not in self._readable:
             try:
                 self._read(place)
-                self._sound.add(place)
+                self._readable[place] = True
             except PatchlightError as error:
-                self._broken.add(place)
-                self._fail(self.name(place), str(error))
-        return place in self._sound
+                self._readable[place] = False
+                self.failed[self.name(place)] = str(error)
+                self.on_failure(self.name(place), str(error))
+        return self._readable[place]
 
     def batch(self, places: Sequence[int]) -> Tensor:
         """The prepared images [n,C,H,W] on the model's device."""
-        return self._vit.place(torch.stack([self._read(place) for place in places]))
+        return self.vit.place(torch.stack([self._read(place) for place in places]))
 
-    def hashes(self, places: Sequence[int]) -> tuple[str, ...]:
-        return of_images(self.batch(places))
-
-    def tell(self, fail: Callable[[str, str], None]) -> None:
-        """Have a function told of images that cannot be read, with the reason."""
-        self._tell = fail
-        for name, reason in self.failed.items():
-            fail(name, reason)
-
-    def _fail(self, name: str, reason: str) -> None:
-        self.failed[name] = reason
-        if self._tell is not None:
-            self._tell(name, reason)
+    def hash(self, place: int) -> str:
+        return of_images(self.batch([place]))[0]
 
     def _read(self, place: int) -> Tensor:
-        if place not in self._held:
-            while len(self._held) >= HELD:
-                del self._held[next(iter(self._held))]
-            self._held[place] = to_batch([self.source(place)], self._vit.preprocess, self._vit.channels)[0]
-        return self._held[place]
+        if place not in self._prepared:
+            while len(self._prepared) >= HELD:
+                del self._prepared[next(iter(self._prepared))]
+            self._prepared[place] = to_batch([self.source(place)], self.vit.preprocess, self.vit.channels)[0]
+        return self._prepared[place]
 
 
 def _opener(vit: Anatomy, images: Any) -> tuple[list[str], Callable[[int], Any]]:
-    """The names of images, and what opens the one of a number."""
+    """The names of images, and a function that opens the one of a number."""
     if isinstance(images, Data):
         data = images
         return list(data.names), lambda i: data[i].image
     if isinstance(images, str | Path) and Path(images).is_dir():
         images = list_images(Path(images))
     if isinstance(images, str | Path | Image.Image):
-        held = [images]
+        sources = [images]
     elif isinstance(images, Sequence):
-        held = list(images)
+        sources = list(images)
     elif isinstance(images, Tensor):
-        held = list(to_batch(images, vit.preprocess, vit.channels))
+        sources = list(to_batch(images, vit.preprocess, vit.channels))
     else:
         _, batches = in_batches(images, 16, vit.preprocess, vit.channels)
-        held = [image for batch in islice(batches, HELD // 16) for image in batch]
-    if not held:
+        sources = [image for batch in islice(batches, HELD // 16) for image in batch]
+    if not sources:
         raise PatchlightError("no images were given; give a folder, a tensor, PIL image(s) or path(s)")
-    names = [str(one) if isinstance(one, str | Path) else f"image {i}" for i, one in enumerate(held)]
-    return names, lambda i: held[i]
+    names = [str(source) if isinstance(source, str | Path) else f"image {i}" for i, source in enumerate(sources)]
+    return names, lambda i: sources[i]

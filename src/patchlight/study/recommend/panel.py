@@ -1,10 +1,10 @@
-"""Who takes part: every method that works on the model, at settings that fit the time, and the metrics that judge."""
+"""What takes part in a race: methods that work on the model, at settings that fit the time, and metrics."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from patchlight.anatomy.opened import Anatomy
@@ -12,7 +12,7 @@ from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Asked, resolve_all
 from patchlight.methods.base import METHODS, Ablates, LayerMap
 from patchlight.methods.requests import Request, refusal, resolve
-from patchlight.metrics.base import METRICS, MetricRequest, resolve_metric
+from patchlight.metrics.base import MetricRequest, resolve_metric
 
 RANDOM = "random"
 AGREEMENT = "agreement"
@@ -43,27 +43,31 @@ Spec = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """The metrics by label: the mean of the `deciding` ones is a map's score, the others stand beside it."""
+class Panel:
+    """What takes part in a race.
 
-    requests: dict[str, MetricRequest]
+    Attributes:
+        metrics: The metrics by label; those that do not decide are reported beside the score.
+        deciding: The labels of the metrics whose mean is a map's score.
+        agreement: Whether it is measured how far two seeds of a sampling method agree.
+        methods: The methods by label, in order of worth.
+    """
+
+    metrics: Mapping[str, MetricRequest]
     deciding: tuple[str, ...]
-    agreement: bool = True
+    agreement: bool
+    methods: Mapping[str, Request] = field(default_factory=dict)
 
     def sign(self, label: str) -> int:
         """-1 where lower is better."""
-        request = self.requests.get(label)
-        return 1 if request is None or request.metric.rises(request.settings) else -1
-
-    @property
-    def specs(self) -> dict[str, Spec]:
-        return {label: metric_spec(request) for label, request in self.requests.items()}
+        metric = self.metrics.get(label)
+        return 1 if metric is None or metric.metric.rises(metric.settings) else -1
 
 
-def choose_metrics(asked: Asked | None, vit: Anatomy, affordable: float = math.inf) -> Metrics:
+def choose_metrics(asked: Asked | None, vit: Anatomy, affordable: float = math.inf) -> Panel:
     """The metrics named, of which the first decides; by default SRG over two fills, and the others where they exist.
 
-    Where few forwards are `affordable`, it is measured in fewer steps.
+    If only few forward passes are `affordable`, SRG is measured in fewer steps.
     """
     if asked is not None:
         requests = resolve_all(asked, {}, MetricRequest, "metric", resolve_metric)
@@ -71,27 +75,28 @@ def choose_metrics(asked: Asked | None, vit: Anatomy, affordable: float = math.i
         if needing is not None:
             needs = " and ".join(sorted(needing.metric.needs))
             raise PatchlightError(f"'{needing.label}' needs {needs}; `recommend` uses metrics that need none, as srg")
-        suited = {r.label: r.suited(vit) for r in requests}
-        return Metrics(suited, (requests[0].label,), agreement=False)
+        return Panel({r.label: r.suited(vit) for r in requests}, (requests[0].label,), agreement=False)
     cells = vit.grid[0] * vit.grid[1]
     wanted = (8, 7, 9, 6, 10) if affordable > FORWARDS else (4, 5, 3)
     steps = next((s for s in wanted if cells % s == 0), min(wanted[0], cells))
-    gap = {"metric": "srg"} if "srg" in METRICS else {"metric": "ins-del", "unit": "patch"}
-    named: dict[str, Spec] = {f"srg {word}": {**gap, "steps": steps, "fill": fill} for word, fill in FILLS.items()}
-    deciding = tuple(named)
-    named["token-deletion"] = {"quantity": "aopc", "points": 5, "target_class": "prediction"}
-    named["saco"] = {"ties": "neutral"}
-    named["randomisation"] = {}
-    named["max-sensitivity"] = {"samples": 3}
-    found: dict[str, MetricRequest] = {}
-    for label, own in named.items():
-        if own.get("metric", label) in METRICS and not (label == "token-deletion" and vit.can_drop is not None):
-            try:
-                found[label] = resolve_metric(label, own).suited(vit)
-            except PatchlightError:
-                if label in deciding:
-                    raise
-    return Metrics(found, deciding)
+    named: dict[str, Spec] = {
+        **{f"srg {word}": {"metric": "srg", "steps": steps, "fill": fill} for word, fill in FILLS.items()},
+        "token-deletion": {"quantity": "aopc", "points": 5, "target_class": "prediction"},
+        "saco": {"ties": "neutral"},
+        "randomisation": {},
+        "max-sensitivity": {"samples": 3},
+    }
+    if vit.can_drop is not None:
+        del named["token-deletion"]
+    deciding = tuple(label for label in named if label.startswith("srg "))
+    metrics: dict[str, MetricRequest] = {}
+    for label, settings in named.items():
+        try:
+            metrics[label] = resolve_metric(label, settings).suited(vit)
+        except PatchlightError:
+            if label in deciding:
+                raise
+    return Panel(metrics, deciding, agreement=True)
 
 
 def choose_methods(asked: Asked | None, vit: Anatomy) -> tuple[dict[str, Request], dict[str, str]]:
@@ -118,6 +123,24 @@ def choose_methods(asked: Asked | None, vit: Anatomy) -> tuple[dict[str, Request
         told = "; ".join(f"{label}: {reason}" for label, reason in left_out.items()) or "none was named but random"
         raise PatchlightError(f"no method can be compared with random on {vit.name}: {told}")
     return works, left_out
+
+
+def affordable_methods(
+    works: Mapping[str, Request], forward: float, allowed: float
+) -> tuple[dict[str, Request], dict[str, str]]:
+    """Methods at settings for which a map takes at most `allowed` seconds, and why others are left out.
+
+    `forward` is the time of one forward pass in seconds.
+    """
+    fitting: dict[str, Request] = {}
+    left_out: dict[str, str] = {}
+    for label, request in works.items():
+        fewer = sampled(request, forward, allowed)
+        if isinstance(fewer, str):
+            left_out[label] = f"{fewer}, too long for this budget"
+        else:
+            fitting[fewer.label] = fewer
+    return fitting, left_out
 
 
 def sampled(request: Request, seconds: float, allowed: float) -> Request | str:
@@ -166,24 +189,12 @@ def forwards(request: Request, vit: Anatomy | None = None) -> float:
 def method_spec(request: Request) -> Spec:
     """A method by name and settings that differ from its defaults."""
     usual = resolve(request.name)
-    defaults = usual.settings
-    own = {k: v for k, v in request.settings.items() if k not in defaults or v != defaults[k]}
+    settings = {k: v for k, v in request.settings.items() if k not in usual.settings or v != usual.settings[k]}
     score = {"score": request.score} if request.chosen_score or request.score != usual.score else {}
-    return {"method": request.name, **score, **own}
+    return {"method": request.name, **score, **settings}
 
 
 def metric_spec(request: MetricRequest) -> Spec:
     """A metric by name and settings that differ from its defaults."""
     defaults = resolve_metric(request.metric.name).settings
     return {"metric": request.metric.name, **{k: v for k, v in request.settings.items() if v != defaults[k]}}
-
-
-def from_specs(specs: Mapping[str, Spec], vit: Anatomy) -> dict[str, Request]:
-    """Methods as an earlier run wrote them down."""
-    return {label: resolve(label, spec).suited(vit) for label, spec in specs.items()}
-
-
-def metrics_from(about: Mapping[str, Any], vit: Anatomy, agreement: bool) -> Metrics:
-    """Metrics as an earlier run wrote them down."""
-    requests = {label: resolve_metric(label, spec).suited(vit) for label, spec in about["metrics"].items()}
-    return Metrics(requests, tuple(about["deciding"]), agreement)

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import FEWEST
-from patchlight.study.recommend.cells import EXPLANATION
+from patchlight.study.recommend.decide import SANITY, SENSITIVITY, decide, race_of, random_of
 from patchlight.study.recommend.gallery import HELD
-from patchlight.study.recommend.panel import AGREEMENT, Metrics
+from patchlight.study.recommend.panel import AGREEMENT
 from patchlight.study.recommend.race import Race, looks
-from patchlight.study.recommend.verdict import SANITY, SENSITIVITY, decide, race_of, random_of
 from patchlight.study.recommend.words import duration
-from patchlight.study.recommend.work import MARGIN, Worker
+from patchlight.study.recommend.work import EXPLANATION, MARGIN, RaceWorker
 
 RACE = 0.75
 """Of the budget, what the race has before the other metrics have their turn."""
@@ -30,16 +29,16 @@ COPIED = 12
 class Policy:
     """What is done when; `named`: whether the methods were named by the user, and so may take more of the time."""
 
-    def __init__(self, worker: Worker, metrics: Metrics, named: bool) -> None:
+    def __init__(self, worker: RaceWorker, named: bool) -> None:
         self.named = named
-        self.worker, self.metrics, self.cells, self.clock = worker, metrics, worker.cells, worker.clock
-        self.deciding = list(metrics.deciding)
-        self.floor = random_of(self.cells)
+        self.worker, self.panel, self.record, self.clock = worker, worker.panel, worker.record, worker.clock
+        self.deciding = list(self.panel.deciding)
+        self.floor = random_of(self.record)
 
     def run(self) -> None:
         self._opening()
         self._rounds((1 - RACE) * self.clock.budget)
-        if decide(self.cells).best is None:
+        if decide(self.record).best is None:
             self._rounds()
         self._check_trained()
         self._look_closer()
@@ -61,11 +60,11 @@ class Policy:
     @property
     def following(self) -> list[str]:
         """The methods that take part, in order of worth."""
-        return [label for label in self.worker.requests if label not in self.cells.left_out]
+        return [label for label in self.worker.panel.methods if label not in self.record.left_out]
 
     @property
     def race(self) -> Race:
-        return race_of(self.cells)
+        return race_of(self.record)
 
     def _opening(self) -> None:
         """Six images for `random`, the cheapest method, and in order of worth all that a share of the time allows.
@@ -79,7 +78,7 @@ class Policy:
             surely = len(kept) < 2
             if surely or self._fits(label, six, kept):
                 worker.fill(label, first, self.deciding)
-                if label not in self.cells.left_out and (surely or self._fits(label, six, kept)):
+                if label not in self.record.left_out and (surely or self._fits(label, six, kept)):
                     kept.append(label)
         worker.fall(first)
         takes = MARGIN * sum(worker.seconds(label, six, self.deciding) for label in kept)
@@ -95,10 +94,10 @@ class Policy:
         others = sum(worker.seconds(other, six, self.deciding) for other in kept)
         share = RACE if self.named or len(kept) < PANEL else OPENING
         if len(six) * worker.costs.of(label, EXPLANATION) > (RACE if self.named else DEAR) * budget:
-            self.cells.leave_out(label, f"six images of it would take about {duration(takes)}", for_time=True)
+            self.record.leave_out(label, f"six images of it would take about {duration(takes)}", for_time=True)
         elif self.clock.spent + others + takes > share * budget:
-            self.cells.leave_out(label, "no time was left for it", for_time=True)
-        return label not in self.cells.left_out
+            self.record.leave_out(label, "no time was left for it", for_time=True)
+        return label not in self.record.left_out
 
     def _with_the_cheapest(self, first: Sequence[int]) -> list[str]:
         """`random`, the cheapest method, and the others in order of worth; the first two must fit on one image."""
@@ -106,8 +105,8 @@ class Policy:
         takes = {label: worker.seconds(label, first, self.deciding) for label in self.following}
         if self.floor not in takes or len(takes) < 2:
             lost = self.floor if self.floor not in takes else "every other method"
-            reasons = self.cells.left_out.items()
-            told = "; ".join(f"{label}: {reason}" for label, reason in reasons if label in worker.requests)
+            reasons = self.record.left_out.items()
+            told = "; ".join(f"{label}: {reason}" for label, reason in reasons if label in worker.panel.methods)
             raise PatchlightError(
                 f"{lost} was left out before, so nothing can be compared with random ({told}); begin in another folder"
             )
@@ -128,7 +127,7 @@ class Policy:
         """
         gallery, worker = self.worker.gallery, self.worker
         while True:
-            if self.floor in self.cells.left_out:
+            if self.floor in self.record.left_out:
                 return
             race = self.race
             planned = looks(len(gallery))
@@ -147,7 +146,7 @@ class Policy:
             for start in range(0, len(places), HELD):  # no more than are held: so each is read once for all methods
                 some = places[start : start + HELD]
                 for label in alive:
-                    if not worker.fill(label, some, self.deciding, kept) and label not in self.cells.left_out:
+                    if not worker.fill(label, some, self.deciding, kept) and label not in self.record.left_out:
                         return
                 worker.fall(some)
 
@@ -155,7 +154,7 @@ class Policy:
         """`random`, and those that may be the best and were not set aside, highest first; of those alike only one."""
         best: list[str] = []
         for method in race.candidates:
-            if method not in self.cells.left_out and not any(race.same(method, better) for better in best):
+            if method not in self.record.left_out and not any(race.same(method, better) for better in best):
                 best.append(method)
         return [*best[:1], self.floor, *best[1:]] if best else []
 
@@ -181,9 +180,9 @@ class Policy:
         for label in [m for m in race.standing if alive and m not in race.beaten and m not in alive]:
             if not race.same(label, alive[0]):
                 self._catch_up(label, race.look(alive[0]), kept)
-        for label in [label for label in worker.requests if label in self.cells.set_aside and alive]:
+        for label in [label for label in worker.panel.methods if label in self.record.set_aside and alive]:
             if MARGIN * worker.seconds(label, worker.gallery.planned(FEWEST), self.deciding) < self.clock.left - kept:
-                self.cells.take_in(label)
+                self.record.take_in(label)
                 self._catch_up(label, race.look(alive[0]), kept)
 
     def _catch_up(self, label: str, most: int, kept: float) -> None:
@@ -203,14 +202,14 @@ class Policy:
         alive = self._alive(race)
         if not alive:
             return
-        quick = decide(self.cells).quick
+        quick = decide(self.record).quick
         first = [alive[0], *([quick] if quick is not None else []), *alive, *race.standing]
         finalists = [m for m in dict.fromkeys(first) if m != self.floor and m not in race.beaten][:FINALISTS]
-        drawn = [m for m in finalists if worker.requests[m].method.stochastic] if self.metrics.agreement else []
-        others = [label for label in self.metrics.requests if label not in self.deciding]
+        drawn = [m for m in finalists if worker.panel.methods[m].method.stochastic] if self.panel.agreement else []
+        others = [label for label in self.panel.metrics if label not in self.deciding]
         plan: list[tuple[str, list[str], int]] = [(AGREEMENT, drawn, FEW)] if drawn else []
         for label in sorted(others, key=lambda label: (label != SANITY, label != SENSITIVITY)):
-            explains = self.metrics.requests[label].metric.explains
+            explains = self.panel.metrics[label].metric.explains
             plan.append((label, finalists if explains else [*finalists, self.floor], FEW if explains else SOME))
         for i, (metric, methods, count) in enumerate(plan):
             end = max(0.0, self.clock.left) * (1 - 1 / (len(plan) - i))
@@ -220,5 +219,5 @@ class Policy:
         """Image by image, so that all have the same ones, until `end` seconds are left."""
         for place in places:
             for method in methods:
-                if not self.worker.fill(method, [place], [metric], end) and method not in self.cells.left_out:
+                if not self.worker.fill(method, [place], [metric], end) and method not in self.record.left_out:
                     return

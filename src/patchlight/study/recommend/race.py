@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
@@ -50,6 +51,10 @@ class Pair:
     def reach(self, level: float) -> float:
         """Half the width of the interval of the difference at a one-sided `level`."""
         return float(-stdtrit(self.images - 1, level)) * self.error if self.images > 1 else math.inf
+
+    def surely_above(self, worth: float) -> bool:
+        """Whether this comparison alone shows a difference that is worth anything."""
+        return self.p < ALPHA and self.mean > worth
 
     def needed(self, level: float) -> float:
         """How many images would tell the two apart, by the present difference and spread."""
@@ -109,8 +114,8 @@ class Race:
         return len(self.scores[method])
 
     def mean(self, method: str) -> float:
-        own = self.scores[method]
-        return math.fsum(own.values()) / len(own) if own else math.nan
+        scores = self.scores[method].values()
+        return fmean(scores) if scores else math.nan
 
     def pair(self, first: str, second: str) -> Pair:
         """The two compared at the last planned look; of fewer images than the first look has, at all they share."""
@@ -132,6 +137,12 @@ class Race:
         found = self.pair(first, second)
         level = self.level if level is None else level
         return found.images >= FEWEST and found.p < level and found.mean > self.worth
+
+    def above_random(self, method: str) -> bool | None:
+        """Whether a method is shown to beat random; None where fewer than six images could show it."""
+        if method == self.floor or self.floor not in self.scores or self.pair(method, self.floor).images < FEWEST:
+            return None
+        return self.beats(method, self.floor, self.level_of_random)
 
     def same(self, first: str, second: str) -> bool:
         """Whether the two surely differ by less than is worth anything: the whole interval lies inside."""
@@ -167,7 +178,7 @@ class Race:
         count = self.count(method)
         return max((n for n in self.looks if n <= count), default=count)
 
-    @property
+    @cached_property
     def candidates(self) -> list[str]:
         """Those that may be the best: not beaten, and followed to half the images of the farthest of these at least.
 

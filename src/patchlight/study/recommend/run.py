@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.attribution import versions
+from patchlight.core.drawing import maps_html
 from patchlight.core.errors import PatchlightError, integer, known_keywords
 from patchlight.core.files import check_writable
 from patchlight.core.fingerprints import identity
@@ -22,22 +24,23 @@ from patchlight.core.progress import Progress, telling
 from patchlight.core.registry import Asked
 from patchlight.core.statistics import FEWEST
 from patchlight.engine import explain
-from patchlight.methods.requests import Request
-from patchlight.study.recommend.cells import EXPLANATION, Cells
+from patchlight.methods.requests import Request, resolve
+from patchlight.metrics.base import resolve_metric
+from patchlight.study.recommend.decide import decide, race_of, random_of
 from patchlight.study.recommend.gallery import Gallery
 from patchlight.study.recommend.panel import (
     SHARE,
-    Metrics,
+    Panel,
+    affordable_methods,
     choose_methods,
     choose_metrics,
-    from_specs,
     method_spec,
-    metrics_from,
-    sampled,
+    metric_spec,
 )
 from patchlight.study.recommend.policy import Policy
-from patchlight.study.recommend.verdict import Verdict, decide, race_of, random_of
-from patchlight.study.recommend.work import MARGIN, Clock, Worker, forward_seconds
+from patchlight.study.recommend.record import IMAGE_HASH, MODEL, RaceRecord
+from patchlight.study.recommend.verdict import Verdict
+from patchlight.study.recommend.work import EXPLANATION, MARGIN, Clock, RaceWorker, forward_seconds
 
 NUMBER = r"\d+(?:\.\d+)?\s*"
 """Of a budget; only its last one may stand without a unit, so there is one way to read it."""
@@ -101,8 +104,6 @@ def recommend(
     if not (isinstance(worth, int | float) and worth >= 0):
         raise PatchlightError(f"worth {worth!r} is no smallest difference; give a number of 0 or more")
     folder = None if out is None else Path(out)
-    if folder is not None:
-        check_writable(folder)
     earlier = _earlier(folder, resume)
     works, refused = choose_methods(methods, vit)
     gallery = Gallery(vit, images, seed)
@@ -111,35 +112,47 @@ def recommend(
         raise PatchlightError(f"none of the {gallery.total} image(s) can be read, '{name}' for one: {why}")
     forward = forward_seconds(vit, gallery.batch(gallery.first(1)), 0.02 * clock.budget)
     if earlier is not None and metrics is None:
-        chosen = metrics_from(earlier.about, vit, agreement=True)
+        specs = earlier.about["metrics"]
+        requests = {label: resolve_metric(label, spec).suited(vit) for label, spec in specs.items()}
+        panel = Panel(requests, tuple(earlier.about["deciding"]), agreement=True)
     else:
-        chosen = choose_metrics(metrics, vit, clock.budget / forward)
-    about = _about(vit, gallery, chosen, seed, worth)
+        panel = choose_metrics(metrics, vit, clock.budget / forward)
+    about = _about(gallery, panel, seed, worth)
     if earlier is not None:
-        _check_same(earlier, about, gallery, None if methods is None else works)
-        cells, works = earlier, from_specs(earlier.about["methods"], vit) if methods is None else works
-        for label in sorted(cells.set_aside):
-            cells.take_in(label)
+        _check_same(earlier, about, gallery)
+        if methods is None:
+            works = {label: resolve(label, spec).suited(vit) for label, spec in earlier.about["methods"].items()}
+        elif _specs(works) != earlier.about["methods"]:
+            raise PatchlightError(
+                "the folder holds cells of other methods or settings; name the same, or leave methods out"
+            )
+        record = earlier
+        for label in sorted(record.set_aside):
+            record.take_in(label)
     else:
         if methods is None:
-            works, unaffordable = _affordable(works, forward, clock.budget, len(gallery))
+            allowed = SHARE * clock.budget / min(24, max(FEWEST, len(gallery)))
+            works, unaffordable = affordable_methods(works, forward, allowed)
             refused |= unaffordable
-        cells = Cells(about | {"methods": _specs(works)}, folder)
-        cells.begin()
+        record = RaceRecord.begin(about | {"methods": _specs(works)}, folder)
+        first = gallery.first(1)[0]
+        record.add(first, MODEL, IMAGE_HASH, note=gallery.hash(first))
         for label, reason in refused.items():
-            cells.leave_out(label, reason)
-    gallery.tell(cells.fail)
+            record.leave_out(label, reason)
+    for name, reason in gallery.failed.items():
+        record.fail(name, reason)
+    gallery.on_failure = record.fail
     with telling(progress, "racing") as tell:
 
-        def told() -> None:
+        def show() -> None:
             tell(int(min(clock.spent, clock.budget)), math.ceil(clock.budget))
 
-        worker = Worker(vit, gallery, works, chosen, cells, clock, seed, forward, told)
-        Policy(worker, chosen, methods is not None).run()
-        if not race_of(cells).scores:
-            reasons = "; ".join(f"{label}: {reason}" for label, reason in cells.left_out.items())
+        worker = RaceWorker(gallery, replace(panel, methods=works), record, clock, forward, show)
+        Policy(worker, methods is not None).run()
+        if not race_of(record).scores:
+            reasons = "; ".join(f"{label}: {reason}" for label, reason in record.left_out.items())
             raise PatchlightError(f"no method could be scored on {vit.name}: {reasons}")
-        verdict = decide(cells)
+        verdict = decide(record)
         verdict = replace(verdict, page=_examples(worker, verdict))
     verdict = replace(verdict, seconds=round(clock.spent, 2))
     if folder is not None:
@@ -147,100 +160,69 @@ def recommend(
     return verdict
 
 
-def _about(vit: Anatomy, gallery: Gallery, metrics: Metrics, seed: int, worth: float) -> dict[str, Any]:
+def _about(gallery: Gallery, panel: Panel, seed: int, worth: float) -> dict[str, Any]:
     """What cells are about: the same again, or they are of another question."""
     return {
         "format": 1,
-        "model": vit.name,
-        "weights": identity(vit),
+        "model": gallery.vit.name,
+        "weights": identity(gallery.vit),
         "seed": seed,
         "images": gallery.total,
-        "metrics": _written(metrics.specs),
-        "deciding": list(metrics.deciding),
-        "lower_is_better": [label for label in metrics.requests if metrics.sign(label) < 0],
+        "metrics": _from_json({label: metric_spec(request) for label, request in panel.metrics.items()}),
+        "deciding": list(panel.deciding),
+        "lower_is_better": [label for label in panel.metrics if panel.sign(label) < 0],
         "worth": float(worth),
         "versions": versions(),
     }
 
 
 def _specs(works: Mapping[str, Request]) -> Any:
-    return _written({label: method_spec(request) for label, request in works.items()})
+    return _from_json({label: method_spec(request) for label, request in works.items()})
 
 
-def _earlier(folder: Path | None, resume: bool) -> Cells | None:
+def _from_json(value: Any) -> Any:
+    """A value as it comes back from a file."""
+    return json.loads(json.dumps(value, default=repr))
+
+
+def _earlier(folder: Path | None, resume: bool) -> RaceRecord | None:
     """The cells of an earlier run, where they are to be used."""
     if folder is None:
         if resume:
             raise PatchlightError("resume=True goes on with the cells in a folder; give it as out=")
         return None
-    found = Cells.opened(folder)
-    if found is not None and not resume:
+    check_writable(folder)
+    earlier = RaceRecord.resume(folder)
+    if earlier is not None and not resume:
         raise PatchlightError(
             f"'{folder}' holds cells already; resume=True (--resume) goes on, or choose another folder"
         )
-    return found
+    return earlier
 
 
-def _check_same(
-    earlier: Cells, about: Mapping[str, Any], gallery: Gallery, methods: Mapping[str, Request] | None
-) -> None:
+def _check_same(earlier: RaceRecord, about: Mapping[str, Any], gallery: Gallery) -> None:
     """Refuse cells that are about something else."""
     for key, value in about.items():
         if earlier.about.get(key) != value:
-            other = OTHER.get(key, f"another {key}")
+            theirs, ours = (textwrap.shorten(str(of.get(key)), 80) for of in (earlier.about, about))
             raise PatchlightError(
-                f"the folder holds cells about {other} ({_short(earlier.about.get(key))}) than is asked now "
-                f"({_short(value)}); ask the same, or choose another folder"
+                f"the folder holds cells about {OTHER.get(key, f'another {key}')} ({theirs}) than is asked now "
+                f"({ours}); ask the same, or choose another folder"
             )
-    if methods is not None and _specs(methods) != earlier.about["methods"]:
-        raise PatchlightError(
-            "the folder holds cells of other methods or settings; name the same, or leave methods out"
-        )
-    for place, known in earlier.images().items():
-        if gallery.readable(place) and gallery.hashes([place])[0] != known:
+    for place, cell in earlier.cells(IMAGE_HASH):  # one is enough to tell another folder
+        if gallery.readable(place) and gallery.hash(place) != cell.note:
             raise PatchlightError(
                 f"'{gallery.name(place)}' is not the image its cells are of; give the same images in the same order"
             )
-        break  # one is enough to tell another folder
 
 
-def _written(value: Any) -> Any:
-    """A value as it comes back from a file."""
-    return json.loads(json.dumps(value, default=repr))
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _affordable(
-    works: Mapping[str, Request], forward: float, budget: float, images: int
-) -> tuple[dict[str, Request], dict[str, str]]:
-    """The methods at settings that the budget allows, and why others are left out."""
-    allowed = SHARE * budget / min(24, max(FEWEST, images))
-    found: dict[str, Request] = {}
-    left: dict[str, str] = {}
-    for label, request in works.items():
-        fitting = sampled(request, forward, allowed)
-        if isinstance(fitting, str):
-            left[label] = f"{fitting}, too long for this budget"
-        else:
-            found[fitting.label] = fitting
-    return found, left
-
-
-def _examples(worker: Worker, verdict: Verdict) -> str:
+def _examples(worker: RaceWorker, verdict: Verdict) -> str:
     """Maps of the best, the quick and the random method on some images, as HTML; none where time is over."""
-    from patchlight.core.drawing import maps_html
-
-    floor = random_of(worker.cells)
-    shown = [m for m in dict.fromkeys([verdict.best or verdict.leading, verdict.quick, floor]) if m is not None]
+    shown = dict.fromkeys([verdict.best or verdict.leading, verdict.quick, random_of(worker.record)])
+    asked = {label: verdict.methods[label] for label in shown if label is not None}
     places = worker.gallery.first(SHOWN)
-    takes = len(places) * sum(worker.costs.of(m, EXPLANATION) for m in shown)
+    takes = len(places) * sum(worker.costs.of(label, EXPLANATION) for label in asked)
     if MARGIN * takes > worker.clock.left + worker.clock.reserve / 2:
         return ""
     sources = [worker.gallery.source(place) for place in places]
-    asked = {label: verdict.methods[label] for label in shown}
-    maps = explain(worker.vit, sources, asked, seed=verdict.about["seed"], progress=False, finite=False)
-    return maps_html(maps)
+    return maps_html(explain(worker.vit, sources, asked, seed=verdict.about["seed"], progress=False, finite=False))
