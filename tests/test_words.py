@@ -14,12 +14,14 @@ import typer
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Entry, Setting, settings_of
+from patchlight.data import KINDS
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.precision import PassPrecision, Precision
 from patchlight.methods.base import COMPOSITIONS, METHODS, Level
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import METRICS
 from patchlight.report.figures import FIGURES
+from patchlight.report.figures.base import FigureEntry
 from patchlight.study.evaluate import evaluate
 from patchlight.trained.diffmask import DiffMaskSettings
 from patchlight.trained.shapley import ShapleySettings
@@ -117,6 +119,14 @@ def test_training_has_the_same_words() -> None:
     for settings in (DiffMaskSettings, ShapleySettings):
         assert settings.model_fields["precision"].annotation == Precision
         assert not set(GONE) & set(settings.model_fields)
+
+
+def test_every_setting_says_what_it_does() -> None:
+    """By its line under `Args:`, or by its type where many share one. Figures have none yet."""
+    kinds = ((name, dict(settings_of(kind.function))) for name, kind in KINDS.items())
+    methods = ((owner, settings) for owner, entry, settings in entries() if not isinstance(entry, FigureEntry))
+    missing = [(owner, name) for owner, own in (*methods, *kinds) for name, one in own.items() if not one.text]
+    assert not missing
 
 
 def test_no_setting_has_a_word_that_is_gone() -> None:

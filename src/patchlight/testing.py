@@ -20,6 +20,7 @@ from torch import Tensor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.errors import DegenerateMap, PatchlightError, UndefinedMetric, Unsupported
+from patchlight.core.registry import Entry, Setting
 from patchlight.core.resize import to_pixels
 from patchlight.core.targets import Targets
 from patchlight.engine import explain
@@ -191,11 +192,17 @@ def _check_provenance(request: Request, vit: Anatomy, first: Attribution) -> Non
     assert torch.equal(back.target, first.target)
     assert (back.method, back.model, back.level, back.seed) == (first.method, first.model, first.level, first.seed)
     entry = request.method
-    assert entry.summary, "no docstring"
-    assert entry.paper, "no paper"
-    assert entry.cost, "no cost"
+    _check_words(entry, entry.cost, entry.settings(request.composition))
     assert all(resolve(alias).method is entry for alias in entry.aliases), "an alias leads elsewhere"
     assert "no_such_setting" in _complaint(lambda: resolve(request.label, {"no_such_setting": 1}), PatchlightError)
+
+
+def _check_words(entry: Entry, cost: str, settings: Mapping[str, Setting]) -> None:
+    assert entry.summary, "no docstring"
+    assert entry.paper, "no paper"
+    assert cost, "no cost"
+    missing = [name for name, setting in settings.items() if not setting.text]
+    assert not missing, f"settings without a line under `Args:` in the docstring: {missing}"
 
 
 def _complaint(action: Callable[[], object], kind: type[PatchlightError]) -> str:
@@ -502,9 +509,7 @@ def _check_chance(trial: _Trial, chance: Tensor) -> None:
 
 def _check_entry(trial: _Trial) -> None:
     entry = trial.request.metric
-    assert entry.summary, "no docstring"
-    assert entry.paper, "no paper"
-    assert entry.cost, "no cost"
+    _check_words(entry, entry.cost, entry.settings)
     assert all(resolve_metric(alias).metric is entry for alias in entry.aliases), "an alias leads elsewhere"
     told = _complaint(lambda: resolve_metric(entry.name, {"no_such_setting": 1}), PatchlightError)
     assert "no_such_setting" in told

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import patchlight as pl
-from patchlight.core.registry import settings_of
+from patchlight.core.registry import described, settings_of
 from patchlight.methods.base import METHODS
 from patchlight.metrics.base import METRICS
 from tools.docs import manual, reference, tables
 from tools.docs.links import broken
 from tools.docs.staging import DOCS, ROOT, expanded, relinked, sources, stage, staged_at
-from tools.docs.words import arguments, as_blocks, as_markdown, as_rst, table
+from tools.docs.words import as_blocks, as_markdown, as_rst, table
 
 
 def test_links_are_turned_to_where_pages_are_staged() -> None:
@@ -80,7 +80,7 @@ def test_args_become_the_words_of_settings() -> None:
         """
 
     assert as_blocks(example) == ["A line.", "```text\nf(x) = x_1 +\n    x_2\n```", "Words of `x_1`."]
-    assert arguments(example) == {"first": "What it is, and more: this.", "other": "Another."}
+    assert described(example)[1] == {"first": "What it is, and more: this.", "other": "Another."}
 
 
 def test_the_page_of_tokentm_says_what_it_is() -> None:
@@ -89,8 +89,7 @@ def test_the_page_of_tokentm_says_what_it_is() -> None:
     page = reference.method_page(method, {"tokentm": {}})
     assert "the main paper was not available" in page
     assert "two re-implementations that disagree" in page
-    words = arguments(method.function)
-    assert set(words) == set(settings_of(method.function))
+    words = {name: setting.text for name, setting in settings_of(method.function).items()}
     assert all(as_markdown(line) in page for line in words.values())
     assert all(f"`{preset}`" in page.partition("## Settings")[0] for preset in method.presets)
 

@@ -19,7 +19,7 @@ from tools.docs.families import KINDS
 from tools.docs.pictures import COMPOSED, PHOTOS
 from tools.docs.staging import DOCS
 from tools.docs.tables import measured
-from tools.docs.words import arguments, as_blocks, as_markdown, code, table, toctree
+from tools.docs.words import as_blocks, as_markdown, code, table, toctree
 
 COMMON = {*ABLATION, *PASSES, *CAPTURED}
 """Settings that many have and `docs/methods.md` explains."""
@@ -35,8 +35,6 @@ GROUPS: Mapping[str, str] = {
     "relevance": "Relevance",
     "cams": "Class activation maps",
     "scorecam": "Class activation maps",
-    "diffmask": "Trained beside the model",
-    "vitshapley": "Trained beside the model",
     "random": "Baseline",
 }
 """The heading of a method, by the module it lives in; all others score variants of the image."""
@@ -53,7 +51,8 @@ ORDER = (
 
 
 def group(method: Method) -> str:
-    return GROUPS.get(method.function.__module__.rpartition(".")[2], MASKED)
+    module = method.function.__module__
+    return "Trained beside the model" if ".trained." in module else GROUPS.get(module.rpartition(".")[2], MASKED)
 
 
 def references() -> Any:
@@ -77,16 +76,15 @@ def cited(kind: str, entry: Entry) -> str:
     return f"```bibtex\n{blocks}\n```\n"
 
 
-def settings_table(settings: Mapping[str, Setting], words: Mapping[str, str]) -> str:
-    """Settings with types, defaults and, where there are any, words: first its own, then those that many have."""
+def settings_table(settings: Mapping[str, Setting]) -> str:
+    """Settings with types, defaults and what they do: first its own, then those that many have."""
     own = {name: one for name, one in settings.items() if name not in COMMON}
     rest = {name: one for name, one in settings.items() if name in COMMON}
-    head = ("setting", "type", "default", "what it does")[: 4 if words else 3]
     rows = (
-        (code(name), code(in_words(one.kind)), code(repr(one.default)), as_markdown(words.get(name, "")))[: len(head)]
+        (code(name), code(in_words(one.kind)), code(repr(one.default)), as_markdown(one.text))
         for name, one in (own | rest).items()
     )
-    return table(head, rows) if settings else "It has none.\n"
+    return table(("setting", "type", "default", "what it does"), rows) if settings else "It has none.\n"
 
 
 def presets_table(entry: Entry) -> str:
@@ -174,7 +172,6 @@ def gallery_row(name: str) -> str:
 
 def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
     summary, *details = as_blocks(method.function)
-    words = {**(arguments(method.composition.function) if method.composition else {}), **arguments(method.function)}
     given = ", ".join(f"{key}={value!r}" for key, value in drawn[method.name].items())
     call = f'pl.explain(vit, photo, "{method.name}"{", " + given if given else ""})'
     parts = [
@@ -187,7 +184,7 @@ def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
         facts(method),
         *(["## In detail, and where paper and code differ", *details] if details else []),
         "## Settings",
-        settings_table(method.settings(method.composition), words),
+        settings_table(method.settings(method.composition)),
         "[What the common ones mean](../../methods.md#common-settings).",
     ]
     if method.presets:
@@ -245,7 +242,7 @@ def metric_page(metric: Metric) -> str:
         table(("", ""), rows),
         f"```\n{how}\n```",
         "## Settings",
-        settings_table(settings, arguments(metric.function)),
+        settings_table(settings),
     ]
     if metric.presets:
         parts += ["### Presets", presets_table(metric)]

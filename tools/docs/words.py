@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable, Sequence
 from textwrap import dedent
 from typing import Any
+
+from patchlight.core.registry import described
 
 _CODE = re.compile(r"(`[^`]+`)")
 
@@ -35,8 +36,8 @@ def _rst_line(line: str) -> str:
 
 
 def _blocks(function: Any) -> list[str]:
-    """What blank lines separate in a docstring."""
-    return [part for part in re.split(r"\n\s*\n", inspect.getdoc(function) or "") if part.strip()]
+    """What blank lines separate in a docstring, `Args:` left out."""
+    return [part for part in re.split(r"\n\s*\n", described(function)[0]) if part.strip()]
 
 
 def paragraphs(function: Any) -> list[str]:
@@ -49,19 +50,7 @@ def as_blocks(function: Any) -> list[str]:
     return [
         f"```text\n{dedent(part)}\n```" if part.startswith(" ") else as_markdown(" ".join(part.split()))
         for part in _blocks(function)
-        if not part.startswith("Args:")
     ]
-
-
-def arguments(function: Any) -> dict[str, str]:
-    """The lines of a docstring's `Args:` section, by the name of the setting."""
-    found: dict[str, str] = {}
-    for part in _blocks(function):
-        if part.startswith("Args:"):
-            for entry in re.split(r"\n {4}(?! )", part)[1:]:
-                name, _, words = entry.partition(":")
-                found[name] = " ".join(words.split())
-    return found
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from textwrap import fill
 from typing import Annotated, Any
 
 import typer
@@ -127,3 +128,6 @@ def describe(row: Row, heading: str, settings: Row | None = None, needs: Sequenc
     presets = {"preset": ", ".join(row["presets"])} if row.get("presets") else {}
     for key, words in (row["settings"] | (settings or {}) | presets).items():
         print(f"  {key}: {words}")
+        text = row.get("setting_texts", {}).get(key)
+        if text:
+            print(fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from fnmatch import fnmatch
@@ -138,11 +139,12 @@ class Listed(list[T]):
 
 @dataclass(frozen=True)
 class Setting:
-    """A keyword argument of a registered function: its name, type and default."""
+    """A keyword argument of a registered function: its name, type, default, and what its line under `Args:` says."""
 
     name: str
     kind: Any
     default: Any
+    text: str = ""
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any]:
@@ -164,9 +166,28 @@ class Setting:
 @cache
 def settings_of(function: Callable[..., Any]) -> Mapping[str, Setting]:
     """The settings of a function: all its parameters but the first."""
-    hints = get_type_hints(function, include_extras=True)
+    hints, lines = get_type_hints(function, include_extras=True), described(function)[1]
     own = list(inspect.signature(function).parameters.values())[1:]
-    return {p.name: Setting(p.name, hints.get(p.name, Any), p.default) for p in own}
+    kinds = {p.name: hints.get(p.name, Any) for p in own}
+    return {p.name: Setting(p.name, k := kinds[p.name], p.default, lines.get(p.name) or _description(k)) for p in own}
+
+
+def _description(kind: Any) -> str:
+    """What a type itself says of its values, as `Annotated[float, Field(description=…)]`; a part of it may."""
+    own = (getattr(one, "description", None) for one in getattr(kind, "__metadata__", ()))
+    return next(filter(None, own), None) or next(filter(None, map(_description, get_args(kind))), "")
+
+
+@cache
+def described(function: Callable[..., Any]) -> tuple[str, Mapping[str, str]]:
+    """A Google-style docstring without its section `Args:`, and that section's text for each argument."""
+    text = inspect.getdoc(function) or ""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", text, re.MULTILINE)
+    if section is None:
+        return text, {}
+    lines = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section[1], re.MULTILINE)
+    rest = text[: section.start()] + text[section.end() :]
+    return rest.strip(), {name: " ".join(line.split()) for name, line in lines}
 
 
 def accepted(function: Callable[..., Any], settings: Settings) -> dict[str, Any]:
@@ -191,7 +212,12 @@ class Entry:
 
     @cached_property
     def summary(self) -> str:
-        return (inspect.getdoc(self.function) or "").split("\n")[0]
+        return self.text.split("\n")[0]
+
+    @property
+    def text(self) -> str:
+        """The function's docstring without its arguments, which `Setting.text` has."""
+        return described(self.function)[0]
 
     def preset(self, name: Any) -> Settings:
         """The settings of a preset; none for None."""

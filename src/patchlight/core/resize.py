@@ -7,16 +7,18 @@ into it, or more where it is padded to whole patches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.core.errors import PatchlightError
 
-Upsampling = Literal["nearest", "bilinear", "bicubic"]
-"""How cells become pixels."""
+Upsampling = Annotated[
+    Literal["nearest", "bilinear", "bicubic"], Field(description="How a map of patches becomes one of pixels.")
+]
 
 
 def to_pixels(

@@ -24,7 +24,11 @@ Part = tuple[UInt8Array, UInt8Array]
 
 @register_data("cifar10")
 def open_cifar10(path: str | Path, split: str = "test") -> Data:
-    """CIFAR-10 in a layout that `read_cifar10` knows."""
+    """CIFAR-10 in a layout that `read_cifar10` knows.
+
+    Args:
+        split: "test" or "train".
+    """
     return _data("cifar10", split, read_cifar10(existing_folder(path, "CIFAR-10"), split), CIFAR10)
 
 
@@ -63,6 +67,9 @@ def open_cifar100(path: str | Path, split: str = "test") -> Data:
     """CIFAR-100's binary version: `train.bin`, `test.bin` (coarse and fine label, 3072 pixel bytes) and class names.
 
     Classes are the 100 fine ones, named by `fine_label_names.txt` where it is there.
+
+    Args:
+        split: "test" or "train".
     """
     root = existing_folder(path, "CIFAR-100's binary version")
     place = root / "cifar-100-binary" if (root / "cifar-100-binary").is_dir() else root
@@ -87,7 +94,12 @@ def open_counting(
 ) -> Data:
     """The counting-patches task of `patchlight.data.counting`, made on the spot: no path is needed.
 
-    With `masks`, the red patches are the object, and grids without any are left out.
+    Args:
+        split: "train", "validation" or "test".
+        count: Number of grids; None: that of the split.
+        seed: Seed of the grids.
+        distractors: Number of other colours.
+        masks: Makes the red patches the object, and leaves out grids without any.
     """
     from patchlight.data.counting import PATCH, counting_grids
 

@@ -45,15 +45,19 @@ def open_files(
 ) -> Data:
     """Every image below a folder, sorted, with what is known of it; the name of a sample is its path in the folder.
 
-    `labels`: a CSV file of lines `name,label`, the path, file name or stem of an image and a class name or index.
-    `boxes`: a CSV file with the columns image, xmin, ymin, xmax, ymax, a line a box. `masks`: a folder of PNG files,
-    called as the images are, 0 on the background, `ignore` where nobody labelled, anything else on the object.
-    `coco`: a JSON file in COCO's form, for what the others do not give: the class of the largest object, and the boxes
-    and outlines of all objects of that class. Each is looked for in the folder first. Where none of them tells classes
-    and all images lie in sub-folders, the first sub-folder is the class. In a folder with a sub-folder `images`, the
-    images are there, and labels.csv, boxes.csv, masks/ and coco.json beside it need not be named. `classes` are the
-    names of a model's classes (`vit.labels`), so that indices are the model's; by default they are COCO's categories,
-    or the sorted names.
+    Each file is looked for in the folder first. Where none of them has classes and all images lie in sub-folders, the
+    first sub-folder is the class. In a folder with a sub-folder `images`, the images are there, and labels.csv,
+    boxes.csv, masks/ and coco.json beside it need not be named.
+
+    Args:
+        labels: A CSV file of lines `name,label`: the path, file name or stem of an image and a class name or index.
+        classes: The names of a model's classes (`vit.labels`), so that indices are the model's; None: COCO's
+            categories, or the sorted names.
+        boxes: A CSV file with the columns image, xmin, ymin, xmax, ymax, a line a box.
+        masks: A folder of PNG files, called as the images are: 0 on the background, anything else on the object.
+        coco: A JSON file in COCO's form, for what the others do not give: the class of the largest object, and the
+            boxes and outlines of all objects of that class.
+        ignore: The value of masks where nobody labelled.
     """
     root = existing_folder(path, "images")
     given = _places(root, {"labels": labels, "boxes": boxes, "masks": masks, "coco": coco})

@@ -42,11 +42,14 @@ DEVKITS = ("", "data/", "ILSVRC2012_devkit_t12/data/")
 def open_imagenet(path: str | Path, labels: str | Path | None = None, boxes: str | Path | None = None) -> Data:
     """ImageNet's validation images below `path`: folders named by synset, or one flat folder with a label file.
 
-    `labels`: the official ground truth, `LOC_val_solution.csv`, a `boxes.csv`, or lines `name,label` with a synset or
-    a class index. `boxes`: `boxes.csv` (image, class_index or synset, xmin, ymin, xmax, ymax and perhaps width and
-    height), `LOC_val_solution.csv`, or the folder of the official XML files. All of them are found by their names in
-    `path` and beside it. Boxes drawn on a larger copy of the image are scaled. Images come class by class, so that
-    every n-th of them are of all classes.
+    Boxes drawn on a larger copy of the image are scaled. Images come class by class, so that every n-th of them are of
+    all classes.
+
+    Args:
+        labels: The official ground truth, `LOC_val_solution.csv`, a `boxes.csv`, or lines `name,label` with a synset or
+            a class index; None: what lies in `path` or beside it.
+        boxes: `boxes.csv` (image, class_index or synset, xmin, ymin, xmax, ymax and perhaps width and height),
+            `LOC_val_solution.csv`, or the folder of the official XML files; None: what lies in `path` or beside it.
     """
     root = existing_folder(path, "ImageNet's validation images")
     paths = list_images(first_existing(root / name for name in IMAGE_FOLDERS) or root)

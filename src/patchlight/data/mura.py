@@ -15,7 +15,9 @@ from patchlight.data.base import Data, Sample, Sources, existing_folder, read_te
 def open_mura(path: str | Path, split: str = "valid", part: str | None = None) -> Data:
     """MURA-v1.1: class 1 where the study's folder ends in `_positive` (abnormal), 0 where in `_negative`.
 
-    `split` is valid or train, listed in `valid_image_paths.csv` or else walked; `part` is a body part: XR_WRIST, ….
+    Args:
+        split: "valid" or "train", listed in `valid_image_paths.csv` or else walked.
+        part: A body part, as XR_WRIST; None: all.
     """
     root = existing_folder(path, "MURA-v1.1")
     root = root / "MURA-v1.1" if (root / "MURA-v1.1").is_dir() else root

@@ -35,10 +35,13 @@ NO_CLASS = -2
 def open_imagenet_s(path: str | Path, split: str = "validation", categories: str | Path | None = None) -> Data:
     """ImageNet-S: images in `validation/SYNSET/`, masks in `validation-segmentation/SYNSET/` as PNG.
 
-    A mask's pixel is the class id R + 256 G: 0 is another class, 1000 is ignored, i the i-th of the sorted synsets in
-    `categories` (`ImageNetS_categories_im919.txt`, found in the folder or above it; a complete set of class folders
-    says the same). The class of an image is the one with the largest area on the model's input, its mask 1 there and
-    0 elsewhere.
+    A mask's pixel is the class id R + 256 G: 0 is another class, 1000 is ignored, i the i-th of the sorted synsets. The
+    class of an image is the one with the largest area on the model's input, its mask 1 there and 0 elsewhere.
+
+    Args:
+        split: The name of the folder of images.
+        categories: A file of synsets, `ImageNetS_categories_im919.txt`; None: the one in the folder or above it (a
+            complete set of class folders says the same).
     """
     root = existing_folder(path, "ImageNet-S")
     folder, masks = root / split, root / f"{split}-segmentation"
@@ -76,8 +79,11 @@ def open_imagenet_segmentation(path: str | Path) -> Data:
 def open_pets(path: str | Path, split: str = "all") -> Data:
     """Oxford-IIIT Pet: `images/` and `trimaps/` (or `annotations/trimaps/`): 1 animal, 2 background, 3 border.
 
-    The border is not labelled. `split` trainval or test takes the images of `annotations/trainval.txt` or `test.txt`,
-    all those of `list.txt` or else every image. Classes are the breeds, in alphabetical order.
+    The border is not labelled. Classes are the breeds, in alphabetical order.
+
+    Args:
+        split: "trainval" or "test": the images of `annotations/trainval.txt` or `test.txt`; "all": those of `list.txt`,
+            or else every image.
     """
     root = existing_folder(path, "Oxford-IIIT Pet")
     images = existing_folder(root / "images", "its images")

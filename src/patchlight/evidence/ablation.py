@@ -23,7 +23,7 @@ from patchlight.core.registry import Setting
 from patchlight.core.resize import to_pixels
 from patchlight.core.targets import Score, Targets, score_of
 from patchlight.evidence.fills import Filling, painted
-from patchlight.evidence.precision import Decided, Precision, chosen, free_memory, tf32
+from patchlight.evidence.precision import PRECISION, Decided, Precision, chosen, free_memory, tf32
 
 Unit = Literal["token", "patch", "pixel"]
 """What is removed or shown: patch tokens, which are really removed, or patches or pixels, painted with a fill."""
@@ -31,9 +31,9 @@ Count = Annotated[int, Field(ge=1)]
 ABLATION = {
     setting.name: setting
     for setting in (
-        Setting("chunk", Count | None, None),
-        Setting("precision", Precision, "auto"),
-        Setting("compile", bool, False),
+        Setting("chunk", Count | None, None, "Variants scored at once; None: what free memory has room for."),
+        Setting("precision", Precision, "auto", PRECISION),
+        Setting("compile", bool, False, "Whether the forward is compiled, which pays for many variants of one shape."),
     )
 }
 """The settings of everything that scores variants."""

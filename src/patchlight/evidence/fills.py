@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args, overload
+from typing import Annotated, Literal, get_args, overload
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,8 +19,10 @@ from patchlight.evidence.imputation import imputed
 Painted = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]
 Imputed = Literal["road"]
 """Fills that are made of the pixels that remain, so they differ with what is removed."""
-Fill = Painted | Imputed | float
-"""What is painted where a patch or pixel is removed; a number is that constant."""
+Fill = Annotated[
+    Painted | Imputed | float,
+    Field(description="What is painted where a patch or pixel is removed; a number is that constant."),
+]
 ROAD_NOISE = 0.01
 """The deviation of ROAD's noise, of colours in [0, 1]."""
 

@@ -19,6 +19,7 @@ products in bfloat16. `auto`: on CUDA the fastest that keeps the order of the pa
 PassPrecision = Literal["auto", "full", "tf32", "bf16", "fp16"]
 """For forwards with a backward there is `fp16` too: products in float16, the gradient scaled into its range. It is as
 fast as bf16 and rounds eight times less. In both, the tokens between blocks and the readout stay in float32."""
+PRECISION = "Arithmetic: full is the model's own type; auto is the fastest on CUDA that keeps the order of the patches."
 HALF: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

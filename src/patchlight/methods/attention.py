@@ -70,10 +70,13 @@ def rollout(
 ) -> Matrix:
     """Attention rollout: the CLS row of prod_l N(M_l + I), M_l the heads fused. Class-agnostic.
 
-    `discard` sets that fraction of each fused matrix, its smallest entries, to zero, except the CLS-to-CLS entry. With
-    it, or heads fused by max or min, the matrix is written out; else only rows of it are computed where that is faster.
-    Presets: `chefer` starts at block 1 as that paper's scripts do, `vit-explain` discards 0.9 and normalises along
-    the wrong axis as that code does, `skipplus` does not normalise.
+    With `discard`, or heads fused by max or min, the matrix is written out; else only rows of it are computed where
+    that is faster. Presets: `chefer` starts at block 1 as that paper's scripts do, `vit-explain` discards 0.9 and
+    normalises along the wrong axis as that code does, `skipplus` does not normalise.
+
+    Args:
+        fusion: How the heads of a block become one matrix.
+        discard: Fraction of each fused matrix, its smallest entries, that is set to zero; CLS to CLS is kept.
     """
     count = int(b.tokens**2 * discard)
     if fusion == "mean" and not count:
@@ -101,9 +104,11 @@ def rollout(
 def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Matrix:
     """Gradient-weighted attention: the CLS row of prod_l (I + mean_h ReLU(A_l * G_l)).
 
-    R <- R + E_l R from R = I, all blocks, no normalisation; [B,H,N,N] to [B,N,N]. `rectify="mean"` takes the ReLU
-    after the mean over heads, as the copy in the BT code does (preset `bt`), for which the matrix is written out. One
-    forward, one backward.
+    R <- R + E_l R from R = I, all blocks, no normalisation; [B,H,N,N] to [B,N,N]. One forward, one backward.
+
+    Args:
+        rectify: "heads" takes the ReLU in each head. "mean" takes it after the mean over heads, as the copy in the BT
+            code does (preset `bt`); the matrix is then written out.
     """
     return b.matrix("relu(AG)") if rectify == "heads" else written(b.matrix("AG")).relu()
 
@@ -147,6 +152,9 @@ def attcam(b: Evidence, relu: bool = True) -> Matrix:
     w[h,i] = mean of G[h,i,j] over the patches j, for each to-token i; [B,H,N,N] to [B,N,N]. The default is Chefer's
     form; preset `skipplus` has no ReLU, nor have the compositions `.plus`, `.skipplus` and `.rollout`. One forward, one
     backward.
+
+    Args:
+        relu: Whether only the positive part of the matrix is kept.
     """
     matrix = b.matrix("A", rows=b.gradient_mean)
     return written(matrix).relu() if relu else matrix
@@ -161,7 +169,11 @@ def attcam(b: Evidence, relu: bool = True) -> Matrix:
     matrix=True,
 )
 def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> Matrix:
-    """The gradient of one block's attention: the CLS row of mean_h G_l, or of mean_h |G_l| or mean_h ReLU(G_l)."""
+    """The gradient of one block's attention: the CLS row of mean_h G_l, or of mean_h |G_l| or mean_h ReLU(G_l).
+
+    Args:
+        sign: What is averaged over the heads: G ("signed"), |G| ("abs") or ReLU(G) ("relu").
+    """
     if sign == "signed":
         return b.matrix("G")
     return b.matrix("abs(G)" if sign == "abs" else "relu(G)")
@@ -214,11 +226,13 @@ _PAIRS: dict[str, Mapping[str, Any]] = {"skipplus-code": {"pair": "output"}}
 def attixg(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
     """Input times gradient weighted by how much a token is read: AttnFrom_l * sum_d x g, [B,N]. Signed.
 
-    `pair="output"`: x are the tokens that leave block l, as in the SkipPLUS code; the last block is left out, since its
-    output has no gradient on patches under CLS pooling (`last=True` keeps it). `pair="input"`: x are the tokens that
-    enter block l, as in the SkipPLUS text and in AttCAT's own code. "auto" is "output" under CLS pooling and "input"
-    where the classifier reads patches, as under average pooling; preset `skipplus-code` is "output" everywhere. One
-    forward, one backward.
+    Preset `skipplus-code` is `pair="output"` everywhere. One forward, one backward.
+
+    Args:
+        pair: Which tokens x are. "output": those that leave block l, as in the SkipPLUS code. "input": those that enter
+            block l, as in the SkipPLUS text and in AttCAT's own code. "auto": "output" under CLS pooling, "input" where
+            the classifier reads patches.
+        last: Whether the last block's output counts; under CLS pooling it has no gradient on patches.
     """
     if pair == "input":
         return read_from(b) * token_ixg(b)
@@ -240,8 +254,13 @@ def attixg(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
 def attcat(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
     """AttCAT: sum over the blocks of AttnFrom_l * IxG_l as `attixg` has them, which is `attixg.plus`. Signed.
 
-    `pair` and `last` are those of `attixg`: under CLS pooling the outputs of all blocks but the last, else the inputs
-    of all blocks; preset `skipplus-code` has the outputs everywhere.
+    Under CLS pooling these are the outputs of all blocks but the last, else the inputs of all blocks; preset
+    `skipplus-code` has the outputs everywhere.
+
+    Args:
+        pair: Which tokens are weighted: those that enter a block ("input") or leave it ("output"); "auto" is "output"
+            under CLS pooling, else "input".
+        last: Whether the last block's output counts; under CLS pooling it has no gradient on patches.
     """
     return attixg(b, pair, last)
 

@@ -22,7 +22,7 @@ from patchlight.core.registry import Entry, Registry, Setting, Settings, make_de
 from patchlight.core.targets import Score, Targets
 from patchlight.evidence.ablation import ABLATION, Ablation, Variants
 from patchlight.evidence.passes import WHOLE, Course, LayerJob, Pass, run_pass
-from patchlight.evidence.precision import Decided, PassPrecision
+from patchlight.evidence.precision import PRECISION, Decided, PassPrecision
 from patchlight.evidence.record import BACKWARD, PARTS, End
 from patchlight.evidence.rows import Matrix, times
 from patchlight.evidence.rules import Rule
@@ -308,15 +308,21 @@ class Method(Entry):
     def settings(self, composition: Composition | None) -> dict[str, Setting]:
         """Its settings under a composition."""
         own = {**settings_of(self.function), **(composition.settings if composition is not None else {})}
-        if len(self.levels) > 1:
-            own["level"] = Setting("level", Level, self.levels[0])
+        if len(self.levels) > 1 and "level" not in own:
+            own["level"] = Setting("level", Level, self.levels[0], "One value for each patch token, or for each pixel.")
         return own
 
 
-PASSES = {"precision": Setting("precision", PassPrecision, "auto")}
+PASSES = {"precision": Setting("precision", PassPrecision, "auto", PRECISION)}
 """The settings of everything that runs passes."""
-CAPTURED = {"compile": Setting("compile", bool, False)}
-"""Whether the shared pass is captured as a CUDA graph, which pays where small batches of one shape repeat."""
+CAPTURED = {
+    "compile": Setting(
+        "compile",
+        bool,
+        False,
+        "Whether the shared pass is captured as a CUDA graph, which pays where small batches of one shape repeat.",
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True)

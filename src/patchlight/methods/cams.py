@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict, cast
+from typing import Annotated, Any, Literal, TypedDict, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,7 +28,21 @@ from patchlight.methods.gradients import input_times_gradient, token_ixg
 from patchlight.methods.maps import finish, job
 from patchlight.methods.requests import resolve, unavailable
 
-Prefix = Literal["exclude", "include"]
+Prefix = Annotated[
+    Literal["exclude", "include"],
+    Field(description="Whether CLS and other prefix tokens are left out of means and sums over tokens."),
+]
+Layer = Annotated[
+    int | str,
+    Field(
+        description='A place in a block: "blocks[3].norm1" (the first norm\'s output), ".input", ".attention" (the '
+        "attention module's output, before layer scale and residual sum) or \".output\"; a number is that block's "
+        "input. A hierarchical model has one feature map, that of the stage it is opened at."
+    ),
+]
+Eigen = Annotated[
+    bool, Field(description="Replaces the sum over channels by the first principal component of the weighted channels.")
+]
 Place = Literal["input", "norm1", "attention", "output"]
 """Where in a block: the tokens that enter it, its first norm's output, its attention module's output (behind the output
 projection, before layer scale and residual sum), and the tokens that leave it."""
@@ -82,7 +97,8 @@ def _index(layer: int | str, vit: Anatomy) -> int:
     return FEATURES if vit.hierarchical else block_index(place(layer)[0], vit.depth)
 
 
-def _at_layer(maps: LayerMaps, layer: int | str = NORM1) -> Tensor:
+def _at_layer(maps: LayerMaps, layer: Layer = NORM1) -> Tensor:
+    """The map at one place of one block."""
     return maps.vector(_index(layer, maps.vit))
 
 
@@ -150,7 +166,7 @@ def channel_reads(settings: Settings, vit: Anatomy) -> Reads:
     return Reads({("x" if vit.hierarchical else _READS[place(layer)[1]][0], _index(layer, vit))})
 
 
-def feature_maps(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, Tensor]:
+def feature_maps(ask: Ask, layer: Layer = NORM1) -> tuple[Tensor, Tensor]:
     """The channels at a place on the patch grid [B,D,h,w], and the images' scores [B,T]: 1 forward.
 
     By default the output of the last block's first norm; of a hierarchical model, that of the stage it is opened at.
@@ -179,7 +195,7 @@ def principal(weighted: Tensor, b: Evidence) -> Tensor:
     return F.pad(torch.where(opposed, -scores, scores), (b.prefix, 0))
 
 
-def apply_weights(a: Tensor, weights: Tensor, b: Evidence, eigen: bool) -> Tensor:
+def apply_weights(a: Tensor, weights: Tensor, b: Evidence, eigen: Eigen) -> Tensor:
     """map_i = sum_k w_k a_ik [B,N] from activations [B,N,D] and channel weights [B,D]; or its eigen smoothing."""
     if eigen:
         return principal(a * weights[:, None], b)
@@ -211,14 +227,11 @@ def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
     presets={**_PRESETS, "diffmask": {"eigen": True}},
     advice=degenerate_cam,
 )
-def gradcam(b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eigen: bool = False) -> Tensor:
+def gradcam(b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eigen: Eigen = False) -> Tensor:
     """Grad-CAM on tokens: w_k = mean_i g_ik, map_i = sum_k w_k a_ik. Signed, no ReLU.
 
-    `layer` is a place in a block: "blocks[3].norm1", or "input", "attention" (the attention module's output, before
-    layer scale and residual sum) or "output" behind the dot; a number is that block's input. The default is the output
-    of the last block's first norm. `prefix="exclude"` leaves CLS out of the mean. `eigen` replaces the sum over
-    channels by the first principal component of w_k a_ik. Presets: `skipplus` (input of the last block, CLS in the
-    mean), `diffmask` (eigen; `gradcam-aug` adds its augmentations).
+    Presets: `skipplus` (input of the last block, CLS in the mean), `diffmask` (eigen; `gradcam-aug` adds its
+    augmentations).
     """
     a, g = activations(b, layer)
     return apply_weights(a, counted(g, b, prefix).mean(1), b, eigen)
@@ -239,16 +252,20 @@ def gradcam(b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", e
 )
 def gradcam_pp(
     b: Evidence,
-    layer: int | str = NORM1,
+    layer: Layer = NORM1,
     prefix: Prefix = "exclude",
     sign: Literal["relu", "signed"] = "relu",
     eps: float = 1e-6,
-    eigen: bool = False,
+    eigen: Eigen = False,
 ) -> Tensor:
     """Grad-CAM++: alpha_ik = g^2 / (2 g^2 + (sum_j a_jk) g^3 + eps), w_k = sum_i alpha_ik ReLU(g_ik).
 
-    map_i = sum_k w_k a_ik. `sign="signed"` weighs with the gradient as it is. alpha is 0 where g is, and has a
-    pole at g = -2 / sum_j a_jk: a channel near it amplifies rounding (to 1 % of the map in float32).
+    map_i = sum_k w_k a_ik. alpha is 0 where g is, and has a pole at g = -2 / sum_j a_jk: a channel near it amplifies
+    rounding (to 1 % of the map in float32).
+
+    Args:
+        sign: "relu" weighs with the positive part of the gradient, "signed" with the gradient itself.
+        eps: Added to the denominator.
     """
     a, g = activations(b, layer)
     c, d = counted(a, b, prefix), counted(g, b, prefix)
@@ -266,11 +283,14 @@ def gradcam_pp(
     **_CAM,
 )
 def xgradcam(
-    b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
+    b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: Eigen = False
 ) -> Tensor:
     """XGradCAM: w_k = sum_i g_ik a_ik / (sum_j a_jk + eps), map_i = sum_k w_k a_ik. Signed.
 
     A ViT's channels may sum to nearly zero, where w_k explodes: see `xgradcam+`.
+
+    Args:
+        eps: Added to the denominator.
     """
     a, _ = activations(b, layer)
     weights = counted(product(b, layer), b, prefix).sum(1) / (counted(a, b, prefix).sum(1) + eps)
@@ -284,9 +304,13 @@ def xgradcam(
     **_CAM,
 )
 def xgradcam_abs(
-    b: Evidence, layer: int | str = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: bool = False
+    b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: Eigen = False
 ) -> Tensor:
-    """XGradCAM+: w_k = sum_i g_ik |a_ik| / (sum_j |a_jk| + eps), map_i = sum_k w_k a_ik. Signed."""
+    """XGradCAM+: w_k = sum_i g_ik |a_ik| / (sum_j |a_jk| + eps), map_i = sum_k w_k a_ik. Signed.
+
+    Args:
+        eps: Added to the denominator.
+    """
     a, g = activations(b, layer)
     size = counted(a, b, prefix).abs()
     weights = (counted(g, b, prefix) * size).sum(1) / (size.sum(1) + eps)
@@ -303,7 +327,7 @@ def xgradcam_abs(
     presets=_PLACES,
     advice=degenerate_hirescam,
 )
-def hirescam(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tensor:
+def hirescam(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False) -> Tensor:
     """HiResCAM: map_i = sum_k g_ik a_ik, which at a block's input is IxG. Signed. `eigen=True` is EigenGradCAM."""
     if eigen:
         return principal(product(b, layer), b)
@@ -316,7 +340,7 @@ def hirescam(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tens
     aliases=("gradcamelementwise",),
     **_WITHOUT_MEANS,
 )
-def gradcam_elementwise(b: Evidence, layer: int | str = NORM1, eigen: bool = False) -> Tensor:
+def gradcam_elementwise(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False) -> Tensor:
     """Element-wise Grad-CAM: map_i = sum_k ReLU(g_ik a_ik). Not negative, unless `eigen`."""
     weighted = product(b, layer).relu()
     return principal(weighted, b) if eigen else weighted.sum(-1)
@@ -329,15 +353,16 @@ def gradcam_elementwise(b: Evidence, layer: int | str = NORM1, eigen: bool = Fal
 )
 def layercam(
     b: Evidence,
-    layer: int | str = NORM1,
-    eigen: bool = False,
+    layer: Layer = NORM1,
+    eigen: Eigen = False,
     layer_norm: Literal["none", "max", "tanh"] = "none",
 ) -> Tensor:
     """LayerCAM: map_i = sum_k ReLU(g_ik) a_ik. Signed, since a ViT's activations are.
 
-    `layer_norm` is for sums over blocks: `max` divides a block's map by its largest magnitude on patches, `tanh` takes
-    tanh(2 map / max) as the paper does for early layers. The default does neither: noisy early blocks would weigh as
-    much as late ones.
+    Args:
+        layer_norm: How a block's map is scaled before maps are summed over blocks. "max" divides by its largest
+            magnitude on patches, "tanh" takes tanh(2 map / max) as the paper does for early layers. With "none", noisy
+            early blocks do not weigh as much as late ones.
     """
     a, g = activations(b, layer)
     cam = principal(g.relu() * a, b) if eigen else (g.relu() * a).sum(-1)
@@ -358,7 +383,7 @@ def layercam(
     presets=_PLACES,
     cost="1 forward",
 )
-def eigencam(b: Evidence, layer: int | str = NORM1) -> Tensor:
+def eigencam(b: Evidence, layer: Layer = NORM1) -> Tensor:
     """EigenCAM: the patches' activations on their first principal axis. Class-agnostic; the sign is a convention."""
     return principal(b.read(_READS[_kind(b, layer)][0]), b)
 
@@ -371,12 +396,14 @@ def eigencam(b: Evidence, layer: int | str = NORM1) -> Tensor:
     presets={"diffmask": {"eigen": True, "stretch": True}},
 )
 def gradcam_aug(
-    ask: Ask, layer: int | str = NORM1, prefix: Prefix = "exclude", eigen: bool = False, stretch: bool = False
+    ask: Ask, layer: Layer = NORM1, prefix: Prefix = "exclude", eigen: Eigen = False, stretch: bool = False
 ) -> Tensor:
     """Grad-CAM averaged over six augmentations: the image and its mirror image, each times 0.9, 1 and 1.1.
 
-    `stretch` first takes each map's positive part and stretches it to [0, 1], as the grad-cam library does. Preset
-    `diffmask`: stretched, with eigen smoothing, VISION DIFFMASK's baseline.
+    Preset `diffmask`: stretched, with eigen smoothing, VISION DIFFMASK's baseline.
+
+    Args:
+        stretch: First takes each map's positive part and stretches it to [0, 1], as the grad-cam library does.
     """
     request = resolve("gradcam", {"layer": layer, "prefix": prefix, "eigen": eigen})
     maps = []

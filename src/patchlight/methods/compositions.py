@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from patchlight.core.errors import PatchlightError
@@ -13,8 +14,13 @@ from patchlight.core.registry import Settings
 from patchlight.evidence.rows import row_sums, times
 from patchlight.methods.base import Composition, LayerMaps, register_composition
 
-Readout = Literal["pooling", "cls", "patches", "tokens"]
-"""The row of a token-to-token map that is read: as the classifier pools, that of CLS, the mean of patches or tokens."""
+Readout = Annotated[
+    Literal["pooling", "cls", "patches", "tokens"],
+    Field(
+        description="The row of a token-to-token matrix that is read: as the classifier pools, that of CLS, or the mean"
+        " over patches or all tokens."
+    ),
+]
 Terms = Literal["layer", "tail"]
 
 
@@ -30,7 +36,11 @@ def _from_start(depth: int, settings: Settings) -> range:
 
 
 def _last(maps: LayerMaps, layer: int = -1, readout: Readout = "pooling") -> Tensor:
-    """The map of one block, the last by default."""
+    """The map of one block, the last by default.
+
+    Args:
+        layer: The block; negative numbers count from the last.
+    """
     return maps.vector(block_index(layer, maps.vit.depth), readout)
 
 
@@ -38,7 +48,11 @@ LAST = Composition(_last, lambda depth, s: (block_index(s["layer"], depth),), st
 
 
 def _first(maps: LayerMaps, start: int = 0) -> Tensor:
-    """The map at the input of block `start`."""
+    """The map at the input of block `start`.
+
+    Args:
+        start: The block; negative numbers count from the last.
+    """
     return maps.vector(block_index(start, maps.vit.depth))
 
 
@@ -46,7 +60,11 @@ FIRST = Composition(_first, lambda depth, s: (block_index(s["start"], depth),), 
 
 
 def _additive(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tensor:
-    """r <- r + r M_l from the last block to the first: the row of prod(I + M_l), never an N x N x N product."""
+    """r <- r + r M_l from the last block to the first: the row of prod(I + M_l), never an N x N x N product.
+
+    Args:
+        start: The first block of the product.
+    """
     row, layers = maps.start_row(readout), _from_start(maps.vit.depth, {"start": start})
     for layer in reversed(layers):
         row = maps.merged(row, layer + 1)
@@ -67,8 +85,12 @@ def _rollout(
 ) -> Tensor:
     """r <- r N((1 - residual) M_l + residual I) from the last block to the first.
 
-    `normalise="rows"` divides each row by its sum; `vit-explain` divides column j by the sum of row j, as that code
-    does; `scale` multiplies M_l.
+    Args:
+        start: The first block of the product.
+        residual: Share of the identity in each factor.
+        normalise: "rows" divides each row by its sum; "vit-explain" divides column j by the sum of row j, as that code
+            does; "none" divides nothing.
+        scale: Factor of M_l.
     """
     row, layers = maps.start_row(readout), _from_start(maps.vit.depth, {"start": start})
     for layer in reversed(layers):
@@ -89,8 +111,10 @@ ROLLOUT = register_composition("rollout", span=_from_start, matrices_only=True, 
 def _plus(maps: LayerMaps, start: int = 0, terms: Terms = "layer", readout: Readout = "pooling") -> Tensor:
     """PLUS: the unweighted sum of the blocks' raw maps from `start` on.
 
-    `terms="layer"` sums single-block maps, as the paper's numbers do; `terms="tail"` sums the method's own map
-    restricted to the blocks from each l on, the literal equation.
+    Args:
+        start: The first block of the sum.
+        terms: "layer" sums single-block maps, as the paper's numbers do; "tail" sums the method's own map restricted to
+            the blocks from each l on, the literal equation.
     """
     layers = _from_start(maps.vit.depth, {"start": start})
     if terms == "layer":
@@ -105,7 +129,11 @@ PLUS = register_composition("plus", span=_from_start, staged=True)(_plus)
 
 
 def _sum(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tensor:
-    """PLUS, for names that mean a sum over the blocks from `start` on."""
+    """PLUS, for names that mean a sum over the blocks from `start` on.
+
+    Args:
+        start: The first block of the sum.
+    """
     return _plus(maps, start, readout=readout)
 
 
@@ -113,7 +141,11 @@ SUM = Composition(_sum, _from_start, staged=True)
 
 
 def _mean(maps: LayerMaps, start: int = 0) -> Tensor:
-    """The mean of the blocks' maps [B,N] from `start` on."""
+    """The mean of the blocks' maps [B,N] from `start` on.
+
+    Args:
+        start: The first block of the mean; negative numbers count from the last.
+    """
     layers = _from_start(maps.vit.depth, {"start": start})
     return torch.stack([maps.vector(layer) for layer in layers]).mean(0)
 
@@ -135,7 +167,14 @@ def _skipplus(
     terms: Terms = "layer",
     readout: Readout = "pooling",
 ) -> Tensor:
-    """SkipPLUS: PLUS over the upper half of the blocks, from m = ceil(L/2) unless `start` says otherwise."""
+    """SkipPLUS: PLUS over the upper half of the blocks, from m = ceil(L/2) unless `start` says otherwise.
+
+    Args:
+        start: The first block of the sum; None is m.
+        rounding: "ceil": m = ceil(L/2), as the paper. "floor": m = L // 2, as the released code.
+        terms: "layer" sums single-block maps; "tail" sums the method's own map from each block on, the literal
+            equation.
+    """
     return _plus(maps, half(maps.vit.depth, start, rounding), terms, readout)
 
 

@@ -29,7 +29,13 @@ _CHUNK = 32_000_000
 def _product(
     maps: LayerMaps, start: int = 0, residual: float = 0.0, scale: float = 1.0, readout: Readout = "pooling"
 ) -> Tensor:
-    """r <- r ((1 - residual) scale M_l + residual I) from the last block to `start`; nothing is normalised."""
+    """r <- r ((1 - residual) scale M_l + residual I) from the last block to `start`; nothing is normalised.
+
+    Args:
+        start: The first block of the product.
+        residual: Share of the identity in each factor.
+        scale: Factor of each matrix, against products that explode in deep models.
+    """
     return ROLLOUT.function(maps, start, residual, "none", scale, readout)
 
 
@@ -139,8 +145,12 @@ def attin(
 ) -> Tensor:
     """Norms of what attention moves: ||sum_h A_h[i,j] W_O^h v_j^h||, the row of the last block. Class-agnostic.
 
-    `vectors="residual"` adds x_i where i = j before the norm is taken; `"norm"` also puts the vectors through the
-    second norm's linear part, gamma (V - mean V) / std(u_i). Values keep their bias, b_O is left out. One forward.
+    b_O is left out. One forward.
+
+    Args:
+        vectors: "attention": as above. "residual" adds x_i where i = j before the norm is taken. "norm" also puts the
+            vectors through the second norm's linear part, gamma (V - mean V) / std(u_i).
+        value_bias: Whether values keep their bias.
     """
     w = head_vectors(b, value_bias)
     return l2_norms(b, w, skip=vectors != "attention", ffn="norm" if vectors == "norm" else "skip")
@@ -157,9 +167,12 @@ def attin(
 def globenc(b: Evidence, ffn: FFN = "skip", value_bias: bool = False) -> Tensor:
     """GlobEnc: the CLS row of prod_l M_l, M_l[i,j] = ||V[i,j]||, the skip inside V. Class-agnostic.
 
-    V leaves out all biases (`value_bias` keeps W_V beta + b_V) and the MLP. The product has no identity added and no
-    row normalised, so it may explode in deep models: `scale` multiplies each matrix. `ffn="norm2"` has
-    V + LN2(V) in place of V, as the SkipPLUS authors' port (preset `skipplus`, with its L // 2). One forward.
+    V leaves out the MLP. The product has no identity added and no row normalised, so it may explode in deep models:
+    `scale` multiplies each matrix. Preset `skipplus` is the SkipPLUS authors' port, with its L // 2. One forward.
+
+    Args:
+        ffn: "skip": V as it is. "norm2": V + LN2(V) in place of V, as the SkipPLUS authors' port.
+        value_bias: Whether V keeps the values' bias W_V beta + b_V; all other biases are left out.
     """
     return l2_norms(b, head_vectors(b, value_bias), skip=True, ffn=ffn)
 
@@ -177,9 +190,15 @@ def alti(
 ) -> Tensor:
     """ALTI: the CLS row of prod_l C_l, C_l[i,j] = ReLU(||y_i|| - ||y_i - V[i,j]||) in l1, rows summing to 1.
 
-    y_i is the true token behind attention and its skip; V as in `globenc`. Preset `skipplus`, the authors' port:
-    y_i is the output of the whole block, V + LN2(V) stands for V, and L // 2 begins the upper half; many rows are then
-    zero. A row of zeros stays zero, with a warning. One forward; memory in chunks.
+    V as in `globenc`. Preset `skipplus`, the authors' port: y_i is the output of the block, V + LN2(V) stands for V,
+    and L // 2 begins the upper half; many rows are then zero. A row of zeros stays zero, with a warning. One forward;
+    memory in chunks.
+
+    Args:
+        ffn: "skip": V as it is. "norm2": V + LN2(V) in place of V.
+        reference: What y_i is. "attn_out": the true token after attention and its skip. "block_out": the block's
+            output.
+        value_bias: Whether V keeps the values' bias.
     """
     y = b.u if reference == "attn_out" else b.y
     scores = (y.abs().sum(-1, keepdim=True) - l1_distances(b, head_vectors(b, value_bias), y, ffn)).clamp_(min=0)

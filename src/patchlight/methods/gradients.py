@@ -90,8 +90,10 @@ def degenerate_ixg(settings: Settings, vit: Anatomy) -> str | None:
 def grad(b: Evidence, reduce: Reduce = "l2") -> Tensor:
     """The gradient's size: ||g_l[i]||_2 over the channels, at the input of block `start`, or of the image.
 
-    `reduce` may be l2, l1, l4, linf, sum (noise at token level), relu-sum (sum of ReLU(g)), neg-relu-sum (sum of
-    ReLU(-g)), or top25, top50, top75 (sum of the largest 25, 50, 75 % of the channels).
+    Args:
+        reduce: How channels become one value: a norm ("l1", "l2", "l4", "linf"), "sum" (noise at token level),
+            "relu-sum" (of ReLU(g)), "neg-relu-sum" (of ReLU(-g)), or "top25", "top50", "top75" (the sum of the largest
+            25, 50, 75 % of the channels).
     """
     return reduced(b.g, reduce)
 
@@ -189,11 +191,17 @@ def smoothgrad(
 ) -> Estimate:
     """SmoothGrad: the mean of `samples` gradients at x + N(0, (sigma range)^2), then `reduce` over the channels.
 
-    `relative`: sigma is a fraction of the image's range max - min, as in the paper; else it is absolute. `base` is
-    averaged: the signed gradient, its absolute value, or noisy input times gradient (give reduce="sum" with it). The
-    noise is on the image, or at level="token" on x_0; it is drawn from `seed` alone, the same for every image. Presets:
-    `idiap` (100 samples), `tis` and `skipplus` (captum's noise tunnel, sigma 1), `bt`. One forward and one backward a
-    sample; `tolerance`: in rounds from 8 on, until an image's order is stable.
+    The noise is sampled from `seed` alone, the same for every image. Presets: `idiap` (100 samples), `tis` and
+    `skipplus` (captum's noise tunnel, sigma 1), `bt`. One forward and one backward a sample.
+
+    Args:
+        samples: Number of noisy gradients.
+        sigma: Standard deviation of the noise.
+        relative: Whether sigma is a fraction of the image's range max - min, as in the paper; else it is absolute.
+        base: What is averaged: the gradient ("signed"), its absolute value ("abs"), or noisy input times gradient
+            ("ixg"; use it with reduce="sum").
+        reduce: How channels become one value, as in `grad`.
+        level: "pixel": the noise is on the image. "token": it is on the tokens x_0.
     """
     x = _explained(ask, level)
     span = x.flatten(1).amax(1) - x.flatten(1).amin(1) if relative else x.new_ones(len(x))
@@ -271,11 +279,17 @@ def ig(
 ) -> Tensor:
     """Integrated gradients: (x - x') * integral over [0,1] of grad s(x' + a (x - x')) da, summed over the channels.
 
-    x is x_0 (CLS and position embedding included), or the image at level="pixel"; x' holds `baseline` everywhere.
-    `quadrature`: Gauss-Legendre, the right Riemann sum a_k = k/K, or `linspace` with both ends and weights 1/K.
-    `integrand` names a layer map, with its composition and rule: its maps along the path of tokens are averaged, as
-    LibraGrad does (for ixg that has a factor a_k more than the textbook). K = `steps` forwards, K backwards. Near
-    tokens of 0 the first norm's epsilon makes s change fast: a complete token map takes hundreds of steps.
+    x is x_0 (CLS and position embedding included), or the image at level="pixel". K = `steps` forwards, K backwards.
+    Near tokens of 0 the first norm's epsilon makes s change fast: a complete token map takes hundreds of steps.
+
+    Args:
+        steps: Number K of points on the path.
+        quadrature: Gauss-Legendre, the right Riemann sum a_k = k/K ("right"), or both ends with weights 1/K
+            ("linspace").
+        baseline: The value that x' has everywhere.
+        integrand: A layer map, with its composition and rule, whose maps along the path of tokens are averaged, as
+            LibraGrad does (for ixg that has a factor a_k more than the textbook); None: the gradient.
+        level: "token": x are the tokens x_0. "pixel": x is the image.
     """
     x = _explained(ask, level)
     points, weights = nodes(steps, quadrature)
@@ -307,7 +321,11 @@ def _averaged_maps(
 
 
 def _with_later_biases(maps: LayerMaps, start: int = 0) -> Tensor:
-    """CAT of block `start`, the biases of the blocks from there on, and those behind the last block."""
+    """CAT of block `start`, the biases of the blocks from there on, and those behind the last block.
+
+    Args:
+        start: The first block; negative numbers count from the last.
+    """
     layers = range(block_index(start, maps.vit.depth), maps.vit.depth)
     biases = [maps.lifted(maps.values[k][1], k) for k in layers]
     total = torch.stack([maps.lifted(maps.values[layers[0]][0], layers[0]), *biases]).sum(0)
@@ -350,5 +368,8 @@ def fullgrad_plus(b: Evidence, include_bias: bool = True) -> Tensor:
     """FullGrad+: sum over blocks of CAT_l and of each bias map once, with the final norm's. Signed.
 
     PLUS by default (`start` 0); `.skipplus` covers the upper half. Without biases it is CAT.
+
+    Args:
+        include_bias: Whether the maps of the biases are added.
     """
     return token_ixg(b) + b.bias if include_bias else token_ixg(b)

@@ -76,12 +76,18 @@ def hsic(
 ) -> Estimate:
     """Hilbert-Schmidt independence criterion between a cell's mask and the score: dependence, not direction.
 
-    n = `samples` binary masks of `grid` x `grid` cells, quasi-random and shared by all images, are upsampled by nearest
-    neighbour and show the image or `fill`; y are the scores. HSIC_j is that of `hsic_of`, with w the median of an
-    image's y for a class (|w| at least `floor`, since a median near 0 would make every output unlike every other). The
-    map of cells is resized to the image bicubically, which may ring below 0; `level="token"` is its mean in each patch.
-    Presets: `authors` (Latin hypercube, 7 x 7, 1536 masks), `xplique` (Sobol, 8 x 8, 500). n forwards, whatever the
-    grid; `tolerance`: in rounds until an image's order is stable.
+    Binary masks, quasi-random and shared by all images, are upsampled by nearest neighbour; y are the scores. HSIC_j is
+    that of `hsic_of`, with w the median of an image's y for a class. The map of cells is resized to the image
+    bicubically, which may ring below 0. Presets: `authors` (Latin hypercube, 7 x 7, 1536 masks), `xplique` (Sobol, 8 x
+    8, 500). One forward a mask, whatever the grid.
+
+    Args:
+        samples: Number of masks.
+        grid: Cells along each side of a mask.
+        sampler: A Sobol sequence, or a Latin hypercube ("lhs").
+        fill: What hidden cells show.
+        floor: Smallest |w|: a median near 0 would make every output unlike every other.
+        level: "pixel", or "token": the mean in each patch.
     """
     masks = draw_masks(samples, grid * grid, sampler, ask.seed)
 

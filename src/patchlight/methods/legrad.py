@@ -59,11 +59,15 @@ def legrad(b: Evidence, readout: Readout = "tokens", attention: Attended = "auto
     """LeGrad: the mean over blocks of mean_hi ReLU(G_l[h,i,j]), the attention gradient of each block's own score.
 
     s_l is the score that the readout gives for block l's output in place of the last, G_l = ds_l/dA_l; attention itself
-    is not multiplied in. `readout`: the head reads the mean of all `tokens`, as the authors do, or of the `patches`,
-    the `cls` token, or what the model's own `pooling` reads. A model that pools by attention has the gradient of that
-    pooler's attention, fed with each block's output, in place of G_l (`attention`: "auto", "block", "pooler"), and then
-    reads as it pools, final norm included; the authors leave that norm out, and subtract what an empty prompt shows,
-    which is not done here. Preset `code` takes the last two blocks as the released code does, and the paper all. What
-    enters a block is constant, and no N x N matrix is kept: G_l = dO_l v_l^T. One forward, one local backward.
+    is not multiplied in. The authors leave out the final norm of a model that pools by attention, and subtract what an
+    empty prompt shows, which is not done here. Preset `code` takes the last two blocks as the released code does, and
+    the paper all. What enters a block is constant, and no N x N matrix is kept: G_l = dO_l v_l^T. One forward, one
+    local backward.
+
+    Args:
+        readout: What the head reads of a block's output: the mean of all "tokens", as the authors do, or of the
+            "patches", the "cls" token, or what the model's own "pooling" reads.
+        attention: Whose attention has the gradient: the block's, the pooler's of a model that pools by attention, fed
+            with each block's output and read as it pools, or ("auto") the latter where there is one.
     """
     return b.positive_gradient

@@ -93,13 +93,18 @@ def lime(
 ) -> Estimate:
     """LIME: the coefficients of a ridge regression of f on which segments are shown.
 
-    z_i in {0,1}^S is Bernoulli(1/2) (the first all ones); hidden segments show their mean colour or `fill`, or their
-    tokens are removed. Sample i weighs pi_i = sqrt(exp(-d_i^2 / width^2)) with the cosine distance d_i of z_i to 1, and
-    b minimises sum_i pi_i (f_i - b_0 - z_i b)^2 + ridge |b|^2, in float64. Segments are patches, with 2000 samples
-    since there are many (`unit="token"`, preset `token`: removed), or at `unit="pixel"` quickshift superpixels (the
-    extra `lime`; preset `paper`, with 1000 samples and a map of pixels). Signed. Maps [B,h,w], superpixels averaged
-    over each patch, or painted on pixels [B,H,W]; one forward per sample. `tolerance`: in rounds until an image's order
-    is stable.
+    z_i in {0,1}^S is Bernoulli(1/2) (the first all ones). Sample i weighs pi_i = sqrt(exp(-d_i^2 / width^2)) with the
+    cosine distance d_i of z_i to 1, and b minimises sum_i pi_i (f_i - b_0 - z_i b)^2 + ridge |b|^2, in float64.
+    Presets: `paper` (superpixels, 1000 samples, a map of pixels), `token`. Signed. One forward a sample.
+
+    Args:
+        samples: Number of samples; patches are many, so there are more than the paper's 1000.
+        unit: What a segment is: a "patch", a patch whose token is removed ("token"), or a quickshift superpixel
+            ("pixel"; needs the extra `lime`).
+        fill: What hidden segments show: their mean colour, or another fill.
+        width: Width of the kernel that weighs the samples.
+        ridge: Penalty on the coefficients.
+        level: "token": maps [B,h,w], superpixels averaged over each patch. "pixel": segments painted on pixels [B,H,W].
     """
     size = (ask.images.shape[-2], ask.images.shape[-1])
     if unit == "pixel":

@@ -50,10 +50,15 @@ def occlusion(
 ) -> Tensor:
     """Occlusion: R(w) = f(X) - f(X without window w); a place's value is the mean R of the windows that cover it.
 
-    `window` and `stride` (rows, columns, or one number for both) count what `unit` says, a window of one patch by
-    default: pixels or patches, which show `fill`, or patches whose tokens are really removed (preset `leave-one-out`).
-    The stride defaults to the window; the last window of a row is clipped to the image, as captum does. Signed. Maps of
-    pixels [B,H,W] or, at `level="token"`, of patches [B,h,w]; one forward per window and one for the image.
+    The last window of a row is clipped to the image, as captum does. Preset `leave-one-out` removes tokens. Signed. One
+    forward per window and one for the image.
+
+    Args:
+        window: Size of a window in what `unit` says: rows and columns, or one number for both; None: one patch.
+        stride: Step between windows, likewise; None: the window.
+        unit: What is hidden: "pixel" or "patch", which show `fill`, or "token": patches whose tokens are removed.
+        fill: What hidden places show.
+        level: "pixel": maps [B,H,W]. "token": maps of patches [B,h,w].
     """
     size, one = ask.vit.grid, (1, 1)
     if unit == "pixel":

@@ -32,9 +32,14 @@ def pami(
 ) -> Tensor:
     """PAMI: S(x) = mean over the parts P that contain x of f(X on P, fill elsewhere).
 
-    Parts are square windows of `windows` patches (several sizes: a list) every `stride` patches, no larger than the
-    grid; all else shows `fill`, or is removed (`unit="token"`). No code of the authors is public: windows of 4, stride
-    1 and the blur are this library's choices. Token maps [B,h,w]; one forward per part.
+    Parts are square windows, no larger than the grid. No code of the authors is public: windows of 4, stride 1 and the
+    blur are this library's choices. Token maps [B,h,w]; one forward per part.
+
+    Args:
+        windows: Patches along each side of a window; a list for several sizes.
+        stride: Patches from one window to the next.
+        unit: Whether patches outside the part show `fill` ("patch") or are removed ("token").
+        fill: What patches outside the part show.
     """
     sizes = [windows] if isinstance(windows, int) else windows
     axes = [tuple(sliding(length, min(size, length), stride) for length in ask.vit.grid) for size in sizes]

@@ -213,18 +213,23 @@ def posterior(
     """Posterior mean of each patch's effect on the score: a white-box map is the prior, scored masks the evidence.
 
     The score of an image under mask M_j [N] is taken as w_j = c + M_j.beta + noise, and beta ~ N(mu, tau^2 I) a priori,
-    with mu = a P, P the map of the method `prior` (or "none") and a what fits the scores best. Then
-    beta = mu + (Mc^T Mc + lambda I)^-1 Mc^T (wc - Mc mu), Mc and wc centred over the masks, and
-    lambda = sigma^2 / tau^2 = r tr(Mc^T Mc) / N with r = `ridge`; "likelihood" averages over r from 0.1 to 100, weighed
-    by the marginal likelihood for each image and class, which shrinks less and is mostly worse. The error
-    is the posterior's standard deviation. Signed.
+    with mu = a P, P the prior's map and a what fits the scores best. Then beta = mu + (Mc^T Mc + lambda I)^-1 Mc^T (wc
+    - Mc mu), Mc and wc centred over the masks, and lambda = sigma^2 / tau^2 = r tr(Mc^T Mc) / N with r = `ridge`. The
+    error is the posterior's standard deviation. Signed. Classes share the masks. No masks, or masks that are all the
+    same, give the prior; the error of fewer than three is not known.
 
-    Each of the `samples` masks shows int(keep N) patches: where a cluster of the blocks' `activations` is largest, as
-    those of `tis`; where random coarse `grids` are; or any (`coalitions`). The others are really removed, or with
-    `unit="patch"` show `fill`. "auto": the prior is 'fullgrad-plus.libra' where it works, else another of one pass;
-    masks are of activations and tokens are removed where the model has one grid of tokens to do so. `tolerance`: masks
-    come in rounds, at most `samples`, and an image has enough when its order is stable. Classes share the masks. No
-    masks, or masks that are all the same, give the prior; the error of fewer than three is not known.
+    Args:
+        samples: Number of masks.
+        prior: The method whose map is the prior, or "none"; "auto" is 'fullgrad-plus.libra' where it works, else
+            another of one pass.
+        masks: What a mask shows: the patches where a cluster of the blocks' "activations" is largest, as those of
+            `tis`; where random coarse "grids" are; or any ("coalitions"). "auto": activations where the model has one
+            grid of tokens, else grids.
+        keep: Share of the patches that a mask shows.
+        unit: "token" removes the other patches, "patch" paints them; "auto" removes where the model can.
+        fill: What painted patches show.
+        ridge: The ratio r; "likelihood" averages over r from 0.1 to 100, weighed by the marginal likelihood for each
+            image and class, which shrinks less and is mostly worse.
     """
     known = prior_map(ask, _chosen_prior(prior, ask.vit))
     wide = torch.promote_types(ask.vit.dtype, torch.float32)

@@ -393,12 +393,15 @@ def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
     """Layer-wise relevance propagation to the pixels, summed over colours. Signed.
 
     Relevance 1 at the target's logit goes down by the alpha = 1 rule at linear maps, a / (a + b) at skips, half to each
-    factor at matrix products, z^B at the patch projection; norms, GELU, softmax and scales pass it on. `rules="orig"`
-    (default) are the paper's LRP baseline, which conserves nothing and reaches 1e9 and more; `rules="ours"` are those
-    of TransAtt, whose sum stays 1. `level="token"` is the relevance of x_0, summed over channels.
+    factor at matrix products, z^B at the patch projection; norms, GELU, softmax and scales pass it on.
 
-    `precision="auto"` is `full` on CUDA too: signed relevance nearly cancels. Products rounded as in TF32: one image
-    of 16 loses its order on `deit_tiny`: Spearman 0.997, and 0.11 with `rules="ours"`, where a skip's sum changes sign.
+    `precision="auto"` is `full` on CUDA too: signed relevance nearly cancels. Products rounded as in TF32: one image of
+    16 loses its order on `deit_tiny`: Spearman 0.997, and 0.11 with `rules="ours"`, where a skip's sum changes sign.
+
+    Args:
+        rules: "orig": the paper's LRP baseline, which conserves nothing and reaches 1e9 and more. "ours": those of
+            TransAtt, whose sum stays 1.
+        level: "pixel", or "token": the relevance of x_0, summed over channels.
     """
     seen = Relevance(ask, rules, ask.precision)
     _, _, R, _ = seen.start()
@@ -423,7 +426,10 @@ def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
 def partial_lrp(ask: Ask, rules: Rules = "orig") -> Pass:
     """Relevance of one block's attention, the last by default: the CLS row of mean_h ReLU(R_A).
 
-    No gradient; the class enters through the one-hot start. `rules` as in `lrp`.
+    No gradient; the class enters through the one-hot start.
+
+    Args:
+        rules: "orig": the paper's LRP baseline, which conserves nothing. "ours": those of TransAtt, whose sum stays 1.
     """
     return _attention_maps(ask, rules, gradient=False)
 
@@ -447,7 +453,10 @@ def transatt(ask: Ask, rules: Rules = "ours", gradient: bool = True) -> Pass:
     Nothing is normalised. R_A,l is the relevance of the attention [B,H,N,N] under the conserving rules, G_l the
     gradient of the score. The library and the paper start at block 0 (default); preset `scripts` at block 1, as the
     evaluation scripts do.
-    `gradient=False` leaves G out, the authors' rollout of relevance. `rules="orig"` conserves nothing, and can lose the
-    order of patches in TF32; `precision="full"` keeps it.
+
+    Args:
+        rules: "ours" conserve relevance. "orig" conserves nothing, and can lose the order of patches in TF32;
+            `precision="full"` keeps it.
+        gradient: Whether G is included; without it this is the authors' rollout of relevance.
     """
     return _attention_maps(ask, rules, gradient)

@@ -293,6 +293,9 @@ class MethodInfo:
     cost: str
     summary: str
     settings: dict[str, str]
+    """By name, type and default."""
+    setting_texts: dict[str, str]
+    """By name, what the setting does."""
     supported: bool | None = None
     reason: str = ""
 
@@ -315,11 +318,20 @@ def list_methods(vit: Anatomy | nn.Module | None = None) -> Listed[MethodInfo]:
     rows: Listed[MethodInfo] = Listed()
     for name, method in METHODS.items():
         reason = refusal(resolve(name), vit) if vit is not None else None
-        settings = {key: str(setting) for key, setting in method.settings(method.composition).items()}
+        own = method.settings(method.composition)
+        settings, texts = ({k: f(s) for k, s in own.items()} for f in (str, lambda setting: setting.text))
         supported = None if vit is None else reason is None
         rows.append(
             MethodInfo(
-                name, method.aliases, method.paper, method.cost, method.summary, settings, supported, reason or ""
+                name,
+                method.aliases,
+                method.paper,
+                method.cost,
+                method.summary,
+                settings,
+                texts,
+                supported,
+                reason or "",
             )
         )
     return rows

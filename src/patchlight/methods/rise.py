@@ -111,14 +111,19 @@ def rise(
 ) -> Estimate:
     """RISE: S(x) = 1/(N p) sum_i f(X * M_i) M_i(x), the score of the image under N = `samples` random masks.
 
-    A mask is a binary grid of `grid` x `grid` cells, 1 with probability p = `keep`, upsampled bilinearly to a canvas
-    one cell larger than the image and cropped at a random offset; masked pixels show `fill`. `unit="patch"` draws the
-    patches independently, and `unit="token"` really removes their tokens. `normaliser="empirical"` divides by sum_i
-    M_i(x) instead of N p, which removes the masks' uneven coverage at the borders. Masks are drawn once and shared by
-    all images; `tolerance`: in rounds until an image's order is stable. Maps of pixels [B,H,W] or, at `level="token"`,
-    of patches [B,h,w]; N forwards. Presets: `paper` (the
-    default: s 7, p 0.5, N 4000), `repo` (s 8, p 0.1, N 6000), `tis` (s 8, p 0.1, N 4000, logits), `vit-shapley`
-    (tokens, p 0.5, N 2000, empirical).
+    A mask is a binary grid, upsampled bilinearly to a canvas one cell larger than the image and cropped at a random
+    offset. Masks are the same for all images. N forwards. Presets: `paper` (the default: s 7, p 0.5, N 4000), `repo` (s
+    8, p 0.1, N 6000), `tis` (s 8, p 0.1, N 4000, logits), `vit-shapley` (tokens, p 0.5, N 2000, empirical).
+
+    Args:
+        samples: Number N of masks.
+        grid: Cells s along each side of a mask.
+        keep: Probability p that a cell is shown.
+        normaliser: "expected" divides by N p. "empirical" divides by sum_i M_i(x), which removes the masks' uneven
+            coverage at the borders.
+        unit: "pixel": masks as above. "patch" samples the patches independently, and "token" removes their tokens.
+        fill: What masked pixels show.
+        level: "pixel": maps [B,H,W]. "token": maps of patches [B,h,w].
     """
     rows, columns = ask.vit.grid
     if unit == "pixel":

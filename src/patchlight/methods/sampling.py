@@ -16,8 +16,15 @@ from torch import Tensor
 from patchlight.core.statistics import spearman
 from patchlight.methods.base import Ask, Estimate
 
-Tolerance = Annotated[float, Field(gt=0, lt=1)]
-"""An image has enough masks when the rank correlation of its map with that of half of them is at least 1 less this."""
+Tolerance = Annotated[
+    float,
+    Field(
+        gt=0,
+        lt=1,
+        description="Samples are scored in rounds, and an image has enough when the rank correlation of its map with "
+        "that of half of them is at least 1 minus this; None: all samples.",
+    ),
+]
 GROUPS = 16
 FIRST = 32
 """Masks of the first round, or somewhat more."""

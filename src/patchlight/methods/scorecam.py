@@ -12,7 +12,7 @@ from patchlight.core.registry import Settings
 from patchlight.core.resize import to_pixels
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, ablates
-from patchlight.methods.cams import NORM1, channel_reads, feature_maps, no_place
+from patchlight.methods.cams import NORM1, Layer, channel_reads, feature_maps, no_place
 from patchlight.methods.masking import MadeMasks, owners
 
 
@@ -37,7 +37,7 @@ def refuses(settings: Settings, vit: Anatomy) -> str | None:
 )
 def score_cam(
     ask: Ask,
-    layer: int | str = NORM1,
+    layer: Layer = NORM1,
     weighting: Literal["softmax", "score"] = "softmax",
     relu: bool = False,
     fill: Fill = "zero",
@@ -45,10 +45,13 @@ def score_cam(
     """Score-CAM: alpha = softmax_k f(X * H_k), map = sum_k alpha_k A_k, H_k the k-th channel stretched to [0, 1].
 
     H_k = minmax(Up(A_k)), Up bilinear with corners aligned; the score of an empty baseline, the same for all k, drops
-    out of the softmax. Signed like the other CAMs; `relu=True` (preset `paper`) keeps the positive part, which can be
-    nothing, since a ViT's activations are signed. `weighting="score"` is sum_k f(X * H_k) H_k, as ViT-CX describes it
-    (preset `vit-cx`, with probabilities). `layer` is read as for `gradcam`; a hierarchical model has one feature map,
-    that of the stage it is opened at. Token maps [B,h,w]; D + 1 forwards.
+    out of the softmax. Signed like the other CAMs. Presets: `paper` (ReLU), `vit-cx` (scores, with probabilities).
+    Token maps [B,h,w]; D + 1 forwards.
+
+    Args:
+        weighting: "softmax": as above. "score": sum_k f(X * H_k) H_k, as ViT-CX describes it.
+        relu: Keeps the positive part of the map, which can be nothing, since a ViT's activations are signed.
+        fill: What masked pixels show.
     """
     maps, _ = feature_maps(ask, layer)
     flat = maps.flatten(0, 1)

@@ -118,12 +118,16 @@ def kernel_shap(
     """Shapley values of the patches by constrained least squares: sum phi = v(all patches) - v(none), exactly. Signed.
 
     Coalitions S of sizes 0 < k < d come with P(k) proportional to 1 / (k (d - k)) in antithetic pairs (S and its
-    complement), n = `samples` in all, drawn once for all images; the solution is that of `constrained_values`, in
-    float64. v(S) is the score of the image with the patches of S: `unit="token"` really removes the others, and of the
-    empty coalition the prefix tokens remain; `unit="patch"` paints `fill` in their place. The default, "auto", removes
-    tokens where the model can and its classifier reads prefix tokens alone. n should be 10 d or more. Presets `captum`
-    and `xplique` are those libraries' sizes, the first too small for most grids. `tolerance`: coalitions are scored in
-    rounds until an image's order is stable. [B,h,w]; n + 2 forwards.
+    complement), the same for all images; the solution is that of `constrained_values`, in float64. v(S) is the score of
+    the image with the patches of S. Presets `captum` and `xplique` are those libraries' sizes, the first too small for
+    most grids. [B,h,w]; n + 2 forwards.
+
+    Args:
+        samples: Number n of coalitions; it should be 10 d or more for d patches.
+        unit: What happens to the other patches. "token" removes them, and of the empty coalition the prefix tokens
+            remain; "patch" paints `fill` in their place. "auto" removes tokens where the model can and its classifier
+            reads prefix tokens alone.
+        fill: What painted patches show.
     """
     grid = ask.vit.grid
     z = draw_coalitions(samples, grid[0] * grid[1], ask.generator())

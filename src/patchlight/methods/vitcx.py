@@ -18,7 +18,7 @@ from patchlight.core.registry import Settings
 from patchlight.core.resize import axis_matrix, fitted, to_pixels
 from patchlight.evidence.ablation import Count, Rendered
 from patchlight.methods.base import Ask, Estimate, ablates
-from patchlight.methods.cams import ATTENTION, NORM1, channel_reads, feature_maps, no_place
+from patchlight.methods.cams import ATTENTION, NORM1, Layer, channel_reads, feature_maps, no_place
 from patchlight.methods.masking import owners
 from patchlight.methods.rise import draw_grids
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
@@ -231,7 +231,7 @@ def _covered(total: Tensor, coverage: Tensor) -> Tensor:
 )
 def vit_cx(
     ask: Ask,
-    layer: int | str = NORM1,
+    layer: Layer = NORM1,
     distance: Annotated[float, Field(gt=0)] | None = None,
     sigma: Annotated[float, Field(ge=0)] = 0.1,
     samples: Count = 1,
@@ -242,21 +242,24 @@ def vit_cx(
 ) -> Estimate:
     """Causal score of clustered feature maps, corrected for coverage: W(x) = sum_i s_i M_i(x) / sum_i M_i(x).
 
-    Each of the D channels of `layer` (a place as `gradcam` reads it, default "blocks[-1].norm1"; of a hierarchical
-    model, the stage it is opened at) is upsampled and stretched to [0, 1]; complete linkage on 1 - cosine merges those
-    closer than `distance` (default 0.1, hierarchical 0.05), and a cluster's mask M_i [H,W] is its members' sum,
-    stretched again, or with `rescale=False` their mean. s_i = f(X M_i + e_i) - f(X + e_i) + f(X) with
-    e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2) after normalisation, mean over `samples` draws. Constant channels are left
-    out; a pixel that no mask covers gets 0. Maps [B,T,H,W]; the paper's is K times this one, the released code's 1/K.
-    The number of masks K of each image is in the attribution's `facts["masks"]`.
+    Each of the D channels of `layer` is upsampled and stretched to [0, 1]; complete linkage on 1 - cosine merges close
+    ones, and a cluster's mask M_i [H,W] is its members' sum, stretched again. s_i = f(X M_i + e_i) - f(X + e_i) + f(X)
+    with e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2) after normalisation. Constant channels are left out; a pixel that no
+    mask covers gets 0. Maps [B,T,H,W]; the paper's is K times this one, the released code's 1/K. The number of masks K
+    of each image is in the attribution's `facts["masks"]`. 1 + 2 K samples forwards (1 + K without noise), no backward.
+    The error is that of masks, as if they had been sampled.
 
-    Presets: `authors`, the released code, is the default; `paper` follows the text, with the output of the last
-    block's attention module and the clusters' mean.
+    Presets: `authors`, the released code, is the default; `paper` follows the text, with the output of the last block's
+    attention module and the clusters' mean.
 
-    `variant` (the paper's Table 2): 1 all maps, not clustered; 2 `random_masks` masks of RISE; 3 scores f(X M_i); 4 no
-    coverage correction, sum_i s_i M_i; 5 as 3 and 4. sigma = 0 is variant 3. 1 + 2 K samples forwards (1 + K without
-    noise), no backward. The error is that of masks, as if they had been drawn; `tolerance`: the `samples` draws of
-    noise come in rounds, until an image's order is stable.
+    Args:
+        distance: Channels closer than this are merged; None: 0.1, hierarchical 0.05.
+        sigma: Standard deviation of the noise; 0 is variant 3.
+        samples: Number of noises, over which s_i is averaged.
+        rescale: Whether a mask is its members' sum, stretched again; else it is their mean.
+        variant: Of the paper's Table 2: 1 all maps, not clustered; 2 masks of RISE; 3 scores f(X M_i); 4 no coverage
+            correction, sum_i s_i M_i; 5 as 3 and 4.
+        random_masks: Number of RISE masks of variant 2.
     """
     size = (ask.images.shape[-2], ask.images.shape[-1])
     features, clean = feature_maps(ask, layer)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
@@ -28,11 +29,19 @@ from patchlight.evidence.ablation import ABLATION, Ablation, Unit
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-TargetClass = Literal["given", "label", "prediction"]
-"""The class the map explains, the true one, or the model's own prediction."""
-MeasuredScore = Literal["auto", "probability", "logit", "cosine"]
-"""What is read of a class: its probability, its logit, or the cosine that this is made of; `auto` is the probability
-where the model has one, else the logit."""
+TargetClass = Annotated[
+    Literal["given", "label", "prediction"],
+    Field(
+        description="The class that is scored: the one the map explains, the true one, or the model's own prediction."
+    ),
+]
+MeasuredScore = Annotated[
+    Literal["auto", "probability", "logit", "cosine"],
+    Field(
+        description="What is read of the class: its probability, its logit, or the cosine that this is made of; 'auto' "
+        "is the probability where the model has one, else the logit."
+    ),
+]
 MapFunction = Callable[[Anatomy, Tensor, Targets, int], Tensor]
 """From a model, images [B,C,H,W], their classes and a seed to maps [B,h,w]."""
 Sums = Mapping[str, Tensor]
@@ -228,6 +237,7 @@ class MetricInfo:
     cost: str
     summary: str
     settings: dict[str, str]
+    setting_texts: dict[str, str]
     presets: tuple[str, ...]
 
     def cells(self) -> dict[str, str]:
@@ -295,6 +305,7 @@ def list_metrics() -> Listed[MetricInfo]:
                 entry.cost,
                 entry.summary,
                 settings,
+                {key: setting.text for key, setting in entry.settings.items()},
                 tuple(entry.presets),
             )
         )

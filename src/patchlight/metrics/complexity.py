@@ -46,10 +46,15 @@ def sparseness(
 ) -> Measured:
     """Gini index of the map: 0 when all pixels are equal, 1 - 1/n when one holds everything.
 
-    G = sum_i (2i - n - 1) a_(i) / (n sum a), a_(1) <= … <= a_(n) the scores of the upsampled map (`level="token"`: on
-    the patch grid). `shift` subtracts the lowest score where there are negative ones, as the paper says, `always`
-    (preset `tis`), or never; `absolute` takes |map| first (preset `quantus`). `eps` times the highest is then added, so
-    that G does not depend on the map's scale; a constant map has 0. No forward.
+    G = sum_i (2i - n - 1) a_(i) / (n sum a), a_(1) <= … <= a_(n) the scores of the map. A constant map has 0. No
+    forward.
+
+    Args:
+        shift: When the lowest score is subtracted: where there are negative ones, as the paper says, "always" (preset
+            `tis`), or never.
+        absolute: Takes |map| first (preset `quantus`).
+        eps: This times the highest score is added, so that G does not depend on the map's scale.
+        level: "pixel": the upsampled map. "token": the map on the patch grid.
     """
     maps = (ask.upsampled(upsampling) if level == "pixel" else ask.on_grid()).flatten(1).double()
     maps = maps.abs() if absolute else maps
@@ -81,11 +86,14 @@ def completeness_error(
 ) -> Measured:
     """How far the map's sum is from what it explains: |sum of the map - (s(x) - s(baseline))|.
 
-    s is the class's logit, or its probability or cosine (a pair's difference), in full precision. Without a `baseline`
-    its term is 0: the target of methods that share out the whole logit, FullGrad and DecompX with their biases.
     Integrated gradients and SHAP share out the difference to a baseline: give it (`zero` for `ig` at pixel level). The
-    map is the method's own, not upsampled; what it leaves out (prefix tokens, biases) is part of the error. `relative`
-    divides by |s(x) - s(baseline)|.
+    map is the method's own, not upsampled; what it leaves out (prefix tokens, biases) is part of the error.
+
+    Args:
+        baseline: The fill of the baseline; None: its term is 0, the target of methods that share out the whole logit,
+            FullGrad and DecompX with their biases.
+        score: s: the class's logit, probability or cosine (a pair's difference), in full precision.
+        relative: Divides by |s(x) - s(baseline)|.
     """
     explained = _score(ask, ask.images, score)
     if baseline is not None:

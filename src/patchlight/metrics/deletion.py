@@ -23,9 +23,13 @@ from patchlight.evidence.fills import Fill, fill_images
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
 from patchlight.metrics.quantities import no_score
 
-Integrator = Literal["trapezoid", "mean", "unit", "width"]
-"""`trapezoid`: trapezoids, divided by the width they cover; `mean` of the points; `unit`: trapezoids of width 1 each;
-`width`: trapezoids, not divided by anything."""
+Integrator = Annotated[
+    Literal["trapezoid", "mean", "unit", "width"],
+    Field(
+        description="How points become an area: trapezoids divided by the width they cover, the mean of the points, "
+        "trapezoids of width 1 each ('unit'), or trapezoids that are not divided ('width')."
+    ),
+]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 _PIXELS: dict[str, Any] = {"steps": 224, "unit": "pixel", "upsampling": "bilinear"}
@@ -205,12 +209,15 @@ def insertion(
 ) -> Measured:
     """Area under p(class) while the highest-ranked pixels of the image appear on the fill; higher is better.
 
-    Each of the `steps` shows ceil(HW / steps) more pixels (or patches, or tokens: `unit`) of the upsampled map's order,
-    one each where `steps` is None; `first` adds the bare fill as a point. Preset `rise`: 225 points, trapezoids, the
-    predicted class, RISE's blur. Preset `tis`: 224 points without the bare fill, their mean, the true class; fills by
-    its words (blur, random, black, mean). Preset `vit-shapley`: tokens one by one, from none to all, the mean of the
-    points, the true class. `score`: p(class), or of a head without probabilities the logit. Curve [B,P] over the
-    fraction shown. P forwards an image.
+    Preset `rise`: 225 points, trapezoids, the predicted class, RISE's blur. Preset `tis`: 224 points without the bare
+    fill, their mean, the true class; fills by its words (blur, random, black, mean). Preset `vit-shapley`: tokens one
+    by one, from none to all, the mean of the points, the true class. Curve [B,P] over the fraction shown. P forwards an
+    image.
+
+    Args:
+        steps: Each shows ceil(HW / steps) more pixels of the map's order; None: one each.
+        unit: What is shown step by step: pixels of the upsampled map, patches, or tokens.
+        first: Whether the bare fill is a point too.
     """
     changed = thresholds(count_cells(ask, unit), steps, first)
     curve = _curve(ask, True, changed, Removal(fill, unit, upsampling), target_class, score)
@@ -242,7 +249,12 @@ def deletion(
 ) -> Measured:
     """Area under p(class) while the highest-ranked pixels of the image give way to the fill; lower is better.
 
-    Settings and presets as for `insertion`; `rise` deletes to `zero`, grey after normalisation.
+    Presets as for `insertion`; `rise` deletes to `zero`, grey after normalisation.
+
+    Args:
+        steps: Each removes ceil(HW / steps) more pixels of the map's order; None: one each.
+        unit: What is removed step by step: pixels of the upsampled map, patches, or tokens.
+        first: Whether the clean image is a point too.
     """
     changed = thresholds(count_cells(ask, unit), steps, first)
     curve = _curve(ask, False, changed, Removal(fill, unit, upsampling), target_class, score)
@@ -277,7 +289,14 @@ def ins_del(
     upsampling: Upsampling = "bilinear",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Insertion less deletion, over the same fill (or `deletion_fill`); higher is better. Curve: their difference."""
+    """Insertion less deletion, over the same fill (or `deletion_fill`); higher is better. Curve: their difference.
+
+    Args:
+        steps: Each changes ceil(HW / steps) more pixels of the map's order; None: one each.
+        deletion_fill: The fill of the deletion; None: the same.
+        unit: What is changed step by step: pixels of the upsampled map, patches, or tokens.
+        first: Whether the first, unchanged image is a point too.
+    """
     changed = thresholds(count_cells(ask, unit), steps, first)
     over = fill if deletion_fill is None else deletion_fill
     inserted = _curve(ask, True, changed, Removal(fill, unit, upsampling), target_class, score)

@@ -18,8 +18,11 @@ from patchlight.metrics.base import Measure, Measured, register_metric
 def fact(ask: Measure, fact: str = "masks") -> Measured:
     """A number that the method itself reports of each image, such as the number of masks of `vit-cx`.
 
-    `fact` is its name in the attribution's `facts`. It describes the work of a method, and not how good a map is; where
-    a table ranks, lower is better. A map that comes without this number has no value. No forward.
+    It describes the work of a method, and not how good a map is; where a table ranks, lower is better. A map that comes
+    without this number has no value. No forward.
+
+    Args:
+        fact: Its name in the attribution's `facts`.
     """
     values = ask.facts.get(fact)
     if values is not None:

@@ -65,12 +65,17 @@ def srg(
 ) -> Measured:
     """Symmetric relevance gain, AUC_LIF - AUC_MIF: the class's score, least important first less most important first.
 
-    MIF removes the k highest cells, LIF the k lowest, k from none to all in `steps` (each cell by itself where None);
-    trapezoids over the share removed. A random order has 0 and the negative of a map the negative value, whatever the
-    fill: what the fill does to every order alike cancels. On steps that divide the cells it is `ins-del` over one fill.
-    Cells are averages of the map over a patch, as the paper's are over its units. Preset `bluecher`: 15 counts that
-    grow by one factor, the true class, probabilities. Parts: the areas `mif` and `lif` and the curves `mif-curve` and
-    `lif-curve` [B,P]; curve [B,P]: LIF - MIF over the share removed.
+    MIF removes the k highest cells, LIF the k lowest, k from none to all; trapezoids over the share removed. A random
+    order has 0 and the negative of a map the negative value, whatever the fill: what the fill does to every order alike
+    cancels. On steps that divide the cells it is `ins-del` over one fill. Cells are averages of the map over a patch,
+    as the paper's are over its units. Preset `bluecher`: 15 counts that grow by one factor, the true class,
+    probabilities. Parts: the areas `mif` and `lif` and the curves `mif-curve` and `lif-curve` [B,P]; curve [B,P]: LIF -
+    MIF over the share removed.
+
+    Args:
+        steps: Number of steps from none to all; None: each cell by itself.
+        spacing: Whether the counts grow by one number ("linear") or by one factor ("log").
+        unit: What a cell is: a patch, a pixel, or a token that is removed.
     """
     cells = count_cells(ask, unit)
     removed = removed_counts(cells, steps, spacing)

@@ -58,13 +58,18 @@ def saco(
 ) -> Measured:
     """SaCo: how far groups of pixels have the effect that their salience says; 1 in all pairs, -1 in none.
 
-    Pixels in the map's order are cut into `groups` of equal size, places [iHW/K, (i+1)HW/K). s_i is the sum of the map
+    Pixels in the map's order are cut into K groups of equal size, places [iHW/K, (i+1)HW/K). s_i is the sum of the map
     over a group, d_i = p(y|x) - p(y|x with that group alone replaced), and F = sum_{i<j} sigma_ij (s_i - s_j) /
     sum_{i<j} |s_i - s_j|, sigma 1 where d_i > d_j and -1 where d_i < d_j: a Kendall tau weighted by salience. It reads
-    the values of the map and not only their order: a positive factor changes nothing, squaring does. `ties`: pairs of
-    equal effect count as faithful, as in the paper, where a model that ignores the image scores 1; "neutral" counts
-    them as neither. A constant map has no value. Parts: `tied`, the share of such pairs. Curve [B,K]: the effects d
-    over the share of pixels down to the end of each group.
+    the values of the map and not only their order: a positive factor changes nothing, squaring does. A constant map has
+    no value. Parts: `tied`, the share of pairs of equal effect. Curve [B,K]: the effects d over the share of pixels
+    down to the end of each group.
+
+    Args:
+        groups: Number K of groups.
+        unit: What is ranked and replaced: pixels, patches or tokens.
+        ties: How pairs of equal effect count: as faithful, as in the paper, where a model that ignores the image scores
+            1, or as neither ("neutral").
     """
     cells = count_cells(ask, unit)
     if groups > cells:

@@ -25,9 +25,17 @@ from patchlight.metrics.base import Measure, Measured, Sums, register_metric
 Share = Annotated[float, Field(gt=0, le=1)]
 Threshold = Annotated[float, Field(ge=0, le=1)]
 Pixels = Annotated[float, Field(ge=0)]
-Region = Literal["boxes", "masks"]
+Region = Annotated[
+    Literal["boxes", "masks"], Field(description="Which annotation is the object where both are given; None: boxes.")
+]
 Tie = Literal["seeded", "first", "any"]
-Components = Literal["largest", "all"]
+Components = Annotated[
+    Literal["largest", "all"],
+    Field(
+        description="The box is the tight one around the largest 8-connected component of the heat, or the "
+        "best of all components' boxes."
+    ),
+]
 
 STEPS = 101
 """Thresholds 0, .01, …, 1 of the sweep."""
@@ -110,10 +118,13 @@ def pointing_game(
 ) -> Measured:
     """1 where the highest pixel of the map lies on the object, or within `tolerance` pixels of it; else 0.
 
-    The object is the union of all boxes, else the mask (`region` chooses where both are given). Images whose object
-    covers `max_area` or more are left out: None keeps all. Of equal maxima one is drawn from the seed, or the `first`
-    is taken, or `any` may hit. Presets: `tis` (first maximum, half the image), `original` (15 px, all images),
-    `quantus` (any maximum, all images). No forward.
+    The object is the union of all boxes, else the mask. Presets: `tis` (first maximum, half the image), `original` (15
+    px, all images), `quantus` (any maximum, all images). No forward.
+
+    Args:
+        max_area: Images whose object covers this share or more are left out; None keeps all.
+        tolerance: Pixels around the object that count as hits.
+        tie: Which of equal maxima counts: one by the seed ("seeded"), the "first", or "any" may hit.
     """
     pixels, reasons = _object(ask, region, max_area)
     pixels = _grown(pixels, tolerance).flatten(1)
@@ -145,8 +156,11 @@ def energy_pointing(
 ) -> Measured:
     """Share of the map that lies on the object: sum over it of |map| over the sum of |map|.
 
-    `negative="drop"` counts positive scores only. A map of zeros counts as a constant one: its value is the object's
-    share of the image. Object and exclusion as for `pointing-game`. No forward.
+    A map of zeros counts as a constant one: its value is the object's share of the image. No forward.
+
+    Args:
+        max_area: Images whose object covers this share or more are left out; None keeps all.
+        negative: Whether negative scores count by their size ("absolute") or not at all ("drop").
     """
     pixels, reasons = _object(ask, region, max_area)
     maps = ask.upsampled(upsampling).double()
@@ -196,7 +210,10 @@ def ap(
     """Average precision of the map as a detector of the object's pixels: sum_n (R_n - R_{n-1}) P_n.
 
     Only the order of the scores counts, and equal scores count as one threshold. A random map scores the object's share
-    of the image. Pixels marked -1 are left out, or (`unlabelled`, preset `skipplus`) are background. No forward.
+    of the image. No forward.
+
+    Args:
+        unlabelled: Whether pixels marked -1 are left out, or are background (preset `skipplus`).
     """
     positive, counted, reasons = _labelled(ask, unlabelled, both=True)
     values = average_precision(ask.upsampled(upsampling).flatten(1), positive, counted)
@@ -344,8 +361,11 @@ def gt_known_loc(
 ) -> Measured:
     """1 where the box around the map's heat meets one of the image's boxes with an IoU of at least `iou`.
 
-    The map goes from 0 to 1; its heat is what is >= `threshold` (0.2, as for CAM), and the box is the tight one around
-    the largest 8-connected component (`components="all"`: the best of all components' boxes). No forward.
+    The map goes from 0 to 1. No forward.
+
+    Args:
+        threshold: The heat is what is at least this (0.2, as for CAM).
+        iou: The IoU that counts as a hit.
     """
     overlaps, reasons = _overlaps(ask, np.array([threshold]), components, upsampling)
     return Measured(_defined(overlaps[:, 0] >= iou, reasons), reasons=reasons)
@@ -361,7 +381,12 @@ def top1_loc(
     components: Components = "largest",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
-    """`gt-known-loc`, and the model must also predict the true label. One forward."""
+    """`gt-known-loc`, and the model must also predict the true label. One forward.
+
+    Args:
+        threshold: The heat is what is at least this.
+        iou: The IoU that counts as a hit.
+    """
     assert ask.labels is not None
     overlaps, reasons = _overlaps(ask, np.array([threshold]), components, upsampling)
     right = predicted(ask.vit.logits(ask.images), ask.vit.outputs).index[:, 0] == ask.labels.cpu()

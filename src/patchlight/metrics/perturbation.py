@@ -134,14 +134,23 @@ def perturbation(
 ) -> Measured:
     """Accuracy (or a score, KL, -log p) averaged over levels of removal, highest (positive) or lowest parts first.
 
-    At each of `points` fractions from `low` to `high`, int(fraction * HW) pixels give way to the fill. `quantity`:
-    `accuracy` is 1 where the largest logit is the class's; `probability` p(class), `logit` and `cosine` other scores of
-    it; `kl` KL(p_clean || p_k) over all classes; `nll` -log p(class). Positive perturbation should raise the last two
-    and lower the others.
+    At each level, int(fraction * HW) pixels give way to the fill. Positive perturbation should raise KL and -log p, and
+    lower the others.
 
     Preset `chefer`: 9 levels of 10 % to 90 %, true black, accuracy against the true label, the mean. Preset `diffmask`:
     29 points of 1792 px (of 224 x 224), noise U(-1, 1) of seed 123, trapezoids of width 1, the predicted class; what
     its paper calls accuracy and KL are `probability` and `nll`. Curve [B,P] over the fraction removed.
+
+    Args:
+        direction: Whether the highest ("positive") or lowest ("negative") parts are removed first.
+        quantity: "accuracy" is 1 where the largest logit is the class's; "probability", "logit" and "cosine" are scores
+            of the class; "kl" is KL(p_clean || p_k) over all classes; "nll" is -log p(class).
+        points: Number of levels.
+        low: The first fraction removed.
+        high: The last fraction removed.
+        unit: What is removed: pixels, patches or tokens.
+        noise: The range of the fill "noise".
+        noise_seed: The seed of the fill "noise"; None: that of the call.
     """
     x, changed = levels(count_cells(ask, unit), points, low, high)
     removal = Removal(fill, unit, upsampling, direction == "negative", noise, noise_seed)
@@ -186,12 +195,17 @@ def road(
 ) -> Measured:
     """ROAD, (LeRF - MoRF) / 2: least relevant removed first less most relevant, missing pixels imputed; higher wins.
 
-    At each of `shares` p, MoRF removes the int(p HW) highest pixels and LeRF keeps them alone; means over the shares.
-    Missing pixels are the mean of their neighbours and a little noise, so that their shape tells the model less than a
-    hole of one colour does. On shares that are symmetric about a half, as 10 %, ..., 90 %, it is half of SRG's gap,
-    random maps have 0, and it is grad-cam's ROADCombined (preset `grad-cam`: logits). Those of preset `authors`, seven
-    with accuracy against the true label, are not, and their two curves are to be read by themselves. Parts: `morf` and
+    At each share p, MoRF removes the int(p HW) highest pixels and LeRF keeps them alone; means over the shares. Missing
+    pixels are the mean of their neighbours and a little noise, so that their shape tells the model less than a hole of
+    one colour does. On shares that are symmetric about a half, as 10 %, ..., 90 %, it is half of SRG's gap, random maps
+    have 0, and it is grad-cam's ROADCombined (preset `grad-cam`: logits). Those of preset `authors`, seven with
+    accuracy against the true label, are not, and their two curves are to be read by themselves. Parts: `morf` and
     `lerf`; curve [B,P]: their half difference over the share.
+
+    Args:
+        shares: The shares p.
+        quantity: What is averaged: "accuracy", or the class's "probability", "logit" or "cosine".
+        unit: What is removed: pixels, patches or tokens.
     """
     if any(a >= b for a, b in pairwise(shares)):
         raise PatchlightError(f"shares={list(shares)} do not rise; give each once, from low to high")
@@ -231,6 +245,10 @@ def auc(
     Trapezoids over [0, 1]; accuracy is whether the class is still the one predicted: by default the prediction on the
     clean image, so that no labels are needed (the paper says only "accuracy"; its other two metrics name the predicted
     class), with target_class="label" the true one. Curve [B,P] over the fraction removed.
+
+    Args:
+        points: Number of levels from 0 to 100 %.
+        unit: What is removed: pixels, patches or tokens.
     """
     x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
     curve = accuracy(logits, ask.of(target_class), ask)
@@ -263,8 +281,11 @@ def aopc(
 ) -> Measured:
     """Mean fall of p(class) over the levels of removal, 1/|K| sum_k [p(y|x) - p(y|x_k)]; higher is better.
 
-    K = {0, 5, ..., 100} per cent of the pixels; level 0 counts. `score`: p(class), or of a head without probabilities
-    the logit. Curve [B,P]: the fall at each level.
+    K = {0, 5, ..., 100} per cent of the pixels; level 0 counts. Curve [B,P]: the fall at each level.
+
+    Args:
+        points: Number of levels from 0 to 100 %.
+        unit: What is removed: pixels, patches or tokens.
     """
     x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
     targets = ask.of(target_class)
@@ -293,6 +314,10 @@ def lodds(
     """Mean log-odds over the levels of removal, -1/|K| sum_k log(p(y|x) / p(y|x_k)); lower is better.
 
     K as for `aopc`; probabilities are at least 1e-12. Curve [B,P]: log p(y|x_k) - log p(y|x).
+
+    Args:
+        points: Number of levels from 0 to 100 %.
+        unit: What is removed: pixels, patches or tokens.
     """
     x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
     targets = ask.of(target_class)
@@ -391,13 +416,19 @@ def token_deletion(
 ) -> Measured:
     """Area under accuracy, or under the fall of p(class), while the highest patch tokens are really removed.
 
-    At each of `points` fractions r the int(r N) highest of N patch tokens leave the sequence after the position
-    embedding; prefix tokens stay, and the whole image is a further point at 0. `quantity`: `accuracy` (lower is better)
-    or `aopc`, p(y|x) - p(y|x_r) (higher is better; `score` as for the metric `aopc`). The area is divided by the
-    range of fractions, so that it is a mean.
+    At each fraction r the int(r N) highest of N patch tokens leave the sequence after the position embedding; prefix
+    tokens stay, and the whole image is a further point at 0. The area is divided by the range of fractions, so that it
+    is a mean.
 
     Preset `skipplus`: 10 % to 90 %, in per cent, accuracy as 100 - area, so that higher is always better. Preset
     `skipplus-code`: as released, trapezoids over [0, 0.9] that end at 90 per cent, nothing subtracted. Curve [B,P+1].
+
+    Args:
+        quantity: "accuracy" (lower is better) or "aopc", p(y|x) - p(y|x_r) (higher is better).
+        points: Number of fractions.
+        low: The first fraction.
+        high: The last fraction.
+        form: The "area", the area in "percent", or in per cent and turned so that "higher" is better.
     """
     return _token_measured(ask, False, quantity, form, integrator, ask.of(target_class), (points, low, high), score)
 
@@ -426,7 +457,14 @@ def token_insertion(
 ) -> Measured:
     """Area under accuracy, or under the lack of p(class), while only the highest patch tokens are kept.
 
-    As `token-deletion`, with the int(r N) highest tokens kept and the whole image as the point at 1. `accuracy` is
-    better high, `aopc` low; preset `skipplus` subtracts the latter from 100.
+    As `token-deletion`, with the int(r N) highest tokens kept and the whole image as the point at 1; preset `skipplus`
+    subtracts `aopc` from 100.
+
+    Args:
+        quantity: "accuracy" (higher is better) or "aopc" (lower is better).
+        points: Number of fractions.
+        low: The first fraction.
+        high: The last fraction.
+        form: The "area", the area in "percent", or in per cent and turned so that "higher" is better.
     """
     return _token_measured(ask, True, quantity, form, integrator, ask.of(target_class), (points, low, high), score)

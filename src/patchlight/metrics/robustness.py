@@ -47,11 +47,17 @@ def max_sensitivity(
 ) -> Measured:
     """Largest relative change of the map under small noise: max_j ||Phi(x) - Phi(x + d_j)|| / ||Phi(x)||, j = 1..n.
 
-    d_j ~ U(-radius, radius) for each value of the normalised image, n = `samples` drawn from the seed and the same for
-    every image; the class stays. Phi is the method's own map, not upsampled; a norm of 0 below counts as 1. Every
-    explanation has the same seed, so that a method which draws is not blamed for it, unless `reseed` gives each its
-    own. Presets `tis` (captum's defaults) and `quantus` (200 draws of radius 0.2): their values do not compare. n
-    explanations an image, `chunk` at a time.
+    d_j ~ U(-radius, radius) for each value of the normalised image, the same for every image; the class stays. Phi is
+    the method's own map, not upsampled; a norm of 0 below counts as 1. Presets `tis` (captum's defaults) and `quantus`
+    (200 samples of radius 0.2): their values do not compare. n explanations an image.
+
+    Args:
+        samples: Number n of noises, sampled from the seed.
+        radius: Largest change of a value of the normalised image.
+        norm: The norm of maps and their changes.
+        reseed: Gives each explanation its own seed; else all have the same, so that a sampling method is not blamed for
+            it.
+        chunk: Explanations at once; None: what memory has room for.
     """
     batch, n = len(ask.images), samples
     first = ask.maps if ask.current else ask.explain(ask.vit, ask.images, ask.targets, ask.seed)

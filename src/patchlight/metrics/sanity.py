@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,8 +21,14 @@ from patchlight.evidence.ablation import Count
 from patchlight.metrics.base import Measure, Measured, register_metric
 from patchlight.metrics.localisation import unit_range
 
-Similarity = Literal["spearman", "spearman-abs", "ssim", "hog"]
-Window = Literal["gaussian", "uniform"]
+Similarity = Annotated[
+    Literal["spearman", "spearman-abs", "ssim", "hog"],
+    Field(
+        description="Spearman of the maps or of |maps|, SSIM, or Spearman of HOGs, of the maps from 0 to 1 at "
+        "image size."
+    ),
+]
+Window = Annotated[Literal["gaussian", "uniform"], Field(description="The window of SSIM.")]
 Order = Literal["cascading", "independent"]
 Stage = tuple[str, list[str]]
 """A name, and the parameters that are randomised together."""
@@ -209,12 +216,14 @@ def randomisation(
 ) -> Measured:
     """Similarity of the map to the maps of the same model with its layers randomised, averaged over the stages.
 
-    Stages: head, final norm, blocks from last to first, embedding; `cascading` keeps earlier ones random, `independent`
-    randomises one at a time. The class stays, weights are drawn from the seed, and a copy of the model is used.
-    `similarity`: Spearman of the maps or of |maps|, SSIM (`ssim_window`) or Spearman of HOGs (`cell` pixels) of the
-    maps from 0 to 1 at image size. A map that stays the same does not explain the model: lower is better. Curve
+    Stages: head, final norm, blocks from last to first, embedding. The class stays, weights are sampled from the seed,
+    and a copy of the model is used. A map that stays the same does not explain the model: lower is better. Curve
     [B,S+1]: 1 before anything is random, then one value a stage. A constant map after a stage counts 0 for Spearman;
     where the map itself is constant there is no value. depth + 3 explanations an image, shared by all similarities.
+
+    Args:
+        order: "cascading" keeps earlier stages random, "independent" randomises one at a time.
+        cell: Pixels along each side of a cell of HOG.
     """
     first, maps = ask.once(("randomised", order), lambda: _randomised_maps(ask, order))
     curve = torch.stack([similar(ask, first, other, similarity, ssim_window, cell) for other in (first, *maps)], 1)
@@ -236,7 +245,11 @@ def random_floor(
 ) -> Measured:
     """Similarity of the map to random ones, the mean of `samples`: what `randomisation` falls to. No forward.
 
-    The maps are U(0, 1) at the map's own resolution, drawn from the seed.
+    The maps are U(0, 1) at the map's own resolution, sampled from the seed.
+
+    Args:
+        samples: Number of random maps.
+        cell: Pixels along each side of a cell of HOG.
     """
     shape = ask.maps.shape
     noise = torch.rand(samples, *shape[1:], generator=torch.Generator().manual_seed(ask.seed)).to(ask.maps)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
-from patchlight.core.registry import in_words
+from patchlight.core.registry import described, in_words
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import COMPOSITIONS, METHODS
 from patchlight.methods.requests import list_methods, resolve
@@ -22,7 +21,7 @@ def method_rows(vit: Anatomy | None = None) -> list[dict[str, Any]]:
     for info in list_methods(vit):
         method = METHODS[info.name]
         row = {key: value for key, value in asdict(info).items() if vit is not None or key not in _OF_A_MODEL}
-        row |= {"score": method.score, "presets": list(method.presets), "text": inspect.getdoc(method.function) or ""}
+        row |= {"score": method.score, "presets": list(method.presets), "text": method.text}
         rules = [rule for rule in RULES if rule != "plain"]
         row["compositions"] = [word for word in COMPOSITIONS if _may_follow(info.name, word)]
         row["rules"] = [word for word in rules if _may_follow(info.name, word)]
@@ -47,17 +46,15 @@ def composed_row(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]
     row = next(row for row in rows if row["name"] == request.method.name)
     text = row["text"]
     if composition is not None and composition is not request.method.composition:
-        text += f"\n\n.{composition.name}: {inspect.getdoc(composition.function)}"
+        text += f"\n\n.{composition.name}: {described(composition.function)[0]}"
     if request.rule.name != "plain":
         text += f"\n\nBackward rule {request.rule.name}: {request.rule.paper}"
     kinds = request.method.settings(composition)
     settings = {key: f"{in_words(setting.kind)} = {request.settings[key]!r}" for key, setting in kinds.items()}
-    return {**row, "name": request.name, "settings": settings, "text": text}
+    texts = {key: setting.text for key, setting in kinds.items()}
+    return {**row, "name": request.name, "settings": settings, "setting_texts": texts, "text": text}
 
 
 def metric_rows() -> list[dict[str, Any]]:
     """What `list_metrics` tells of every metric, and its text."""
-    return [
-        {**asdict(info), "text": inspect.getdoc(resolve_metric(info.name).metric.function) or ""}
-        for info in list_metrics()
-    ]
+    return [{**asdict(info), "text": resolve_metric(info.name).metric.text} for info in list_metrics()]

@@ -290,7 +290,8 @@ class MethodFacts(BaseModel):
     seconds: Annotated[Number, Field(description="What it took the last time, where it has run.")] = None
     supported: bool
     reason: str
-    settings: dict[str, str]
+    settings: Annotated[dict[str, str], Field(description="Type and default of each setting.")]
+    setting_texts: Annotated[dict[str, str], Field(description="What each setting does.")]
 
 
 class MethodList(BaseModel):

@@ -35,7 +35,15 @@ def _in_pass(h0: Tensor) -> bool:
 def _product(
     maps: LayerMaps, explainer: Any = None, map: Map = "expected", gate: int | None = None, aggregated: bool = True
 ) -> Tensor:
-    """The product of the gates of all blocks as a map [B,N]."""
+    """The product of the gates of all blocks as a map [B,N].
+
+    Args:
+        explainer: A `pl.diffmask.DiffMask` or the folder of one; None: the one that comes with the bundled model.
+        map: "expected": m = prod_i E[z_i]. "keep": prod_i P(z_i != 0), as the released code. "graded": the mean of m
+            over shifts of all u_i, which orders patches that m keeps or masks alike.
+        gate: The gate at which the product stops; None: the last.
+        aggregated: Whether gates are multiplied; else `gate` is shown alone.
+    """
     blocks = [maps.values[block] for block in sorted(maps.values)]
     h0 = blocks[0][0]
     gates = DiffMask.resolve(explainer).on(h0)
@@ -63,10 +71,11 @@ def diffmask(b: Evidence, explainer: Any = None) -> tuple[Tensor, list[Tensor]]:
     """Share of a patch that trained gates keep, such that the whole output distribution stays: m = prod_i E[z_i].
 
     u_i = alpha tanh(W2 tanh(W1 [h_0; h_i] + c1) + c2) + beta_i for the L + 2 states h_i (projected patches, inputs of
-    the blocks, output of the last), z_i ~ HardConcrete(u_i). `map="keep"` is the released code's prod_i P(z_i != 0),
-    and `map="graded"` the mean of m over shifts of all u_i, which orders patches that m keeps or masks alike; `gate`
-    stops the product at that gate, and `aggregated=False` shows it alone. `explainer` is a `pl.diffmask.DiffMask` or
-    the folder of one; the bundled model brings its own. The map is in [0, 1] and the same for every class. One forward.
+    the blocks, output of the last), z_i ~ HardConcrete(u_i). The map is in [0, 1] and the same for every class. One
+    forward.
+
+    Args:
+        explainer: A `pl.diffmask.DiffMask` or the folder of one; None: the one that comes with the bundled model.
     """
     states = [*((b.p,) if b.index == 0 else ()), b.x, *((b.y,) if b.index == b.depth - 1 else ())]
     if not _in_pass(b.p):

@@ -30,8 +30,10 @@ def vit_shapley(ask: Ask, explainer: Any = None) -> Tensor:
     phi = tanh(MLP(block(LN(x_L)))), of the model or of a copy that was trained for it, with one number added to every
     patch's so that the sum holds; v(S) is the probability that the surrogate (a copy that was trained to do without
     patches, or the model itself) gives a class on the patches of S alone, so other scores are not to be had. All
-    classes come from one pass. `explainer` is a `pl.shapley.ViTShapley` or the folder of one; the bundled model brings
-    its own. [B,T,h,w]; two forwards, or one where surrogate and backbone are the model itself.
+    classes come from one pass. [B,T,h,w]; two forwards, or one where surrogate and backbone are the model itself.
+
+    Args:
+        explainer: A `pl.shapley.ViTShapley` or the folder of one; None: the one that comes with the bundled model.
     """
     if ask.score != "probability":
         raise Unsupported(f"'vit-shapley' shares out probabilities, not {ask.score!r}; leave out score")

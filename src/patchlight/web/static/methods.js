@@ -31,7 +31,9 @@ function makeRow(fact) {
       h("label", { for: id }, box, h("span", { class: "method-name" }, fact.name),
         h("span", { class: fact.quick ? "speed quick" : "speed slow", title: fact.cost }, speed)),
       h("p", { class: "about", id: `${id}-about` }, about.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part)), " ",
-        h("span", { class: "cost" }, [fact.cost, fact.paper].filter(Boolean).join(" · ")))),
+        h("span", { class: "cost" }, [fact.cost, fact.paper].filter(Boolean).join(" · "))),
+      h("details", { class: "about" }, h("summary", {}, "Settings"),
+        h("dl", {}, Object.entries(fact.settings).flatMap(([key, kind]) => [h("dt", {}, h("code", {}, key), ` ${kind}`), h("dd", {}, fact.setting_texts[key])])))),
     { box, fact, words: [fact.name, fact.summary, fact.paper, fact.cost].join(" ").toLowerCase() },
   );
 }
