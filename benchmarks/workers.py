@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.bench_overhead import IMAGES, NAME, prepared
-from patchlight.bench import queue
+from patchlight.bench import local
 from patchlight.bench.local import run
 from patchlight.bench.recipe import Recipe, parse
 from tests.bench.small import pictures
@@ -48,19 +48,16 @@ def workers() -> list[list[str]]:
 BEGIN = """
 import sys, json, time, torch
 from patchlight.bench.recipe import Recipe
-from patchlight.bench.local import run
-from patchlight.bench.workers import run_workers
+from patchlight.bench.local import RunOptions, run
 recipe = Recipe.model_validate_json(open(sys.argv[1]).read())
 times = {}
 def listen(event):
     times.setdefault(event.event, time.time())
     times["last"] = time.time()
 out, count, threads = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-if count == 1:
-    run(recipe, out, threads=threads, listen=listen)
-else:
-    run_workers(recipe, out, count, listen=listen)
-print(json.dumps(times))
+if __name__ == "__main__":
+    run(recipe, out, RunOptions(threads=threads, workers=count), listen=listen)
+    print(json.dumps(times))
 """
 
 
@@ -87,13 +84,13 @@ def overhead() -> list[list[str]]:
 
 
 def _sized(recipe: Recipe, out: Path, size: int) -> float:
-    kept, queue.size_of = queue.size_of, lambda group, images: size
+    kept, local.size_of = local.size_of, lambda group, images: size
     try:
         begin = time.perf_counter()
         run(recipe, out)
         return time.perf_counter() - begin
     finally:
-        queue.size_of = kept
+        local.size_of = kept
 
 
 def rows() -> Sequence[list[str]]:

@@ -346,14 +346,13 @@ def test_imputation_is_that_of_the_cpu_also_where_products_are_rounded(dtype: to
 
 def test_two_processes_on_one_card_do_what_one_does(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    from patchlight.bench.local import run
+    from patchlight.bench.local import RunOptions, run
     from patchlight.bench.store import Store
-    from patchlight.bench.workers import run_workers
     from tests.bench.small import pictures, recipe
 
     asked = recipe(pictures(tmp_path / "images", 12))
-    alone = run(asked, tmp_path / "one", device="cuda:0")
-    summary = run_workers(asked, tmp_path / "two", 2, devices=["cuda:0", "cuda:0"])
+    alone = run(asked, tmp_path / "one", RunOptions(device="cuda:0"))
+    summary = run(asked, tmp_path / "two", RunOptions(device="cuda:0", workers=2))
     assert (alone.failures, summary.failures, summary.left) == ({}, {}, 0)
     one, two = (Store(tmp_path / name).results().columns for name in ("one", "two"))
     assert one.keys() == two.keys()

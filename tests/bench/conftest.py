@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from patchlight.bench import queue
-from patchlight.bench.local import run
-from patchlight.bench.queue import Part
+from patchlight.bench import local
+from patchlight.bench.local import RunOptions, run
+from patchlight.bench.plan import Shard
 from patchlight.bench.recipe import Recipe, parse
 from tests.bench.small import pictures
 
@@ -51,10 +51,10 @@ class Shared:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     made = Shared(tmp_path_factory.mktemp("shared"))
     with pytest.MonkeyPatch.context() as patch:
-        for out, part, size in ((made.first, Part(1, 2), 1), (made.second, Part(2, 2), 2)):
-            patch.setattr(queue, "MOST", size)  # units of the two are cut differently
-            run(made.recipe(), out, text=made.text(), part=part)
-        run(made.recipe(), made.whole, text=made.text())
+        for out, shard, size in ((made.first, Shard(1, 2), 1), (made.second, Shard(2, 2), 2)):
+            patch.setattr(local, "MOST", size)  # units of the two are cut differently
+            run(made.recipe(), out, RunOptions(text=made.text(), shard=shard))
+        run(made.recipe(), made.whole, RunOptions(text=made.text()))
         other = made.text(MORE).replace('Random = "random"\n', "")
-        run(parse(other), made.method, text=other)
+        run(parse(other), made.method, RunOptions(text=other))
     return made

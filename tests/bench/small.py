@@ -73,14 +73,18 @@ def recipe(folder: Path) -> Recipe:
 
 def units(whole: Plan, size: int = 4096) -> list[Unit]:
     """The units of a plan, had they this size."""
-    return [unit for group in whole.groups for unit in whole.units(group, size)]
+    total = len(whole.images)
+    return [
+        whole.unit(group, start, min(start + size, total)) for group in whole.groups for start in range(0, total, size)
+    ]
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
     """All rows of a run, sorted, without their timing."""
     found = [
         row
-        for path in (out / "units").glob("*.parquet")
+        for path in out.rglob("units/*.parquet")
+        if "earlier" not in path.parts
         for row in pq.read_table(path).drop_columns([*TIMING]).to_pylist()
     ]
     return sorted(found, key=lambda row: tuple(row[name] for name in ("model", "method", "metric", "image")))

@@ -1,4 +1,4 @@
-"""What a function's code is recognised by."""
+"""What a function of a user's own is recognised by: its file and what that imports; its code, where it has no file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from patchlight.bench.code import described
+from patchlight.core.plugins import load_plugin
 
 
 def test_what_a_decorator_does_is_part_of_a_function() -> None:
@@ -21,6 +22,7 @@ def test_what_a_decorator_does_is_part_of_a_function() -> None:
             def call(*args: Any) -> Any:
                 return [function(*args) for _ in range(times)]
 
+            call.__module__ = "a notebook"
             return call
 
         return around
@@ -36,43 +38,41 @@ def test_what_a_decorator_does_is_part_of_a_function() -> None:
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package of a user's own, of which nothing is imported yet."""
     (tmp_path / "mylib" / "deep").mkdir(parents=True)
-    for name, text in {"__init__": "", "core": "def g(x):\n    return x + 1\n", "deep/part": "A = 1\n"}.items():
+    texts = {"core": "def g(x):\n    from . import deep\n    return x + deep.A\n", "deep/__init__": "A = 1\n"}
+    for name, text in {"__init__": "", "methods": "from .core import g\ndef f(x): return g(x)\n", **texts}.items():
         (tmp_path / "mylib" / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     yield tmp_path / "mylib"
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mylib"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("mylib",)]:
         del sys.modules[name]
 
 
-def function(text: str, module: str = "my_plugin") -> Any:
-    """The function f of a module."""
-    space: dict[str, Any] = {"__name__": module, "__package__": module.rpartition(".")[0]}
-    exec(text, space)
-    return space["f"]
-
-
 @pytest.mark.parametrize(
-    ("text", "module"),
+    "text",
     [
-        ("import mylib\nimport mylib.core\ndef f(x):\n    return mylib.core.g(x)", "my_plugin"),
-        ("from mylib import core\ndef f(x):\n    return core.g(x)", "my_plugin"),
-        ("def f(x):\n    from mylib.core import g\n    return g(x)", "my_plugin"),
-        ("def f(x):\n    import mylib.core as c\n    return [c.g(y) for y in x]", "my_plugin"),
-        ("def f(x):\n    def inner():\n        import mylib.core\n        return mylib.core.g(x)", "my_plugin"),
-        ("def f(x):\n    from .core import g\n    return g(x)", "mylib.methods"),
+        "import mylib.core\ndef f(x): return mylib.core.g(x)",
+        "def f(x):\n    from mylib.core import g\n    return g(x)",
+        "def f(x):\n    def inner():\n        import json, torch, no_such_package\n        import mylib.core as c\n",
+        "",
     ],
 )
-@pytest.mark.parametrize("name", ["core.py", "deep/part.py"])
-def test_every_file_of_a_package_that_is_used_counts(library: Path, text: str, module: str, name: str) -> None:
-    before = described(function(text, module))
-    importlib.import_module("mylib.deep.part")
-    assert described(function(text, module)) == before, "whatever is imported by now"
+@pytest.mark.parametrize("name", ["core.py", "deep/__init__.py"])
+def test_every_file_that_is_imported_counts(library: Path, text: str, name: str) -> None:
+    """Of a plugin, or (without text) of a package of the user's own."""
+
+    def now() -> Any:
+        if not text:
+            return described(importlib.import_module("mylib.methods").f)
+        path = library.parent / f"mine_{len(list(library.parent.glob('mine_*.py')))}.py"
+        path.write_text(text)
+        before = set(sys.modules)
+        load_plugin(path)
+        (plugin,) = (sys.modules[name] for name in set(sys.modules) - before if name.startswith("patchlight_plugin"))
+        return described(plugin.f)
+
+    before = now()
+    assert now() == before
     with (library / name).open("a") as file:
         file.write("B = 2\n")
-    assert described(function(text, module)) != before
-
-
-def test_what_libraries_hold_does_not_count(library: Path) -> None:
-    told = described(function("def f(x):\n    import json, torch.nn, pyarrow, no_such_package\n    return json"))
-    assert told[-1] == {"no_such_package": {}}
+    assert now() != before

@@ -21,18 +21,15 @@ import pytest
 import torch
 
 import patchlight
-from patchlight.bench import queue
-from patchlight.bench.claims import Claims
+from patchlight.bench import local
 from patchlight.bench.events import Event, UnitEnd, UnitStart
-from patchlight.bench.local import Summary, run
-from patchlight.bench.merge import bring
-from patchlight.bench.queue import Part, Stop
-from patchlight.bench.recipe import parse
+from patchlight.bench.local import RunOptions, Stop, Summary, run
+from patchlight.bench.plan import Shard
+from patchlight.bench.recipe import Recipe, parse
 from patchlight.bench.store import Store
 from patchlight.core.errors import PatchlightError
 from patchlight.core.plugins import load_plugin
 from tests.bench.small import pictures, text
-from tests.bench.test_merge import changed_rows
 from tests.registries import restored
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'patchlight[ray]'")
@@ -96,7 +93,7 @@ def cluster(quiet: None) -> Iterator[Any]:
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of one batch, so that there are many."""
-    monkeypatch.setattr(queue, "SECONDS", 1e-6)
+    monkeypatch.setattr(local, "SECONDS", 1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +108,11 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def with_method(label: str, method: str, folder: Path) -> str:
     """The small recipe with one method more."""
     return text(folder).replace("[methods]", f'[methods]\n{label} = "{method}"')
+
+
+def run_ray(recipe: Recipe, out: Path, address: str, stop: Stop | None = None, **options: Any) -> Summary:
+    listen = options.pop("listen", lambda event: None)
+    return run(recipe, out, RunOptions(ray=address, **options), stop, listen)
 
 
 def values(out: Path) -> dict[tuple[str, str, str], tuple[float | None, list[float] | None, str]]:
@@ -135,8 +137,6 @@ def assert_equal(out: Path, other: Path) -> None:
 
 @pytest.mark.usefixtures("small_units")
 def test_a_run_gives_the_numbers_of_a_local_one(tmp_path: Path, cluster: Any, capfd: Any) -> None:
-    from patchlight.bench.ray import run_ray
-
     chosen = parse(text(pictures(tmp_path / "images", 3)))
     run(chosen, tmp_path / "local")
     told: list[Event] = []
@@ -159,24 +159,9 @@ def test_a_run_gives_the_numbers_of_a_local_one(tmp_path: Path, cluster: Any, ca
     assert not ray.is_initialized()
     assert done == Summary(24, 0, 24, 0, 0, {}, ())
     assert sum(isinstance(event, UnitEnd) for event in told) == len(list((tmp_path / "ray" / "units").iterdir())) == 6
-    assert most == 2  # of six: one runs, one waits
+    assert most == 1  # of six: as many as there is room for
     assert_equal(tmp_path / "ray", tmp_path / "local")
     assert Store(tmp_path / "ray").manifest().threads == 1
-
-
-@pytest.mark.parametrize("metrics", [2, 1])
-def test_a_first_unit_that_was_known_has_the_seconds_it_took(tmp_path: Path, cluster: Any, metrics: int) -> None:
-    """As all or half of its values are known; had it taken no time, all images behind it would be one unit."""
-    from patchlight.bench.ray import run_ray
-
-    chosen = parse(text(pictures(tmp_path / "images", 6)))
-    known = chosen.model_copy(update={"metrics": dict(list(chosen.metrics.items())[:metrics])})
-    run(known, tmp_path / "known", threads=1)
-    changed_rows(tmp_path / "known", "measure_seconds", lambda _: 1000.0)
-    bring(tmp_path / "known", tmp_path / "ray", chosen)
-    done = run_ray(chosen, tmp_path / "ray", cluster.address)
-    assert (done.before + done.now, done.before + done.reused, done.left) == (48, 24 * metrics, 0)
-    assert {path.read_text() for path in (tmp_path / "ray" / "sizes").iterdir()} == {"1"}
 
 
 def test_a_cluster_without_nodes_is_not_waited_for_for_ever(
@@ -186,29 +171,27 @@ def test_a_cluster_without_nodes_is_not_waited_for_for_ever(
 
     stop, looks = Stop(), 0
 
-    def room_of(fleet: Any) -> int:
+    def room_of(cluster: Any) -> int:
         nonlocal looks
         looks += 1
         if looks > 40:
             stop.asked.set()
         return int(looks == 1)
 
-    monkeypatch.setattr(room.Fleet, "_room", room_of)
+    monkeypatch.setattr(room.Cluster, "room", room_of)
     monkeypatch.setattr(room, "PATIENCE", 1.0)
     chosen = parse(text(pictures(tmp_path / "images", 1)))
-    told = "no node of the Ray cluster has had 1 CPU for 1 seconds, .* the same command goes on"
+    told = "no node of the Ray cluster has had 1 CPU for 1 seconds, .* the same command resumes it"
     with pytest.raises(PatchlightError, match=told):
-        room.run_ray(chosen, tmp_path / "run", cluster.address, stop=stop)
-    assert not Claims(tmp_path / "run").others()
+        run(chosen, tmp_path / "run", RunOptions(ray=cluster.address), stop)
+    assert not Store(tmp_path / "run").held()
 
 
 def test_threads_of_a_run_begun_elsewhere_are_named(tmp_path: Path, cluster: Any) -> None:
-    from patchlight.bench.ray import run_ray
-
     threads = torch.get_num_threads()
     chosen = parse(text(pictures(tmp_path / "images", 1)))
     try:
-        run(chosen, tmp_path / "run", threads=2)
+        run(chosen, tmp_path / "run", RunOptions(threads=2))
         told = "the run was begun with 2 threads, and no node of the Ray cluster has 2 CPUs, .*; give another --out"
         with pytest.raises(PatchlightError, match=told):
             run_ray(chosen, tmp_path / "run", cluster.address)
@@ -217,8 +200,6 @@ def test_threads_of_a_run_begun_elsewhere_are_named(tmp_path: Path, cluster: Any
 
 
 def test_a_node_with_another_patchlight_is_refused_by_name(tmp_path: Path, cluster: Any) -> None:
-    from patchlight.bench.ray import run_ray
-
     (tmp_path / "patchlight").mkdir()
     (tmp_path / "patchlight" / "__init__.py").write_text('__version__ = "0.0.7"\n')
     node = cluster.add_node(num_cpus=1, object_store_memory=MEMORY, env_vars={"PYTHONPATH": str(tmp_path)})
@@ -240,8 +221,6 @@ def test_a_node_with_another_patchlight_is_refused_by_name(tmp_path: Path, clust
     ],
 )
 def test_an_address_without_a_cluster_is_told_at_once(tmp_path: Path, address: str, told: str) -> None:
-    from patchlight.bench.ray import run_ray
-
     begin = time.monotonic()
     with pytest.raises(PatchlightError, match=told):
         run_ray(parse(text(pictures(tmp_path / "images", 1))), tmp_path / "run", address)
@@ -249,8 +228,6 @@ def test_an_address_without_a_cluster_is_told_at_once(tmp_path: Path, address: s
 
 
 def test_the_address_of_a_dead_cluster_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from patchlight.bench.ray import run_ray
-
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(PatchlightError, match=r"no Ray cluster answers at 127\.0\.0\.1:1 "):
         run_ray(parse(text(pictures(tmp_path / "images", 1))), tmp_path / "run", "auto")
@@ -259,8 +236,6 @@ def test_the_address_of_a_dead_cluster_is_told_at_once(tmp_path: Path, monkeypat
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_units")
 def test_of_three_nodes_one_is_killed_and_nothing_is_lost(tmp_path: Path, plugin: Path) -> None:
-    from patchlight.bench.ray import run_ray
-
     chosen = parse(with_method("Sleepy", "test-sleepy", pictures(tmp_path / "images", 6)))
     run(chosen, tmp_path / "local")
     with cluster_of(1, 1, 1) as cluster:
@@ -300,7 +275,7 @@ def test_where_all_nodes_are_killed_it_stops_and_can_be_gone_on_with(
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
 
         with pytest.raises(PatchlightError, match="no node of the Ray cluster has had 1 CPU for 5 seconds"):
-            room.run_ray(chosen, tmp_path / "run", cluster.address, listen=listen)
+            run_ray(chosen, tmp_path / "run", cluster.address, listen=listen)
     done = run(chosen, tmp_path / "run")
     assert done.before > 0
     assert (done.before + done.now, done.left) == (60, 0)
@@ -309,8 +284,6 @@ def test_where_all_nodes_are_killed_it_stops_and_can_be_gone_on_with(
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_units")
 def test_a_unit_that_kills_its_workers_fails_alone(tmp_path: Path, plugin: Path) -> None:
-    from patchlight.bench.ray import run_ray
-
     chosen = parse(with_method("Deadly", "test-deadly", pictures(tmp_path / "images", 1)))
     with cluster_of(1) as cluster:
         done = run_ray(chosen, tmp_path / "ray", cluster.address)
@@ -339,15 +312,13 @@ def test_sigterm_ends_it_with_75_and_the_same_command_goes_on(tmp_path: Path, pl
         assert first.wait(60) == 75
         assert events[-1]["event"] == "end"
         assert events[-1]["done"] < events[-1]["values"]
-        assert not Claims(tmp_path / "ray").others()
+        assert not Store(tmp_path / "ray").held()
         assert subprocess.run(here, stdout=subprocess.DEVNULL).returncode == 0
     assert_equal(tmp_path / "ray", tmp_path / "local")
 
 
 @pytest.mark.slow
 def test_a_node_without_the_extra_or_with_other_code_is_refused_by_name(tmp_path: Path) -> None:
-    from patchlight.bench.ray import run_ray
-
     chosen = parse(text(pictures(tmp_path / "images", 1)))
     home = Path(patchlight.__file__).parent
     shutil.copytree(home, tmp_path / "other" / "patchlight", ignore=shutil.ignore_patterns("__pycache__"))
@@ -369,8 +340,6 @@ def test_a_node_without_the_extra_or_with_other_code_is_refused_by_name(tmp_path
 
 @pytest.mark.slow
 def test_what_a_node_cannot_read_is_told_with_its_name(tmp_path: Path, cluster: Any) -> None:
-    from patchlight.bench.ray import run_ray
-
     folder = pictures(tmp_path / "images", 2)
 
     def listen(event: Event) -> None:
@@ -384,19 +353,15 @@ def test_what_a_node_cannot_read_is_told_with_its_name(tmp_path: Path, cluster: 
 
 @pytest.mark.slow
 def test_a_stop_before_anything_is_begun_leaves_all(tmp_path: Path, cluster: Any) -> None:
-    from patchlight.bench.ray import run_ray
-
     stop = Stop()
     stop.asked.set()
     chosen = parse(text(pictures(tmp_path / "images", 2)))
-    done = run_ray(chosen, tmp_path / "run", cluster.address, stop=stop, part=Part(1, 2))
+    done = run_ray(chosen, tmp_path / "run", cluster.address, stop=stop, shard=Shard(1, 2))
     assert (done.now, done.values) == (0, 16)
 
 
 @pytest.mark.slow
 def test_tasks_have_as_many_threads_as_every_node_has_room_for(tmp_path: Path) -> None:
-    from patchlight.bench.ray import run_ray
-
     stop, threads = Stop(), torch.get_num_threads()
     stop.asked.set()
     chosen = parse(text(pictures(tmp_path / "images", 1)))
@@ -412,8 +377,6 @@ def test_tasks_have_as_many_threads_as_every_node_has_room_for(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_units")
 def test_a_node_that_joins_later_is_refused_by_name_too(tmp_path: Path, plugin: Path) -> None:
-    from patchlight.bench.ray import run_ray
-
     (tmp_path / "other" / "patchlight").mkdir(parents=True)
     (tmp_path / "other" / "patchlight" / "__init__.py").write_text('__version__ = "0.0.7"\n')
     chosen = parse(with_method("Sleepy", "test-sleepy", pictures(tmp_path / "images", 12)))
@@ -426,6 +389,6 @@ def test_a_node_that_joins_later_is_refused_by_name_too(tmp_path: Path, plugin: 
 
         with pytest.raises(PatchlightError, match=r"^node \S+ of the Ray cluster has Patchlight 0.0.7, and this is"):
             run_ray(chosen, tmp_path / "run", cluster.address, listen=listen)
-    done = Store(tmp_path / "run").done()
+    done = Store(tmp_path / "run").files()
     assert done
     assert run(chosen, tmp_path / "run").before >= len(done)

@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 from typer.testing import CliRunner
 
 from patchlight.bench.html import as_html
-from patchlight.bench.local import run
+from patchlight.bench.local import RunOptions, run
 from patchlight.bench.recipe import override
 from patchlight.bench.statistics import gaps
 from patchlight.bench.store import Store
@@ -31,7 +31,7 @@ from tests.bench.small import pictures, recipe, replaced
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    run(recipe(pictures(folder / "images")), folder / "run", text="# the recipe's own <words>")
+    run(recipe(pictures(folder / "images")), folder / "run", RunOptions(text="# the recipe's own <words>"))
     return folder / "run"
 
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from patchlight.bench import unit as unit_room
 from patchlight.bench.events import Event, Planning, Start
-from patchlight.bench.local import run
+from patchlight.bench.local import RunOptions, run
 from patchlight.bench.plan import Unit, plan
 from patchlight.bench.recipe import override, parse
 from patchlight.bench.rows import TIMING
@@ -218,12 +218,12 @@ def test_units_are_a_few_methods_where_metrics_take_long_and_a_whole_pass_where_
 
 
 def test_values_do_not_depend_on_the_size_of_units(images: Path, tmp_path: Path, whole: Path) -> None:
-    from patchlight.bench import queue
+    from patchlight.bench import local
 
     sizes = [unit.images.names for unit in units(plan(recipe(images)), 2)]
     assert [len(names) for names in sizes] == [1, 2, 2, 1] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queue, "SECONDS", 1e-6)
+        patch.setattr(local, "SECONDS", 1e-6)
         run(recipe(images), tmp_path / "run")
     assert len(list((tmp_path / "run" / "units").iterdir())) == 12
     assert rows(tmp_path / "run") == rows(whole)
@@ -317,7 +317,7 @@ def test_failures_are_kept_until_a_retry_and_do_not_come_back(tmp_path: Path, fl
         assert sum(run(each, tmp_path / "run").failures.values()) == 4 * 2
     flaky.touch()
     assert sum(run(parse(one), tmp_path / "run").failures.values()) == 4 * 2
-    mended = run(parse(one), tmp_path / "run", retry=True)
+    mended = run(parse(one), tmp_path / "run", RunOptions(retry=True))
     assert (mended.before, mended.now, mended.failures) == (24, 8, {})
     assert run(more[3], tmp_path / "run").failures == {}
     for steps in range(4, 10):  # whatever their checksums, the last of two files of a unit is believed
@@ -500,7 +500,7 @@ def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> N
 def test_another_device_is_refused(images: Path, tmp_path: Path) -> None:
     run(override(recipe(images), images=2), tmp_path / "run")
     with pytest.raises(PatchlightError, match="begun on cpu"):
-        run(override(recipe(images), images=2), tmp_path / "run", device="cuda")
+        run(override(recipe(images), images=2), tmp_path / "run", RunOptions(device="cuda"))
 
 
 def _run(folder: Path, out: Path, began: Any) -> None:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from patchlight.bench.html import as_html
-from patchlight.bench.local import run
+from patchlight.bench.local import RunOptions, run
 from patchlight.bench.recipe import override, parse
 from patchlight.bench.store import Store
 from patchlight.bench.tables import as_csv, as_latex, as_markdown, gather
@@ -120,7 +120,7 @@ def test_odd_labels_leave_a_report_whole(tmp_path: Path) -> None:
     whole = text(photos(tmp_path, 3)).replace("GenAtt = [0.5, nan]", "")
     for name, label in zip(("GenAtt", '"Rollout (max)"', "Rollout", "Random"), odd, strict=True):
         whole = whole.replace(f"{name} = ", f"{json.dumps(label)} = ")
-    run(parse(whole), tmp_path / "run", text=whole)
+    run(parse(whole), tmp_path / "run", RunOptions(text=whole))
     found = gather(tmp_path / "run")
     html = as_html(found)
     page = Page(html)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchlight.bench.local import RunOptions
 from patchlight.bench.local import run as run_local
 from patchlight.bench.recipe import override, read_recipe
 from patchlight.core.errors import PatchlightError
@@ -77,7 +78,7 @@ def test_a_run_of_the_recipe_makes_tables(
     if metrics is not None:
         few = {m: recipe.methods[m] for m in ("random", "rollout", "genatt")}
         recipe = recipe.model_copy(update={"methods": few, "metrics": {n: recipe.metrics[n] for n in metrics}})
-    run_local(recipe, tmp_path / "run", text=text)
+    run_local(recipe, tmp_path / "run", RunOptions(text=text))
     assert main([str(tmp_path / "run"), str(tmp_path / "run"), "--out", str(tmp_path / "table.md")]) == 0
     table = (tmp_path / "table.md").read_text(encoding="utf-8")
     for label in (*recipe.metrics, *(f"{n}: mif" for n in recipe.metrics if n.startswith("SRG"))):

@@ -1,20 +1,17 @@
-"""What a method or metric is, as plain data: where it is not Patchlight's own, with all the code it reaches."""
+"""What a method or metric is, as plain data: one of a user's own is the files it comes from, or its code."""
 
 from __future__ import annotations
 
-import contextlib
-import dis
 import functools
 import hashlib
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
-from importlib.util import find_spec
+from modulefinder import ModuleFinder
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,83 +21,88 @@ from torch import Tensor, nn
 from patchlight.core.fingerprints import fingerprint
 
 _LIBRARIES = tuple(str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "purelib", "platlib"))
-_SUFFIXES = (*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES)
 
 
-def described(value: Any, seen: set[int] | None = None) -> Any:
-    """A value as JSON takes it, equal where it does the same: a function is its code and what the code names.
+def described(value: Any, seen: frozenset[int] = frozenset()) -> Any:
+    """A value as JSON takes it, equal where it does the same.
 
-    Functions, classes and modules of Patchlight and of libraries go by their names; a user's own go by their code, with
-    the functions, classes and values that they use, in turn, and modules by all files of their package. What a function
-    reads from outside (a file, a network), and other packages that a module imports, are not in it.
+    Functions and classes of Patchlight and of installed packages go by their names. A user's own go by the hashes of
+    their file and of what it imports that is not installed; without a file, as in a notebook, by their code and the
+    functions, classes and values it names. What a function reads from outside (a file, a network) is not in it.
     """
-    seen = set() if seen is None else seen
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, bytes | bytearray):
-        return ["bytes", hashlib.sha256(value).hexdigest()]
-    if isinstance(value, Tensor):
-        array = value.detach().cpu().contiguous()
-        return ["tensor", str(array.dtype), list(array.shape), _bytes(array.flatten().view(torch.uint8).numpy())]
-    if isinstance(value, np.ndarray):
-        return ["array", str(value.dtype), list(value.shape), _bytes(value)]
-    if isinstance(value, staticmethod | classmethod):
-        return described(value.__func__, seen)
+    if isinstance(value, bytes | bytearray | np.ndarray | Tensor):
+        return _digest(value)
     if id(value) in seen:
-        return ["again", getattr(value, "__qualname__", type(value).__qualname__)]
-    seen.add(id(value))
-    if isinstance(value, type | FunctionType | ModuleType | functools._lru_cache_wrapper):
-        return _named(value, seen)  # once in all: however many use it
-    try:
-        return _held(value, seen)
-    finally:
-        seen.discard(id(value))
-
-
-def _held(value: Any, seen: set[int]) -> Any:
-    """A container or an object, by what it holds."""
+        return "again"
+    seen |= {id(value)}
     if isinstance(value, Mapping):
-        return ["mapping", sorted(([repr(k), described(v, seen)] for k, v in value.items()), key=lambda pair: pair[0])]
+        return sorted(([repr(key), described(one, seen)] for key, one in value.items()), key=lambda pair: pair[0])
     if isinstance(value, list | tuple):
-        return [type(value).__name__, *(described(one, seen) for one in value)]
+        return [described(one, seen) for one in value]
     if isinstance(value, set | frozenset):
-        return ["set", *sorted(repr(described(one, seen)) for one in value)]
-    if isinstance(value, functools.partial):
-        return ["partial", *(described(one, seen) for one in (value.func, value.args, value.keywords))]
-    if isinstance(value, MethodType):
-        return ["method", described(value.__func__, seen), described(value.__self__, seen)]
+        return sorted(repr(described(one, seen)) for one in value)
+    if isinstance(value, type | FunctionType | ModuleType):
+        return _defined(value, seen)
     if isinstance(value, nn.Module):
-        return ["module", _plain(value), fingerprint(value), described(type(value), seen)]
-    if isinstance(value, property):
-        return ["property", described(value.fget, seen), described(value.fset, seen)]
-    if isinstance(value, functools.cached_property):
-        return ["property", described(value.func, seen)]
+        return [_plain(value), fingerprint(value), described(type(value), seen)]
+    if isinstance(value, functools.partial):
+        return described([value.func, value.args, value.keywords], seen)
+    for inner in ("__func__", "__wrapped__", "fget", "func"):  # methods, caches and properties
+        if hasattr(value, inner):
+            return [described(getattr(value, inner), seen), described(getattr(value, "__self__", None), seen)]
     if is_dataclass(value):
-        own = {f.name: described(getattr(value, f.name), seen) for f in fields(value)}
-        return [described(type(value), seen), own]
-    held = getattr(value, "__dict__", {}) if not _is_library(type(value).__module__) else {}
+        return [described(type(value), seen), {f.name: described(getattr(value, f.name), seen) for f in fields(value)}]
+    held = getattr(value, "__dict__", None) if not _installed(type(value).__module__) else None
     return [described(type(value), seen), described(held, seen) if held else _plain(value)]
 
 
-def _named(value: Any, seen: set[int]) -> Any:
-    """A function, class or module: its name, and its code where that is a user's own."""
-    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+def _defined(value: Any, seen: frozenset[int]) -> Any:
+    """A function, class or module: its name, with its files or code where it is a user's own."""
+    home = value.__name__ if isinstance(value, ModuleType) else value.__module__ or ""
     name = f"{home}.{getattr(value, '__qualname__', '')}"
-    if _is_library(home):
+    if _installed(home):
         return name
-    if isinstance(value, ModuleType):
-        return [name, _package(home)]
+    module = sys.modules.get(home)
+    if getattr(module, "__file__", None):
+        assert module is not None
+        return [getattr(value, "__qualname__", ""), _sources(module)]
     if isinstance(value, type):
-        own = {k: described(v, seen) for k, v in vars(value).items() if not k.startswith("__") or callable(v)}
+        own = {key: described(one, seen) for key, one in vars(value).items() if callable(one) or key[:2] != "__"}
         return ["class", [described(base, seen) for base in value.__bases__], own]
-    function = value.__wrapped__ if isinstance(value, functools._lru_cache_wrapper) else value
-    if not isinstance(function, FunctionType):
+    if not isinstance(value, FunctionType):
         return name
-    cells = [_content(cell) for cell in function.__closure__ or ()]
-    named = [function.__globals__[word] for word in _names(function.__code__) if word in function.__globals__]
-    rest = [function.__defaults__, function.__kwdefaults__, cells, named]
-    imported = {word: _package(word) for word in _imported(function.__code__, home) if not _is_library(word)}
-    return ["function", _code(function.__code__), *(described(one, seen) for one in rest), imported]
+    cells = [_content(cell) for cell in value.__closure__ or ()]
+    named = [value.__globals__[word] for word in _names(value.__code__) if word in value.__globals__]
+    outside = [value.__defaults__, value.__kwdefaults__, cells, named]
+    return ["function", _code(value.__code__), described(outside, seen)]
+
+
+def _sources(module: ModuleType) -> dict[str, str]:
+    """The hashes of a module's file and of the files it imports, in turn, that are not installed."""
+    top = sys.modules.get(module.__name__.partition(".")[0], module)
+    home = Path(str(top.__file__)).resolve().parents[1 if hasattr(top, "__path__") else 0]
+    places = [str(home), *(place for place in sys.path if not _in_library(place))]
+    finder = ModuleFinder(places, excludes=["patchlight"])
+    if module.__spec__ is None:
+        finder.run_script(str(module.__file__))
+    else:
+        finder.import_hook(module.__name__)
+    files = {name: getattr(one, "__file__", None) for name, one in sorted(finder.modules.items())}
+    return {name: _digest(Path(file).read_bytes()) for name, file in files.items() if file}
+
+
+def _code(code: CodeType) -> list[Any]:
+    """A code object without its file and line numbers."""
+    constants = [_code(one) if isinstance(one, CodeType) else described(one) for one in code.co_consts]
+    return [code.co_code.hex(), constants, list(code.co_names), list(code.co_varnames), list(code.co_freevars)]
+
+
+def _names(code: CodeType) -> list[str]:
+    """The global names and attributes that code and the code inside it read."""
+    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
 
 
 def _content(cell: Any) -> Any:
@@ -110,81 +112,29 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _code(code: CodeType) -> list[Any]:
-    """A code object without its file and line numbers."""
-    constants = [_code(c) if isinstance(c, CodeType) else described(c) for c in code.co_consts]
-    return [code.co_code.hex(), constants, list(code.co_names), list(code.co_varnames), list(code.co_freevars)]
+def _in_library(path: str) -> bool:
+    return str(Path(path).resolve()).startswith(_LIBRARIES)
 
 
-def _names(code: CodeType) -> list[str]:
-    """The global names and attributes that code and the code inside it read."""
-    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in _names(c)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
-
-
-def _imported(code: CodeType, home: str) -> list[str]:
-    """The packages from which code of the module `home`, and the code inside it, imports as it runs."""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
-    found = [
-        (home if level.argval else step.argval).partition(".")[0]
-        for level, step in zip(steps, steps[2:], strict=False)
-        if step.opname == "IMPORT_NAME"
-    ]
-    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in _imported(c, home)]
-    return sorted({*found, *inner})
-
-
-def _package(module: str) -> dict[str, str]:
-    """The hashes of all source files of the package that a module is in, imported yet or not."""
-    found: dict[str, str] = {}
-    for place in _places(module.partition(".")[0]):
-        files = _sources(place) if place.is_dir() else [place] if place.is_file() else []
-        found |= {file.relative_to(place.parent).as_posix(): _bytes_of(file) for file in files}
-    return found
-
-
-def _sources(folder: Path) -> Iterator[Path]:
-    """What can be imported from a folder, and from those below it, as far as there is something in each."""
-    held = sorted(folder.iterdir())
-    files = [path for path in held if path.name.endswith(_SUFFIXES)]
-    yield from files
-    if files:
-        for path in held:
-            if path.name.isidentifier() and path.is_dir() and not path.is_symlink():
-                yield from _sources(path)
-
-
-def _places(module: str) -> list[Path]:
-    """The folders of a package, or the file of a module; nothing where it has none."""
-    loaded = sys.modules.get(module)
-    with contextlib.suppress(ImportError, ValueError):
-        spec = getattr(loaded, "__spec__", None) or (find_spec(module) if loaded is None else None)
-        folders = getattr(spec, "submodule_search_locations", None)
-        if folders:
-            return [Path(folder).resolve() for folder in folders]
-        file = getattr(loaded, "__file__", None) or (spec.origin if spec is not None and spec.has_location else None)
-        return [Path(file).resolve()] if file else []
-    return []
-
-
-@functools.cache
-def _is_library(module: str) -> bool:
-    """Whether a module is Patchlight's own (its source is hashed as a whole) or an installed one."""
+def _installed(module: str) -> bool:
+    """Whether a module is Patchlight's own (its source is hashed as a whole), or an installed one."""
     root = module.partition(".")[0]
-    if root == "patchlight" or root in sys.builtin_module_names or root in sys.stdlib_module_names:
+    if root == "patchlight" or root in sys.stdlib_module_names:
         return root != "__main__"
     file = getattr(sys.modules.get(module), "__file__", None)
-    places = [Path(file).resolve()] if file is not None else _places(root)
-    return bool(places) and all(str(place).startswith(_LIBRARIES) for place in places)
+    return file is not None and _in_library(file)
 
 
 def _plain(value: Any) -> str:
     return re.sub(r"0x[0-9a-fA-F]+", "", repr(value))
 
 
-def _bytes_of(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _bytes(array: Any) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+def _digest(value: Any) -> str:
+    """The hash of bytes, or of an array with its type and shape."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous()
+        about, value = [str(value.dtype), list(value.shape)], value.flatten().view(torch.uint8).numpy()
+    else:
+        about = [str(value.dtype), list(value.shape)] if isinstance(value, np.ndarray) else []
+    data = np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else bytes(value)
+    return hashlib.sha256(repr(about).encode() + data).hexdigest()

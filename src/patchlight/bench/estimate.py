@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.bench.events import Listener, Planning
+from patchlight.bench.local import SECONDS, size_of
 from patchlight.bench.plan import Group, Plan
-from patchlight.bench.queue import SECONDS, size_of
 from patchlight.bench.unit import Resources, loaded, run_unit
 from patchlight.evidence.ablation import free_chunk
 
@@ -67,7 +67,7 @@ def estimated(
 def _estimated(whole: Plan, group: Group, device: str, limit: float) -> Estimated:
     vit = loaded(group, device)
     resources = Resources(device, free_chunk(vit))
-    unit = next(whole.units(group, None))
+    unit = whole.unit(group, 0, min(group.batch_size, len(whole.images)))
     images, cut, failures = len(unit.images), False, tuple[str, ...]()
     on_cuda = vit.device.type == "cuda"
     if on_cuda:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 from patchlight.bench.rows import Row
 
@@ -53,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True)
 class UnitEnd:
-    """A unit is stored, by this process or another."""
+    """A unit is stored."""
 
     event: ClassVar[str] = "done"
     key: str
@@ -61,14 +61,6 @@ class UnitEnd:
     seconds: float
     rows: Sequence[Row]
     reused: int = 0
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """What is left is in the hands of so many others."""
-
-    event: ClassVar[str] = "wait"
-    others: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +73,5 @@ class End:
     done: int
 
 
-Event = Planning | Start | UnitStart | Step | UnitEnd | Waiting | End
-EVENTS: dict[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
+Event = Planning | Start | UnitStart | Step | UnitEnd | End
 Listener = Callable[[Event], None]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import FORMAT
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import write_new, write_whole
+from patchlight.core.files import write_whole
 from patchlight.core.fingerprints import digest_of
 
 MERGED = "merged from"
@@ -97,9 +97,7 @@ def read_manifest(path: Path) -> Manifest | None:
         raise PatchlightError(damaged) from error
 
 
-def write_manifest(path: Path, manifest: Manifest, new: bool = False) -> bool:
-    """Write a manifest; False where it should be `new`, and another process was first."""
-    whole = {"format": FORMAT, **manifest.model_dump(mode="json")}
-    whole = json.loads(json.dumps(whole))
-    data = json.dumps({**whole, "sum": digest_of(whole)}, indent=1).encode()
-    return write_new(path, data) if new else bool(write_whole(path, data, durable=True))
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write a manifest, with its format and its checksum."""
+    content = json.loads(json.dumps({"format": FORMAT, **manifest.model_dump(mode="json")}))
+    write_whole(path, json.dumps({**content, "sum": digest_of(content)}, indent=1).encode(), durable=True)

@@ -25,7 +25,6 @@ from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import Maps, map_bytes, parquet
 from patchlight.bench.store import Files, Store
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import write_new
 from patchlight.core.fingerprints import digest_of
 from patchlight.core.progress import Progress, telling
 
@@ -77,9 +76,6 @@ def merge(runs: Sequence[str | Path], out: str | Path, progress: Progress | bool
             _keep(target, own, files, choice.rows(i, whole, files))
             tell(len(listed) + i + 1, 2 * len(listed))
     notes += [_unequal(whole, runs[j], runs[k], places) for (j, k), places in unequal.items()]
-    for store in stores:
-        for path in sorted((store.folder / "sizes").glob("*.json")):
-            write_new(target.folder / "sizes" / path.name, path.read_bytes())
     lasting = [f"{MERGED} {len(runs)} runs: {note}" for note in notes]
     write_manifest(target.manifest_path, whole.model_copy(update={"notes": (*whole.notes, *lasting)}))
     return Merged(whole.values, choice.done, tuple(notes))
@@ -277,7 +273,7 @@ def bring(
     if told.device.partition(":")[0] != device.partition(":")[0]:
         raise PatchlightError(f"'{source}' was measured on {told.device}, and {device} rounds differently")
     target.make()
-    known = {**target.files(earlier=True), **target.files()}
+    known = {**target.files([target.folder / "earlier"]), **target.files()}
     names = {files.rows.name for files in known.values() if files.rows is not None}
     earlier = Store(target.folder / "earlier")
     found = store.files()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -25,25 +25,12 @@ if TYPE_CHECKING:
     from patchlight.data import Data, Sample
 
 NOT_MEASURING = (
-    *(
-        "cli",
-        "core/drawing",
-        "report",
-        "study/recommend",
-        "study/faithfulness.py",
-        "study/store.py",
-        "web",
-        "callbacks",
-        "core/extras.py",
-    ),
-    *(f"bench/{room}.py" for room in ("card", "claims", "cleaner", "compare", "differences", "estimate", "events")),
-    *(
-        f"bench/{room}.py"
-        for room in ("export", "html", "local", "manifest", "merge", "opened", "queue", "ray", "results")
-    ),
-    *(f"bench/{room}.py" for room in ("results", "slurm", "statistics", "store", "tables", "workers")),
+    *("cli", "web", "callbacks", "report", "core/drawing", "core/extras.py"),
+    *("study/recommend", "study/faithfulness.py", "study/compare.py", "study/ranking.py", "study/store.py"),
 )
 """Parts of the package that may change without any map or value changing."""
+MEASURING = tuple(Path("bench", name) for name in ("code.py", "contents.py", "plan.py", "recipe.py", "unit.py"))
+"""The modules of the benchmark whose code values depend on."""
 TOGETHER = 4
 """Methods that share a pass in one unit, where metrics ask the model: measuring then takes longer than the pass."""
 Pair = tuple[str, str]
@@ -122,7 +109,8 @@ class Unit:
 
     @cached_property
     def key(self) -> str:
-        return digest_of([self.group.key, self.images.names, self.images.contents])
+        """Where the unit lies in the plan, and the hash of what is in its images: `GROUP.START.STOP.IMAGES`."""
+        return f"{self.group.key}.{self.start}.{self.stop}.{digest_of([self.images.names, self.images.contents])}"
 
     def cells(self, pair: Pair) -> list[str]:
         """For each image, the hash of what the method's value under the metric depends on."""
@@ -140,6 +128,40 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """One of `count` equal parts of every group's batches, the first being 1."""
+
+    number: int = 1
+    count: int = 1
+
+    @staticmethod
+    def parse(text: str) -> Shard:
+        """`3/16` as the third of sixteen.
+
+        >>> Shard.parse("3/16")
+        Shard(number=3, count=16)
+        """
+        number, slash, count = text.partition("/")
+        if not (slash and number.strip().isdecimal() and count.strip().isdecimal() and int(count)):
+            raise PatchlightError(f"--shard {text or 'of nothing'} is not possible; give I/N, as in 3/16")
+        shard = Shard(int(number), int(count))
+        if not 1 <= shard.number <= shard.count:
+            raise PatchlightError(
+                f"--shard {text} is not possible; of {count} shards give 1/{count} to {count}/{count}"
+            )
+        return shard
+
+    def span(self, images: int, batch_size: int) -> tuple[int, int]:
+        """Where this part of so many images begins and ends, in whole batches."""
+        batches = -(-images // batch_size)
+        begin, end = (-(-place * batches // self.count) * batch_size for place in (self.number - 1, self.number))
+        return min(begin, images), min(end, images)
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True)
 class Plan:
     """All groups, in order, the images they are asked about, and what a reader should know about their choice."""
 
@@ -148,12 +170,23 @@ class Plan:
     images: Images
     notes: tuple[str, ...] = ()
 
-    def units(self, group: Group, size: int | None) -> Iterator[Unit]:
-        """The units of a group: a first batch, and where `size` is known, stretches of so many images behind it."""
-        first = min(group.batch_size, len(self.images))
-        yield Unit(group, 0, self.images.part(0, first))
-        for start in range(first, len(self.images), size) if size else ():
-            yield Unit(group, start, self.images.part(start, start + (size or 0)))
+    def unit(self, group: Group, start: int, stop: int) -> Unit:
+        """The unit of a group from image `start` up to `stop`."""
+        return Unit(group, start, self.images.part(start, stop))
+
+    def unit_of(self, key: str) -> Unit | None:
+        """The unit of this key; None where it belongs to another plan."""
+        group_key, _, rest = key.partition(".")
+        group = self._by_key.get(group_key)
+        span = re.fullmatch(r"(\d+)\.(\d+)\.\w+", rest)
+        if group is None or span is None or not int(span[1]) < int(span[2]) <= len(self.images):
+            return None
+        unit = self.unit(group, int(span[1]), int(span[2]))
+        return unit if unit.key == key else None
+
+    @cached_property
+    def _by_key(self) -> dict[str, Group]:
+        return {group.key: group for group in self.groups}
 
     @property
     def values(self) -> int:
@@ -176,7 +209,7 @@ def source_digest() -> str:
     hashed = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)
-        if not any(name.is_relative_to(part) for part in NOT_MEASURING):
+        if name in MEASURING or not any(name.is_relative_to(part) for part in (*NOT_MEASURING, "bench")):
             hashed.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return hashed.hexdigest()[:16]
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from patchlight.bench.workers import PREEMPTED
+from patchlight.bench.local import PREEMPTED
 from patchlight.core.errors import PatchlightError
 
 END = "END_OF_REPORT"

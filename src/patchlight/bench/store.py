@@ -1,9 +1,9 @@
-"""The store of a run: a folder of Parquet units and safetensors maps, each written whole and renamed.
+"""The folder of a run: Parquet units and safetensors maps, each written whole and renamed, in one shard or several.
 
-manifest.json says what is planned; units/KEY-SUM.parquet has a row for each image, method and metric of a unit; maps/
-its maps at patch resolution; sizes/ how many images the units of a group have. SUM is the checksum of the file, without
-which nothing in it is believed. What a changed plan leaves behind lies under earlier/. Who is at work on what is in
-owners/ and claims/. A process that is killed loses the unit in flight, nothing else.
+manifest.json says what is planned. units/KEY-SUM.parquet has a row for each image, method and metric of a unit, maps/
+its maps at patch resolution; SUM is the checksum of the file, without which nothing in it is used. A run in shards has
+them under shards/K-of-N/, and the run is the union of its shards. A shard has one owner at a time, who holds its lock.
+Units that a changed plan no longer has are kept under earlier/. A killed process loses the unit in flight.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import glob
 import hashlib
 import json
 import os
+import platform
 import re
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,29 +24,35 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from patchlight.bench.manifest import Manifest, read_manifest
-from patchlight.bench.plan import Group, Plan, Unit
+from patchlight.bench.plan import WHOLE, Plan, Shard, Unit
 from patchlight.bench.results import Results, counted, curves_of, results_of, word_counts
 from patchlight.bench.rows import (
     Before,
-    Done,
     Known,
     Maps,
     facts_of,
-    map_bytes,
     maps_from,
     maps_of,
     rows_of,
     shows,
-    table_bytes,
     table_of,
 )
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import check_writable, write_new, write_whole
+from patchlight.core.extras import missing_extra
+from patchlight.core.files import check_writable, write_whole
 from patchlight.core.progress import Progress, telling
+
+try:
+    from filelock import FileLock, Timeout
+except ImportError as error:
+    raise missing_extra("the benchmark needs", "filelock", "bench") from error
 
 PART = re.compile(r"\..+-[a-z0-9_]{8}")
 """Names under which files are written before they are renamed."""
-FOLDERS = ("units", "maps", "sizes", "owners", "claims", "earlier", "logs")
+NAMES = ("units", "maps", "shards", "earlier", "logs", "lock", "plan.lock", "owner.json")
+"""What a run's folder may hold besides its manifest."""
+MOMENT = 2.0
+"""Seconds to wait for a lock: somebody may only be looking whether it is held."""
 
 
 class Files(NamedTuple):
@@ -80,24 +88,75 @@ class Store:
     def manifest_path(self) -> Path:
         return self.folder / "manifest.json"
 
-    def make(self) -> None:
+    def folder_of(self, shard: Shard) -> Path:
+        """Where the units of a shard are."""
+        return self.folder if shard == WHOLE else self.folder / "shards" / f"{shard.number}-of-{shard.count}"
+
+    def shards(self) -> list[Path]:
+        """The folders that hold units: the run's own, and one for each shard that was begun."""
+        return [self.folder, *sorted((self.folder / "shards").glob("*-of-*"))]
+
+    def make(self, shard: Shard = WHOLE) -> None:
         """Make the folder; refused where it is something else's."""
         check_writable(self.folder)
         if self.folder.is_dir() and not self.manifest_path.exists():
-            strange = [p.name for p in self.folder.iterdir() if p.name not in FOLDERS and not PART.fullmatch(p.name)]
+            strange = [p.name for p in self.folder.iterdir() if p.name not in NAMES and not PART.fullmatch(p.name)]
             if strange:
                 raise PatchlightError(f"'{self.folder}' is not a run: it holds '{strange[0]}'; give an empty folder")
         try:
-            for folder in ("units", "maps", "sizes"):
-                (self.folder / folder).mkdir(parents=True, exist_ok=True)
+            for folder in ("units", "maps"):
+                (self.folder_of(shard) / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise PatchlightError(f"'{self.folder}' cannot be written: {error.strerror or error}") from error
 
-    def sweep(self) -> None:
-        """Take away what processes that were killed left half written; only while nobody else is at work."""
-        for pattern in (f".{self.manifest_path.name}-*", "units/.*", "maps/.*", "sizes/.*"):
-            for leftover in self.folder.glob(pattern):
-                leftover.unlink(missing_ok=True)
+    @contextlib.contextmanager
+    def owned(self, shard: Shard) -> Iterator[None]:
+        """Own a shard; refused where another process does, or where one is at work on another division of the run."""
+        folder = self.folder_of(shard)
+        with _locked(folder / "lock") as lock:
+            if not lock:
+                raise PatchlightError(f"{_holder(folder)} is at work on {self._shown(folder)}; wait until it has ended")
+            for other in self.held():
+                same = other != self.folder and shard != WHOLE and other.name.endswith(f"-of-{shard.count}")
+                if other != folder and not same:
+                    raise PatchlightError(
+                        f"{_holder(other)} is at work on {self._shown(other)}; wait until it has ended, or give "
+                        "--shard of as many"
+                    )
+            about = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            write_whole(folder / "owner.json", json.dumps(about).encode())
+            try:
+                yield
+            finally:
+                (folder / "owner.json").unlink(missing_ok=True)
+
+    def held(self) -> list[Path]:
+        """The folders of shards that some process is at work on."""
+        found = []
+        for folder in self.shards():
+            if (folder / "lock").exists():
+                with _locked(folder / "lock", 0) as lock:
+                    found += [] if lock else [folder]
+        return found
+
+    def workers(self) -> list[str]:
+        """Who is at work on the run, and on which shard."""
+        return [f"{_holder(folder)}, on {self._shown(folder)}" for folder in self.held()]
+
+    def _shown(self, folder: Path) -> str:
+        return f"'{self.folder}'" if folder == self.folder else f"shard {folder.name} of '{self.folder}'"
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Nobody else brings the folder in line with a plan meanwhile."""
+        with _locked(self.folder / "plan.lock", -1):
+            yield
+
+    def sweep(self, folders: Iterable[Path]) -> None:
+        """Remove what killed processes left half written in these shards."""
+        patterns = (f".{self.manifest_path.name}-*", ".owner.json-*", "units/.*", "maps/.*")
+        for leftover in (path for folder in folders for pattern in patterns for path in folder.glob(pattern)):
+            leftover.unlink(missing_ok=True)
 
     def read_manifest(self) -> Manifest | None:
         """What the run is; None where none was begun."""
@@ -112,103 +171,65 @@ class Store:
             )
         return found
 
-    def size(self, group: Group) -> int | None:
-        """How many images the units of a group have behind its first batch; None where that is not known yet."""
-        try:
-            size = int(json.loads((self.folder / "sizes" / f"{group.key}.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return None
-        return size if size > 0 else None
-
-    def write_size(self, group: Group, size: int) -> None:
-        """Say how many images the units of a group have; who says so first is believed."""
-        path = self.folder / "sizes" / f"{group.key}.json"
-        if not write_new(path, json.dumps(size).encode()) and self._damaged_size(path):
-            write_whole(path, json.dumps(size).encode())
-
-    @staticmethod
-    def _damaged_size(path: Path) -> bool:
-        try:
-            return not path.read_text(encoding="utf-8").strip().isdecimal()
-        except (OSError, ValueError):  # it may be sound, and cannot be read now
-            return False
-
-    def units(self, whole: Plan) -> Iterator[Unit]:
-        """The units of a plan, as far as they are known."""
-        for group in whole.groups:
-            yield from whole.units(group, self.size(group))
-
-    def files(self, earlier: bool = False) -> dict[str, Files]:
-        """The files of every unit, by key: those of the plan, or those that earlier plans left."""
-        root = self.folder / "earlier" if earlier else self.folder
+    def files(self, folders: Iterable[Path] | None = None) -> dict[str, Files]:
+        """The files of every unit, by key, in these folders; by default those of all shards."""
         found: dict[str, Files] = {}
-        for which, folder, suffix in (("rows", "units", ".parquet"), ("maps", "maps", ".safetensors")):
-            with contextlib.suppress(FileNotFoundError), os.scandir(root / folder) as entries:
-                for entry in sorted(entries, key=lambda entry: entry.name):
-                    if entry.name.endswith(suffix) and not entry.name.startswith("."):
-                        key = entry.name.partition("-")[0]
-                        own = found.setdefault(key, Files())
-                        if getattr(own, which) is None:
-                            found[key] = own._replace(**{which: Path(entry.path)})
+        for root in self.shards() if folders is None else folders:
+            for which, folder, suffix in (("rows", "units", ".parquet"), ("maps", "maps", ".safetensors")):
+                with contextlib.suppress(FileNotFoundError), os.scandir(root / folder) as entries:
+                    for entry in sorted(entries, key=lambda entry: entry.name):
+                        if entry.name.endswith(suffix) and not entry.name.startswith("."):
+                            key = entry.name.rpartition("-")[0]
+                            own = found.setdefault(key, Files())
+                            if getattr(own, which) is None:
+                                found[key] = own._replace(**{which: Path(entry.path)})
         return found
 
-    def done(self) -> set[str]:
-        """The keys of the units that are done, by their files' names."""
-        return {key for key, files in self.files().items() if files.there}
+    def units(self, plan: Plan) -> list[Unit]:
+        """The units of a plan that are done, by their files' names."""
+        units = (plan.unit_of(key) for key, files in self.files().items() if files.there)
+        return [unit for unit in units if unit is not None]
 
-    def arrange(self, keys: Collection[str]) -> None:
-        """Have units/ and maps/ hold nothing but these units; the rest goes to earlier/, and comes back.
+    def arrange(self, plan: Plan) -> None:
+        """Have the shards hold nothing but units of the plan; the rest goes to earlier/, and comes back.
 
         So that whoever reads units/*.parquet reads each row once.
         """
-        self.set_aside(keys)
-        missing = set(keys) - self.done()
-        for key, files in self.files(earlier=True).items():
-            if key in missing:
-                for path in filter(None, reversed(files)):  # rows say that a unit is done: they come last
-                    self._move(path, back=True)
-
-    def set_aside(self, keys: Collection[str]) -> None:
-        """Put all but these units into earlier/."""
         for key, files in self.files().items():
-            if key not in keys:
-                for path in filter(None, reversed(files)):
-                    self._move(path, back=False)
+            if plan.unit_of(key) is None:
+                self.set_aside(files)
+        done = {(unit.group.key, i) for unit in self.units(plan) for i in range(unit.start, unit.stop)}
+        for key, files in self.files([self.folder / "earlier"]).items():
+            unit = plan.unit_of(key)
+            if unit is None or not files.there:
+                continue
+            places = {(unit.group.key, i) for i in range(unit.start, unit.stop)}
+            if not places & done:
+                done |= places
+                _move(files, self.folder)
 
-    def _move(self, path: Path, back: bool) -> None:
-        root = self.folder if back else self.folder / "earlier"
-        try:
-            (root / path.parent.name).mkdir(parents=True, exist_ok=True)
-            os.replace(path, root / path.parent.name / path.name)
-            for other in (root / path.parent.name).glob(f"{glob.escape(path.name.partition('-')[0])}-*{path.suffix}"):
-                if other.name != path.name:  # of a unit that was run twice, the last is right
-                    other.unlink(missing_ok=True)
-        except FileNotFoundError:  # another process was first
-            return
-        except OSError as error:
-            raise PatchlightError(f"'{path}' cannot be moved: {error.strerror or error}") from error
+    def set_aside(self, files: Files) -> None:
+        """Put the files of a unit into earlier/, so that it is run again; what is right in it can be reused."""
+        _move(files, self.folder / "earlier")
 
-    def discard(self, unit: Unit) -> None:
-        """Put what a unit has left aside, so that it is run again; what was right in it is still known."""
-        for path in filter(None, reversed(self.files().get(unit.key, Files()))):
-            self._move(path, back=False)
-
-    def drop_damaged(self) -> list[str]:
-        """Take damaged files away; a sentence for each."""
-        told = []
-        for files in self.files().values():
-            for path in files.damaged:
-                told.append(_told(path))
-                path.unlink(missing_ok=True)
-        return told
+    def drop_damaged(self, folders: Iterable[Path]) -> list[str]:
+        """Remove units of these shards that are damaged, or of which a killed process wrote half; name the damaged."""
+        notes = []
+        for files in self.files(folders).values():
+            damaged = files.damaged
+            if damaged or not files.there:
+                notes += [_damage(path) for path in damaged]
+                for path in filter(None, files):
+                    path.unlink(missing_ok=True)
+        return notes
 
     @cached_property
     def earlier(self) -> dict[str, Files]:
         """By cell, the files earlier plans left that know it; one in which it did not fail, where several do."""
         found: dict[str, Files] = {}
         good: set[str] = set()
-        for files in self.files(earlier=True).values():
-            table = files.table(["cell", "error"])
+        for files in self.files([self.folder / "earlier"]).values():
+            table = files.table(["cell", "error"]) if files.there else None
             if table is None:
                 continue
             for cell, error in zip(table["cell"].to_pylist(), table["error"].to_pylist(), strict=True):
@@ -231,16 +252,11 @@ class Store:
             }
         return known
 
-    def write(self, unit: Unit, done: Done) -> None:
-        """Keep a unit."""
-        self.keep(unit.key, table_bytes(done), map_bytes(done.maps))
-
-    def keep(self, key: str, rows: bytes, maps: bytes) -> None:
-        """Keep what belongs to a key: first its maps, then its rows, whose file says that it is done."""
-        for folder, data, suffix in (("maps", maps, "safetensors"), ("units", rows, "parquet")):
-            write_whole(self.folder / folder / f"{key}-{checksum(data)}.{suffix}", data, durable=True)
-            for other in sorted((self.folder / folder).glob(f"{glob.escape(key)}-*.{suffix}"))[1:]:
-                other.unlink(missing_ok=True)  # one thought dead has written it as well: whoever looks keeps the same
+    def keep(self, key: str, rows: bytes, maps: bytes, folder: Path | None = None) -> None:
+        """Write the files of a key: first its maps, then its rows, whose file says that it is done."""
+        for name, data, suffix in (("maps", maps, "safetensors"), ("units", rows, "parquet")):
+            place = (folder or self.folder) / name
+            write_whole(place / f"{key}-{checksum(data)}.{suffix}", data, durable=True)
 
     def maps(self, model: str, images: Collection[str]) -> Maps:
         """What every method made of these images for a model."""
@@ -258,9 +274,18 @@ class Store:
         tables = (files.table(columns) for files in self.files().values())
         return (table for table in tables if table is not None)
 
-    def failures(self) -> dict[str, int]:
-        """How many values failed, by reason, the commonest first."""
-        return counted(word_counts(table["error"]) for table in self.tables(["error"]))
+    def failures(self, folders: Iterable[Path] | None = None) -> dict[str, int]:
+        """How many values failed, by reason, the commonest first; in these shards, by default in all."""
+        tables = (files.table(["error"]) for files in self.files(folders).values())
+        return counted(word_counts(table["error"]) for table in tables if table is not None)
+
+    def failed(self, folders: Iterable[Path]) -> list[Files]:
+        """The files of the units of these shards in which something failed."""
+        return [
+            files
+            for files in self.files(folders).values()
+            if (table := files.table(["error"])) is not None and any(table["error"].to_pylist())
+        ]
 
     def results(self, progress: Progress | bool = False) -> Results:
         """All that is done of the plan."""
@@ -273,7 +298,7 @@ class Store:
                     table = own.table()
                     damaged = [own.rows] if table is None else []
                     damaged += [own.maps] if _sound(own.maps) is None else []
-                    notes.update(f"{_told(p)} and left out; run the benchmark again to mend it" for p in damaged if p)
+                    notes.update(f"{_damage(p)} and left out; run the benchmark again to mend it" for p in damaged if p)
                     if table is not None:
                         yield table
                     tell(i + 1, len(files))
@@ -318,5 +343,45 @@ def _sound(path: Path | None) -> bytes | None:
     return data if data is not None and path is not None and checksum(data) == path.stem.rpartition("-")[2] else None
 
 
-def _told(path: Path) -> str:
+def _damage(path: Path) -> str:
     return f"'{path.parent.name}/{path.name}' is damaged"
+
+
+def _move(files: Files, root: Path) -> None:
+    """Move the files of a unit, its rows last: they say that it is done."""
+    for path in filter(None, reversed(files)):
+        target = root / path.parent.name / path.name
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+            for other in target.parent.glob(f"{glob.escape(path.name.rpartition('-')[0])}-*{path.suffix}"):
+                if other.name != path.name:  # of a unit that was run twice, the last is right
+                    other.unlink(missing_ok=True)
+        except OSError as error:
+            raise PatchlightError(f"'{path}' cannot be moved: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _locked(path: Path, seconds: float = MOMENT) -> Iterator[FileLock | None]:
+    """Hold a lock; None where another process holds it for longer than that. -1 waits for ever."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        yield None
+        return
+    except OSError as error:
+        raise PatchlightError(f"'{path}' cannot be locked: {error.strerror or error}") from error
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def _holder(folder: Path) -> str:
+    """Who holds the lock of a shard: its process, its machine, and since when."""
+    try:
+        about = json.loads((folder / "owner.json").read_text(encoding="utf-8"))
+        return f"process {about['pid']} on {about['host']} (since {about['since']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,7 +41,7 @@ def run(
     chosen: RecipeOptions,
     out: Out,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; with --device cuda:all one per GPU.")] = None,
-    shard: Annotated[str | None, typer.Option(help="I/N: this part of the images alone, as in 3/16.")] = None,
+    shard: Annotated[str | None, typer.Option(help="I/N: this part of the images, as in 3/16.")] = None,
     ray: Annotated[str | None, typer.Option(help="On a Ray cluster: auto, or HOST:PORT.", metavar="ADDRESS")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run again what failed.")] = False,
     source: Annotated[
@@ -53,34 +53,33 @@ def run(
 ) -> None:
     """Run a recipe. What is done already is left alone; failures are counted and do not stop it.
 
-    Any number of these may be at work in one folder, on any machines that see it. SIGTERM stops one after what it is
-    doing, with exit code 75; the same command goes on.
+    A run, or a shard of one, is the work of one process at a time. SIGTERM stops it after what it is doing, with exit
+    code 75; the same command resumes it.
     """
     with answering(as_json, debug):
-        from patchlight.bench.local import run as run_local
+        from patchlight.bench.executors import devices_of
+        from patchlight.bench.local import PREEMPTED, RunOptions, preemptible
+        from patchlight.bench.local import run as run_recipe
         from patchlight.bench.merge import bring
-        from patchlight.bench.queue import WHOLE, Part
-        from patchlight.bench.workers import PREEMPTED, devices_of, preemptible, run_workers
+        from patchlight.bench.plan import WHOLE, Shard
 
-        devices = devices_of(chosen.device) if ray is None else [chosen.device]
-        part = Part.parse(shard) if shard is not None else WHOLE
-        count = workers or len(devices)
-        options: dict[str, Any] = {"text": chosen.text, "quick": chosen.quick, "retry": retry, "part": part}
+        options = RunOptions(
+            text=chosen.text,
+            quick=chosen.quick,
+            retry=retry,
+            shard=Shard.parse(shard) if shard is not None else WHOLE,
+            device=chosen.device,
+            workers=workers,
+            ray=ray,
+        )
         if source is not None:
-            bring(source, out, chosen.recipe, devices[0], progress=not as_json)
+            device = chosen.device if ray is not None else devices_of(chosen.device)[0]
+            bring(source, out, chosen.recipe, device, progress=not as_json)
         try:
             with preemptible() as stop, _watching(as_json) as listen:
-                options |= {"stop": stop, "listen": listen}
-                if ray is not None:
-                    from patchlight.bench.ray import run_ray
-
-                    summary = run_ray(chosen.recipe, out, ray, device=devices[0], workers=workers, **options)
-                elif count == 1:
-                    summary = run_local(chosen.recipe, out, device=devices[0], **options)
-                else:
-                    summary = run_workers(chosen.recipe, out, count, devices=devices, **options)
+                summary = run_recipe(chosen.recipe, out, options, stop, listen)
         except KeyboardInterrupt:
-            say(f"stopped; what is done is kept in '{out}', and the same command goes on")
+            say(f"stopped; what is done is kept in '{out}', and the same command resumes it")
             raise
         if not as_json:
             _conclude(summary, out)
@@ -96,7 +95,6 @@ def run(
 def status(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> None:
     """How far a run is, and what failed."""
     with answering(as_json, debug):
-        from patchlight.bench.claims import Claims
         from patchlight.bench.store import Store
 
         store = Store(folder)
@@ -106,7 +104,7 @@ def status(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> Non
             model: sum(len(c) - c.undone for (label, *_), c in results.columns.items() if label == model)
             for model in manifest.resolved.models
         }
-        workers = [f"process {one.pid} on {one.host}" for one in Claims(store.folder).others()]
+        workers = store.workers()
         state = {
             "recipe": manifest.resolved.name,
             "quick": manifest.quick,

@@ -25,8 +25,8 @@ def plan_run(
 ) -> None:
     """What a run will be: images, groups of methods, values; with --estimate, what it will take. Nothing is kept."""
     from patchlight.bench.estimate import estimated
+    from patchlight.bench.executors import devices_of
     from patchlight.bench.plan import plan
-    from patchlight.bench.workers import devices_of
 
     device = devices_of(chosen.device)[0]
     with progress("reading images and models"):

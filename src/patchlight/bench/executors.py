@@ -1,0 +1,252 @@
+"""Where units run: in this process, or in worker processes of this machine. `patchlight.bench.ray` has a cluster's.
+
+An executor takes units and gives futures. Only the process that owns the shard writes; workers compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from patchlight.bench.events import Listener
+from patchlight.bench.plan import Group, Images, Plan, Unit
+from patchlight.bench.recipe import Recipe
+from patchlight.bench.rows import Before, Done
+from patchlight.bench.unit import Resources, run_unit
+from patchlight.core.errors import PatchlightError
+from patchlight.core.plugins import load_plugin, loaded_files
+
+
+class WorkerDied(Exception):
+    """The process that ran a unit died; the message says which."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What running a unit gave, and the seconds it took."""
+
+    done: Done
+    seconds: float
+
+
+class Executor(Protocol):
+    """Runs units, at most `slots` at once; a future raises `WorkerDied` where its process died."""
+
+    @property
+    def slots(self) -> int:
+        """How many units may be under way."""
+
+    def submit(self, unit: Unit, known: Before) -> Future[Finished]:
+        """Run a unit, without the values that are known."""
+
+    def close(self) -> None:
+        """End all workers, whatever they do."""
+
+
+def timed(unit: Unit, resources: Resources, known: Before, listen: Listener = lambda event: None) -> Finished:
+    """Run a unit here."""
+    begin = time.perf_counter()
+    done = run_unit(unit, resources, known, listen)
+    return Finished(done, time.perf_counter() - begin)
+
+
+class InProcess:
+    """This process runs the units, one after the other."""
+
+    slots = 1
+
+    def __init__(self, resources: Resources, listen: Listener) -> None:
+        self.resources, self.listen = resources, listen
+
+    def submit(self, unit: Unit, known: Before) -> Future[Finished]:
+        future: Future[Finished] = Future()
+        future.set_result(timed(unit, self.resources, known, self.listen))
+        return future
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class Workers:
+    """Processes of this machine, each with a device and its share of the cores.
+
+    Each is a pool of one, so that it is known which unit a process died of; a dead one is replaced.
+    """
+
+    def __init__(self, job: str, devices: Sequence[str], logs: Path) -> None:
+        self.job, self.devices, self.logs = job, devices, logs
+        logs.mkdir(exist_ok=True)
+        self.pools = [self._start(number) for number in range(len(devices))]
+        self.busy: set[int] = set()
+        started = [pool.submit(os.getpid) for pool in self.pools]
+        broken = [i for i, answer in enumerate(started) if isinstance(answer.exception(), BrokenProcessPool)]
+        if broken:
+            self.close()
+            raise PatchlightError(f"worker {broken[0] + 1} cannot be started; see '{self._log(broken[0])}'")
+
+    @property
+    def slots(self) -> int:
+        return len(self.pools)
+
+    def _log(self, number: int) -> Path:
+        return self.logs / f"worker-{number + 1}.txt"
+
+    def _start(self, number: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), _prepare_worker, (str(self._log(number).resolve()),)
+        )
+
+    def submit(self, unit: Unit, known: Before) -> Future[Finished]:
+        number = next(i for i in range(len(self.pools)) if i not in self.busy)
+        self.busy.add(number)
+        outcome: Future[Finished] = Future()
+
+        def end(answer: Future[bytes]) -> None:
+            error = answer.exception()
+            if isinstance(error, BrokenProcessPool):
+                self.pools[number] = self._start(number)
+                error = WorkerDied(f"worker {number + 1} died; see logs/{self._log(number).name}")
+            self.busy.discard(number)
+            if error is None:
+                outcome.set_result(pickle.loads(answer.result()))
+            else:
+                outcome.set_exception(error)
+
+        task = pickle.dumps((self.job, self.devices[number], spelled(unit), known))  # tensors by value
+        self.pools[number].submit(_run_task, task).add_done_callback(end)
+        return outcome
+
+    def close(self) -> None:
+        for pool in self.pools:
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _prepare_worker(log: str) -> None:
+    """Write what is printed to the log, leave signals to the owner of the shard, and do not outlive it."""
+    file = open(log, "a", encoding="utf-8")  # noqa: SIM115
+    for stream in (1, 2):
+        os.dup2(file.fileno(), stream)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    owner = multiprocessing.parent_process()
+    assert owner is not None
+
+    def follow() -> None:
+        owner.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _run_task(task: bytes) -> bytes:
+    """In a worker: run a unit."""
+    job, device, about, known = pickle.loads(task)
+    return pickle.dumps(execute(job, about, known, device))
+
+
+def job_of(plan: Plan, resources: Resources, threads: int) -> str:
+    """What every worker of a run is given once, as JSON: the recipe, plugins with their text, and what it runs on."""
+    return json.dumps(
+        {
+            "recipe": plan.recipe.model_dump_json(),
+            "plugins": [[path, Path(path).read_text(encoding="utf-8")] for path in loaded_files()],
+            "folder": os.getcwd(),
+            "threads": threads,
+            "device": resources.device,
+            "chunk": resources.chunk,
+        }
+    )
+
+
+@lru_cache(maxsize=1)
+def _prepared(job: str) -> tuple[Recipe, Resources]:
+    """Prepare a worker process for a run, once: plugins loaded, paths relative to where it was begun."""
+    about = json.loads(job)
+    with contextlib.suppress(OSError):
+        os.chdir(about["folder"])
+    torch.set_num_threads(about["threads"])
+    for path, text in about["plugins"]:
+        if not Path(path).is_file() or Path(path).read_text(encoding="utf-8") != text:
+            path = Path(tempfile.mkdtemp(prefix="patchlight-")) / Path(path).name
+            path.write_text(text, encoding="utf-8")
+        load_plugin(path)
+    return Recipe.model_validate_json(about["recipe"]), Resources(about["device"], about["chunk"])
+
+
+def execute(job: str, about: Mapping[str, Any], known: Before, device: str = "") -> Finished:
+    """In a worker process: run the unit that `spelled` describes."""
+    recipe, resources = _prepared(job)
+    return timed(_unit(recipe, about), Resources(device or resources.device, resources.chunk), known)
+
+
+def spelled(unit: Unit) -> dict[str, Any]:
+    """A unit in plain values: what the recipe does not say of it."""
+    group = unit.group
+    return {
+        "label": group.label,
+        "digest": group.digest,
+        "classes": group.classes,
+        "methods": list(group.methods),
+        "made": [[*pair, made] for pair, made in group.made.items()],
+        "batch_size": group.batch_size,
+        "start": unit.start,
+        "images": asdict(unit.images),
+        "key": unit.key,
+    }
+
+
+def _unit(recipe: Recipe, about: Mapping[str, Any]) -> Unit:
+    """The unit that was meant."""
+    group = Group(
+        about["label"],
+        recipe.models[about["label"]],
+        about["digest"],
+        recipe.data,
+        about["classes"],
+        {label: recipe.methods[label] for label in about["methods"]},
+        recipe.metrics,
+        {(method, metric): made for method, metric, made in about["made"]},
+        recipe.target,
+        recipe.seed,
+        about["batch_size"],
+    )
+    unit = Unit(group, about["start"], Images(**about["images"]))
+    assert unit.key == about["key"], "a unit is the same everywhere"
+    return unit
+
+
+def devices_of(device: str) -> list[str]:
+    """The devices of `cuda:all`, or the one that is named.
+
+    >>> devices_of("cpu")
+    ['cpu']
+    """
+    if device != "cuda:all":
+        return [device]
+    count = torch.cuda.device_count()
+    if not count:
+        raise PatchlightError("--device cuda:all: there is no CUDA device on this machine; give --device cpu")
+    return [f"cuda:{i}" for i in range(count)]
+
+
+def cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
