@@ -222,7 +222,7 @@ def test_missing_extras_in_python(alone: Installed, tmp_path: Path) -> None:
     assert alone.python(code).strip() == "to_frame needs pandas: pip install 'patchlight[pandas]'"
     code = "import patchlight as pl\ntry: import patchlight.bench.ray\nexcept pl.PatchlightError as error: print(error)"
     assert "pip install 'patchlight[bench]'" in alone.python(code)
-    link(closure(["pyarrow", "plotly"]), tmp_path)
+    link(closure(["pyarrow", "filelock"]), tmp_path)
     assert alone.python(code, tmp_path).strip() == "--ray needs Ray: pip install 'patchlight[ray]'"
 
 

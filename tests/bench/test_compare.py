@@ -27,7 +27,7 @@ def test_a_run_and_its_copy_are_equal(shared: Shared, tmp_path: Path) -> None:
     assert found.differences == ()
     assert len(found.compared) == 4
     for one in found.compared:
-        assert (one.difference, one.images, one.equal, one.standing) == (0.0, 6, 6, "")
+        assert (one.gap.difference, one.gap.images, one.equal, one.gap.standing) == (0.0, 6, 6, "")
     assert "are the same" in as_markdown(found)
 
 
@@ -43,17 +43,17 @@ def test_differences_are_paired_on_the_images_of_both(shared: Shared, tmp_path: 
         key = one.model, one.method, one.metric
         pairs = [(a[*key, name][1], b[*key, name][1]) for name in names.names]
         gaps = [y - x for x, y in pairs]
-        assert one.first == pytest.approx(sum(x for x, _ in pairs) / 6, rel=1e-12)
-        assert one.second == pytest.approx(sum(y for _, y in pairs) / 6, rel=1e-12)
-        assert one.difference == pytest.approx(sum(gaps) / 6, rel=1e-9)
+        assert one.gap.first == pytest.approx(sum(x for x, _ in pairs) / 6, rel=1e-12)
+        assert one.gap.second == pytest.approx(sum(y for _, y in pairs) / 6, rel=1e-12)
+        assert one.gap.difference == pytest.approx(sum(gaps) / 6, rel=1e-9)
         means = sorted(sum(draw.choices(gaps, k=6)) / 6 for _ in range(4000))
-        assert one.low == pytest.approx(means[100], abs=0.1 * (max(gaps) - min(gaps)))
-        assert one.high == pytest.approx(means[-100], abs=0.1 * (max(gaps) - min(gaps)))
-        assert 0.1 <= min(gaps) <= one.low < one.difference < one.high <= max(gaps)
-        assert one.standing == ("better" if one.metric == "Ins" else "worse")
+        assert one.gap.low == pytest.approx(means[100], abs=0.1 * (max(gaps) - min(gaps)))
+        assert one.gap.high == pytest.approx(means[-100], abs=0.1 * (max(gaps) - min(gaps)))
+        assert 0.1 <= min(gaps) <= one.gap.low < one.gap.difference < one.gap.high <= max(gaps)
+        assert one.gap.standing == ("better" if one.metric == "Ins" else "worse")
     assert "▲" in as_markdown(found)
     rows = list(csv.DictReader(io.StringIO(as_csv(found))))
-    assert [float(row["difference"]) for row in rows] == [one.difference for one in found.compared]
+    assert [float(row["difference"]) for row in rows] == [one.gap.difference for one in found.compared]
 
 
 def test_images_that_only_one_has_or_that_changed_do_not_count(shared: Shared, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_images_that_only_one_has_or_that_changed_do_not_count(shared: Shared, t
     other = copied(shared.whole, tmp_path / "other", images=images.model_copy(update={"contents": contents}))
     found = compare(shared.whole, other)
     assert found.images == 5
-    assert all(math.isnan(one.low) and one.images == 5 and not one.standing for one in found.compared)
+    assert all(math.isnan(one.gap.low) and one.gap.images == 5 and not one.gap.standing for one in found.compared)
     assert "1 images of" in found.differences[0].told
     other = copied(shared.whole, tmp_path / "none", images=images.model_copy(update={"contents": ("x",) * 6}))
     with pytest.raises(PatchlightError, match="no image in common"):
@@ -87,7 +87,8 @@ def test_micro_averages_are_resampled_as_such() -> None:
     """A ratio of sums is not the mean of ratios."""
     import torch
 
-    from patchlight.bench.compare import _compared
+    from patchlight.bench.statistics import paired_gaps
+    from patchlight.core.statistics import Resamples
     from patchlight.metrics.base import Evaluation
 
     def made(hits: list[float]) -> Evaluation:
@@ -95,12 +96,12 @@ def test_micro_averages_are_resampled_as_such() -> None:
         ratio = parts["hit"] / parts["all"]
         return Evaluation("m", ratio.double(), True, (0, 1), parts=parts, combine=lambda s: s["hit"] / s["all"])
 
-    one = _compared(("a", "b", "c"), (made([0, 1, 1, 1, 1, 1]), made([1, 1, 1, 1, 1, 4])), torch.zeros(3), "")
-    assert (one.first, one.second) == (pytest.approx(5 / 21), pytest.approx(9 / 21))
+    gap = paired_gaps({"": (made([0, 1, 1, 1, 1, 1]), made([1, 1, 1, 1, 1, 4]))}, Resamples(6, 3))[""]
+    assert (gap.first, gap.second) == (pytest.approx(5 / 21), pytest.approx(9 / 21))
 
 
 def test_the_command_prints_each_form(shared: Shared) -> None:
-    words = ["bench", "compare", str(shared.first), str(shared.second)]
+    words = ["bench", "compare", str(shared.first), str(shared.whole)]
     answer = CliRunner().invoke(app, [*words, "--json"])
     told = json.loads(answer.stdout)
     assert told["images"] == 6

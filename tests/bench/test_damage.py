@@ -53,7 +53,7 @@ def same(store: Store, found: Results, whole: Results, drawn: dict[tuple[str, st
             assert expected.x is not None
             assert torch.equal(column.x, expected.x)
         assert (column.bounds, column.higher_is_better) == (expected.bounds, expected.higher_is_better)
-        assert column.errors == expected.errors
+        assert column.errors.to_pylist() == expected.errors.to_pylist()
 
 
 def flipped(out: Path, flips: int, pages: int = 2) -> None:

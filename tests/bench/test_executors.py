@@ -31,16 +31,16 @@ import time
 
 import torch
 
-from patchlight.methods.base import Ask, register_method
+from patchlight.methods.base import Ask, own_passes
 
 
-@register_method("test-slow", paper="none", agnostic=True)
+@own_passes("test-slow", paper="none", agnostic=True)
 def slow(ask: Ask) -> torch.Tensor:
     time.sleep(600)
     return torch.rand(len(ask.images), *ask.vit.grid)
 
 
-@register_method("test-deadly", paper="none", agnostic=True)
+@own_passes("test-deadly", paper="none", agnostic=True)
 def deadly(ask: Ask) -> torch.Tensor:
     os._exit(9)
 """

@@ -20,11 +20,10 @@ from typer.testing import CliRunner
 
 import patchlight
 from patchlight.bench.cleaner import Cleaner, last
-from patchlight.bench.export import as_toml, export
 from patchlight.bench.manifest import Manifest
-from patchlight.bench.merge import merge
 from patchlight.bench.recipe import parse, read_recipe
 from patchlight.bench.rows import SCHEMA, parquet, table_of
+from patchlight.bench.share import as_toml, export, merge
 from patchlight.bench.store import Store
 from patchlight.bench.tables import as_markdown, gather
 from patchlight.cli import app
@@ -218,7 +217,7 @@ def test_an_incomplete_run_is_told_to_be_so(shared: Shared, tmp_path: Path) -> N
     with pytest.raises(PatchlightError, match="is not empty; give an empty folder"):
         export(shared.first, tmp_path / "x")
     shutil.copytree(shared.first, tmp_path / "empty")
-    shutil.rmtree(tmp_path / "empty" / "units")
+    shutil.rmtree(tmp_path / "empty" / "shards")
     with pytest.raises(PatchlightError, match="nothing to export"):
         export(tmp_path / "empty", tmp_path / "y")
     assert not (tmp_path / "y").exists()

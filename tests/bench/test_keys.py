@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from patchlight.bench import unit as unit_room
 from patchlight.bench.local import run
 from patchlight.bench.plan import source_digest
 from patchlight.bench.recipe import parse
@@ -29,11 +30,14 @@ from tests.registries import restored
 RECIPE = """\
 name = "keys"
 target = "prediction"
-seed = 0
+seed = {seed}
 models.M = {model}
-data = {{kind = "folder", path = "{images}", images = 2}}
+models.N = {{name = "pocket", preprocess = {{crop_pct = 0.5}}}}
+data = {{kind = "files", path = "{images}"}}
 methods.A = {method}
+methods.B = "rawatt"
 metrics.S = {metric}
+metrics.T = {{metric = "sparseness", shift = "none"}}
 """
 OWN = """\
 from functools import partial
@@ -94,13 +98,6 @@ class World:
         self.images = pictures(folder / "images", 2)
         self.parts = {"model": '"pocket"', "method": '"genatt"', "metric": '{metric = "sparseness"}'}
         self.seed, self.patch = 0, pytest.MonkeyPatch()
-
-    def run(self) -> tuple[int, int]:
-        """Values that were kept, and all there are."""
-        text = RECIPE.format(images=self.images.as_posix(), **self.parts).replace("seed = 0", f"seed = {self.seed}")
-        summary = run(parse(text), self.folder / "run")
-        assert not summary.failures, summary.failures
-        return summary.before, summary.values
 
     def model(self, **about: str) -> None:
         self.parts["model"] = "{" + ", ".join(f'{key} = "{value}"' for key, value in about.items()) + "}"
@@ -233,16 +230,6 @@ def source(name: str, old: str, new: str) -> Callable[[World], Callable[[], None
     return begin
 
 
-def picture(w: World) -> Callable[[], None]:
-    def change() -> None:
-        for path in w.images.iterdir():
-            with Image.open(path) as image:
-                image.putpixel((0, 0), (1, 2, 3))
-                image.save(path)
-
-    return change
-
-
 def one_picture(w: World) -> Callable[[], None]:
     def change() -> None:
         with Image.open(w.images / "1.png") as image:
@@ -260,135 +247,95 @@ def seed(w: World) -> Callable[[], None]:
     return lambda: setattr(w, "seed", 1)
 
 
-CHANGES: dict[str, Callable[[World], Callable[[], None]]] = {
-    "the weights file": weights_file,
-    "the weights in a transformers folder": hf_weights,
-    "the configuration in a transformers folder": hf_config,
-    "the processor in a transformers folder": hf_processor,
-    "the bundled model": bundled_model,
-    "an explainer": explainer,
-    "the bundled explainer": bundled_explainer,
-    "a users method": users("x + 1", "x + 2"),
-    "a constant of a users method": users("SCALE = 1.0", "SCALE = 2.0"),
-    "a table of a users method": users('"a": [1, 2]', '"a": [1, 2, 3]'),
-    "a closure of a users method": users("made(2.0)", "made(4.0)"),
-    "a default of a users method": users("by=3.0", "by=5.0"),
-    "a class of a users method": users("x - 2", "x - 3"),
-    "a field of a class of a users method": users("offset = 0.5", "offset = 0.75"),
-    "a users metric": users("given.maps.mean((1, 2))", "given.maps.amax((1, 2))"),
-    "the choice of targets": source("bench/unit.py", r"index\[:, 0\]", "index[:, -1]"),
-    "the code of a method": source("methods/attention.py", "relu", "abs"),
-    "the pictures": picture,
-    "a setting of the method": part("method", '{method = "genatt", start = 2}'),
-    "the method": part("method", '"rawatt"'),
-    "a setting of the metric": part("metric", '{metric = "sparseness", preset = "quantus"}'),
-    "the preprocessing": part("model", '{name = "pocket", preprocess = {crop_pct = 0.5}}'),
-    "the seed": seed,
-}
+Depends = Callable[[Mapping[str, str]], bool]
 
 
-def changed(name: str, folder: Path) -> None:
-    """Assert that rows are kept while nothing changes, and made again once this has."""
-    with world(folder) as w:
-        change = CHANGES[name](w)
-        assert w.run() == (0, 2)
-        assert w.run() == (2, 2), "nothing has changed"
-        change()
-        assert w.run() == (0, 2), f"{name} has changed, and the row was kept"
-        assert w.run() == (2, 2), "nothing has changed since"
+def everything(row: Mapping[str, str]) -> bool:
+    return True
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_dependency_makes_a_new_row(name: str, tmp_path: Path) -> None:
-    changed(name, tmp_path)
+def of_model(row: Mapping[str, str]) -> bool:
+    return row["model"] == "M"
 
 
-@pytest.mark.parametrize(("name", "word"), [("tables", "tied"), ("html", "leader"), ("statistics", "tied")])
-def test_the_reports_own_code_is_no_dependency(tmp_path: Path, name: str, word: str) -> None:
-    with world(tmp_path) as w:
-        change = source(f"bench/{name}.py", word, f"{word}s")(w)
-        assert w.run() == (0, 2)
-        change()
-        assert w.run() == (2, 2)
+def of_method(row: Mapping[str, str]) -> bool:
+    return row["method"] == "A"
 
 
-WIDE = """\
-name = "keys"
-target = "prediction"
-seed = 0
-models.M = {model}
-models.N = {{name = "pocket", preprocess = {{crop_pct = 0.5}}}}
-data = {{kind = "files", path = "{images}"}}
-methods.A = {method}
-methods.B = "rawatt"
-metrics.S = {metric}
-metrics.T = {{metric = "sparseness", shift = "none"}}
-"""
-TOUCHES: dict[str, tuple[Callable[[World], Callable[[], None]], Callable[[Any], bool]]] = {
-    "the weights file of one model": (weights_file, lambda row: row["model"] == "M"),
-    "the bundled model": (bundled_model, lambda row: True),
-    "a users method": (users("SCALE = 1.0", "SCALE = 2.0"), lambda row: row["method"] == "A"),
-    "what a users method and metric share": (
-        users("x + 1", "x + 2"),
-        lambda row: row["method"] == "A" or row["metric"] == "S",
-    ),
-    "a users metric": (
-        users("given.maps.mean((1, 2))", "given.maps.amax((1, 2))"),
-        lambda row: row["metric"] == "S",
-    ),
-    "the bundled explainer": (bundled_explainer, lambda row: row["method"] == "A"),
-    "a setting of a method": (part("method", '{method = "genatt", start = 2}'), lambda row: row["method"] == "A"),
-    "a setting of a metric": (
-        part("metric", '{metric = "sparseness", preset = "quantus"}'),
-        lambda row: row["metric"] == "S",
-    ),
-    "the choice of targets": (source("bench/unit.py", r"index\[:, 0\]", "index[:, -1]"), lambda row: True),
-    "the code of a method": (source("methods/attention.py", "relu", "abs"), lambda row: True),
+def of_metric(row: Mapping[str, str]) -> bool:
+    return row["metric"] == "S"
+
+
+def of_both(row: Mapping[str, str]) -> bool:
+    return of_method(row) or of_metric(row)
+
+
+CHANGES: dict[str, tuple[Callable[[World], Callable[[], None]], Depends]] = {
+    "the weights file": (weights_file, of_model),
+    "the weights in a transformers folder": (hf_weights, of_model),
+    "the configuration in a transformers folder": (hf_config, of_model),
+    "the processor in a transformers folder": (hf_processor, of_model),
+    "the bundled model": (bundled_model, everything),
+    "an explainer": (explainer, of_method),
+    "the bundled explainer": (bundled_explainer, of_method),
+    "what a users method and metric share": (users("x + 1", "x + 2"), of_both),
+    "a constant of a users method": (users("SCALE = 1.0", "SCALE = 2.0"), of_method),
+    "a table of a users method": (users('"a": [1, 2]', '"a": [1, 2, 3]'), of_method),
+    "a closure of a users method": (users("made(2.0)", "made(4.0)"), of_method),
+    "a default of a users method": (users("by=3.0", "by=5.0"), of_method),
+    "a class of a users method": (users("x - 2", "x - 3"), of_method),
+    "a field of a class of a users method": (users("offset = 0.5", "offset = 0.75"), of_method),
+    "a users metric": (users("given.maps.mean((1, 2))", "given.maps.amax((1, 2))"), of_metric),
+    "the choice of targets": (source("study/run.py", r"index\[:, 0\]", "index[:, -1]"), everything),
+    "the code of a method": (source("methods/attention.py", "relu", "abs"), everything),
+    "the code of the tables": (source("bench/tables.py", "tied", "tieds"), lambda row: False),
+    "the code of the report": (source("bench/html.py", "leader", "leaders"), lambda row: False),
+    "the code of the statistics": (source("bench/statistics.py", "tied", "tieds"), lambda row: False),
     "one picture": (one_picture, lambda row: row["image"] == "1.png"),
-    "the seed": (seed, lambda row: True),
+    "a setting of the method": (part("method", '{method = "genatt", start = 2}'), of_method),
+    "the method": (part("method", '"rollout"'), of_method),
+    "a setting of the metric": (part("metric", '{metric = "sparseness", preset = "quantus"}'), of_metric),
+    "the preprocessing": (part("model", '{name = "pocket", preprocess = {crop_pct = 0.25}}'), of_model),
+    "the seed": (seed, everything),
     "nothing": (lambda w: lambda: None, lambda row: False),
 }
 
 
-@pytest.mark.parametrize("name", TOUCHES)
+@pytest.mark.parametrize("name", CHANGES)
 def test_exactly_what_depends_on_it_is_measured_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from patchlight.bench import unit as unit_room
-
     measured: set[tuple[str, str, str, str]] = set()
-    original = unit_room._measured  # what is measured is found out where it is, not from what a summary says
+    original = unit_room._row  # what is measured is found out where it is, not from what a summary says
 
-    def listened(work: Any, *args: Any) -> Any:
-        for row in original(work, *args):
-            measured.add((row.model, row.image, row.method, row.metric))
-            yield row
+    def listened(model: str, cell: Any) -> Any:
+        measured.add((model, cell.image, cell.method, cell.metric))
+        return original(model, cell)
 
-    monkeypatch.setattr(unit_room, "_measured", listened)
-    change, depends = TOUCHES[name]
+    monkeypatch.setattr(unit_room, "_row", listened)
+    begin, depends = CHANGES[name]
     with world(tmp_path) as w:
-        begin = change(w)
+        change = begin(w)
 
-        def run_wide() -> None:
+        def run_now() -> set[tuple[str, str, str, str]]:
             measured.clear()
-            made = parse(WIDE.format(images=w.images.as_posix(), **w.parts).replace("seed = 0", f"seed = {w.seed}"))
-            assert not run(made, tmp_path / "run").failures
+            recipe = parse(RECIPE.format(images=w.images.as_posix(), seed=w.seed, **w.parts))
+            assert not run(recipe, tmp_path / "run").failures
+            return set(measured)
 
-        run_wide()
-        every = set(measured)
+        every = run_now()
         assert len(every) == 2 * 2 * 2 * 2
-        begin()
-        run_wide()
+        change()
         named = ("model", "image", "method", "metric")
-        assert measured == {row for row in every if depends(dict(zip(named, row, strict=True)))}
+        assert run_now() == {row for row in every if depends(dict(zip(named, row, strict=True)))}
+        assert not run_now(), "nothing has changed since"
 
 
 def test_a_key_is_the_same_in_another_process(tmp_path: Path) -> None:
     """Sets have another order there."""
     images = pictures(tmp_path / "images", 1)
-    text = RECIPE.format(
-        images=images.as_posix(), model='"pocket"', method='"users-own"', metric='{metric = "users-metric"}'
-    )
+    parts = {"model": '"pocket"', "method": '"users-own"', "metric": '{metric = "users-metric"}'}
+    text = RECIPE.format(images=images.as_posix(), seed=0, **parts)
     script = (
         "import sys\nfrom tests.bench.test_keys import OWN, own_code\nown_code(OWN.format())\n"
         "from patchlight.bench.plan import plan\nfrom patchlight.bench.recipe import parse\n"

@@ -13,9 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 import patchlight as pl
-from patchlight.bench.export import export
 from patchlight.bench.opened import PER_IMAGE, Opened
 from patchlight.bench.rows import SCHEMA
+from patchlight.bench.share import export
 from patchlight.bench.store import Store
 from patchlight.cli import app
 from tests.bench.conftest import Shared

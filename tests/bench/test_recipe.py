@@ -82,7 +82,7 @@ def test_a_users_model_stands_for_the_one_whose_label_it_is_given(tmp_path: Path
         'Pocket = "pocket"', 'ViT = "vit_base_patch16_224"\nDeiT = "deit_base_patch16_224"\nPocket = "pocket"'
     )
     models = ["DeiT=deit_tiny_patch16_224", "ViT=pocket"]
-    recipe = override(parse(two), models, ["w.safetensors"], "pets:/data", 5, seed=3)
+    recipe = override(parse(two), models=models, weights=["w.safetensors"], data="pets:/data", images=5, seed=3)
     assert {k: (m.stands_for, m.weights) for k, m in recipe.models.items()} == {
         "deit_tiny_patch16_224": ("DeiT", "w.safetensors"),
         "pocket": ("ViT", None),
@@ -91,25 +91,25 @@ def test_a_users_model_stands_for_the_one_whose_label_it_is_given(tmp_path: Path
     assert recipe.data.stands_for == "folder"
     assert recipe.seed == 3
     with pytest.raises(PatchlightError, match="no model of the recipe"):
-        override(parse(two), ["Vit=pocket"])
+        override(parse(two), models=["Vit=pocket"])
     with pytest.raises(PatchlightError, match="2 weights were given for 1 model"):
-        override(parse(two), ["ViT=pocket"], ["a", "b"])
+        override(parse(two), models=["ViT=pocket"], weights=["a", "b"])
     with pytest.raises(PatchlightError, match=r"does not say which .* give 'ViT=a' or 'DeiT=a' or 'Pocket=a'"):
-        override(parse(two), ["a"])
+        override(parse(two), models=["a"])
 
 
 def test_a_model_needs_no_label_where_the_recipe_has_one(tmp_path: Path) -> None:
-    found = override(parse(text(tmp_path)), ["vit_tiny_patch16_224"], ["w.safetensors"]).models
+    found = override(parse(text(tmp_path)), models=["vit_tiny_patch16_224"], weights=["w.safetensors"]).models
     assert {k: (m.stands_for, m.weights) for k, m in found.items()} == {
         "vit_tiny_patch16_224": ("Pocket", "w.safetensors")
     }
-    assert override(parse(text(tmp_path)), (), ["w.safetensors"]).models["Pocket"].weights == "w.safetensors"
+    assert override(parse(text(tmp_path)), weights=["w.safetensors"]).models["Pocket"].weights == "w.safetensors"
 
 
 def test_the_same_model_given_again_keeps_its_stage(tmp_path: Path) -> None:
     staged = parse(text(tmp_path).replace('Pocket = "pocket"', 'Pocket = {name = "swin_tiny", stage = 2}'))
-    assert override(staged, ["Pocket=swin_tiny"], ["w.safetensors"]).models["Pocket"].stage == 2
-    assert override(staged, ["Pocket=pvt_v2_b0"]).models["pvt_v2_b0"].stage is None
+    assert override(staged, models=["Pocket=swin_tiny"], weights=["w.safetensors"]).models["Pocket"].stage == 2
+    assert override(staged, models=["Pocket=pvt_v2_b0"]).models["pvt_v2_b0"].stage is None
 
 
 def test_published_numbers_follow_a_stand_in(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_published_numbers_follow_a_stand_in(tmp_path: Path) -> None:
     assert recipe.number("Pocket", "GenAtt", "Ins") == 0.5
     assert recipe.number("Pocket", "GenAtt", "Del") is None
     assert recipe.number("Pocket", "Rollout", "Ins") is None
-    other = override(recipe, ["Pocket=vit_tiny_patch16_224"])
+    other = override(recipe, models=["Pocket=vit_tiny_patch16_224"])
     assert other.number("vit_tiny_patch16_224", "GenAtt", "Ins") == 0.5
 
 

@@ -104,9 +104,9 @@ def test_a_mura_recipe_runs_on_a_model_with_one_output(mura: Path, tmp_path: Pat
     weights = one_output(tmp_path / "one.safetensors")
     recipe = override(
         recipe_named("skipplus-figure-4-mura"),
-        ["vit_tiny_patch16_224"],
-        [str(weights)],
-        str(mura),
+        models=["vit_tiny_patch16_224"],
+        weights=[str(weights)],
+        data=str(mura),
         quick=True,
     )
     kept = {label: recipe.methods[label] for label in ("Random", "AttIxG∘PLUS", "DecompX∘PLUS")}

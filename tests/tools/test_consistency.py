@@ -74,7 +74,7 @@ def test_a_run_of_the_recipe_makes_tables(
     recipe, text = read_recipe("metric-consistency")
     data = f"folder:{pictures(tmp_path / 'pictures', 4)}"
     own = {n: {"steps": 7} for n in metrics or () if n.startswith("SRG")}
-    recipe = override(recipe, ["vit_tiny=pocket"], (), data, quick=metrics is None, settings=own)
+    recipe = override(recipe, models=["vit_tiny=pocket"], data=data, quick=metrics is None, settings=own)
     if metrics is not None:
         few = {m: recipe.methods[m] for m in ("random", "rollout", "genatt")}
         recipe = recipe.model_copy(update={"methods": few, "metrics": {n: recipe.metrics[n] for n in metrics}})

@@ -8,7 +8,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
+from patchlight.bench.rows import Maps
 
 QUOTED = re.compile(
     r"""(?P<begin>(?P<quote>['"])(?:\w\w+:)?)(?P<path>(?:/(?!/)|~|[A-Za-z]:[\\/]|\\\\)[^'"\n]*)(?P=quote)"""
@@ -96,6 +97,10 @@ class Cleaner:
                 "models": {self.models[label]: digest for label, digest in told.models.items()},
             }
         )
+
+    def maps(self, maps: Maps) -> Maps:
+        """Maps without such paths."""
+        return replace(maps, images=[self.images[name] for name in maps.images], model=self.models[maps.model])
 
     def table(self, table: Any) -> Any:
         """Rows without such paths."""

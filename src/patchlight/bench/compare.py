@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from patchlight.bench.differences import Difference, differences
+from patchlight.anatomy.spec import ModelSpec
 from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
-from patchlight.bench.statistics import SIGNS, Standing, standing
+from patchlight.bench.statistics import SIGNS, Gap, paired_gaps
 from patchlight.bench.store import Store
-from patchlight.bench.tables import markdown_table
+from patchlight.bench.tables import csv_text, markdown_table, scaled
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import cell as csv_cell
-from patchlight.core.statistics import FEWEST, Resamples, percentiles
+from patchlight.core.statistics import Resamples
 from patchlight.metrics.base import Evaluation
 from patchlight.study.ranking import SAMPLES
+from patchlight.study.spec import MethodSpec, MetricSpec
 
 Key = tuple[str, str, str]
 """The labels of a model, a method and a metric."""
@@ -35,27 +34,44 @@ LEGEND = (
 )
 
 
+S = TypeVar("S", ModelSpec, MethodSpec, MetricSpec)
+PLACES = {"weights", "labels", "stands_for"}
+"""What a model has that says where things are: the hash of the model as it was loaded says what they are."""
+SHOWN = {"scale", "digits"}
+"""What a metric has that says how its values are printed."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A sentence; `apart` says that because of it, values of one run are not values of the other.
+
+    `about` says what it is about, where that is one model, method or metric: which of these, and its label.
+    """
+
+    told: str
+    apart: bool = True
+    about: tuple[str, str] | None = None
+
+
 @dataclass(frozen=True)
 class Compared:
     """A method under a metric on a model in both runs, on the images where both have a value.
 
-    `difference` is the second run's number less the first's, `equal` on how many images they are the same to the bit;
-    `standing` is told where the interval is without 0. `note` names what is not the same in both. The interval is NaN
-    where fewer than six images have both.
+    `equal` on how many images they are the same to the bit. `note` names what is not the same in both.
     """
 
     model: str
     method: str
     metric: str
-    first: float
-    second: float
-    difference: float
-    low: float
-    high: float
-    images: int
+    gap: Gap
     equal: int
-    standing: Standing
     note: str
+
+    def about(self) -> dict[str, Any]:
+        """The same as names and numbers."""
+        own = {"model": self.model, "method": self.method, "metric": self.metric, **asdict(self.gap)}
+        standing = own.pop("standing")
+        return {**own, "equal": self.equal, "standing": standing, "note": self.note}
 
 
 @dataclass(frozen=True)
@@ -82,8 +98,8 @@ def compare(first: str | Path, second: str | Path, samples: int = SAMPLES) -> Si
     if not pairs:
         raise PatchlightError(f"'{first}' and '{second}' have no model, method and metric in common that are done")
     told = differences(one, other, f"'{first}'", f"'{second}'")
-    spread = _bootstrapped(pairs, Resamples(len(a), samples))
-    compared = tuple(_compared(key, pair, spread[key], _note(key, told)) for key, pair in pairs.items())
+    gaps = paired_gaps(pairs, Resamples(len(a), samples))
+    compared = tuple(Compared(*key, gaps[key], _equal(pair), _note(key, told)) for key, pair in pairs.items())
     arrows = {metric: pair[0].arrow for (_, _, metric), pair in pairs.items()}
     return SideBySide(str(first), str(second), one.resolved, len(a), tuple(told), compared, arrows)
 
@@ -105,8 +121,13 @@ def _pairs(first: Results, second: Results, a: Tensor, b: Tensor) -> Iterator[tu
         if other is None or column.metric != other.metric:
             continue
         pair = _on(column, a), _on(other, b)
-        if bool(_both(pair).any()):
+        if bool((pair[0].exist & pair[1].exist).any()):
             yield key, pair
+
+
+def _equal(pair: Pair) -> int:
+    """On how many images two evaluations are the same to the bit."""
+    return int((pair[0].values == pair[1].values).sum())
 
 
 def _on(column: Evaluation, places: Tensor) -> Evaluation:
@@ -119,32 +140,6 @@ def _on(column: Evaluation, places: Tensor) -> Evaluation:
         parts={name: part[places] for name, part in column.parts.items()},
         combine=column.combine,
     )
-
-
-def _both(pair: Pair) -> Tensor:
-    """The images [B] for which both have a value."""
-    return pair[0].exist & pair[1].exist
-
-
-def _bootstrapped(pairs: Mapping[Key, Pair], resamples: Resamples) -> dict[Key, Tensor]:
-    """The second's number less the first's [S], of the same resamples of the images both have a value for."""
-    both = [_both(pair) for pair in pairs.values()]
-    first, second = (
-        resamples.numbers([(pair[i], counts) for pair, counts in zip(pairs.values(), both, strict=True)])
-        for i in (0, 1)
-    )
-    return {key: b - a for key, a, b in zip(pairs, first, second, strict=True)}
-
-
-def _compared(key: Key, pair: Pair, spread: Tensor, note: str) -> Compared:
-    one, other = pair
-    both = _both(pair)
-    count = int(both.sum())
-    first, second = (float(own.resampled(both.double()[None])[0]) for own in pair)
-    low, high = percentiles(spread) if count >= FEWEST else (math.nan, math.nan)
-    equal = int((one.values == other.values)[both].sum())
-    stands = standing(low, high, one.higher_is_better)
-    return Compared(*key, first, second, second - first, low, high, count, equal, stands, note)
 
 
 def _note(key: Key, told: Sequence[Difference]) -> str:
@@ -169,29 +164,26 @@ def as_markdown(found: SideBySide) -> str:
 
 
 def _row(found: SideBySide, one: Compared) -> list[str]:
-    spec = found.recipe.metrics[one.metric]
-
-    def number(value: float, sign: str = "") -> str:
-        return "–" if math.isnan(value) else f"{value * spec.scale:{sign}.{spec.digits}f}"
-
-    interval = "" if math.isnan(one.low) else f" [{number(one.low)}, {number(one.high)}]"
-    difference = "equal" if one.equal == one.images else f"{number(one.difference, '+')}{interval}{SIGNS[one.standing]}"
+    spec, gap = found.recipe.metrics[one.metric], one.gap
+    interval = "" if math.isnan(gap.low) else f" [{scaled(gap.low, spec)}, {scaled(gap.high, spec)}]"
+    difference = f"{scaled(gap.difference, spec, '+')}{interval}{SIGNS[gap.standing]}"
+    difference = "equal" if one.equal == gap.images else difference
     metric = f"{one.metric} {found.arrows[one.metric]}"
-    return [one.method, metric, number(one.first), number(one.second), difference, str(one.images), one.note]
+    return [
+        one.method,
+        metric,
+        scaled(gap.first, spec),
+        scaled(gap.second, spec),
+        difference,
+        str(gap.images),
+        one.note,
+    ]
 
 
 def as_csv(found: SideBySide) -> str:
     """A line for each model, method and metric, unscaled and in full precision."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([f.name for f in fields(Compared)])
-    for one in found.compared:
-        writer.writerow([_plain(value) for value in asdict(one).values()])
-    return out.getvalue()
-
-
-def _plain(value: Any) -> Any:
-    return "" if isinstance(value, float) and math.isnan(value) else csv_cell(value)
+    rows = [one.about() for one in found.compared]
+    return csv_text(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def as_json(found: SideBySide) -> dict[str, Any]:
@@ -201,5 +193,112 @@ def as_json(found: SideBySide) -> dict[str, Any]:
         "second": found.second,
         "images": found.images,
         "differences": [one.told for one in found.differences],
-        "compared": [asdict(one) for one in found.compared],
+        "compared": [one.about() for one in found.compared],
     }
+
+
+def differences(first: Manifest, second: Manifest, a: str, b: str) -> list[Difference]:
+    """What differs between two runs that are called `a` and `b`; what keeps them apart comes first."""
+    found = [*_of_whole(first, second, a, b), *_of_images(first, second, a, b), *_of_parts(first, second, a, b)]
+    return sorted(found, key=lambda one: not one.apart)
+
+
+def _of_whole(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
+    one, other = first.resolved, second.resolved
+    mine, theirs = first.versions.get("patchlight", "?"), second.versions.get("patchlight", "?")
+    for what, x, y in (
+        ("the recipe", one.name, other.name),
+        ("the version of Patchlight", mine, theirs),
+        (f"the code of Patchlight {mine}, by its hash,", first.code, second.code if mine == theirs else first.code),
+        ("the seed", one.seed, other.seed),
+        ("the target", one.target, other.target),
+        ("the kind of device", first.device.partition(":")[0], second.device.partition(":")[0]),
+        ("the kind of data", one.data.kind, other.data.kind),
+        ("options of the data", _told(one.data.meaning), _told(other.data.meaning)),
+    ):
+        if x != y:
+            yield Difference(f"{what} is {x} in {a} and {y} in {b}")
+    if first.classes != second.classes:
+        yield Difference(f"the data of {a} and {b} have other classes")
+    for what, own, their in (
+        ("made with quick settings", first.quick, second.quick),
+        ("variants scored at once", first.chunk, second.chunk),
+        ("threads", first.threads, second.threads),
+        *(
+            (name, first.versions.get(name), second.versions.get(name))
+            for name in sorted({*first.versions, *second.versions})
+        ),
+    ):
+        if own != their and what != "patchlight":
+            yield Difference(f"{what}: {_told(own)} in {a} and {_told(their)} in {b}", apart=False)
+
+
+def _of_images(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
+    one = dict(zip(first.images.names, first.images.contents, strict=True))
+    other = dict(zip(second.images.names, second.images.contents, strict=True))
+    for names, without, here, there in ((one, other, a, b), (other, one, b, a)):
+        missing = [name for name in names if name not in without]
+        if missing:
+            yield Difference(f"{len(missing)} of the {len(names)} images of {here} are not in {there}: '{missing[0]}'")
+    changed = [name for name, content in one.items() if other.get(name, content) != content]
+    if changed:
+        yield Difference(f"{len(changed)} images of {a} have other contents in {b}: '{changed[0]}'")
+
+
+def _of_parts(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
+    """Models, methods and metrics of one label that are not the same, and those that only one run has."""
+    one, other = first.resolved, second.resolved
+    yield from _of_table("model", one.models, other.models, PLACES, a, b)
+    yield from _of_table("method", one.methods, other.methods, set(), a, b)
+    yield from _of_table("metric", one.metrics, other.metrics, SHOWN, a, b)
+    for label in one.models.keys() & other.models.keys():
+        x, y = first.models.get(label), second.models.get(label)
+        if x != y:
+            what = f"model '{label}' (weights, configuration, preprocessing or class names)"
+            yield Difference(f"{what} has the hash {x} in {a} and {y} in {b}", about=("model", label))
+    for label, metric, x, y in _made_otherwise(first, second):
+        told = f"the code of method '{label}' or of metric '{metric}' has the hash {x} in {a} and {y} in {b}"
+        yield Difference(told, about=("method", label))
+
+
+def _of_table(
+    what: str, first: Mapping[str, S], second: Mapping[str, S], without: set[str], a: str, b: str
+) -> Iterator[Difference]:
+    for label in first:
+        if label not in second:
+            continue
+        x, y = (one[label].model_dump(mode="json", exclude=without, exclude_defaults=True) for one in (first, second))
+        if x != y:
+            yield Difference(f"{what} '{label}' is {_told(x)} in {a} and {_told(y)} in {b}", about=(what, label))
+    for names, there, here in ((first, second, a), (second, first, b)):
+        only = [label for label in names if label not in there]
+        if only:
+            listed = ", ".join(f"'{label}'" for label in only)
+            yield Difference(f"{what}s that only {here} has: {listed}", apart=False)
+
+
+def _made_otherwise(first: Manifest, second: Manifest) -> Iterator[tuple[str, str, str | None, str | None]]:
+    """Methods and metrics that are called and set alike, and are not the same: their code differs."""
+    one, other = first.resolved, second.resolved
+    for label, method in one.methods.items():
+        for name, metric in one.metrics.items():
+            theirs, same = other.metrics.get(name), other.methods.get(label) == method
+            if theirs is None or not same or _measured(theirs) != _measured(metric):
+                continue
+            x, y = first.made.get(label, {}).get(name), second.made.get(label, {}).get(name)
+            if x != y:
+                yield label, name, x, y
+                break
+
+
+def _measured(metric: MetricSpec) -> object:
+    return metric.model_dump(mode="json", exclude=SHOWN)
+
+
+def _told(value: object) -> str:
+    """A value of a recipe in words: `{"method": "rollout"}` as rollout, other tables as JSON."""
+    if isinstance(value, dict) and len(value) == 1 and next(iter(value)) in ("name", "method", "metric"):
+        return f"'{next(iter(value.values()))}'"
+    if value is None or isinstance(value, str):
+        return value or "none"
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)

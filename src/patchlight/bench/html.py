@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
-import html
-import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from patchlight.bench.rows import Maps
 from patchlight.bench.statistics import Ranks, extremes
 from patchlight.bench.tables import LEGEND, Gathered
+from patchlight.core.drawing.charts import Dot, Line, dot_chart, line_chart, line_style, rank_chart
+from patchlight.core.drawing.page import data_url, render_page
 from patchlight.core.errors import PatchlightError
-from patchlight.core.extras import missing_extra
 from patchlight.core.files import write_whole
-from patchlight.report.page import PALETTE, data_url, page_style, page_template
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,48 +22,15 @@ if TYPE_CHECKING:
     from patchlight.data import Data
 
 EXAMPLES, SIDE = 3, 168
-DASHES = ("solid", "dash", "dot")
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure of Plotly's, for the element of this id."""
+    """A chart as inline SVG, and the words above and below it."""
 
-    id: str
     title: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Hung:
-    """A method on the axis of ranks: where its line leaves the axis and where its name stands, on the left or right."""
-
-    method: str
-    rank: str
-    x: float
-    y: float
-    left: bool
-
-
-@dataclass(frozen=True)
-class RankPlot:
-    """Where the critical-difference diagram draws things: an axis of ranks, methods hung on it, bars over the tied.
-
-    `ticks` are (x, rank) and `bars` (x1, x2, y).
-    """
-
-    width: float
-    height: float
-    left: float
-    right: float
-    ticks: list[tuple[float, int]]
-    bars: list[tuple[float, float, float]]
-    hung: list[Hung]
-    critical: str
-    critical_x: float
-    p: str
-    images: int
+    svg: str
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,13 +60,9 @@ class Section:
     """What the report shows of one model besides its table."""
 
     curves: list[Chart]
+    ranks: list[Chart]
     times: Chart | None
-    ranks: list[tuple[str, RankPlot]]
     examples: list[Example]
-
-    @property
-    def charts(self) -> list[Chart]:
-        return [*self.curves, *([self.times] if self.times else [])]
 
 
 def write_html(run: Gathered, path: str | Path) -> Path:
@@ -113,116 +72,45 @@ def write_html(run: Gathered, path: str | Path) -> Path:
 
 def as_html(run: Gathered) -> str:
     """Tables, curves, ranks, times and examples; equal stores give equal files."""
-    try:
-        from plotly.offline import get_plotlyjs
-
-        template = page_template("patchlight.bench", "report.html")
-    except ImportError as error:
-        raise missing_extra("the report needs", "jinja2 and plotly", "bench") from error
-    models = {model: _section(run, model, number) for number, model in enumerate(run.models)}
-    return template.render(
-        style=page_style(),
-        run=run,
-        recipe=run.recipe,
-        manifest=run.manifest,
-        models=models,
-        legend=LEGEND,
-        colours={m: PALETTE[i % len(PALETTE)] for i, m in enumerate(run.recipe.methods)},
-        plotly=_packed(get_plotlyjs()),
-        charts=_script({chart.id: asdict(chart) for model in models.values() for chart in model.charts}),
-    )
-
-
-def _script(value: Any) -> str:
-    """A value as JSON that may stand inside a script element: nothing in it can end or change the element."""
-    text = json.dumps(value)
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return text
-
-
-def _packed(script: str) -> str:
-    """A script as gzip in base64, which the page unpacks: Plotly comes with its whole bundle only, 4.8 MB of it."""
-    return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
-
-
-def _section(run: Gathered, model: str, number: int) -> Section:
+    colours = {method: line_style(i)[0] for i, method in enumerate(run.recipe.methods)}
     metrics = list(run.recipe.metrics)
-    curves = [_curves(run, model, n, f"curve-{number}-{i}") for i, n in enumerate(metrics)]
-    return Section(
-        curves=[chart for chart in curves if chart is not None],
-        times=_times(run, model, f"time-{number}"),
-        ranks=[(n, _rank_plot(run.ranks[model, n])) for n in metrics if (model, n) in run.ranks],
-        examples=list(_examples(run, model)),
-    )
+    models = {
+        model: Section(
+            [chart for metric in metrics if (chart := _curves(run, model, metric)) is not None],
+            [_ranks(run.ranks[model, metric], colours) for metric in metrics if (model, metric) in run.ranks],
+            _times(run, model, colours),
+            list(_examples(run, model)),
+        )
+        for model in run.models
+    }
+    about = {"run": run, "recipe": run.recipe, "manifest": run.manifest}
+    return render_page("patchlight.bench", "runs.html", **about, models=models, legend=LEGEND, colours=colours)
 
 
-def _curves(run: Gathered, model: str, metric: str, name: str) -> Chart | None:
+def _curves(run: Gathered, model: str, metric: str) -> Chart | None:
     """The mean curve of every method; None for a metric without one."""
-    traces = []
+    lines = []
     for i, method in enumerate(run.recipe.methods):
         column = run.results.columns[model, method, metric]
-        if column.mean_curve is None or column.x is None or not column.count:
-            continue
-        line = {"color": PALETTE[i % len(PALETTE)], "dash": DASHES[i // len(PALETTE) % len(DASHES)], "width": 2}
-        x = [round(v, 5) for v in column.x.tolist()]
-        y = [round(v, 5) if v == v else None for v in column.mean_curve.tolist()]
-        traces.append({"x": x, "y": y, "name": _drawn(method), "mode": "lines", "line": line})
-    return Chart(name, f"{metric} {run.arrow(metric)}", traces, {"height": 330}) if traces else None
+        if column.mean_curve is not None and column.x is not None and column.count:
+            lines.append(Line(method, column.x.tolist(), column.mean_curve.tolist(), *line_style(i)))
+    title = f"{metric} {run.arrow(metric)}"
+    return Chart(title, line_chart(lines, legend=True, words=f"Mean curves of {metric}")) if lines else None
 
 
-def _drawn(text: str) -> str:
-    """Words as Plotly shows them letter by letter: it reads tags and entities."""
-    return html.escape(text, quote=False)
-
-
-def _times(run: Gathered, model: str, name: str) -> Chart | None:
-    """The time of an explanation by every method; None where none is known."""
+def _times(run: Gathered, model: str, colours: dict[str, str]) -> Chart | None:
+    """The time of an explanation by every method, the quickest first; None where none is known."""
     known = {m: run.seconds(model, m) for m in run.recipe.methods if not math.isnan(run.seconds(model, m))}
-    if not known:
-        return None
-    order = sorted(known, key=lambda m: (-known[m], m))
-    places = list(run.recipe.methods)
-    dots = {
-        "mode": "markers",
-        "y": [_drawn(method) for method in order],
-        "x": [float(f"{known[m]:.4g}") for m in order],
-        "marker": {"color": [PALETTE[places.index(m) % len(PALETTE)] for m in order], "size": 12},
-        "hovertemplate": "%{y}: %{x:.3g} s<extra></extra>",
-    }
-    axis = {"type": "log", "title": {"text": "seconds per image"}, "gridcolor": "#dfe4ea", "dtick": 1}
-    layout = {"height": 90 + 24 * len(order), "showlegend": False, "xaxis": axis}
-    return Chart(name, "Time of an explanation", [dots], layout)
+    order = sorted(known, key=lambda m: (known[m], m))
+    dots = [Dot(m, known[m], colours[m], words=f"{m}: {known[m]:.3g} s") for m in order]
+    title = "Time of an explanation"
+    return Chart(title, dot_chart(dots, x="seconds per image", log=True, words=title)) if dots else None
 
 
-def _rank_plot(found: Ranks) -> RankPlot:
-    order = sorted(found.means, key=lambda m: (found.means[m], m))
-    count, half, span = len(order), (len(order) + 1) // 2, max(len(order) - 1, 1)
-    left = 50.0 + 6.5 * max(len(method) for method in order)
-    right = left + 340
-
-    def x(rank: float) -> float:
-        return round(left + (rank - 1) / span * (right - left), 1)
-
-    groups = [(found.means[group[0]], found.means[group[-1]]) for group in found.groups]
-    top = 46 + 7 * len(groups) + 8
-    rows = [i if i < half else count - 1 - i for i in range(count)]
-    return RankPlot(
-        width=right + left,
-        height=top + 19 * half + 12,
-        left=left,
-        right=right,
-        ticks=[(x(rank), rank) for rank in range(1, count + 1)],
-        bars=[(x(first) - 3, x(last) + 3, 46 + 7 * i) for i, (first, last) in enumerate(groups)],
-        hung=[
-            Hung(m, f"{found.means[m]:.2f}", x(found.means[m]), top + 8 + 19 * row, i < half)
-            for i, (m, row) in enumerate(zip(order, rows, strict=True))
-        ],
-        critical=f"{found.critical:.2f}",
-        critical_x=round(x(1 + min(found.critical, span)), 1),
-        p=f"{found.p:.2g}",
-        images=found.images,
-    )
+def _ranks(found: Ranks, colours: dict[str, str]) -> Chart:
+    words = f"Critical-difference diagram of {found.metric}"
+    svg = rank_chart(found.means, found.groups, found.critical, colours, words)
+    return Chart(found.metric, svg, f"{found.images} images, Friedman p = {found.p:.2g}")
 
 
 def _examples(run: Gathered, model: str) -> Iterator[Example]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
-from patchlight.bench.rows import SCHEMA, TIMING, known_columns
+from patchlight.bench.rows import SCHEMA, TIMING, joined_maps, known_columns
 from patchlight.bench.store import Files, Store
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.files import FORMULA
@@ -113,16 +113,10 @@ class Opened:
         for what, label, known in (("model", model, self.recipe.models), ("method", method, self.recipe.methods)):
             if label not in known:
                 raise PatchlightError(f"the run has no {what} '{label}'; {nearest(label, known)}")
-        found: dict[str, tuple[Tensor, str]] = {}
-        for files in self.store.files().values():
-            own = files.read_maps()
-            if own.model == model and method in own.scores:
-                for name, scores, explained in zip(own.images, own.scores[method], own.classes, strict=True):
-                    if name not in found or bool(found[name][0].isnan().all()):
-                        found[name] = scores, explained
-        names = [name for name in self.images if name in found]
-        scores = torch.stack([found[name][0] for name in names]) if names else torch.empty(0, 0, 0)
-        return MethodMaps(scores, tuple(names), tuple(found[name][1] for name in names))
+        parts = (files.read_maps() for files in self.store.files().values())
+        joined = joined_maps(parts, model, method, self.images)
+        scores = joined.scores.get(method, torch.empty(0, 0, 0))
+        return MethodMaps(scores, tuple(joined.images), tuple(joined.classes))
 
     def __repr__(self) -> str:
         recipe = self.recipe

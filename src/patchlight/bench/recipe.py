@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -150,41 +151,56 @@ def quickened(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def override(
-    recipe: Recipe,
-    models: Sequence[str] = (),
-    weights: Sequence[str] = (),
-    data: str | None = None,
-    images: int | None = None,
-    listed: str | None = None,
-    quick: bool = False,
-    seed: int | None = None,
-    target: str | None = None,
-    settings: Mapping[str, Mapping[str, Any]] | None = None,
-    about: Mapping[str, Sequence[Any]] | None = None,
-    flags: Mapping[str, Any] | None = None,
-) -> Recipe:
-    """The recipe with a user's own models, data and sizes.
+@dataclass(frozen=True)
+class Overrides:
+    """What a user puts in the place of a recipe's models, data and sizes.
 
-    A model is `LABEL=NAME`, and stands for the recipe's model of that label; of a recipe with one model, `NAME` will
-    do. Weights belong to the models in order, else to the recipe's own. `data` is `DIR` or `KIND:DIR`, and
-    `listed` a file of the images to use. `settings` are further settings of methods and metrics, by label. `about` has
-    labels and preprocessing, which belong to the models as weights do, and `flags` what holds for all of them.
+    Args:
+        models: `LABEL=NAME`, each in place of the recipe's model of that label; `NAME` where the recipe has one model.
+        weights: Files of weights, of the models in order, else of the recipe's own.
+        data: `DIR` or `KIND:DIR`.
+        images: How many images.
+        listed: A file that lists the images to use.
+        quick: Whether the recipe's quick settings are in force.
+        seed: Another seed.
+        target: Another class policy, `label` or `prediction`.
+        settings: Further settings of methods and metrics, by label.
+        about: Labels and preprocessing, which belong to the models as weights do.
+        flags: What holds for all models.
     """
-    recipe = quickened(recipe) if quick else recipe
-    changes: dict[str, Any] = {"models": _models(recipe, models, {"weights": weights, **(about or {})}, flags or {})}
-    source = recipe.data if data is None else recipe.data.at(data)
-    source = source if listed is None else source.with_list(listed)
-    changes["data"] = source if images is None else source.model_copy(update={"images": images})
-    if seed is not None:
-        changes["seed"] = seed
-    if target is not None:
-        if target not in ("label", "prediction"):
-            raise PatchlightError(f"target '{target}' is not possible; give label or prediction")
-        changes["target"] = target
-    for table, specs in (("methods", recipe.methods), ("metrics", recipe.metrics)):
-        changes[table] = _set(specs, settings or {})
-    return recipe.model_copy(update=changes)
+
+    models: Sequence[str] = ()
+    weights: Sequence[str] = ()
+    data: str | None = None
+    images: int | None = None
+    listed: str | None = None
+    quick: bool = False
+    seed: int | None = None
+    target: str | None = None
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    about: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
+def override(recipe: Recipe, overrides: Overrides | None = None, **changes: Any) -> Recipe:
+    """The recipe with a user's own models, data and sizes: `overrides`, or fields of them by name."""
+    given = replace(overrides or Overrides(), **changes)
+    recipe = quickened(recipe) if given.quick else recipe
+    data = recipe.data if given.data is None else recipe.data.at(given.data)
+    data = data if given.listed is None else data.with_list(given.listed)
+    data = data if given.images is None else data.model_copy(update={"images": given.images})
+    if given.target not in (None, "label", "prediction"):
+        raise PatchlightError(f"target '{given.target}' is not possible; give label or prediction")
+    return recipe.model_copy(
+        update={
+            "models": _models(recipe, given.models, {"weights": given.weights, **given.about}, given.flags),
+            "data": data,
+            "methods": _set(recipe.methods, given.settings),
+            "metrics": _set(recipe.metrics, given.settings),
+            "seed": recipe.seed if given.seed is None else given.seed,
+            "target": given.target or recipe.target,
+        }
+    )
 
 
 def _set(specs: Mapping[str, T], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, T]:

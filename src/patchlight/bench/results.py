@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,52 +29,17 @@ EXACT = (np.uint8, np.float32, np.float64)
 """Types that parts are held in: the first that holds all of them exactly. Most are counts."""
 
 
-class Words(Sequence[str]):
-    """A word for each image [B], held as its place in a list of words that many columns share; the first is ""."""
-
-    def __init__(self, places: Array, known: Sequence[str]) -> None:
-        self.places, self.known = places, known
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Words: ...
-    def __getitem__(self, index: int | slice) -> str | Words:
-        if isinstance(index, slice):
-            return Words(self.places[index], self.known)
-        return self.known[int(self.places[index])]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __iter__(self) -> Iterator[str]:
-        return map(self.known.__getitem__, self.places.tolist())
-
-    @property
-    def counts(self) -> Counter[str]:
-        """How often each word occurs, without ""."""
-        found, times = np.unique(self.places[self.places > 0], return_counts=True)
-        return Counter(dict(zip(map(self.known.__getitem__, found.tolist()), times.tolist(), strict=True)))
-
-    def __repr__(self) -> str:
-        return f"<Words: {int((self.places > 0).sum())} of {len(self)} not empty>"
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Column(Evaluation):
     """One method under one metric on one model: an evaluation with seconds [B], and why an image failed.
 
-    `reasons` say why a value does not exist, or is worth little; `mean_curve` [P] is the mean over images with a value
-    (`Store.curves` reads those of all images). `undone` of the images are still to be measured. `explain_seconds` are
-    those of the pass that `shared_by` so many methods have in common.
+    `errors` and `reasons` (why a value does not exist, or is worth little) are dictionary arrays of pyarrow; their
+    first word is "". `mean_curve` [P] is the mean over images with a value (`Store.curves` reads those of all images).
+    `undone` of the images are still to be measured. `explain_seconds` are those of the pass that `shared_by` so many
+    methods have in common.
     """
 
-    errors: Words = field(default_factory=lambda: Words(np.zeros(0, dtype=np.int32), [""]))
+    errors: Any = field(default_factory=lambda: pa.array([""]).dictionary_encode()[:0])
     undone: int = 0
     shared_by: int = 1
     explain_seconds: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -82,7 +48,7 @@ class Column(Evaluation):
 
     @property
     def failed(self) -> int:
-        return int((self.errors.places > 0).sum())
+        return int(np.count_nonzero(self.errors.indices))
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -102,7 +68,7 @@ class Results:
     @property
     def failures(self) -> dict[str, int]:
         """How many values failed, by reason, the commonest first."""
-        return counted(column.errors.counts for column in self.columns.values())
+        return counted(word_counts(column.errors) for column in self.columns.values())
 
     def __repr__(self) -> str:
         done = sum(len(column) - column.undone for column in self.columns.values())
@@ -213,6 +179,14 @@ class _About:
 
         return _mapped(table[name], of)
 
+    def words_at(self, places: Array) -> Any:
+        """The words at these places, as a dictionary array: one dictionary for all."""
+        return pa.DictionaryArray.from_arrays(places, self.dictionary)
+
+    @cached_property
+    def dictionary(self) -> Any:
+        return pa.array(self.words, pa.string())
+
 
 def _mapped(column: Any, place: Callable[[str | None], int]) -> Array:
     """A number for each row of a column of words; each word is looked up once."""
@@ -304,7 +278,7 @@ class _Model:
             higher_is_better=facts.higher_is_better,
             bounds=(low, high),
             x=None if facts.x is None else torch.tensor(facts.x, dtype=torch.float64),
-            reasons=Words(self.reasons[i, j], self.about.words),
+            reasons=self.about.words_at(self.reasons[i, j]),
             settings=asked.settings,
             parts={
                 part: torch.from_numpy(self.parts[name, part][i]).view(-1, *shape)
@@ -312,7 +286,7 @@ class _Model:
                 if (name, part) in self.parts
             },
             combine=asked.metric.combine,
-            errors=Words(self.errors[i, j], self.about.words),
+            errors=self.about.words_at(self.errors[i, j]),
             undone=self.about.shape[2] - done,
             shared_by=int(self.shared_by[i, j]),
             explain_seconds=torch.from_numpy(self.explain_seconds[i, j]),

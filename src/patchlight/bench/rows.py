@@ -19,7 +19,7 @@ try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 except ImportError as error:
-    raise missing_extra("the benchmark needs", "pyarrow, jinja2 and plotly", "bench") from error
+    raise missing_extra("the benchmark needs", "pyarrow and filelock", "bench") from error
 
 FORMAT = 3
 TIMING = ("explain_seconds", "measure_seconds")
@@ -140,6 +140,21 @@ def maps_from(model: str, names: Iterable[str], drawn: Mapping[str, Mapping[str,
         if maps
     }
     return Maps(scores, shown, [some[name].explained for name in shown], some[shown[0]].preprocess, model)
+
+
+def joined_maps(parts: Iterable[Maps], model: str, method: str, names: Iterable[str]) -> Maps:
+    """The maps of a method in several files as one, in the order of the images; the first of each image counts."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        if part.model == model and method in part.scores:
+            for name, scores, explained in zip(part.images, part.scores[method], part.classes, strict=True):
+                if name not in found or bool(found[name][0].isnan().all()):
+                    found[name] = scores, explained, part.preprocess
+    shown = [name for name in names if name in found]
+    if not shown:
+        return Maps(model=model)
+    scores = torch.stack([found[name][0] for name in shown])
+    return Maps({method: scores}, shown, [found[name][1] for name in shown], found[shown[0]][2], model)
 
 
 def failed(rows: Iterable[Row]) -> int:

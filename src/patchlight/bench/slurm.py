@@ -40,56 +40,34 @@ def script(name: str, out: str, run: Sequence[str], report: Sequence[str], job: 
     The program is a step of its own (srun), because SLURM's signals before preemption and before the end of the time go
     to steps: the shell around it lives on, and puts the task back into the queue. `scancel` ends the shell as well.
     """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     tasks, at_once = _tasks(job.array)
     where = [f"--partition={job.partition}"] * bool(job.partition) + [f"--account={job.account}"] * bool(job.account)
+    memory = [f"--mem={_memory(job.mem)}"] if job.mem else []
     log = f"{out.rstrip('/') or '/'}/logs".replace("%", "%%")
     threads = [f"--cpus-per-task={job.cpus}"] if job.cpus else []
-    asked = [
-        f"--job-name={name}",
-        f"--array=1-{tasks}{at_once}",
-        f"--time={slurm_time(job.time)}",
-        *where,
-        *threads,
-        *([f"--gres=gpu:{job.gpus}"] if job.gpus else []),
-        *([f"--mem={_memory(job.mem)}"] if job.mem else []),
-        "--requeue",
-        "--signal=TERM@60",
-        "--open-mode=append",
-        f"--output={log}/%A_%a.log",
-    ]
-    after = [
-        "sbatch",
-        f"--job-name={name}-report",
-        "--time=01:00:00",
-        *where,
-        *([f"--mem={_memory(job.mem)}"] if job.mem else []),
-        *([f"--mail-user={job.mail}", "--mail-type=END,FAIL"] if job.mail else []),
-        "--open-mode=append",
-        f"--output={log}/report.log",
-    ]
-    lines = [
-        "#!/bin/bash",
-        *(f"#SBATCH {_escaped(option)}" for option in asked),
-        *job.setup,
-        "",
-        'if [ "$SLURM_ARRAY_TASK_ID" = 1 ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then',
-        "  # asked for once: the report, after the whole array",
-        "  " + _lines(after, f'--dependency=afterany:"$SLURM_ARRAY_JOB_ID" <<{END!r}'),
-        "#!/bin/bash",
-        *job.setup,
-        shlex.join(report),
-        END,
-        "fi",
-        "",
-        _lines(["srun", *threads, *run], f'--shard "$SLURM_ARRAY_TASK_ID/{tasks}"'),
-        "code=$?",
-        f'if [ "$code" = {PREEMPTED} ]; then',
-        "  # preempted, or out of time, with work left: what is done is kept, and the task goes on when its turn comes",
-        '  scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
-        "fi",
-        'exit "$code"',
-    ]
-    return "\n".join(lines) + "\n"
+    gpus = [f"--gres=gpu:{job.gpus}"] if job.gpus else []
+    array = [f"--job-name={name}", f"--array=1-{tasks}{at_once}", f"--time={slurm_time(job.time)}"]
+    ends = ["--requeue", "--signal=TERM@60", "--open-mode=append", f"--output={log}/%A_%a.log"]
+    mail = [f"--mail-user={job.mail}", "--mail-type=END,FAIL"] if job.mail else []
+    after = ["sbatch", f"--job-name={name}-report", "--time=01:00:00", *where, *memory, *mail]
+    after += ["--open-mode=append", f"--output={log}/report.log"]
+    environment = Environment(
+        loader=PackageLoader("patchlight.bench"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("job.sh").render(
+        options=[_escaped(option) for option in (*array, *where, *threads, *gpus, *memory, *ends)],
+        setup=job.setup,
+        ask_for_report=_lines(after, f'--dependency=afterany:"$SLURM_ARRAY_JOB_ID" <<{END!r}'),
+        report=shlex.join(report),
+        end=END,
+        run=_lines(["srun", *threads, *run], f'--shard "$SLURM_ARRAY_TASK_ID/{tasks}"'),
+        preempted=PREEMPTED,
+    )
 
 
 def slurm_time(text: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -14,9 +14,10 @@ from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.statistics import FEWEST, Mark, Resamples, percentiles
-from patchlight.metrics.base import intervals
-from patchlight.study.ranking import ALPHA, SAMPLES, compared, friedman, paired_differences, placed
+from patchlight.metrics.base import Evaluation, intervals
+from patchlight.study.ranking import ALPHA, SAMPLES, compared, friedman, placed
 
+K = TypeVar("K", bound=Hashable)
 Standing = Literal["better", "worse", ""]
 """How a number stands to the one it is compared with; nothing where the interval of the difference contains 0."""
 SIGNS: dict[Standing, str] = {"better": " ▲", "worse": " ▼", "": ""}
@@ -30,7 +31,7 @@ def standing(low: float, high: float, higher_is_better: bool) -> Standing:
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A method under a metric on a model: the data set's number, its interval, and how it stands to the best.
 
     The interval is NaN where fewer than six images have a value; methods are marked only where they differ at all.
@@ -79,9 +80,9 @@ class Ranks:
         return [order[a : b + 1] for a, b in spans]
 
 
-def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[Cell]:
+def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[TableCell]:
     """Every cell of the tables, by model, method and metric in the recipe's order."""
-    found: list[Cell] = []
+    found: list[TableCell] = []
     for model in results.images:
         columns = {(m, n): results.columns[model, m, n] for m in recipe.methods for n in recipe.metrics}
         resamples = Resamples(len(results.images[model]), samples)
@@ -90,7 +91,7 @@ def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[Cell
         for (method, metric), column in columns.items():
             low, high = bounds[method, metric]
             found.append(
-                Cell(
+                TableCell(
                     model=model,
                     method=method,
                     metric=metric,
@@ -112,34 +113,48 @@ def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[Cell
 
 @dataclass(frozen=True)
 class Gap:
-    """How much more a method has than another, on the images where both have a value, with its interval."""
+    """Two numbers on the `images` where both have a value, their difference, and its interval.
 
-    value: float
+    `difference` is the second minus the first; `standing` says how the second stands to the first. The interval is the
+    95 % interval of the paired bootstrap over images, NaN with fewer than six.
+    """
+
+    first: float
+    second: float
+    difference: float
     low: float
     high: float
+    images: int
     standing: Standing
+
+
+def paired_gaps(pairs: Mapping[K, tuple[Evaluation, Evaluation]], resamples: Resamples) -> dict[K, Gap]:
+    """The gap of each of these pairs of evaluations of the same images, from the same resamples."""
+    both = {key: first.exist & second.exist for key, (first, second) in pairs.items()}
+    firsts, seconds = (resamples.numbers([(pair[i], both[key]) for key, pair in pairs.items()]) for i in (0, 1))
+    gaps = {}
+    for (key, pair), one, other in zip(pairs.items(), firsts, seconds, strict=True):
+        first, second = (float(own.resampled(both[key].double()[None])[0]) for own in pair)
+        count = int(both[key].sum())
+        low, high = percentiles(other - one) if count >= FEWEST else (math.nan, math.nan)
+        stands = standing(low, high, pair[0].higher_is_better)
+        gaps[key] = Gap(first, second, second - first, low, high, count, stands)
+    return gaps
 
 
 def gaps(
     results: Results, recipe: Recipe, model: str, against: str, samples: int = SAMPLES
 ) -> dict[tuple[str, str], Gap]:
-    """The difference of every method to the method `against`, by method and metric.
-
-    Intervals are 95 % intervals of the paired bootstrap over images, NaN with fewer than six images.
-    """
+    """The gap of every method to the method `against`, by method and metric."""
     if against not in recipe.methods:
         raise PatchlightError(f"the run has no method '{against}'; {nearest(against, recipe.methods)}")
     resamples = Resamples(len(results.images[model]), samples)
-    found = {}
+    found: dict[tuple[str, str], Gap] = {}
     for metric in recipe.metrics:
         first = results.columns[model, against, metric]
-        others = {m: results.columns[model, m, metric] for m in recipe.methods if m != against}
-        spread = paired_differences(first, others, resamples)
-        for method, other in others.items():
-            both = first.exist & other.exist
-            value = float((other.resampled(both.double()[None]) - first.resampled(both.double()[None]))[0])
-            low, high = percentiles(-spread[method]) if int(both.sum()) >= FEWEST else (math.nan, math.nan)
-            found[method, metric] = Gap(value, low, high, standing(low, high, first.higher_is_better))
+        others = [method for method in recipe.methods if method != against]
+        pairs = {(method, metric): (first, results.columns[model, method, metric]) for method in others}
+        found |= paired_gaps(pairs, resamples)
     return found
 
 

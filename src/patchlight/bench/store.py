@@ -17,7 +17,7 @@ import platform
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,10 @@ class Files(NamedTuple):
         """The rows as a table; None where they are missing or damaged."""
         return table_of(_sound(self.rows), columns)
 
+    def content(self) -> tuple[Any, Maps]:
+        """Rows and maps."""
+        return self.table(), self.read_maps()
+
     def read_maps(self) -> Maps:
         """The maps; none where they are missing or damaged."""
         return Maps() if self.maps is None or _sound(self.maps) is None else maps_of(self.maps)
@@ -83,6 +87,7 @@ class Store:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._recent = lru_cache(maxsize=4)(Files.content)  # those of an export are asked for many times
 
     @property
     def manifest_path(self) -> Path:
@@ -244,7 +249,7 @@ class Store:
         wanted = {cell for pair in unit.group.made for cell in unit.cells(pair)} if self.earlier else set()
         known: dict[str, Known] = {}
         for files in {self.earlier[cell] for cell in wanted if cell in self.earlier}:
-            own = known_in(files, wanted)
+            own = known_in(*self._recent(files), wanted)
             known |= {
                 cell: one
                 for cell, one in own.items()
@@ -264,7 +269,7 @@ class Store:
         for files in self.files().values():
             if files.maps is None or not shows(files.maps, model, images):
                 continue
-            for known in known_in(files).values():
+            for known in known_in(*files.content()).values():
                 if known.map is not None and known.row.image in images:
                     drawn.setdefault(known.row.method, {})[known.row.image] = known
         return maps_from(model, images, drawn)
@@ -311,9 +316,8 @@ class Store:
         return curves_of(tables, self.manifest(), model, method, metric)
 
 
-def known_in(files: Files, wanted: Collection[str] | None = None) -> Before:
-    """What the files of a unit know, by cell; of the `wanted` cells alone, where some are."""
-    table, maps = files.table(), files.read_maps()
+def known_in(table: Any, maps: Maps, wanted: Collection[str] | None = None) -> Before:
+    """What rows and maps know, by cell; of the `wanted` cells alone, where some are."""
     if table is None:
         return {}
     if wanted is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +15,12 @@ from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
 from patchlight.bench.rows import TIMING
-from patchlight.bench.statistics import SIGNS, Cell, Gap, Ranks, cells, gaps, ranks
+from patchlight.bench.statistics import SIGNS, Gap, Ranks, TableCell, cells, gaps, ranks
 from patchlight.bench.store import Store
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import cell as csv_cell
 from patchlight.core.statistics import FEWEST, Mark
+from patchlight.study.spec import MetricSpec
 
 LEGEND = (
     "Best in bold, where Friedman's test tells the methods apart at 5 %; † statistically tied with it (paired "
@@ -49,11 +50,11 @@ class Gathered:
     manifest: Manifest
     recipe: Recipe
     results: Results
-    cells: tuple[Cell, ...]
+    cells: tuple[TableCell, ...]
     notes: tuple[str, ...]
 
     @cached_property
-    def by_key(self) -> dict[tuple[str, str, str], Cell]:
+    def by_key(self) -> dict[tuple[str, str, str], TableCell]:
         return {(c.model, c.method, c.metric): c for c in self.cells}
 
     @cached_property
@@ -74,8 +75,7 @@ class Gathered:
 
     def number(self, value: float, metric: str, sign: str = "") -> str:
         """A value as its table shows it; with sign="+" a difference."""
-        own = self.recipe.metrics[metric]
-        return "–" if math.isnan(value) else f"{value * own.scale:{sign}.{own.digits}f}"
+        return scaled(value, self.recipe.metrics[metric], sign)
 
     def shown(self, model: str, method: str, metric: str) -> Shown:
         """A cell as its table shows it; the paper's number is printed scaled already."""
@@ -116,6 +116,20 @@ class Gathered:
         return [f"{n}: {count} of {total} without a value by its protocol" for n, count in most.items() if count]
 
 
+def scaled(value: float, metric: MetricSpec, sign: str = "") -> str:
+    """A value of a metric as tables show it; with sign="+" a difference."""
+    return "–" if math.isnan(value) else f"{value * metric.scale:{sign}.{metric.digits}f}"
+
+
+def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Rows as CSV, without formulas and NaN."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows([_plain(value) for value in row] for row in rows)
+    return out.getvalue()
+
+
 def gather(folder: str | Path) -> Gathered:
     """Read a run and compute its statistics; refused where nothing is done yet."""
     store = Store(folder)
@@ -135,7 +149,7 @@ def gather(folder: str | Path) -> Gathered:
     return Gathered(store, manifest, recipe, results, found, tuple(notes))
 
 
-def _too_few(found: Sequence[Cell]) -> list[str]:
+def _too_few(found: Sequence[TableCell]) -> list[str]:
     """Where there are too few images to say how sure a number is."""
     short = {c.model: c.images for c in found if 0 < c.images < FEWEST}
     return [
@@ -160,18 +174,16 @@ def _stand_ins(recipe: Recipe) -> list[str]:
 
 def as_csv(run: Gathered) -> str:
     """A line for each model, method and metric, unscaled and in full precision; timing columns last."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    names = [f.name for f in fields(Cell) if f.name not in (*TIMING, "published")]
-    writer.writerow([*names, "published", "rank", *TIMING])
+    names = [f.name for f in fields(TableCell) if f.name not in (*TIMING, "published")]
+    rows = []
     for cell in run.cells:
         placed = run.ranks.get((cell.model, cell.metric))
         rank = placed.means.get(cell.method) if placed else None
         scale = run.recipe.metrics[cell.metric].scale
         printed = None if cell.published is None else float(f"{cell.published / scale:.12g}")
         last = [printed, rank, *(getattr(cell, name) for name in TIMING)]
-        writer.writerow([_plain(value) for value in [*(getattr(cell, name) for name in names), *last]])
-    return out.getvalue()
+        rows.append([*(getattr(cell, name) for name in names), *last])
+    return csv_text([*names, "published", "rank", *TIMING], rows)
 
 
 def _plain(value: Any) -> Any:
@@ -237,7 +249,7 @@ def _gap_lines(run: Gathered, model: str, against: str | None) -> list[str]:
 
     def cell(gap: Gap, metric: str) -> str:
         interval = "" if math.isnan(gap.low) else f" [{run.number(gap.low, metric)}, {run.number(gap.high, metric)}]"
-        return f"{run.number(gap.value, metric, '+')}{interval}{SIGNS[gap.standing]}"
+        return f"{run.number(gap.difference, metric, '+')}{interval}{SIGNS[gap.standing]}"
 
     rows = [[m, *(cell(found[m, n], n) for n in metrics)] for m in run.recipe.methods if m != against]
     head = [f"difference to {against}", *(f"{n} {run.arrow(n)}" for n in metrics)]

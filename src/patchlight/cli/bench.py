@@ -60,8 +60,8 @@ def run(
         from patchlight.bench.executors import devices_of
         from patchlight.bench.local import PREEMPTED, RunOptions, preemptible
         from patchlight.bench.local import run as run_recipe
-        from patchlight.bench.merge import bring
         from patchlight.bench.plan import WHOLE, Shard
+        from patchlight.bench.share import bring
 
         options = RunOptions(
             text=chosen.text,

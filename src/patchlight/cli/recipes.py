@@ -70,8 +70,8 @@ class RecipeOptions:
             about = {"labels": self.labels or (), "preprocess": [as_spec(each) for each in self.preprocess or ()]}
             flags = {"sigmoid": self.sigmoid or None, "pretrained": False if self.no_pretrained else None}
             sizes = {key: getattr(self, key) for key in ("data", "images", "listed", "quick", "seed", "target")}
-            models = self.model or (), self.weights or ()
-            return override(read, *models, **sizes, settings=settings, about=about, flags=flags), text
+            given = {"models": self.model or (), "weights": self.weights or (), **sizes, "settings": settings}
+            return override(read, **given, about=about, flags=flags), text
 
     @property
     def recipe(self) -> Recipe:

@@ -25,7 +25,7 @@ def merge(runs: Runs, out: New, as_json: AsJson = False) -> None:
 
     What does not belong together is refused. The result is a run like any other, which `bench run` goes on with.
     """
-    from patchlight.bench.merge import merge as merge_runs
+    from patchlight.bench.share import merge as merge_runs
 
     merged = merge_runs(runs, out, progress=True)
     if as_json:
@@ -71,7 +71,7 @@ def export(
 
     They add a method of theirs with `bench run --from`, and nothing that is there is measured again.
     """
-    from patchlight.bench.export import export as export_run
+    from patchlight.bench.share import export as export_run
 
     exported = export_run(folder, out, licence, data_licence, progress=True)
     if as_json:
@@ -97,7 +97,7 @@ def print_per_image(folder: Path) -> None:
 
 def tell_unused(source: Path, out: Path, summary: Summary) -> None:
     """Where nothing of another run could be used, say why."""
-    from patchlight.bench.differences import differences
+    from patchlight.bench.compare import differences
     from patchlight.bench.store import Store
 
     if summary.reused or not summary.now:

@@ -29,7 +29,7 @@ EXTRAS = {
         Extra("open_clip", ("open_clip",), "models of open_clip, as open_clip:NAME"),
         Extra("lime", ("skimage",), "superpixels in the method lime"),
         Extra("train", ("accelerate", "tensorboard"), "training explainers: patchlight diffmask and shapley"),
-        Extra("bench", ("pyarrow", "plotly"), "recipes and their tables: patchlight bench"),
+        Extra("bench", ("pyarrow", "filelock"), "recipes and their tables: patchlight bench"),
         Extra("ray", ("ray",), "patchlight bench run --ray"),
         Extra("web", ("fastapi", "uvicorn", "cachetools"), "the page, patchlight serve"),
         Extra("segmentation", ("h5py",), "ImageNet-Segmentation's file, gtsegs_ijcv.mat"),

@@ -34,21 +34,6 @@ def write_whole(path: str | Path, data: bytes, durable: bool = False) -> Path:
     return path
 
 
-def write_new(path: str | Path, data: bytes) -> bool:
-    """Write a file that is not there yet, whole and durable; False where another process was first."""
-    path = Path(path)
-    with _part(path, data, True) as part:
-        try:
-            os.link(part, path)
-        except FileExistsError:
-            return False
-        except OSError:  # a file system without links
-            if path.exists():
-                return False
-            os.replace(part, path)
-    return True
-
-
 @contextlib.contextmanager
 def _part(path: Path, data: bytes, durable: bool) -> Iterator[str]:
     """The name of a file beside `path` with `data` in it; what is left of it in the end goes."""

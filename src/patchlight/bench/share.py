@@ -1,0 +1,367 @@
+"""Runs as one, and as others can use them: merged, exported with a data card, or taken values from.
+
+No model is loaded and nothing is computed. A merged run and an export have a file of rows and one of maps for each
+model and method; both are runs like any other, which `bench report`, `compare`, `merge` and `run` take. An export has
+no path of this machine in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from patchlight import __version__
+from patchlight.bench.cleaner import Cleaner
+from patchlight.bench.compare import differences
+from patchlight.bench.local import check_same_run
+from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, write_manifest
+from patchlight.bench.plan import source_digest
+from patchlight.bench.recipe import Recipe
+from patchlight.bench.rows import FORMAT, SCHEMA, Maps, joined_maps, known_columns, map_bytes, parquet
+from patchlight.bench.store import Files, Store
+from patchlight.bench.tables import csv_text, markdown_table
+from patchlight.core.errors import PatchlightError
+from patchlight.core.files import check_writable, write_whole
+from patchlight.core.fingerprints import digest_of
+from patchlight.core.progress import Progress, telling
+
+Array = npt.NDArray[Any]
+Pair = tuple[str, str]
+"""The labels of a model and of a method."""
+Sources = list[tuple[int, Files]]
+"""Files with rows of a model and method, each with the number of its run."""
+ROUNDING, NEAR_ZERO = 1e-3, 1e-6
+"""What two measurements of the same value may differ by, relatively and absolutely."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge made: how many values there are, how many are done, and what a reader should know."""
+
+    values: int
+    done: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: files, values, and what a reader should know."""
+
+    files: int
+    values: int
+    notes: tuple[str, ...]
+
+
+def merge(runs: Sequence[str | Path], out: str | Path, progress: Progress | bool = False) -> Merged:
+    """Put runs together in the folder `out`, an ordinary run that can be resumed; it may be incomplete.
+
+    Refused where they do not belong together: other images, models, code, seed, target, kind of device, or other
+    settings under one label. Models, methods and metrics are those of all runs, in the order of the first. Of a value
+    that several have, the first is kept, or the first that did not fail.
+    """
+    stores = [Store(run) for run in runs]
+    manifests = [store.manifest() for store in stores]
+    _check_belonging(runs, manifests)
+    target = Store(out)
+    if target.manifest_path.exists() or target.files():
+        raise PatchlightError(f"'{out}' holds a run already; give an empty folder")
+    target.make()
+    manifest = _joined(manifests)
+    collection = Collection(stores, manifest, [f" of '{run}'" for run in runs])
+    names = file_names(manifest.resolved, {label: label for label in manifest.resolved.models})
+    done = 0
+    with telling(progress, "merging") as tell:
+        for i, pair in enumerate(collection.sources):
+            table, maps = collection.take(pair)
+            if len(table):
+                target.keep(names[pair], parquet(table), map_bytes(maps))
+            done += len(table)
+            tell(i + 1, len(collection.sources))
+    notes = [*collection.damaged, *collection.unequal(runs)]
+    lasting = [f"{MERGED} {len(runs)} runs: {note}" for note in notes]
+    write_manifest(target.manifest_path, manifest.model_copy(update={"notes": (*manifest.notes, *lasting)}))
+    return Merged(manifest.values, done, tuple(notes))
+
+
+def export(
+    run: str | Path,
+    out: str | Path,
+    licence: str | None = None,
+    data_licence: str | None = None,
+    progress: Progress | bool = False,
+) -> Exported:
+    """Write a run for others into the empty folder `out`; the card of an incomplete one says so.
+
+    `licence` is that of the values and maps, `data_licence` that of the images they were made from, in words; the card
+    says that they are unknown where they are not given.
+    """
+    store, target = Store(run), Store(out)
+    check_writable(out)
+    if Path(out).is_dir() and any(Path(out).iterdir()):
+        raise PatchlightError(f"'{out}' is not empty; give an empty folder")
+    manifest = store.manifest()
+    cleaner = Cleaner(manifest)
+    collection = Collection([store], manifest, [""])
+    if not collection.sources:
+        raise PatchlightError(f"no unit of the run in '{run}' is done yet; there is nothing to export")
+    values, names = 0, file_names(manifest.resolved, cleaner.models)
+    with telling(progress, "exporting") as tell:
+        for i, pair in enumerate(collection.sources):
+            table, maps = collection.take(pair)
+            values += len(table)
+            target.keep(names[pair], parquet(cleaner.table(table)), map_bytes(cleaner.maps(maps)))
+            tell(i + 1, len(collection.sources))
+    cleaned = cleaner.cleaned()
+    notes = [*collection.damaged]
+    if values < manifest.values:
+        notes.append(f"the run is not complete: {manifest.values - values} of {manifest.values} values are missing")
+    cleaned = cleaned.model_copy(update={"notes": tuple(dict.fromkeys([*cleaned.notes, *notes]))})
+    listing = [(cleaner.models[model], method, names[model, method]) for model, method in collection.sources]
+    images = zip(cleaned.images.names, cleaned.images.contents, strict=True)
+    write_whole(target.folder / "images.csv", csv_text(["image", "content"], images).encode())
+    write_whole(target.folder / "recipe.toml", as_toml(cleaned.resolved).encode())
+    write_whole(target.folder / "README.md", _card(cleaned, values, listing, licence, data_licence).encode())
+    write_manifest(target.manifest_path, cleaned)
+    return Exported(2 * len(listing) + 4, values, tuple(notes))
+
+
+def bring(
+    source: str | Path, out: str | Path, recipe: Recipe, device: str = "cpu", progress: Progress | bool = False
+) -> None:
+    """Lay what another run or an export knows beside a run of `recipe` in `out`, where values are reused by cell.
+
+    Refused where no value could be the same: other code of Patchlight, or another kind of device; and where `out` holds
+    another run.
+    """
+    store, target = Store(source), Store(out)
+    check_same_run(target, target.read_manifest(), recipe, device)
+    manifest = store.manifest()
+    version = manifest.versions.get("patchlight", "?")
+    if manifest.code != source_digest():
+        here = f"this is {__version__}" if version != __version__ else "this is other code of that version"
+        raise PatchlightError(
+            f"'{source}' was measured with Patchlight {version} (code {manifest.code}), and {here} (code "
+            f"{source_digest()}), whose values need not be the same; install that version, or leave out --from"
+        )
+    if manifest.device.partition(":")[0] != device.partition(":")[0]:
+        raise PatchlightError(f"'{source}' was measured on {manifest.device}, and {device} rounds differently")
+    target.make()
+    earlier = target.folder / "earlier"
+    known = {**target.files([earlier]), **target.files()}
+    names = {files.rows.name for files in known.values() if files.rows is not None}
+    sources = store.files()
+    with telling(progress, f"reading {store.folder.name}") as tell:
+        for i, (key, files) in enumerate(sources.items()):
+            if files.rows is not None and files.maps is not None and files.rows.name not in names and not files.damaged:
+                name = digest_of([key, files.rows.name]) if key in known else key
+                target.keep(name, files.rows.read_bytes(), files.maps.read_bytes(), earlier)
+            tell(i + 1, len(sources))
+
+
+@dataclass
+class Collection:
+    """The rows and maps of several runs, by model and method, each value once.
+
+    `sources` has the files of each model and method that is done, in the recipe's order; `damaged` is a sentence for
+    each file that is left out. `whose` are words behind the name of such a file.
+    """
+
+    stores: Sequence[Store]
+    manifest: Manifest
+    whose: Sequence[str]
+    sources: dict[Pair, Sources] = field(init=False)
+    damaged: list[str] = field(default_factory=list)
+    differing: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        recipe = self.manifest.resolved
+        sources: dict[Pair, Sources] = {(x, y): [] for x in recipe.models for y in recipe.methods}
+        for k, store in enumerate(self.stores):
+            for files in store.files().values():
+                damaged = [f"'{path.parent.name}/{path.name}'{self.whose[k]}" for path in files.damaged]
+                self.damaged += [f"{name} is damaged and left out" for name in damaged]
+                table = files.table(["model", "method"]) if files.there and not damaged else None
+                columns = [] if table is None else [table[name].to_pylist() for name in table.column_names]
+                for pair in set(zip(*columns, strict=True)) & sources.keys():
+                    sources[pair].append((k, files))
+        self.sources = {pair: own for pair, own in sources.items() if own}
+
+    def take(self, pair: Pair) -> tuple[Any, Maps]:
+        """The rows and maps of a model and method, by image and metric."""
+        tables, parts, runs = [], [], []
+        facts: dict[str, Any] = {}
+        for k, files in self.sources[pair]:
+            table = files.table()
+            facts = {**json.loads((table.schema.metadata or {}).get(b"facts", b"{}")), **facts}
+            mine = pc.and_(pc.equal(table["model"], pair[0]), pc.equal(table["method"], pair[1]))
+            tables.append(known_columns(table).filter(mine).replace_schema_metadata())
+            runs.append(np.full(len(tables[-1]), k))
+            parts.append(files.read_maps())
+        rows = pa.concat_tables(tables).combine_chunks()
+        rows = rows.take(pa.array(self._choose(rows, np.concatenate(runs))))
+        about = {"facts": json.dumps(facts), "format": str(FORMAT)}
+        return rows.cast(SCHEMA).replace_schema_metadata(about), joined_maps(parts, *pair, self.manifest.images.names)
+
+    def _choose(self, rows: Any, run: Array) -> Array:
+        """The places of the rows to keep, by image and metric: those that did not fail, else of the first run."""
+        names, metrics = self.manifest.images.names, list(self.manifest.resolved.metrics)
+        image, metric = _index(rows["image"], names), _index(rows["metric"], metrics)
+        place = np.where((image < 0) | (metric < 0), -1, image * len(metrics) + metric)
+        values = pc.fill_null(rows["value"], np.nan).to_numpy()
+        good = pc.equal(pc.fill_null(rows["error"], ""), "").to_numpy()
+        order = np.lexsort((run, ~good, place))
+        order = order[place[order] >= 0]
+        new = np.diff(place[order], prepend=-1) != 0
+        kept: Array = order[new]
+        kept_of = kept[np.cumsum(new) - 1] if len(kept) else kept
+        close = np.isclose(values[order], values[kept_of], rtol=ROUNDING, atol=NEAR_ZERO, equal_nan=True)
+        apart = good[order] & ~close
+        for key in sorted(set(zip(run[kept_of[apart]].tolist(), run[order[apart]].tolist(), strict=True))):
+            of_pair = order[apart][(run[kept_of[apart]] == key[0]) & (run[order[apart]] == key[1])]
+            row = rows.slice(int(of_pair[0]), 1).to_pylist()[0]
+            example = f"{row['method']} under {row['metric']} on {row['model']}, image '{row['image']}'"
+            count, example = self.differing.get(key, (0, example))
+            self.differing[key] = count + len(of_pair), example
+        return kept
+
+    def unequal(self, runs: Sequence[str | Path]) -> Iterator[str]:
+        """That two runs measured some values otherwise, and one of them."""
+        for (first, second), (count, example) in self.differing.items():
+            yield (
+                f"'{runs[second]}' has {count} values that differ from those of '{runs[first]}' by more than rounding, "
+                f"which are kept: {example}, for one"
+            )
+
+
+def _index(column: Any, names: Sequence[str]) -> Array:
+    """The place of each word among these; -1 where it is none of them."""
+    places = pc.fill_null(pc.index_in(column, pa.array(list(names), pa.string())), -1)
+    return np.asarray(places.to_numpy(), dtype=np.int64)
+
+
+def _check_belonging(runs: Sequence[str | Path], manifests: Sequence[Manifest]) -> None:
+    """Refuse runs whose values are not of one table; every one is compared with all before it."""
+    for (j, first), (k, second) in itertools.combinations(enumerate(manifests), 2):
+        apart = [one.told for one in differences(first, second, f"'{runs[j]}'", f"'{runs[k]}'") if one.apart]
+        if apart:
+            raise PatchlightError(
+                f"'{runs[j]}' and '{runs[k]}' do not belong together: {'; '.join(apart)} (`patchlight bench "
+                "compare` shows them side by side)"
+            )
+
+
+def _joined(manifests: Sequence[Manifest]) -> Manifest:
+    """What the runs are together: all models, methods and metrics, and for the rest the first."""
+    first = manifests[0]
+    tables: dict[str, dict[str, Any]] = {"models": {}, "methods": {}, "metrics": {}, "published": {}}
+    made: dict[str, dict[str, str]] = {}
+    for manifest in manifests:
+        for table, specs in tables.items():
+            tables[table] = {**getattr(manifest.resolved, table), **specs}
+        for method, metrics in manifest.made.items():
+            made[method] = {**metrics, **made.get(method, {})}
+    ordered = {
+        table: {label: specs[label] for own in manifests for label in getattr(own.resolved, table)}
+        for table, specs in tables.items()
+    }
+    recipe = first.resolved.model_copy(update=ordered)
+    same = bool(first.plan) and all(own.plan == first.plan for own in manifests)
+    groups = (
+        PlannedGroup(key="", model=model, methods=tuple(recipe.methods), batch_size=recipe.batch_size)
+        for model in recipe.models
+    )
+    return first.model_copy(
+        update={
+            "resolved": recipe,
+            "quick": any(own.quick for own in manifests),
+            "notes": tuple(dict.fromkeys(note for own in manifests for note in own.notes)),
+            "plan": first.plan if same else "",
+            "groups": first.groups if same else tuple(groups),
+            "models": {label: digest for own in reversed(manifests) for label, digest in own.models.items()},
+            "made": made,
+        }
+    )
+
+
+def file_names(recipe: Recipe, models: Mapping[str, str]) -> dict[Pair, str]:
+    """By model and method, what its files are called: the letters and digits of their labels."""
+    names: dict[Pair, str] = {}
+    for pair in itertools.product(recipe.models, recipe.methods):
+        labels = (models[pair[0]], pair[1])
+        name = ".".join(re.sub(r"[^A-Za-z0-9_]+", "_", label).strip("_") or "_" for label in labels)
+        taken = {own.casefold() for own in names.values()}
+        same = (f"{name}_{number}" for number in itertools.count(2))
+        names[pair] = next(one for one in itertools.chain([name], same) if one.casefold() not in taken)
+    return names
+
+
+def _card(
+    manifest: Manifest,
+    values: int,
+    listing: Sequence[tuple[str, str, str]],
+    licence: str | None,
+    data_licence: str | None,
+) -> str:
+    """The data card as Markdown; `listing` has model, method and name of each pair of files."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    device = f"{manifest.device}, {manifest.threads} threads, {manifest.chunk} variants at once"
+    made_with = [
+        *([name, version] for name, version in sorted(manifest.versions.items())),
+        ["code of Patchlight", manifest.code],
+        ["device", device],
+        *([f"model {label}, as it was loaded", digest] for label, digest in manifest.models.items()),
+        ["class names of the data", manifest.classes],
+    ]
+    loader = PackageLoader("patchlight.bench")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return environment.get_template("card.md").render(
+        manifest=manifest,
+        recipe=manifest.resolved,
+        values=values,
+        listing=listing,
+        licence=licence,
+        data_licence=data_licence,
+        files="\n".join(markdown_table(["model", "method", "files"], [[a, b, f"`{c}`"] for a, b, c in listing])),
+        made_with="\n".join(markdown_table(["what", "version or hash"], made_with)),
+        resolved=json.dumps(
+            manifest.resolved.model_dump(mode="json", exclude_defaults=True), indent=1, ensure_ascii=False
+        ),
+        quoted=json.dumps,
+    )
+
+
+def as_toml(recipe: Recipe) -> str:
+    """A recipe as a file that `bench run` takes."""
+    content = recipe.model_dump(mode="json", exclude_defaults=True)
+    lines = [f"{_key(key)} = {_toml(value)}" for key, value in content.items() if not isinstance(value, dict)]
+    for key, table in content.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{_key(key)}]"]
+            lines += [f"{_key(name)} = {_toml(value)}" for name, value in table.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_toml(own)}" for key, own in value.items() if own is not None) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join("nan" if own is None else _toml(own) for own in value) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
