@@ -6,8 +6,9 @@ from torch import Tensor, stack
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Targets
-from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.passes import run_pass
 from patchlight.evidence.rules import RULES
+from patchlight.evidence.runner import LayerJob
 from patchlight.methods.gradients import fullgrad
 
 

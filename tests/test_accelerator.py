@@ -16,7 +16,7 @@ from patchlight.evidence import taps
 from patchlight.evidence.ablation import Ablation, TokenSubsets
 from patchlight.evidence.imputation import imputed
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
-from patchlight.evidence.rows import Attention, Entry, Rows, attend, lengths, row_sums, times
+from patchlight.evidence.rows import Entry, FusedAttention, Rows, attend, lengths, row_sums, times
 from patchlight.methods.requests import refusal, resolve
 from patchlight.testing import contract_names, spearman
 from patchlight.trained.diffmask.gates import DiffMask, new_gates
@@ -187,7 +187,7 @@ def test_tiles_are_rows_of_the_matrix(tokens: int, width: int, batch: int, heads
     q, k, v = torch.randn(batch, tokens, 3, heads, width, device="cuda").to(dtype).permute(2, 0, 3, 1, 4).unbind(0)
     dO = torch.randn(batch, tokens, heads, width, device="cuda").to(dtype).transpose(1, 2)
     lse = (q.float() @ k.float().mT * width**-0.5).logsumexp(-1)
-    seen = Attention(q, k, v, lse, width**-0.5, dO, torch.rand(batch, device="cuda") + 0.5)
+    seen = FusedAttention(q, k, v, lse, width**-0.5, dO, torch.rand(batch, device="cuda") + 0.5)
     columns, scales = torch.rand(2, batch, heads, tokens, device="cuda")
     dense, cls = torch.rand(batch, tokens, device="cuda"), torch.eye(tokens, device="cuda")[:1].expand(batch, -1)
     every: tuple[Entry, ...] = get_args(Entry)

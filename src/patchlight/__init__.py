@@ -25,7 +25,7 @@ _HOMES = {
     "Evidence": "patchlight.evidence.record",
     "FIRST": "patchlight.methods.compositions",
     "LAST": "patchlight.methods.compositions",
-    "LayerJob": "patchlight.evidence.passes",
+    "LayerJob": "patchlight.evidence.runner",
     "LayerMaps": "patchlight.methods.base",
     "Measure": "patchlight.metrics.base",
     "Measured": "patchlight.metrics.base",
@@ -98,11 +98,11 @@ if TYPE_CHECKING:
     from patchlight.engine import explain as explain
     from patchlight.evidence.ablation import PixelMasks as PixelMasks
     from patchlight.evidence.ablation import TokenSubsets as TokenSubsets
-    from patchlight.evidence.passes import LayerJob as LayerJob
     from patchlight.evidence.passes import trace as trace
     from patchlight.evidence.record import Evidence as Evidence
     from patchlight.evidence.rules import Rule as Rule
     from patchlight.evidence.rules import register_rule as register_rule
+    from patchlight.evidence.runner import LayerJob as LayerJob
     from patchlight.methods.base import Ask as Ask
     from patchlight.methods.base import Composition as Composition
     from patchlight.methods.base import LayerMaps as LayerMaps

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.passes import run_pass
+from patchlight.evidence.runner import LayerJob
 from tests.completeness import totals
 from tests.families import FAMILIES, PLAIN, build, images, shared
 

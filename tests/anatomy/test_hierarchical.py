@@ -15,8 +15,9 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Unsupported
 from patchlight.core.targets import Targets
 from patchlight.evidence.ablation import Ablation, TokenSubsets
-from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.passes import run_pass
 from patchlight.evidence.rules import RULES
+from patchlight.evidence.runner import LayerJob
 from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
 from tests.completeness import totals

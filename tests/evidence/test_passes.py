@@ -21,9 +21,10 @@ from patchlight.core.progress import watched as watched_by
 from patchlight.core.targets import Targets
 from patchlight.engine import default_batch_size
 from patchlight.evidence import passes
-from patchlight.evidence.passes import FEATURES, PIXELS, LayerJob, fitting, rows_at_once, run_pass
+from patchlight.evidence.passes import fitting, rows_at_once, run_pass
 from patchlight.evidence.record import PARTS, Evidence
 from patchlight.evidence.rules import RULES
+from patchlight.evidence.runner import FEATURES, PIXELS, Course, LayerJob
 from patchlight.methods.requests import resolve
 from tests.families import build, images, shared
 from tests.literal.plain import Written, states
@@ -262,9 +263,9 @@ def test_other_tokens_may_enter_and_their_classes_repeat() -> None:
     vit, batch = model()
     tokens = vit.embed(batch).detach()
     doubled = torch.cat([tokens, tokens * 0.5])
-    seen = run_pass(vit, batch, CLASSES.repeat(2), jobs=[job("x g", 0)], tokens=doubled)
+    seen = run_pass(vit, batch, CLASSES.repeat(2), jobs=[job("x g", 0)], course=Course(tokens=doubled))
     for part, scale in ((slice(0, 2), 1.0), (slice(2, 4), 0.5)):
-        alone = run_pass(vit, batch, CLASSES, jobs=[job("x g", 0)], tokens=tokens * scale)
+        alone = run_pass(vit, batch, CLASSES, jobs=[job("x g", 0)], course=Course(tokens=tokens * scale))
         torch.testing.assert_close(seen.at(0)["g"][part], alone.at(0)["g"], **CLOSE)
     torch.testing.assert_close(seen.at(0)["x"], doubled, **CLOSE)
 

@@ -11,8 +11,9 @@ import patchlight as pl
 from patchlight import engine
 from patchlight.core.errors import NotFinite
 from patchlight.core.targets import Targets
-from patchlight.evidence.passes import LayerJob, in_memory, run_pass, surely_predicted
+from patchlight.evidence.passes import in_memory, run_pass, surely_predicted
 from patchlight.evidence.precision import chosen
+from patchlight.evidence.runner import LayerJob
 from patchlight.methods import maps, requests
 from patchlight.methods.requests import resolve
 from tests.families import build, images, shared

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.evidence.record import BACKWARD, PARTS, End, Evidence, Record
+from patchlight.evidence.record import BACKWARD, PARTS, EndBias, Evidence, Record
 
 X = torch.arange(12.0).view(1, 3, 4)
 A = torch.rand(1, 2, 3, 3, generator=torch.Generator().manual_seed(0))
@@ -57,7 +57,7 @@ def test_a_backward_is_forgotten_and_a_forward_is_not() -> None:
     record.add_bias(torch.ones(1))
     record.forget()
     assert set(record.seen) == PARTS - BACKWARD
-    assert record.end() == End()
+    assert record.end() == EndBias()
 
 
 def test_gradients_that_never_came_are_zero() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.evidence import passes, taps
 from patchlight.evidence.record import ATTENTION
-from patchlight.evidence.rows import Attention, Entry, Rows, attend, head_mean, mean_row, row_sums, times, written
+from patchlight.evidence.rows import Entry, FusedAttention, Rows, attend, head_mean, mean_row, row_sums, times, written
 from patchlight.methods.requests import refusal, resolve
 from patchlight.testing import contract_names
 from tests.families import ROOMY, images, roomy
@@ -20,15 +20,15 @@ CLOSE: dict[str, Any] = {"atol": 1e-12, "rtol": 1e-9}
 SIZES = [(1, 1, 5, 16), (3, 2, 17, 8), (2, 3, 33, 24)]
 
 
-def attention(batch: int, heads: int, tokens: int, width: int) -> Attention:
+def attention(batch: int, heads: int, tokens: int, width: int) -> FusedAttention:
     generator = torch.Generator().manual_seed(batch + tokens)
     q, k, v, dO = torch.randn(4, batch, heads, tokens, width, generator=generator, dtype=torch.float64)
     lse = (q @ k.mT / width**0.5).logsumexp(-1)
     unscale = torch.rand(batch, generator=generator, dtype=torch.float64) + 0.5
-    return Attention(q, k, v, lse, width**-0.5, dO, unscale)
+    return FusedAttention(q, k, v, lse, width**-0.5, dO, unscale)
 
 
-def literal(seen: Attention, entry: str) -> Tensor:
+def literal(seen: FusedAttention, entry: str) -> Tensor:
     """The matrices of an entry, number by number."""
     A = torch.softmax(torch.einsum("bhid,bhjd->bhij", seen.q, seen.k) * seen.scale, -1)
     assert seen.dO is not None
@@ -62,7 +62,7 @@ def test_one_row_is_that_of_the_matrix_and_all_positive_gradients_need_no_rectif
     cls = torch.zeros(2, 9, dtype=torch.float64)
     cls[:, 0] = 1
     torch.testing.assert_close(times(cls, Rows(seen, "relu(AG)")), literal(seen, "relu(AG)").mean(1)[:, 0], **CLOSE)
-    positive = Attention(seen.q, seen.k, seen.v.abs(), seen.lse, seen.scale, seen.q.abs())
+    positive = FusedAttention(seen.q, seen.k, seen.v.abs(), seen.lse, seen.scale, seen.q.abs())
     same = [times(cls + 1, Rows(positive, entry)) for entry in ("AG", "relu(AG)", "abs(AG)")]
     torch.testing.assert_close(same[0], same[1], **CLOSE)
     torch.testing.assert_close(same[0], same[2], **CLOSE)
@@ -83,7 +83,7 @@ def test_closed_forms() -> None:
 
 def test_a_gradient_that_never_came_is_zero() -> None:
     seen = attention(1, 2, 5, 8)
-    seen = Attention(seen.q, seen.k, seen.v, seen.lse, seen.scale)
+    seen = FusedAttention(seen.q, seen.k, seen.v, seen.lse, seen.scale)
     for entry in ("G", "relu(AG)"):
         assert not times(torch.ones(1, 5, dtype=torch.float64), Rows(seen, entry)).any()
         assert not written(Rows(seen, entry)).any()
@@ -142,7 +142,7 @@ def test_methods_that_read_a_row_write_no_matrix(monkeypatch: pytest.MonkeyPatch
     fused = watched(monkeypatch)
     monkeypatch.setattr(Rows, "_summed", lambda self, weights, over_rows: torch.zeros_like(self.attention.lse))
     for part in ("A", "G", "entries"):
-        monkeypatch.setattr(Attention, part, property(lambda self: pytest.fail("a matrix was written")))
+        monkeypatch.setattr(FusedAttention, part, property(lambda self: pytest.fail("a matrix was written")))
     for name in (
         "genatt",
         "gradsam",

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, PatchlightError
-from patchlight.evidence.passes import LayerJob, Trace, run_pass
+from patchlight.evidence.passes import Trace, run_pass
 from patchlight.evidence.record import Evidence
+from patchlight.evidence.runner import LayerJob
 from patchlight.methods.attention import attcam, attixg, genatt
 from patchlight.methods.gradients import ixg
 from patchlight.methods.requests import resolve

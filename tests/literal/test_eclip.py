@@ -14,8 +14,9 @@ import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, Unsupported
 from patchlight.core.targets import Targets
-from patchlight.evidence.passes import Course, LayerJob, run_pass
+from patchlight.evidence.passes import run_pass
 from patchlight.evidence.record import Evidence
+from patchlight.evidence.runner import Course, LayerJob
 from patchlight.methods.eclip import grad_eclip, spatial_weights
 from patchlight.methods.requests import resolve
 from tests.families import PLAIN, build, images, randomise, shared

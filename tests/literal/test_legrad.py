@@ -15,9 +15,10 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, PatchlightError, Unsupported
 from patchlight.core.targets import Targets
 from patchlight.evidence import rules
-from patchlight.evidence.passes import Course, LayerJob, run_pass
+from patchlight.evidence.passes import run_pass
 from patchlight.evidence.record import Evidence, Record
 from patchlight.evidence.rules import RULES, Rule
+from patchlight.evidence.runner import Course, LayerJob
 from patchlight.evidence.taps import Taps
 from patchlight.methods.legrad import legrad
 from patchlight.methods.requests import resolve

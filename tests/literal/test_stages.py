@@ -15,7 +15,8 @@ import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.windows import Merging, Windows
 from patchlight.core.targets import Targets
-from patchlight.evidence.passes import FEATURES, LayerJob, run_pass
+from patchlight.evidence.passes import run_pass
+from patchlight.evidence.runner import FEATURES, LayerJob
 from tests.completeness import totals
 from tests.families import CLASSES, images, randomise
 from tests.literal.plain import maps

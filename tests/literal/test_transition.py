@@ -12,8 +12,9 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
-from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.passes import run_pass
 from patchlight.evidence.record import Evidence
+from patchlight.evidence.runner import LayerJob
 from patchlight.methods.base import Ask
 from patchlight.methods.transition import head_importance, value_ratio
 from tests.families import images, shared

@@ -11,8 +11,9 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Targets
-from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.passes import run_pass
 from patchlight.evidence.rules import RULES
+from patchlight.evidence.runner import LayerJob
 from patchlight.methods.base import Ask
 from patchlight.methods.cams import feature_maps, place
 from patchlight.methods.requests import refusal, resolve

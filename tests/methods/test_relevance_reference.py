@@ -13,7 +13,8 @@ from torch import Tensor
 
 from patchlight.core.errors import DegenerateMap
 from patchlight.core.targets import Targets
-from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.passes import run_pass
+from patchlight.evidence.runner import LayerJob
 from patchlight.methods import decomposition
 from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve

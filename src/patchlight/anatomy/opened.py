@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class Running:
 
     twin: Twin
     net: Any = None
-    views: dict[Computing, Running] = field(default_factory=dict)
+    views: dict[Computing, Anatomy] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
     probing: bool = False
     part: tuple[Any, Any] = (None, None)
@@ -178,15 +178,19 @@ class Anatomy(Readout):
     ) -> Self:
         """The same anatomy over a twin whose weights (of the kinds of module in `only`) are a copy in another type.
 
-        The twin is kept, and renewed by `steady`. `products`: the patch projection is one matrix product.
+        It is kept, and renewed by `steady`. `products`: the patch projection is one matrix product.
         """
         computing, views = Computing(dtype, products, only), self.running.views
-        view = self._copy(_computing=computing, _checked=False)  # it is what this one is, which is checked
         with self.running.lock:
             if computing not in views:
-                views[computing] = view._begin()
-        view.running = views[computing]
+                views[computing] = self._copy()
+            view = cast(Self, views[computing])
+            view._follow(self, computing)
         return view
+
+    def _follow(self, other: Anatomy, computing: Computing) -> None:
+        """Take over all that is known of another anatomy by now: it is what that one is, which is checked."""
+        vars(self).update(other.__getstate__(), _computing=computing, _checked=False)
 
     def over(self, net: nn.Module, holder: Anatomy) -> Self:
         """The same anatomy over another copy of its model: a part of the twin of `holder`, which contains it."""

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from patchlight.core.errors import Unsupported
 from patchlight.core.targets import Score, Targets
-from patchlight.evidence.passes import PIXELS, Runner, scaled
-from patchlight.evidence.record import End, Record
+from patchlight.evidence.record import EndBias, Record
+from patchlight.evidence.runner import PIXELS, Runner, scaled
 
 
 class LocalScores(Runner):
@@ -74,7 +74,7 @@ class LocalScores(Runner):
                 way.scores = self.scored(way.logits, targets, score)
         return self.scored(logits, targets, score)
 
-    def explain(self, target: int, last: bool) -> tuple[list[dict[int, Any]], End]:
+    def explain(self, target: int, last: bool) -> tuple[list[dict[int, Any]], EndBias]:
         self.values = [{} for _ in self.jobs]
         for layer in sorted(self.ways, reverse=True):
             way = self.ways.pop(layer) if last else self.ways[layer]
@@ -84,7 +84,7 @@ class LocalScores(Runner):
                 for j in self.wants[layer]:
                     self.values[j][layer] = self.jobs[j].of(record)
             record.forget()
-        return self.values, End()
+        return self.values, EndBias()
 
     def _output_gradient(self, way: _Way, score: Tensor, last: bool) -> Tensor:
         leaf = way.record.leaf

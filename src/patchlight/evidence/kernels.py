@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from patchlight.evidence.rows import Attention, Entry
+from patchlight.evidence.rows import Entry, FusedAttention
 
 _SIGN = {"A": 0, "G": 0, "AG": 0, "relu(G)": 1, "relu(AG)": 1, "abs(G)": 2, "abs(AG)": 2}
 
 
-def summed(seen: Attention, entry: Entry, weights: Tensor, over_rows: bool) -> Tensor:
+def summed(seen: FusedAttention, entry: Entry, weights: Tensor, over_rows: bool) -> Tensor:
     """sum_i w_h[i] f_h[i,j], or over the columns sum_j f_h[i,j] w_h[j]: [B,H,N] in float32, of weights [B,H,N]."""
     batch, heads, tokens, width = seen.q.shape
     out = torch.empty(batch, heads, tokens, device=seen.q.device, dtype=torch.float32)

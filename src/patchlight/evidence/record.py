@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patchlight.anatomy.windows import Merging, Reach
 from patchlight.core.errors import PatchlightError, Unsupported
-from patchlight.evidence.rows import Attention, Entry, Local, Matrix, Rows, head_mean, mean_row, signed, written
+from patchlight.evidence.rows import Entry, FusedAttention, Local, Matrix, Rows, head_mean, mean_row, signed, written
 
 T = TypeVar("T")
 BACKWARD = frozenset({"g", "gy", "gn", "go", "G", "dO", "bias"})
@@ -43,7 +43,7 @@ class Record:
     seen: dict[str, Tensor] = field(default_factory=dict)
     scalar_bias: Tensor | None = None
     shared: dict[str, Any] = field(default_factory=dict)
-    fused: Attention | None = None
+    fused: FusedAttention | None = None
     dO: Tensor | None = None
     unscale: Tensor | None = None
     only_read: bool = False
@@ -101,7 +101,7 @@ class Record:
         self.fused = self.leaf = None
 
     @property
-    def attention(self) -> Attention | None:
+    def attention(self) -> FusedAttention | None:
         """Fused attention as it was, with the gradient of this backward."""
         return None if self.fused is None else replace(self.fused, dO=self.dO, unscale=self.unscale)
 
@@ -118,12 +118,12 @@ class Record:
         else:
             self.dO = gradient
 
-    def end(self) -> End:
-        return End(self.seen.get("bias"), self.scalar_bias)
+    def end(self) -> EndBias:
+        return EndBias(self.seen.get("bias"), self.scalar_bias)
 
 
 @dataclass(frozen=True)
-class End:
+class EndBias:
     """The bias terms behind the last block: those of the final norm by token [B,N], all others summed [B]."""
 
     bias: Tensor | None = None

@@ -48,7 +48,7 @@ class Local:
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
+class FusedAttention:
     """One block's fused attention: what it was given, q, k, v [B,H,N,d], and the log-sum-exp of its scores [B,H,N].
 
     `dO` [B,H,N,d] is the gradient of its output, to be multiplied by `unscale` [B]; None where none came, which is a
@@ -122,7 +122,7 @@ class Rows:
     `rows` and `columns` are [B,H,N], or [B,1,N] for all heads alike; None is 1.
     """
 
-    attention: Attention
+    attention: FusedAttention
     entry: Entry
     columns: Tensor | None = None
     rows: Tensor | None = None

@@ -15,7 +15,7 @@ from patchlight.anatomy.watching import AttentionCall, AttentionTap
 from patchlight.anatomy.windows import Merging, Reach
 from patchlight.evidence import rules
 from patchlight.evidence.record import ATTENTION, Record
-from patchlight.evidence.rows import Attention, attend
+from patchlight.evidence.rows import FusedAttention, attend
 from patchlight.evidence.rules import Rule
 
 
@@ -137,7 +137,7 @@ class Taps(AttentionTap):
             return None
         self.take()
         out, lse = found
-        self.record.fused = Attention(q.detach(), k.detach(), v.detach(), lse.detach(), call.factor)
+        self.record.fused = FusedAttention(q.detach(), k.detach(), v.detach(), lse.detach(), call.factor)
         return self._begin(out)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:

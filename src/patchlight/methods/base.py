@@ -21,9 +21,10 @@ from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.registry import Entry, Registry, Setting, Settings, make_decorator, settings_of
 from patchlight.core.targets import Score, Targets
 from patchlight.evidence.ablation import ABLATION, Ablation, Variants
-from patchlight.evidence.passes import WHOLE, Course, LayerJob, Pass, run_pass
+from patchlight.evidence.passes import Pass, run_pass
+from patchlight.evidence.runner import WHOLE, Course, LayerJob
 from patchlight.evidence.precision import PRECISION, Decided, PassPrecision
-from patchlight.evidence.record import BACKWARD, PARTS, End
+from patchlight.evidence.record import BACKWARD, PARTS, EndBias
 from patchlight.evidence.rows import Matrix, times
 from patchlight.evidence.rules import Rule
 
@@ -50,7 +51,7 @@ class LayerMaps:
     values: Mapping[int, Any]
     vit: Anatomy
     pool: Tensor
-    end: End = field(default_factory=End)
+    end: EndBias = field(default_factory=EndBias)
     base: Callable[[LayerMaps, int], Tensor] | None = None
     """The method's own map restricted to the blocks from one on, where it has such a start."""
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Settings
-from patchlight.evidence.passes import FEATURES
 from patchlight.evidence.record import BACKWARD, Evidence
+from patchlight.evidence.runner import FEATURES
 from patchlight.methods.base import Ask, Composition, LayerMaps, Needs, Reads, layer_map, own_passes
 from patchlight.methods.compositions import block_index
 from patchlight.methods.gradients import input_times_gradient, token_ixg

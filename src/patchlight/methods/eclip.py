@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from patchlight.anatomy.contract import affine
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.registry import Settings
-from patchlight.evidence.passes import WHOLE, Course
 from patchlight.evidence.record import Evidence
+from patchlight.evidence.runner import WHOLE, Course
 from patchlight.methods.base import layer_map
 from patchlight.methods.compositions import LAST
 from patchlight.methods.legrad import Attended, no_pooler, reads_pooler

@@ -14,8 +14,9 @@ from torch import Tensor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Settings
-from patchlight.evidence.passes import PIXELS, LayerJob, Pass, in_memory, rows_at_once
+from patchlight.evidence.passes import Pass, in_memory, rows_at_once
 from patchlight.evidence.record import Evidence
+from patchlight.evidence.runner import PIXELS, LayerJob
 from patchlight.methods.base import Ask, Composition, Estimate, LayerMaps, Level, layer_map, own_passes
 from patchlight.methods.compositions import FIRST, PLUS, block_index
 from patchlight.methods.maps import finish, job

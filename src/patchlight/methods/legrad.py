@@ -8,8 +8,8 @@ from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.registry import Settings
-from patchlight.evidence.passes import Course
 from patchlight.evidence.record import Evidence
+from patchlight.evidence.runner import Course
 from patchlight.methods.base import layer_map
 from patchlight.methods.compositions import MEAN, Readout
 

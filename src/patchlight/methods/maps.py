@@ -16,9 +16,10 @@ from patchlight.core.statistics import constant
 from patchlight.core.targets import Score, Targets, predicted
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.graphs import captured
-from patchlight.evidence.passes import FEATURES, PIXELS, LayerJob, Pass, run_pass, surely_predicted
+from patchlight.evidence.passes import Pass, run_pass, surely_predicted
 from patchlight.evidence.precision import lowered
 from patchlight.evidence.rules import PLAIN, Rule
+from patchlight.evidence.runner import FEATURES, PIXELS, LayerJob
 from patchlight.methods.base import Ablates, Ask, Estimate, LayerMap, LayerMaps, OwnPasses, Reads, ReadsBlocks
 from patchlight.methods.requests import Request
 

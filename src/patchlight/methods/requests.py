@@ -13,10 +13,10 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported, nearest
 from patchlight.core.registry import Listed, Settings, settled
 from patchlight.core.targets import SCORES, Score, ScoreName
-from patchlight.evidence.passes import WHOLE, Course
 from patchlight.evidence.precision import HALF, Decided, chosen
 from patchlight.evidence.record import ATTENTION, BACKWARD
 from patchlight.evidence.rules import PLAIN, RULES, Rule
+from patchlight.evidence.runner import WHOLE, Course
 from patchlight.methods.base import (
     COMPOSITIONS,
     METHODS,

@@ -10,9 +10,10 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.contract import linear
-from patchlight.evidence.passes import LayerJob, Pass, in_memory, rows_at_once
+from patchlight.evidence.passes import Pass, in_memory, rows_at_once
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import written
+from patchlight.evidence.runner import LayerJob
 from patchlight.methods.base import Ask, LayerMaps, own_passes
 from patchlight.methods.compositions import Readout, block_index
 from patchlight.methods.tokentm import no_linear_values

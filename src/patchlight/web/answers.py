@@ -12,8 +12,9 @@ from patchlight.core.attribution import Attribution
 from patchlight.core.errors import PatchlightError, hearing
 from patchlight.evidence.ablation import Ablation, PixelMasks, TokenSubsets
 from patchlight.evidence.fills import fill_images
-from patchlight.evidence.passes import LayerJob, run_pass
+from patchlight.evidence.passes import run_pass
 from patchlight.evidence.record import Evidence
+from patchlight.evidence.runner import LayerJob
 from patchlight.methods.requests import Request
 from patchlight.metrics.base import on_grid
 from patchlight.metrics.deletion import check_tokens

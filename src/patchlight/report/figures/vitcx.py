@@ -27,7 +27,7 @@ from patchlight.core.statistics import spearman
 from patchlight.core.targets import Targets
 from patchlight.engine import explain
 from patchlight.evidence.ablation import Count
-from patchlight.evidence.passes import LayerJob
+from patchlight.evidence.runner import LayerJob
 from patchlight.methods.base import Ask
 from patchlight.methods.cams import NORM1, Place, feature_maps
 from patchlight.methods.rise import draw_grids

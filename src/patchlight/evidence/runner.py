@@ -1,0 +1,336 @@
+"""The course of one pass: a tapped forward block by block, and a backward that completes the evidence on its way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.windows import Merging
+from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.progress import watching
+from patchlight.core.targets import Score, Targets, score_of
+from patchlight.evidence.precision import HALF, Decided, casting
+from patchlight.evidence.record import BACKWARD, TAPPED, EndBias, Evidence, Record
+from patchlight.evidence.rows import has_tiles
+from patchlight.evidence.rules import PLAIN, Rule
+from patchlight.evidence.taps import Taps
+
+PIXELS = -1
+"""The layer index of the image itself: its evidence has x = image and g = gradient, as [B,H,W,C]."""
+FEATURES = -2
+"""The layer index of a hierarchical model's feature map, behind the stage it is opened at: x and g, and no block."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a pass explains, where that is not the model's own score by its own blocks.
+
+    `local`: every block has a score of its own, that of its output read in this way as if it were the last, and only
+    its own attention's gradient is seen; `pooler`: the attention of the model's pooling, fed with that output, is seen
+    in place of the block's. `one_head`: the last block attends with one head of the tokens' whole width. `tokens`
+    [B,N,D] enter block 0 in place of the embedded images, where given.
+    """
+
+    local: Literal["pooling", "cls", "patches", "tokens"] | None = None
+    pooler: bool = False
+    one_head: bool = False
+    tokens: Tensor | None = field(default=None, compare=False)
+
+
+WHOLE = Course()
+"""The model as it is, explained by its own score."""
+
+
+@dataclass(frozen=True)
+class LayerJob:
+    """A function of the evidence of one block, of which it reads `needs`, wanted at some blocks, PIXELS or FEATURES."""
+
+    function: Callable[[Evidence], Any]
+    needs: frozenset[str]
+    layers: tuple[int, ...]
+    name: str = "this layer map"
+
+    def of(self, record: Record) -> Any:
+        return self.function(Evidence(record, self.needs, self.name))
+
+    @property
+    def backward(self) -> bool:
+        return bool(self.needs & BACKWARD)
+
+
+def fused_type(vit: Anatomy, precision: Decided) -> torch.dtype | None:
+    """The type in which attention stays fused though its rows are read; None where it is written out."""
+    return HALF.get(precision) if vit.device.type == "cuda" and has_tiles() else None
+
+
+class Runner:
+    """The state of one pass: evidence by layer, and the values of the class being explained."""
+
+    def __init__(
+        self, vit: Anatomy, runs: Anatomy, rule: Rule, jobs: Sequence[LayerJob], precision: Decided, course: Course
+    ) -> None:
+        self.vit, self.runs, self.rule, self.jobs, self.precision = vit, runs, rule, jobs, precision
+        self.course = course
+        self.backward = any(job.backward for job in jobs)
+        self.fused = fused_type(vit, precision)
+        self.scales = precision == "fp16" and self.backward
+        places = [layer for job in jobs if job.backward for layer in job.layers]
+        self.first = min(places, key=self._order, default=vit.depth)
+        self.wants = {k: [j for j, job in enumerate(jobs) if k in job.layers] for k in range(FEATURES, vit.depth)}
+        self.records: dict[int, Record] = {}
+        self.values: list[dict[int, Any]] = [{} for _ in jobs]
+        self.finished: set[int] = set()
+        self.closing = False
+        self.leaf = self.last = self.cut = self.scores = torch.empty(0)
+        self.end = Record(vit.depth, torch.empty(0))
+        self.projected: Tensor | None = None
+
+    def release(self) -> None:
+        """Let go of the graph: its hooks hold the runner."""
+        self.last = self.cut = self.scores = torch.empty(0)
+
+    def score(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
+        """The explained scores [B,T] of the model's logits."""
+        with torch.set_grad_enabled(self.backward):
+            self.scores = self.scored(logits, targets, score)
+        return self.scores
+
+    def scored(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
+        return score_of(logits, targets, score, self.vit.outputs)
+
+    def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
+        vit = self.vit
+        pixels = self.backward and self.first == PIXELS
+        x = self.leaf = images.detach().requires_grad_(pixels)
+        self.records[PIXELS] = Record(PIXELS, x.detach().movedim(1, -1))
+        with self.running(pixels, self.records[PIXELS], frozenset(), in_block=False):
+            x = self.embed(x).to(vit.dtype) if tokens is None else tokens
+        for layer in range(vit.depth):
+            watching().check()
+            if layer == self._end_of_stage:
+                x = self._feature_map(x)
+            x = self._merge(layer, x)
+            graph = self._graph(layer)
+            if graph and layer == self.first:
+                x = self.leaf = x.detach().requires_grad_()
+            elif graph:
+                x.register_hook(self._hook(layer))
+            record = self.records[layer] = self.record(layer, x)
+            with self.running(graph, record, self.needs(layer)):
+                x = self.block(layer, x).to(vit.dtype)
+            record.seen["y"] = x.detach()
+            with torch.no_grad():
+                for j in self.wants[layer]:
+                    if not self.jobs[j].backward:
+                        self.values[j][layer] = self.jobs[j].of(record)
+            if not graph:
+                del self.records[layer]
+            elif record.fused is not None:
+                record.shared.clear()  # a matrix that was written does not wait for the backward
+        if vit.depth == self._end_of_stage:
+            x = self._feature_map(x)
+        needs = frozenset({"bias"} if any("bias" in job.needs for job in self.jobs) else ())
+        needs |= {"A"} if vit.pooling == "map" else frozenset()
+        self.end = Record(vit.depth, x.detach())
+        if self.backward:
+            x.register_hook(self._hook(vit.depth))
+        if self.scales:
+            self.last = x
+            x = self.cut = x.detach().requires_grad_()
+        with torch.set_grad_enabled(self.backward), self.tapped(self.backward, self.end, needs, in_block=False):
+            return vit.readout(x)
+
+    def needs(self, layer: int) -> frozenset[str]:
+        """What is to be seen inside a block."""
+        return TAPPED & frozenset[str]().union(*(self.jobs[j].needs for j in self.wants[layer]))
+
+    def record(self, layer: int, x: Tensor) -> Record:
+        record = Record(layer, x.detach(), self.vit.prefix, self.vit.depth, partial(self.vit.parts, layer))
+        if self.projected is not None:
+            record.seen["p"] = self.projected
+        return record
+
+    @contextlib.contextmanager
+    def running(
+        self,
+        graph: bool,
+        record: Record,
+        needs: frozenset[str],
+        in_block: bool = True,
+        place: Merging | None = None,
+    ) -> Iterator[None]:
+        tapped = self.tapped(graph, record, needs, in_block, place)
+        with torch.set_grad_enabled(graph), casting(self.vit, self.precision), tapped:
+            yield
+
+    def block(self, layer: int, x: Tensor) -> Tensor:
+        """What a block makes of its input."""
+        first = layer == self.vit.depth - 1 and self._first_row_is_enough()
+        return self.runs.first_row(x) if first else self.runs.block(layer, x)
+
+    def _first_row_is_enough(self) -> bool:
+        """Whether the classifier reads the last block's first token alone, and nobody else reads anything of it."""
+        read = self.wants[self.vit.depth - 1] or any("bias" in job.needs for job in self.jobs)
+        return self.runs.reads_first and self.rule is PLAIN and not read
+
+    @property
+    def _end_of_stage(self) -> int | None:
+        """How many blocks stand before the feature map, where one is there."""
+        return min(self.vit.stage_end, self.vit.depth) if self.vit.hierarchical else None
+
+    def _order(self, layer: int) -> float:
+        """Where a layer stands: the feature map behind the blocks of its stage, and before what merges its tokens."""
+        return layer if layer != FEATURES else (self._end_of_stage or 0) - 0.5
+
+    def _graph(self, layer: int) -> bool:
+        """Whether a layer is run with a graph."""
+        return self.backward and self._order(layer) >= self._order(self.first)
+
+    def _feature_map(self, x: Tensor) -> Tensor:
+        """The tokens behind the stage that a hierarchical model is opened at, which stand for the input of a block."""
+        if not self.wants[FEATURES]:
+            return x
+        if self.first == FEATURES:
+            x = self.leaf = x.detach().requires_grad_()
+        elif self._graph(FEATURES):
+            x.register_hook(self._hook(FEATURES))
+        record = self.records[FEATURES] = Record(FEATURES, x.detach(), self.vit.prefix)
+        for j in self.wants[FEATURES]:
+            if not self.jobs[j].backward:
+                self.values[j][FEATURES] = self.jobs[j].of(record)
+        return x
+
+    def _merge(self, layer: int, x: Tensor) -> Tensor:
+        """The tokens a block is given; the biases of what merges them are those of the block before."""
+        merging = self.vit.merging(layer)
+        if merging is None:
+            return x
+        graph = self._graph(layer) and layer != self.first
+        before = self.records.get(layer - 1)
+        if graph and before is not None:
+            x.register_hook(self._hook_y(before))
+        needs = self.needs(layer - 1) & {"bias"} if before is not None else frozenset[str]()
+        record = before or Record(layer, x.detach())
+        with self.running(graph, record, needs, in_block=False, place=merging):
+            return self.runs.merge(layer, x).to(self.vit.dtype)
+
+    @staticmethod
+    def _hook_y(record: Record) -> Callable[[Tensor], None]:
+        def arrived(gradient: Tensor) -> None:
+            record.seen["gy"] = gradient
+
+        return arrived
+
+    def embed(self, images: Tensor) -> Tensor:
+        if not any("p" in job.needs for job in self.jobs):
+            return self.runs.embed(images)
+
+        def keep(patches: Tensor) -> None:
+            self.projected = patches.detach().to(self.vit.dtype).contiguous()
+
+        with self.runs.projecting(keep):
+            return self.runs.embed(images)
+
+    def tapped(
+        self,
+        graph: bool,
+        record: Record,
+        needs: frozenset[str],
+        in_block: bool = True,
+        place: Merging | None = None,
+    ) -> contextlib.AbstractContextManager[Any]:
+        ruled = graph and self.rule.name != "plain"
+        if not needs and not ruled:
+            return contextlib.nullcontext()
+        return Taps(self.rule, needs, record, in_block, self.fused, self.course.local is not None, place)
+
+    def _hook(self, layer: int) -> Callable[[Tensor], None]:
+        def arrived(gradient: Tensor) -> None:
+            watching().check()
+            self._gradient(layer, gradient)
+
+        return arrived
+
+    def _gradient(self, layer: int, gradient: Tensor) -> None:
+        """The gradient of the tokens entering `layer`: the evidence of that layer is complete, so its jobs run."""
+        if layer - 1 in self.records and self.vit.merging(layer) is None:
+            self.records[layer - 1].seen["gy"] = gradient
+        if layer not in self.records or layer in self.finished:
+            return
+        self.finished.add(layer)
+        record = self.records[layer]
+        record.seen["g"] = gradient
+        record.complete()
+        with torch.no_grad():
+            for j in self.wants[layer]:
+                if self.jobs[j].backward:
+                    self.values[j][layer] = self.jobs[j].of(record)
+        record.forget()
+        if self.closing:
+            self.records.pop(layer).clear()  # the graph holds on to the record until the backward is over
+
+    def explain(self, target: int, last: bool) -> tuple[list[dict[int, Any]], EndBias]:
+        """The backward of one class: its values by job and layer, and the bias terms behind the last block."""
+        if not self.backward:
+            return self.values, self.end.end()
+        scores = self.scores[:, target]
+        if not scores.requires_grad:
+            raise Unsupported(self.no_gradient())
+        self.finished, self.closing = set(), last
+        self.values = [{} if job.backward else self.values[j] for j, job in enumerate(self.jobs)]
+        outputs, weights = scores.sum(), None
+        if self.scales:
+            weights, unscale = scaled(self.grad(outputs, self.cut, None, last))
+            outputs = self.last
+            for record in self.records.values():
+                record.unscale = unscale
+        gradient = self.grad(outputs, self.leaf, weights, last)
+        if self.first == PIXELS:
+            gradient = gradient.movedim(1, -1)
+        for layer in sorted(self.records, key=self._order, reverse=True):
+            if self._graph(layer) and layer not in self.finished and layer != self.first:
+                self._gradient(layer, torch.zeros_like(self.records[layer].x))
+        self._gradient(self.first, gradient)
+        end = self.end.end()
+        self.end.forget()
+        return self.values, end
+
+    def no_gradient(self) -> str:
+        return (
+            f"no gradient flows back through {self.vit.name}: a layer of it (quantised, or under no_grad) has none; "
+            "methods that remove patches or mask pixels work"
+        )
+
+    def grad(self, outputs: Tensor, of: Tensor, weights: Tensor | None, last: bool) -> Tensor:
+        try:
+            (gradient,) = torch.autograd.grad(outputs, of, weights, retain_graph=not last, allow_unused=True)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise PatchlightError(
+                f"the weights of {self.vit.name} were changed while it was explained; explain it between two steps of "
+                "its training, or explain a copy"
+            ) from error
+        return torch.zeros_like(of) if gradient is None else gradient
+
+
+def scaled(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of tokens where float16 is finest, each image times a power of two; and what undoes it [B].
+
+    Backward each image is by itself and all is linear, so scaling changes nothing but what is lost.
+    """
+    largest = gradient.abs().flatten(1).amax(1)
+    power = torch.floor(torch.log2(_MIDDLE / largest)).clamp(-100, 100)
+    scale = torch.where(largest > 0, torch.exp2(power), 1.0)
+    return gradient * scale.view(-1, *[1] * (gradient.ndim - 1)), 1 / scale
+
+
+_MIDDLE = 64.0
+"""Where the largest gradient is put: as many powers of two below float16's largest number as gradients may grow."""
