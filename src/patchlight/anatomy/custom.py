@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from patchlight.anatomy.contract import Parts, Pooling
 from patchlight.anatomy.families import read_anatomy
 from patchlight.anatomy.names import known_as, why_not
 from patchlight.anatomy.opened import Anatomy
-from patchlight.anatomy.probe import BY_HAND
+from patchlight.anatomy.probe import BY_HAND, alike, distance, random_image
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, first_line, warn
 from patchlight.core.images import Preprocess
 
@@ -174,9 +173,8 @@ class CustomAnatomy(Anatomy):
 
     def _cross(self) -> str | None:
         """Compare parts and whole, and see how the forward goes on behind the blocks; why no gradient flows there."""
-        drawn = torch.randn(1, self.channels, *self.preprocess.size, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode(False), torch.no_grad(), self.steady():
-            image = self.place(drawn)
+            image = random_image(self)
             whole, end = self._see_calls(image)
             tokens = self.embed(image)
             if tokens.ndim != 3 or tokens.shape[1] != self.tokens:  # which is told of every model
@@ -225,18 +223,18 @@ class CustomAnatomy(Anatomy):
             raise PatchlightError(
                 f"what {self.name} does behind its backbone cannot be run by itself: {first_line(error)}; {BY_HAND}"
             ) from error
-        if _alike(whole, logits):
+        if alike(whole, logits):
             return
-        if not _alike(end, last):
+        if not alike(end, last):
             why, worst = "its forward, or a hook, does more at the blocks than call one after the other", (end, last)
-        elif _alike(whole, self._behind(last, image)):
+        elif alike(whole, self._behind(last, image)):
             why, worst = "beside the tokens of the last block it reads the image", (whole, logits)
         else:
             why, worst = "it reads more than the tokens of the last block, those of other blocks say", (whole, logits)
         what = "tokens" if worst[0] is end else "logits"
         raise PatchlightError(
             f"{self.name} gives other {what} than its backbone and what follows it put together (they differ by "
-            f"{_distance(*worst):.2g}, the largest is {float(worst[0].abs().max()):.2g}): {why}; {BY_HAND}"
+            f"{distance(*worst):.2g}, the largest is {float(worst[0].abs().max()):.2g}): {why}; {BY_HAND}"
         )
 
     def _see_batches(self, last: Tensor) -> None:
@@ -245,7 +243,7 @@ class CustomAnatomy(Anatomy):
         single = torch.cat([self.classified(row[None]) for row in some])
         for self._one_blank in (True, False):
             with contextlib.suppress(Exception):
-                if _alike(self.classified(some), single):
+                if alike(self.classified(some), single):
                     return
         raise PatchlightError(f"{self.name} gives an image other logits alone than in a batch; {BY_HAND}")
 
@@ -305,7 +303,7 @@ class CustomAnatomy(Anatomy):
             plain = self._inside.embed(image)
         except Exception:
             return
-        if plain.shape == tokens.shape and not _alike(plain, tokens):
+        if plain.shape == tokens.shape and not alike(plain, tokens):
             given = self.preprocess
             warn(
                 f"{self.name} changes images, or their tokens, before the blocks of '{self.path}', whose preprocessing "
@@ -442,17 +440,6 @@ def _described(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"a {kind} of {', '.join(type(v).__name__ for v in value)}" if value else f"an empty {kind}"
     return "None" if value is None else f"a {kind}"
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """Rounding aside, the same; numbers that are not finite are told when they are explained."""
-    allowed = 5e-2 if a.dtype in (torch.float16, torch.bfloat16) else 1e-3
-    size = float(a.double().abs().max())
-    return a.shape == b.shape and (not math.isfinite(size) or _distance(a, b) <= allowed * size)
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max()) if a.shape == b.shape else math.inf
 
 
 class _Entered(BaseException):

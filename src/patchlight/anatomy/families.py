@@ -115,6 +115,7 @@ def read_anatomy(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
         )
         anatomy: Anatomy | None = family.function(model, **about, **staged)
         if anatomy is not None:
+            anatomy.assumed_labels = "labels" not in about
             if stage is not None and not anatomy.hierarchical:
                 raise PatchlightError(f"{anatomy.name} has no stages, so stage={stage} means nothing for it")
             return anatomy

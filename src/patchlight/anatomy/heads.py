@@ -8,7 +8,7 @@ its classes: sentences (`Texts`), reference images (`Similar`), groups of them (
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -379,29 +379,23 @@ def head_of(
 
 
 def _matrix(values: Any, what: str) -> Tensor:
-    """A finite matrix of floating-point numbers."""
-    try:
-        found = torch.as_tensor(values).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise PatchlightError(
-            f"{what} is a {type(values).__name__}; give a tensor or array [classes, width]"
-        ) from error
-    if found.ndim != 2 or 0 in found.shape:
-        raise PatchlightError(f"{what} has shape {list(found.shape)}; give one row for each class, [classes, width]")
-    found = found if found.is_floating_point() else found.float()
-    if not bool(found.isfinite().all()):
-        raise PatchlightError(f"{what} holds NaN or infinity")
-    return found
+    kind, shape = "a tensor or array [classes, width]", "one row for each class, [classes, width]"
+    return _numbers(values, what, kind, shape, lambda found: found.ndim == 2 and 0 not in found.shape)
 
 
 def _vector(values: Any, count: int | None, what: str) -> Tensor:
-    """Finite floating-point numbers, `count` of them."""
+    kind, shape = "a tensor or list of numbers", f"[{'width' if count is None else count}]"
+    return _numbers(values, what, kind, shape, lambda found: found.ndim == 1 and count in (None, len(found)))
+
+
+def _numbers(values: Any, what: str, kind: str, shape: str, fits: Callable[[Tensor], bool]) -> Tensor:
+    """Finite floating-point numbers of a shape that fits."""
     try:
         found = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise PatchlightError(f"{what} is a {type(values).__name__}; give a tensor or list of numbers") from error
-    if found.ndim != 1 or (count is not None and len(found) != count):
-        raise PatchlightError(f"{what} has shape {list(found.shape)}; give [{'width' if count is None else count}]")
+        raise PatchlightError(f"{what} is a {type(values).__name__}; give {kind}") from error
+    if not fits(found):
+        raise PatchlightError(f"{what} has shape {list(found.shape)}; give {shape}")
     found = found if found.is_floating_point() else found.float()
     if not bool(found.isfinite().all()):
         raise PatchlightError(f"{what} holds NaN or infinity")

@@ -85,7 +85,6 @@ class HuggingFaceAnatomy(Anatomy):
         config = getattr(model.config, "vision_config", model.config)
         patch_h, patch_w = _pair(config.patch_size)
         classes = int(model.config.num_labels) if self.classifies else 0
-        given = labels is not None
         if classes and labels is None and all(not str(v).startswith("LABEL_") for v in model.config.id2label.values()):
             labels = [str(model.config.id2label[i]) for i in range(len(model.config.id2label))]
         if getattr(model.config, "problem_type", None) == "multi_label_classification":
@@ -119,7 +118,6 @@ class HuggingFaceAnatomy(Anatomy):
             channels=channels,
             **about,
         )
-        self.assumed_labels = not given
         self._required = required_after_first(type(self.blocks[0]))
 
     @property

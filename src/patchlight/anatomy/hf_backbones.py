@@ -32,7 +32,7 @@ from patchlight.anatomy.hf import (
 from patchlight.anatomy.hf import supported as classifiers
 from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.opened import Anatomy
-from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, has_text_side, in_chunks
+from patchlight.anatomy.texts import NoTokenizer, TextSide, check_length, check_vocabulary, has_text_side
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
 from patchlight.core.extras import missing_extra
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -146,7 +146,7 @@ class TowerAnatomy(BackboneAnatomy):
         return cast(Tensor, out.pooler_output if projected is None else projected)
 
 
-class HuggingFacePair(TowerAnatomy):
+class HuggingFacePair(TowerAnatomy, TextSide):
     """CLIP or SigLIP (SigLIP2 of a fixed size too), whole: its text side reads the sentences that a head asks about."""
 
     shapes: ClassVar[Mapping[str, HfLayout]] = {
@@ -154,8 +154,10 @@ class HuggingFacePair(TowerAnatomy):
         "SiglipModel": HfLayout("vision_model", "map", 0, SIGLIP),
     }
 
+    tokenizer_advice = "tokenizer=, or processor= one of transformers that holds it"
+
     def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, **about: Any) -> None:
-        self.tokenizer: Any = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
+        self.tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         super().__init__(model, processor=processor, **about)
 
     @property
@@ -165,17 +167,7 @@ class HuggingFacePair(TowerAnatomy):
     def whole(self, images: Tensor) -> Tensor:
         return _tensor(cast(Any, self.net).get_image_features(pixel_values=images))
 
-    def encode_texts(self, prompts: Sequence[str]) -> Tensor:
-        if self.tokenizer is None or isinstance(self.tokenizer, NoTokenizer):
-            why = f" ({self.tokenizer.reason})" if isinstance(self.tokenizer, NoTokenizer) else ""
-            raise PatchlightError(
-                f"{self.name} came without a tokenizer to read sentences with{why}; give tokenizer=, or processor= one "
-                "of transformers that holds it, or pl.heads.Texts(embeddings, labels)"
-            )
-        with self.steady(), torch.no_grad():
-            return in_chunks(self._encode, prompts)
-
-    def _encode(self, prompts: Sequence[str]) -> Tensor:
+    def encode_chunk(self, prompts: Sequence[str]) -> Tensor:
         ids = {key: value.to(self.device) for key, value in self._ids(prompts).items()}
         return _tensor(cast(Any, self.net).get_text_features(**ids))
 

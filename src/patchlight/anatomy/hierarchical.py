@@ -314,7 +314,5 @@ def read_hierarchical(
     for cls, anatomy, last in kinds:
         if isinstance(model, cls):
             about = described(model, name, labels, about)
-            opened = anatomy(model, stage, heads=int(last(model).attn.num_heads), **about)
-            opened.assumed_labels = labels is None
-            return opened
+            return anatomy(model, stage, heads=int(last(model).attn.num_heads), **about)
     return None

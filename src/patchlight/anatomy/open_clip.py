@@ -13,7 +13,7 @@ from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.opened import Anatomy
-from patchlight.anatomy.texts import NoTokenizer, check_length, check_vocabulary, in_chunks
+from patchlight.anatomy.texts import NoTokenizer, TextSide, check_length, check_vocabulary
 from patchlight.anatomy.timm import BeitAnatomy, EvaAnatomy, TimmAnatomy
 from patchlight.core.errors import PatchlightError, Unsupported, first_line, nearest
 from patchlight.core.extras import missing_extra
@@ -24,11 +24,11 @@ _OWN_VOCABULARY = 49408
 """How many tokens the tokenizer knows that open_clip brings along."""
 
 
-class OpenClipPair(Anatomy):
+class OpenClipPair(TextSide):
     """What all of them share: features that a projection gives, and a text side."""
 
     library = "open_clip"
-    tokenizer: Any = None
+    tokenizer_advice = "tokenizer=open_clip.get_tokenizer(NAME)"
 
     def classify(self, features: Tensor) -> Tensor:
         return features
@@ -36,17 +36,7 @@ class OpenClipPair(Anatomy):
     def whole(self, images: Tensor) -> Any:
         return self.net.encode_image(images)
 
-    def encode_texts(self, prompts: Sequence[str]) -> Tensor:
-        if self.tokenizer is None or isinstance(self.tokenizer, NoTokenizer):
-            why = f" ({self.tokenizer.reason})" if isinstance(self.tokenizer, NoTokenizer) else ""
-            raise PatchlightError(
-                f"{self.name} came without a tokenizer to read sentences with{why}; give "
-                "tokenizer=open_clip.get_tokenizer(NAME), or pl.heads.Texts(embeddings, labels)"
-            )
-        with self.steady(), torch.no_grad():
-            return in_chunks(self._encode, prompts)
-
-    def _encode(self, prompts: Sequence[str]) -> Tensor:
+    def encode_chunk(self, prompts: Sequence[str]) -> Tensor:
         model: Any = self.model
         room = int(model.context_length)
         count = _counting(self.tokenizer)

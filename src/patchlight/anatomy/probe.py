@@ -22,9 +22,8 @@ BY_HAND = (
 
 def probe(vit: Anatomy) -> None:
     """Refuse a model whose parts do not give its logits; read classes, width and what can be seen of its attention."""
-    drawn = torch.randn(1, vit.channels, *vit.preprocess.size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode(False), torch.no_grad(), vit.steady():
-        image = vit.place(drawn)
+        image = random_image(vit)
         whole = _whole(vit, image)
         tokens = vit.embed(image)
         _read_tokens(vit, tokens)
@@ -41,9 +40,8 @@ def probe_head(vit: Anatomy, bare: Anatomy) -> None:
     """Look at the model itself, and refuse a head whose logits for one image are not one number per class."""
     bare.check()
     vit.width, vit.heads, vit.attention, vit.gradient = bare.width, bare.heads, bare.attention, bare.gradient
-    drawn = torch.randn(1, vit.channels, *vit.preprocess.size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode(False), torch.no_grad(), vit.steady():
-        logits = vit.readout(vit.run(vit.embed(vit.place(drawn))))
+        logits = vit.readout(vit.run(vit.embed(random_image(vit))))
     if logits.shape != (1, vit.classes):
         raise PatchlightError(
             f"the head gives {list(logits.shape)} for one image, and its labels name {vit.classes} classes"
@@ -87,13 +85,11 @@ def _compare(vit: Anatomy, whole: Tensor, logits: Tensor) -> None:
             f"{vit.name} gives logits {list(whole.shape)}, its parts {list(logits.shape)}: its forward does more than "
             f"embed, blocks and readout; {BY_HAND}"
         )
-    size = float(whole.double().abs().max())
-    worst = float((whole.double() - logits.double()).abs().max())
-    allowed = 5e-2 if vit.dtype in (torch.float16, torch.bfloat16) else 1e-3
-    if math.isfinite(size) and not worst <= allowed * size:  # logits that are not finite are told when it is explained
+    if not alike(whole, logits):
         raise PatchlightError(
             f"{vit.name} gives other logits than its embedding, blocks and head put together (they differ by "
-            f"{worst:.2g}, the largest is {size:.2g}): its forward, or a hook, does more; {BY_HAND}"
+            f"{distance(whole, logits):.2g}, the largest is {float(whole.abs().max()):.2g}): its forward, or a hook, "
+            f"does more; {BY_HAND}"
         )
 
 
@@ -126,7 +122,8 @@ def _reads_first(vit: Anatomy, tokens: Tensor, logits: Tensor) -> bool:
         return False
     before = vit.run(tokens, stop=vit.depth - 1)
     row = vit.first_row(before)
-    return _alike(vit.block(vit.depth - 1, before)[:, :1], row) and _alike(logits, vit.classified(row))
+    same = alike(vit.block(vit.depth - 1, before)[:, :1], row, 1e-4)
+    return same and bool(logits.isfinite().all()) and alike(logits, vit.classified(row), 1e-4)
 
 
 def _hooked(vit: Anatomy) -> bool:
@@ -135,9 +132,22 @@ def _hooked(vit: Anatomy) -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("patchlight.") for hook in hooks)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    allowed = 5e-2 if a.dtype in (torch.float16, torch.bfloat16) else 1e-4
-    return a.shape == b.shape and bool((a - b).abs().max() <= allowed * a.abs().max())
+def alike(a: Tensor, b: Tensor, allowed: float = 1e-3) -> bool:
+    """Rounding aside, the same; numbers that are not finite are told when they are explained."""
+    size = float(a.double().abs().max())
+    allowed = 5e-2 if a.dtype in (torch.float16, torch.bfloat16) else allowed
+    return a.shape == b.shape and (not math.isfinite(size) or distance(a, b) <= allowed * size)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference of any two numbers."""
+    return float((a.double() - b.double()).abs().max()) if a.shape == b.shape else math.inf
+
+
+def random_image(vit: Anatomy) -> Tensor:
+    """The image that models are probed with [1,C,H,W], where the model lives."""
+    generator = torch.Generator().manual_seed(0)
+    return vit.place(torch.randn(1, vit.channels, *vit.preprocess.size, generator=generator))
 
 
 def _gradient(vit: Anatomy) -> str | None:

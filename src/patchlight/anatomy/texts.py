@@ -1,17 +1,43 @@
-"""Sentences to the token ids that a text side reads; too long ones are refused rather than cut."""
+"""The text side of image-text models: sentences to features; too long ones are refused rather than cut."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 
 CHUNK = 256
 """How many sentences are read at once."""
+
+
+class TextSide(Anatomy):
+    """An anatomy whose model reads sentences too, by its `tokenizer`."""
+
+    tokenizer: Any = None
+    tokenizer_advice: ClassVar[str]
+    """Where a tokenizer can be had."""
+
+    def encode_texts(self, prompts: Sequence[str]) -> Tensor:
+        if self.tokenizer is None or isinstance(self.tokenizer, NoTokenizer):
+            why = f" ({self.tokenizer.reason})" if isinstance(self.tokenizer, NoTokenizer) else ""
+            raise PatchlightError(
+                f"{self.name} came without a tokenizer to read sentences with{why}; give {self.tokenizer_advice}, or "
+                "pl.heads.Texts(embeddings, labels)"
+            )
+        with self.steady(), torch.no_grad():
+            chunks = (prompts[begin : begin + CHUNK] for begin in range(0, len(prompts), CHUNK))
+            return torch.cat([self.encode_chunk(chunk) for chunk in chunks])
+
+    @abstractmethod
+    def encode_chunk(self, prompts: Sequence[str]) -> Tensor:
+        """The features [n,E] of some sentences, read at once."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +70,3 @@ def check_vocabulary(ids: Tensor, size: int, name: str) -> None:
             f"the tokenizer gives token {int(ids.max())}, and {name} knows 0 to {size - 1}; give tokenizer= the one "
             "that it was trained with"
         )
-
-
-def in_chunks(encode: Callable[[Sequence[str]], Tensor], prompts: Sequence[str]) -> Tensor:
-    """What `encode` gives for all sentences, of some at a time."""
-    return torch.cat([encode(part) for part in _chunks(prompts)])
-
-
-def _chunks(prompts: Sequence[str]) -> Iterator[Sequence[str]]:
-    for begin in range(0, len(prompts), CHUNK):
-        yield prompts[begin : begin + CHUNK]

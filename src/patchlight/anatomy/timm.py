@@ -52,7 +52,6 @@ class TimmAnatomy(Anatomy):
             heads=_heads(body.blocks[0]),
             **about,
         )
-        self.assumed_labels = labels is None
         if getattr(model, "global_pool", "") == "prr" and getattr(model.attn_pool, "pool", "") == "token":
             self.pool_query = "cls"
 

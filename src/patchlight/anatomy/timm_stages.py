@@ -297,6 +297,4 @@ def read_staged(
             f"{name or known} ({type(model).__name__}) is not a Vision Transformer that can be read: {told}; "
             "pl.list_models() names those of timm that are"
         )
-    opened = CutAnatomy(model, stage, **described(model, name, labels, about))
-    opened.assumed_labels = labels is None
-    return opened
+    return CutAnatomy(model, stage, **described(model, name, labels, about))

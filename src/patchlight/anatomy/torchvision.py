@@ -36,7 +36,6 @@ class TorchvisionAnatomy(Anatomy):
             labels=labels if labels is not None else imagenet_labels(classes),
             **about,
         )
-        self.assumed_labels = labels is None
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
