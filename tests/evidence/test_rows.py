@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.evidence import passes, taps
+from patchlight.evidence import runner, taps
 from patchlight.evidence.record import ATTENTION
 from patchlight.evidence.rows import Entry, FusedAttention, Rows, attend, head_mean, mean_row, row_sums, times, written
 from patchlight.methods.requests import refusal, resolve
@@ -131,7 +131,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(q.shape[2])
         return attend(q, k, v, scale)
 
-    monkeypatch.setattr(passes, "fused_type", lambda vit, precision: torch.float64)
+    monkeypatch.setattr(runner, "fused_type", lambda vit, precision: torch.float64)
     monkeypatch.setattr(taps, "attend", attended)
     return seen
 
