@@ -22,11 +22,11 @@ from patchlight.core.registry import Entry, Registry, Setting, Settings, make_de
 from patchlight.core.targets import Score, Targets
 from patchlight.evidence.ablation import ABLATION, Ablation, Variants
 from patchlight.evidence.passes import Pass, run_pass
-from patchlight.evidence.runner import WHOLE, Course, LayerJob
 from patchlight.evidence.precision import PRECISION, Decided, PassPrecision
 from patchlight.evidence.record import BACKWARD, PARTS, EndBias
 from patchlight.evidence.rows import Matrix, times
 from patchlight.evidence.rules import Rule
+from patchlight.evidence.runner import WHOLE, Course, LayerJob
 
 Level = Literal["token", "pixel"]
 """The resolution of a map: one value for each patch token, or for each pixel."""
@@ -261,7 +261,8 @@ class Ask:
         """
         images = self.images if images is None else images
         targets = self.targets.repeat(len(images if tokens is None else tokens) // len(self.images))
-        return run_pass(self.vit, images, targets, self.score, self.rule, list(jobs), tokens, self.precision)
+        course = Course(tokens=tokens)
+        return run_pass(self.vit, images, targets, self.score, self.rule, list(jobs), self.precision, course)
 
 
 @dataclass(frozen=True, kw_only=True)
