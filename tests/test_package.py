@@ -24,7 +24,7 @@ def test_public_names_are_there() -> None:
     for name in pl.__all__:
         assert getattr(pl, name) is not None
         assert name in dir(pl)
-    with pytest.raises(AttributeError, match="no attribute 'explian'"):
+    with pytest.raises(AttributeError, match="No patchlight attribute explian"):
         pl.explian  # type: ignore[attr-defined]  # noqa: B018
 
 

@@ -1,0 +1,62 @@
+"""The public names and where they live; `__init__.py` loads each when it is first used."""
+
+from . import bench as bench
+from . import callbacks as callbacks
+from .anatomy import heads as heads
+from .anatomy.families import register_family as register_family
+from .anatomy.load import list_models as list_models
+from .anatomy.load import load as load
+from .anatomy.load import wrap as wrap
+from .anatomy.opened import Anatomy as Anatomy
+from .core.attribution import Attribution as Attribution
+from .core.attribution import Attributions as Attributions
+from .core.drawing import figure as figure
+from .core.errors import AssumedPreprocess as AssumedPreprocess
+from .core.errors import DegenerateMap as DegenerateMap
+from .core.errors import PatchlightError as PatchlightError
+from .core.errors import UndefinedMetric as UndefinedMetric
+from .core.errors import Unsupported as Unsupported
+from .core.images import Preprocess as Preprocess
+from .core.plugins import load_plugin as load_plugin
+from .data import open_data as open_data
+from .data import register_data as register_data
+from .engine import explain as explain
+from .evidence.ablation import PixelMasks as PixelMasks
+from .evidence.ablation import TokenSubsets as TokenSubsets
+from .evidence.passes import trace as trace
+from .evidence.record import Evidence as Evidence
+from .evidence.rules import Rule as Rule
+from .evidence.rules import register_rule as register_rule
+from .evidence.runner import LayerJob as LayerJob
+from .methods.base import Ask as Ask
+from .methods.base import Composition as Composition
+from .methods.base import LayerMaps as LayerMaps
+from .methods.base import ablates as ablates
+from .methods.base import layer_map as layer_map
+from .methods.base import own_passes as own_passes
+from .methods.base import register_composition as register_composition
+from .methods.compositions import ADDITIVE as ADDITIVE
+from .methods.compositions import FIRST as FIRST
+from .methods.compositions import LAST as LAST
+from .methods.compositions import PLUS as PLUS
+from .methods.compositions import ROLLOUT as ROLLOUT
+from .methods.compositions import SKIPPLUS as SKIPPLUS
+from .methods.compositions import SUM as SUM
+from .methods.requests import list_methods as list_methods
+from .metrics.base import Evaluation as Evaluation
+from .metrics.base import Evaluations as Evaluations
+from .metrics.base import Measure as Measure
+from .metrics.base import Measured as Measured
+from .metrics.base import list_metrics as list_metrics
+from .metrics.base import register_metric as register_metric
+from .study.compare import Comparison as Comparison
+from .study.compare import compare as compare
+from .study.evaluate import evaluate as evaluate
+from .study.recommend.run import recommend as recommend
+from .study.recommend.verdict import Verdict as Verdict
+from .trained import diffmask as diffmask
+from .trained import shapley as shapley
+from .web.show import show as show
+
+__version__: str
+__all__: list[str]
