@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, nearest
-from patchlight.core.images import SUFFIXES, Preprocess, to_batch
+from patchlight.core.images import SUFFIXES, Preprocess, open_image, to_batch
 from patchlight.core.registry import Entry, Registry
 
 T = TypeVar("T")
@@ -81,6 +82,18 @@ class Data:
             twice = Counter(self.names).most_common(1)[0][0]
             raise PatchlightError(f"data set '{self.name}' has two samples called '{twice}'; give each its own name")
 
+    @classmethod
+    def of_files(
+        cls,
+        name: str,
+        names: Sequence[str],
+        sources: Callable[[str], Sources],
+        labels: Sequence[str] | None = None,
+        annotate: Callable[[Sample, Sources], Sample] | None = None,
+    ) -> Data:
+        """Samples in files, the first of which is the image; `annotate` adds to it what the others say."""
+        return cls(name, names, partial(_read_files, sources, annotate), labels, sources)
+
     def __len__(self) -> int:
         return len(self.names)
 
@@ -120,6 +133,14 @@ class Batch:
     boxes: list[Tensor] | None
     masks: Tensor | None
     failures: list[tuple[str, str]]
+
+
+def _read_files(
+    sources: Callable[[str], Sources], annotate: Callable[[Sample, Sources], Sample] | None, name: str
+) -> Sample:
+    own = sources(name)
+    sample = Sample(name, open_image(own.files[0]), own.label)
+    return sample if annotate is None else annotate(sample, own)
 
 
 def load_batch(data: Data, indices: Iterable[int], vit: Anatomy | Preprocess, workers: int = 0) -> Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patchlight.core.errors import PatchlightError, nearest, spelled
-from patchlight.core.images import list_images, open_image, open_mask
+from patchlight.core.images import list_images, open_mask
 from patchlight.data.base import Data, Sample, Sources, bare, existing_folder, look_up, read_pairs, register_data
 from patchlight.data.coco import Scene, read_coco
 from patchlight.data.notes import Note, read_boxes, scaled
@@ -20,17 +20,6 @@ from patchlight.data.notes import Note, read_boxes, scaled
 LAID_OUT = {"labels": "labels.csv", "boxes": "boxes.csv", "masks": "masks", "coco": "coco.json"}
 """By option, the file or folder it is where nothing else is given, in a folder that has its images in `images`."""
 Place = str | Path | None
-
-
-@dataclass(frozen=True)
-class Known:
-    """Where one image lies, and what is known of it before it is opened."""
-
-    path: Path
-    label: int | None = None
-    boxes: Note | None = None
-    mask: Path | None = None
-    scene: Scene | None = None
 
 
 @register_data("files", aliases=("folder",))
@@ -79,11 +68,8 @@ def open_files(
         scenes = {name: _of_class(scene, words.get(name), drawn.categories) for name, scene in scenes.items()}
     notes = look_up(names, read_boxes(given["boxes"], bare), given["boxes"]) if "boxes" in given else {}
     files = look_up(names, _pngs(given["masks"]), given["masks"], "PNG") if "masks" in given else {}
-    known = {
-        name: Known(p, numbers.get(name), notes.get(name), files.get(name), scenes.get(name))
-        for name, p in paths.items()
-    }
-    return Data(title, names, partial(_read, known, ignore), classes, partial(_sources, known, ignore))
+    sources = partial(_sources, paths, numbers, notes, files, scenes, ignore)
+    return Data.of_files(title, names, sources, classes, partial(_annotate, notes, scenes, ignore))
 
 
 def _pngs(folder: Path) -> dict[str, Path]:
@@ -132,32 +118,35 @@ def _class_index(word: str, name: str, classes: Sequence[str] | None) -> int:
     return int(word)
 
 
-def _read(known: Mapping[str, Known], ignore: int | None, name: str) -> Sample:
-    one = known[name]
-    image = open_image(one.path)
-    if one.scene is not None and one.scene.size not in (None, image.size):
-        drawn_on, own = (f"{width} x {height}" for width, height in (one.scene.size, image.size))
+def _annotate(
+    notes: Mapping[str, Note], scenes: Mapping[str, Scene], ignore: int | None, sample: Sample, sources: Sources
+) -> Sample:
+    """A sample with its boxes and mask, from tables and files or else from COCO's JSON."""
+    name, size, scene = sample.name, sample.image.size, scenes.get(sample.name, Scene())
+    if scene.size not in (None, size):
+        drawn_on, own = (f"{width} x {height}" for width, height in (scene.size, size))
         raise PatchlightError(f"'{name}' was {drawn_on} when it was annotated, but is {own}; give the same image")
-    boxes, mask = None, None
-    if one.boxes is not None:
-        boxes = scaled(one.boxes, image.size, name)
-    elif one.scene is not None:
-        boxes = one.scene.boxes()
-    if one.mask is not None:
-        mask = _read_mask(one.mask, ignore)
-    elif one.scene is not None:
-        mask = one.scene.mask(image.size, name)
-    return Sample(name, image, one.label, boxes, mask)
+    boxes = scaled(notes[name], size, name) if name in notes else scene.boxes()
+    mask = scene.mask(size, name) if len(sources.files) == 1 else _read_mask(sources.files[1], ignore)
+    return replace(sample, boxes=boxes, mask=mask)
 
 
-def _sources(known: Mapping[str, Known], ignore: int | None, name: str) -> Sources:
-    """What `_read` reads: files, and what was read from tables before."""
-    one = known[name]
-    told = set() if one.scene is None else one.scene.known()
-    told |= {what for what, own in (("boxes", one.boxes), ("masks", one.mask)) if own is not None}
-    boxes = None if one.boxes is None else [one.boxes.boxes, one.boxes.size]
-    values = [ignore, boxes, None if one.scene is None else one.scene.values()]
-    return Sources([one.path] if one.mask is None else [one.path, one.mask], one.label, values, told)
+def _sources(
+    paths: Mapping[str, Path],
+    labels: Mapping[str, int],
+    notes: Mapping[str, Note],
+    masks: Mapping[str, Path],
+    scenes: Mapping[str, Scene],
+    ignore: int | None,
+    name: str,
+) -> Sources:
+    """The files of one image, and what was read of it from tables before."""
+    note, scene = notes.get(name), scenes.get(name)
+    known = set() if scene is None else scene.known()
+    known |= {what for what, table in (("boxes", notes), ("masks", masks)) if name in table}
+    boxes = None if note is None else [note.boxes, note.size]
+    values = [ignore, boxes, None if scene is None else scene.values()]
+    return Sources([paths[name], *([masks[name]] if name in masks else [])], labels.get(name), values, known)
 
 
 def _read_mask(path: Path, ignore: int | None) -> Tensor:

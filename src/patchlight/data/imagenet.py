@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,7 +17,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from patchlight.core.errors import PatchlightError, spelled
-from patchlight.core.images import list_images, open_image
+from patchlight.core.images import list_images
 from patchlight.data.base import (
     Data,
     Sample,
@@ -79,8 +80,9 @@ def open_imagenet(path: str | Path, labels: str | Path | None = None, boxes: str
         )
     numbers = {name: _class_index(word, name, synsets) for name, word in words.items()}
     ordered = sorted(images, key=lambda name: (numbers.get(name, -1), name))
-    told = (images, numbers, drawn if notes is None else notes)
-    return Data("imagenet", ordered, partial(_read, *told), class_names(), partial(_sources, *told))
+    sources = {name: _sources(images[name], numbers[name], drawn if notes is None else notes[name]) for name in ordered}
+    annotate = None if drawn is None else partial(_add_boxes, notes)
+    return Data.of_files("imagenet", ordered, sources.__getitem__, class_names(), annotate)
 
 
 @cache
@@ -106,27 +108,20 @@ def _synsets(classes: Path | None) -> Mapping[str, int]:
     return {row["synset"]: int(read_number(row["class_index"], classes)) for row in rows}
 
 
-def _read(
-    images: Mapping[str, Path], labels: Mapping[str, int], source: Mapping[str, Note] | Path | None, name: str
-) -> Sample:
-    image = open_image(images[name])
-    if source is None:
-        return Sample(name, image, labels[name])
-    note = _read_xml(source, name) if isinstance(source, Path) else source[name]
+def _sources(image: Path, label: int, boxes: Note | Path | None) -> Sources:
+    """The files of one image, with its note or the folder of its XML file, where there are boxes."""
+    if boxes is None:
+        return Sources([image], label)
+    if isinstance(boxes, Path):
+        return Sources([image, boxes / f"{spelled(image.stem)}.xml"], label, known={"boxes"})
+    return Sources([image], label, [boxes.boxes, boxes.size], {"boxes"} if boxes.boxes else set())
+
+
+def _add_boxes(notes: Mapping[str, Note] | None, sample: Sample, sources: Sources) -> Sample:
+    note = _read_xml(sources.files[1], sample.name) if notes is None else notes[sample.name]
     if not note.boxes:
-        raise PatchlightError(f"'{name}' has no box; leave the image out")
-    return Sample(name, image, labels[name], scaled(note, image.size, name))
-
-
-def _sources(
-    images: Mapping[str, Path], labels: Mapping[str, int], source: Mapping[str, Note] | Path | None, name: str
-) -> Sources:
-    if source is None:
-        return Sources([images[name]], labels[name])
-    if isinstance(source, Path):
-        return Sources([images[name], _xml(source, name)], labels[name], known={"boxes"})
-    note = source[name]
-    return Sources([images[name]], labels[name], [note.boxes, note.size], {"boxes"} if note.boxes else set())
+        raise PatchlightError(f"'{sample.name}' has no box; leave the image out")
+    return replace(sample, boxes=scaled(note, sample.image.size, sample.name))
 
 
 def _labels(notes: Mapping[str, Note]) -> dict[str, str]:
@@ -136,7 +131,7 @@ def _labels(notes: Mapping[str, Note]) -> dict[str, str]:
 def _read_notes(path: Path, images: Mapping[str, Path]) -> dict[str, Note]:
     """What a label or box file says of each image."""
     if path.is_dir():
-        return {name: _read_xml(path, name) for name in images}
+        return {name: _read_xml(path / f"{name}.xml", name) for name in images}
     first = read_text(path).partition("\n")[0]
     if path.name == GROUND_TRUTH or first.strip().isdecimal():
         return _read_ground_truth(path, list(images))
@@ -158,13 +153,8 @@ def _solution(text: str, path: Path) -> Note:
     return Note(words[0], [tuple(read_number(w, path) for w in group[1:]) for group in groups])
 
 
-def _xml(folder: Path, name: str) -> Path:
-    return folder / f"{name}.xml"
-
-
-def _read_xml(folder: Path, name: str) -> Note:
+def _read_xml(path: Path, name: str) -> Note:
     """One image of the official annotations, in PASCAL VOC's form."""
-    path = _xml(folder, name)
     if not path.is_file():
         raise PatchlightError(f"no boxes for image '{name}': '{path}' does not exist")
     text = read_text(path)

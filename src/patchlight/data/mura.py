@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from patchlight.core.errors import PatchlightError, nearest, spelled
-from patchlight.core.images import list_images, open_image
-from patchlight.data.base import Data, Sample, Sources, existing_folder, read_text, register_data
+from patchlight.core.images import list_images
+from patchlight.data.base import Data, Sources, existing_folder, read_text, register_data
 
 
 @register_data("mura")
@@ -37,16 +36,8 @@ def open_mura(path: str | Path, split: str = "valid", part: str | None = None) -
             raise PatchlightError(f"no body part '{part}' in '{root}'; {nearest(part, parts)}")
         names = [name for name in names if name.split("/")[1] == part]
     labels = ("negative", "positive")
-    numbers = {name: _study_class(name, labels) for name in names}
-    return Data(f"mura-{split}", names, partial(_read, paths, numbers), labels, partial(_sources, paths, numbers))
-
-
-def _read(paths: Mapping[str, Path], labels: Mapping[str, int], name: str) -> Sample:
-    return Sample(name, open_image(paths[name]), labels.get(name))
-
-
-def _sources(paths: Mapping[str, Path], labels: Mapping[str, int], name: str) -> Sources:
-    return Sources([paths[name]], labels.get(name))
+    sources = {name: Sources([paths[name]], _study_class(name, labels)) for name in names}
+    return Data.of_files(f"mura-{split}", names, sources.__getitem__, labels)
 
 
 def _study_class(name: str, labels: Sequence[str]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from PIL import Image
 from patchlight.core.errors import PatchlightError, spelled
 from patchlight.core.extras import missing_extra
 from patchlight.core.fingerprints import digest_of
-from patchlight.core.images import list_images, open_image, open_mask
+from patchlight.core.images import list_images, open_mask
 from patchlight.data.base import (
     Data,
     Sample,
@@ -49,10 +50,14 @@ def open_imagenet_s(path: str | Path, split: str = "validation", categories: str
         existing_folder(needed, f"ImageNet-S ({needed.name})")
     paths = {spelled(p.stem): p for p in list_images(folder)}
     table = _class_table(_categories(root, masks, categories))
-    drawn = {name: (masks / p.relative_to(folder)).with_suffix(".png") for name, p in paths.items()}
-    read = partial(_read_regions, paths, drawn, table)
-    sources = partial(_region_sources, paths, drawn, digest_of(table.tolist()))
-    return Data(f"imagenet-s-{split}", list(paths), read, class_names(), sources)
+    values, known = digest_of(table.tolist()), {"labels", "masks"}  # the class is the mask's to tell, by the table
+    sources = {
+        name: Sources([p, (masks / p.relative_to(folder)).with_suffix(".png")], values=values, known=known)
+        for name, p in paths.items()
+    }
+    return Data.of_files(
+        f"imagenet-s-{split}", list(paths), sources.__getitem__, class_names(), partial(_add_regions, table)
+    )
 
 
 @register_data("imagenet-segmentation")
@@ -100,25 +105,21 @@ def open_pets(path: str | Path, split: str = "all") -> Data:
         raise PatchlightError(f"no split '{split}': '{listed}' does not exist")
     breeds = sorted({_breed(name) for name in paths}, key=str.lower)
     labels = {name: breeds.index(_breed(name)) for name in paths}
-    told = (images, trimaps, paths, labels)
-    return Data(f"pets-{split}", names, partial(_read_trimap, *told), breeds, partial(_trimap_sources, *told))
+    files = {name: [paths.get(name, images / f"{name}.jpg"), trimaps / f"{name}.png"] for name in names}
+    sources = {name: Sources(own, labels.get(name), known={"masks"}) for name, own in files.items()}
+    return Data.of_files(f"pets-{split}", names, sources.__getitem__, breeds, _add_trimap)
 
 
-def _read_regions(paths: Mapping[str, Path], drawn: Mapping[str, Path], table: torch.Tensor, name: str) -> Sample:
-    channels = np.asarray(open_mask(drawn[name]).convert("RGB"), dtype=np.int64)
+def _add_regions(table: torch.Tensor, sample: Sample, sources: Sources) -> Sample:
+    channels = np.asarray(open_mask(sources.files[1]).convert("RGB"), dtype=np.int64)
     ids = torch.from_numpy(channels[..., 0] + 256 * channels[..., 1])
     regions = table[ids.clamp(max=len(table) - 1)]
     if bool((regions == NO_CLASS).any()):
         wrong = int(ids[regions == NO_CLASS][0])
-        known = int((table >= 0).sum())
-        raise PatchlightError(f"the mask of '{name}' has class id {wrong}; ids are 0, 1 to {known}, and {IGNORED}")
-    mask, label = largest_region(regions, name)
-    return Sample(name, open_image(paths[name]), label, mask=mask, regions=regions)
-
-
-def _region_sources(paths: Mapping[str, Path], drawn: Mapping[str, Path], table: str, name: str) -> Sources:
-    """The class is the mask's to tell, by the table of classes, whose hash is given."""
-    return Sources([paths[name], drawn[name]], values=table, known={"labels", "masks"})
+        allowed = f"ids are 0, 1 to {int((table >= 0).sum())}, and {IGNORED}"
+        raise PatchlightError(f"the mask of '{sample.name}' has class id {wrong}; {allowed}")
+    mask, label = largest_region(regions, sample.name)
+    return replace(sample, label=label, mask=mask, regions=regions)
 
 
 def _class_table(synsets: Sequence[str]) -> torch.Tensor:
@@ -187,23 +188,13 @@ def _read_mat(file: Path, name: str) -> Sample:
     return Sample(name, image, synset_indices().get(told.partition("_")[0]), mask=mask)
 
 
-def _read_trimap(
-    images: Path, trimaps: Path, paths: Mapping[str, Path], labels: Mapping[str, int], name: str
-) -> Sample:
-    photo, drawn = _trimap_sources(images, trimaps, paths, labels, name).files
-    image = open_image(photo)
-    trimap = np.asarray(open_mask(drawn))
+def _add_trimap(sample: Sample, sources: Sources) -> Sample:
+    trimap = np.asarray(open_mask(sources.files[1]))
     if trimap.ndim != 2 or not np.isin(trimap, (1, 2, 3)).all():
-        raise PatchlightError(f"the trimap of '{name}' has other values than 1 (animal), 2 (background), 3 (border)")
-    mask = np.array([0, 1, 0, -1], dtype=np.int8)[trimap]
-    return Sample(name, image, labels[name], mask=torch.from_numpy(mask))
-
-
-def _trimap_sources(
-    images: Path, trimaps: Path, paths: Mapping[str, Path], labels: Mapping[str, int], name: str
-) -> Sources:
-    files = [paths.get(name, images / f"{name}.jpg"), trimaps / f"{name}.png"]
-    return Sources(files, labels.get(name), known={"masks"})
+        raise PatchlightError(
+            f"the trimap of '{sample.name}' has other values than 1 (animal), 2 (background), 3 (border)"
+        )
+    return replace(sample, mask=torch.from_numpy(np.array([0, 1, 0, -1], dtype=np.int8)[trimap]))
 
 
 def _breed(name: str) -> str:
