@@ -128,6 +128,7 @@ def status(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> Non
 
 
 @bench.command()
+@command
 def report(
     folder: Folder,
     html: Annotated[Path | None, typer.Option(help="Write the whole report to this file.")] = None,
@@ -138,33 +139,31 @@ def report(
         str | None, typer.Option(help="A method of the run: add every other method's difference to it (Markdown).")
     ] = None,
     plugin: Plugin = None,
-    debug: Debug = False,
 ) -> None:
     """The tables of a run: Markdown by default."""
-    with answering(False, debug):
-        printing = [f"--{name}" for name, given in (("latex", latex), ("csv", csv), ("per-image", per_image)) if given]
-        if len(printing) > 1:
-            raise PatchlightError(f"{printing[0]} and {printing[1]} both print; give one of them")
-        if per_image and html is not None:
-            raise PatchlightError("--per-image prints CSV and writes no report; leave out --html")
-        if against is not None and (printing or html is not None):
-            raise PatchlightError(f"--against adds a table to the Markdown; leave out {(*printing, '--html')[0]}")
-        if per_image:
-            print_per_image(folder)
-            return
-        with progress("reading the run"):
-            from patchlight.bench.html import write_html
-            from patchlight.bench.tables import as_csv, as_latex, as_markdown, gather
+    printing = [f"--{name}" for name, given in (("latex", latex), ("csv", csv), ("per-image", per_image)) if given]
+    if len(printing) > 1:
+        raise PatchlightError(f"{printing[0]} and {printing[1]} both print; give one of them")
+    if per_image and html is not None:
+        raise PatchlightError("--per-image prints CSV and writes no report; leave out --html")
+    if against is not None and (printing or html is not None):
+        raise PatchlightError(f"--against adds a table to the Markdown; leave out {(*printing, '--html')[0]}")
+    if per_image:
+        print_per_image(folder)
+        return
+    with progress("reading the run"):
+        from patchlight.bench.html import write_html
+        from patchlight.bench.tables import as_csv, as_latex, as_markdown, gather
 
-            gathered = gather(folder)
-        if html is not None:
-            with progress("writing the report"):
-                write_html(gathered, html)
-            say(f"wrote {html}")
-        if latex or csv or html is None:
-            print(as_latex(gathered) if latex else as_csv(gathered) if csv else as_markdown(gathered, against), end="")
-        for note in gathered.notes if latex or csv or html is not None else ():  # Markdown has them
-            say(f"note: {note}")
+        gathered = gather(folder)
+    if html is not None:
+        with progress("writing the report"):
+            write_html(gathered, html)
+        say(f"wrote {html}")
+    if latex or csv or html is None:
+        print(as_latex(gathered) if latex else as_csv(gathered) if csv else as_markdown(gathered, against), end="")
+    for note in gathered.notes if latex or csv or html is not None else ():  # Markdown has them
+        say(f"note: {note}")
 
 
 def _conclude(summary: Summary, out: Path) -> None:

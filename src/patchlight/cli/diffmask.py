@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,16 +108,11 @@ def counting(
 ) -> None:
     """The paper's faithfulness task, end to end; exits with 3 when DiffMask is exact on under 95 % of the grids."""
     with progress("loading") as show, showing_warnings():
-        from dataclasses import asdict
-
         from patchlight.study.counting import ENOUGH, CountingTask, run, table
-
-        def tell(words: str) -> None:
-            show(description=words)
 
         changes = read_settings(["train"], settings or [])["train"]
         task = CountingTask(size, preset or "default", seed, device, distractors, grids, changes)
-        result = run(out, task, tell, _watch(show))
+        result = run(out, task, lambda words: show(description=words), _watch(show))
     rows = result.rows
     if as_json:
         print_json([{**asdict(row), "exact": row.exact} for row in rows])

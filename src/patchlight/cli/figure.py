@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from patchlight.cli.common import print_json, print_table, progress, read_settings, say
+from patchlight.cli.common import print_json, print_table, progress, read_settings, say, showing_warnings
 from patchlight.cli.complete import complete_figure, complete_model
 from patchlight.cli.names import Row, find_row, known_names, table
 from patchlight.cli.options import AsJson, DataKind, ModelOptions, Seed, Settings, command
 from patchlight.cli.tables import describe
 from patchlight.core.errors import PatchlightError, nearest
-
-if TYPE_CHECKING:
-    from patchlight.data import Data
 
 
 @command
@@ -76,13 +72,15 @@ def figure(
         second = None if other is None else ModelOptions(other, other_weights, model.labels, device=model.device).load()
         from patchlight.core.targets import read_class
         from patchlight.data import open_images
+        from patchlight.data.spec import DataSpec
+        from patchlight.zoo import pocket
 
-        shown = _spread(open_images(images or _bundled(), data, vit.labels, listed), count)
+        every = open_images(images or [pocket.PHOTOS], data, vit.labels, listed)
+        shown = every.select(DataSpec(kind=data or "folder", images=count).chosen(every.names))
         asked = None if target is None else read_class(target, vit.outcomes, vit.labels)
     from patchlight.report.figures import draw
 
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+    with showing_warnings():
         given: dict[str, Any] = {
             "target": asked,
             "other": second,
@@ -99,19 +97,6 @@ def figure(
     else:
         beside = "" if numbers is None else f" and {numbers}"
         print(f"Wrote {path} ({width} x {height} inches){beside}")
-
-
-def _bundled() -> list[Path]:
-    from patchlight.zoo import pocket
-
-    return [pocket.PHOTOS]
-
-
-def _spread(data: Data, count: int | None) -> Data:
-    """So many of the images, evenly spread."""
-    if count is None or count >= len(data):
-        return data
-    return data.select([i * len(data) // count for i in range(count)])
 
 
 def _check(path: Path, numbers: Path | None, images: list[Path] | None, force: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchlight.cli.common import console, print_json, progress
+from patchlight.cli.common import print_json, print_table, progress
 from patchlight.cli.options import AsJson, command
 from patchlight.cli.recipes import RecipeOptions
 
@@ -74,33 +74,17 @@ def _time(seconds: float) -> str:
 
 
 def _print(whole: Plan, found: list[Estimated], device: str) -> None:
-    from rich.table import Table
-
     recipe = whole.recipe
     print(
         f"{recipe.name}: {len(whole.images)} images x {len(recipe.models)} model(s) x {len(recipe.methods)} methods x "
         f"{len(recipe.metrics)} metrics = {whole.values} values, in {len(whole.groups)} groups of methods"
     )
     if not found:
-        table = Table("model", "methods, explained together", "images at once", box=None, pad_edge=False)
-        for group in whole.groups:
-            table.add_row(group.label, ", ".join(group.methods), str(group.batch_size))
+        rows = [(group.label, ", ".join(group.methods), str(group.batch_size)) for group in whole.groups]
+        print_table(("model", "methods, explained together", "images at once"), rows)
     else:
-        table = Table(
-            "model", "methods", "s/image", "forwards/image", "memory", "units", "in all", box=None, pad_edge=False
-        )
-        for each in found:
-            more = "> " if each.cut else ""
-            table.add_row(
-                each.model,
-                ", ".join(each.methods),
-                f"{more}{each.seconds:.3g}",
-                f"{more}{each.forwards:.0f}",
-                f"{each.memory / 2**30:.1f} GB",
-                str(each.units),
-                f"{more}{_time(each.total)}",
-            )
-    console().print(table)
+        headings = ("model", "methods", "s/image", "forwards/image", "memory", "units", "in all")
+        print_table(headings, [_row(each) for each in found])
     if found:
         units, seconds = sum(each.units for each in found), sum(each.total for each in found)
         forwards, memory = sum(each.forwards * each.images for each in found), max(each.memory for each in found)
@@ -113,3 +97,9 @@ def _print(whole: Plan, found: list[Estimated], device: str) -> None:
             print(f"will fail: {reason}")
     for note in whole.notes:
         print(f"note: {note}")
+
+
+def _row(each: Estimated) -> tuple[str, ...]:
+    more = "> " if each.cut else ""
+    speed = (f"{more}{each.seconds:.3g}", f"{more}{each.forwards:.0f}", f"{each.memory / 2**30:.1f} GB")
+    return each.model, ", ".join(each.methods), *speed, str(each.units), f"{more}{_time(each.total)}"
