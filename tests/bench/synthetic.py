@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from patchlight.bench.manifest import Manifest, PlannedGroup, PlannedImages, write_manifest
+from patchlight.bench.manifest import Manifest, PlannedGroup, write_manifest
+from patchlight.bench.plan import Images
 from patchlight.bench.recipe import Recipe, parse
 from patchlight.bench.rows import FORMAT, SCHEMA, Facts, Maps, map_bytes
 from patchlight.core.images import Preprocess
@@ -125,7 +126,7 @@ def synthesise(
                 PlannedGroup(key=f"{g:016x}", model="Pocket", methods=tuple(own), batch_size=1)
                 for g, own in enumerate(groups)
             ),
-            images=PlannedImages(
+            images=Images(
                 indices=tuple(range(images)), names=tuple(names), contents=tuple(f"{i:016x}" for i in range(images))
             ),
         ),

@@ -8,6 +8,7 @@ import json
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,12 @@ def test_differences_are_paired_on_the_images_of_both(shared: Shared, tmp_path: 
 def test_images_that_only_one_has_or_that_changed_do_not_count(shared: Shared, tmp_path: Path) -> None:
     images = Store(shared.whole).manifest().images
     contents = ("other", *images.contents[1:])
-    other = copied(shared.whole, tmp_path / "other", images=images.model_copy(update={"contents": contents}))
+    other = copied(shared.whole, tmp_path / "other", images=replace(images, contents=contents))
     found = compare(shared.whole, other)
     assert found.images == 5
     assert all(math.isnan(one.gap.low) and one.gap.images == 5 and not one.gap.standing for one in found.compared)
     assert "1 images of" in found.differences[0].told
-    other = copied(shared.whole, tmp_path / "none", images=images.model_copy(update={"contents": ("x",) * 6}))
+    other = copied(shared.whole, tmp_path / "none", images=replace(images, contents=("x",) * 6))
     with pytest.raises(PatchlightError, match="no image in common"):
         compare(shared.whole, other)
 

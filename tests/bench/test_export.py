@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 import os
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ def test_links_and_fractions_are_no_paths(shared: Shared) -> None:
 def test_names_of_images_that_are_paths_lose_the_common_folder(shared: Shared) -> None:
     whole: Manifest = Store(shared.whole).manifest()
     names = tuple(f"/home/jane/{i % 2}/{i}.png" for i in range(6))
-    told = whole.model_copy(update={"images": whole.images.model_copy(update={"names": names})})
+    told = whole.model_copy(update={"images": replace(whole.images, names=names)})
     assert list(Cleaner(told).images.values()) == [f"{i % 2}/{i}.png" for i in range(6)]
 
 
@@ -221,11 +221,6 @@ def test_an_incomplete_run_is_told_to_be_so(shared: Shared, tmp_path: Path) -> N
     with pytest.raises(PatchlightError, match="nothing to export"):
         export(tmp_path / "empty", tmp_path / "y")
     assert not (tmp_path / "y").exists()
-
-
-def test_checksums_are_those_of_the_files(public: Path) -> None:
-    for path in [*(public / "units").iterdir(), *(public / "maps").iterdir()]:
-        assert path.stem.rpartition("-")[2] == hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("name", bundled("bench"))

@@ -64,12 +64,6 @@ def test_what_is_missing_is_told(shared: Shared, tmp_path: Path) -> None:
         run.table(["valu"])
 
 
-def test_no_columns_are_none(shared: Shared, tmp_path: Path) -> None:
-    assert pl.bench.open(shared.whole).table([]).column_names == []
-    shutil.copytree(shared.whole, tmp_path / "begun", ignore=shutil.ignore_patterns("*.parquet"))
-    assert pl.bench.open(tmp_path / "begun").table([]).column_names == []
-
-
 def test_without_pandas_it_says_so(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     run = pl.bench.open(shared.whole)

@@ -24,7 +24,6 @@ import patchlight
 from patchlight.bench import local
 from patchlight.bench.events import Event, UnitEnd, UnitStart
 from patchlight.bench.local import RunOptions, Stop, Summary, run
-from patchlight.bench.plan import Shard
 from patchlight.bench.recipe import Recipe, parse
 from patchlight.bench.store import Store
 from patchlight.core.errors import PatchlightError
@@ -260,29 +259,6 @@ def test_of_three_nodes_one_is_killed_and_nothing_is_lost(tmp_path: Path, plugin
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_units")
-def test_where_all_nodes_are_killed_it_stops_and_can_be_gone_on_with(
-    tmp_path: Path, plugin: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from patchlight.bench import ray as room
-
-    monkeypatch.setattr(room, "PATIENCE", 5.0)
-    chosen = parse(with_method("Sleepy", "test-sleepy", pictures(tmp_path / "images", 6)))
-    with cluster_of(0, 1) as cluster:
-        nodes = cluster.list_all_nodes()
-
-        def listen(event: Event) -> None:
-            if isinstance(event, UnitEnd) and len(nodes) == 2:
-                cluster.remove_node(nodes.pop(), allow_graceful=False)
-
-        with pytest.raises(PatchlightError, match="no node of the Ray cluster has had 1 CPU for 5 seconds"):
-            run_ray(chosen, tmp_path / "run", cluster.address, listen=listen)
-    done = run(chosen, tmp_path / "run")
-    assert done.before > 0
-    assert (done.before + done.now, done.left) == (60, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_units")
 def test_a_unit_that_kills_its_workers_fails_alone(tmp_path: Path, plugin: Path) -> None:
     chosen = parse(with_method("Deadly", "test-deadly", pictures(tmp_path / "images", 1)))
     with cluster_of(1) as cluster:
@@ -349,15 +325,6 @@ def test_what_a_node_cannot_read_is_told_with_its_name(tmp_path: Path, cluster: 
     with pytest.raises(PatchlightError, match=r"^on node \S+: .*images"):
         run_ray(parse(text(folder)), tmp_path / "run", cluster.address, listen=listen)
     assert not ray.is_initialized()
-
-
-@pytest.mark.slow
-def test_a_stop_before_anything_is_begun_leaves_all(tmp_path: Path, cluster: Any) -> None:
-    stop = Stop()
-    stop.asked.set()
-    chosen = parse(text(pictures(tmp_path / "images", 2)))
-    done = run_ray(chosen, tmp_path / "run", cluster.address, stop=stop, shard=Shard(1, 2))
-    assert (done.now, done.values) == (0, 16)
 
 
 @pytest.mark.slow

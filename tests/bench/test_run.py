@@ -134,22 +134,6 @@ def test_a_value_depends_on_what_matters_and_not_on_paths(images: Path, tmp_path
     assert all(one[key] == cell for key, cell in fewer.items())
 
 
-def test_a_value_depends_on_what_is_in_its_image(images: Path, tmp_path: Path) -> None:
-    folder = pictures(tmp_path / "images")
-    before = cells(plan(recipe(folder)))
-    with Image.open(folder / "2.png") as picture:
-        picture.putpixel((0, 0), (1, 2, 3))
-        picture.save(folder / "2.png")
-    after = cells(plan(recipe(folder)))
-    assert {key[1] for key in before if before[key] != after[key]} == {"2.png"}
-    assert not {cell for key, cell in after.items() if key[1] == "2.png"} & set(before.values())
-    (folder / "2.png").write_bytes(b"not a picture")
-    broken = cells(plan(recipe(folder)))
-    assert {key[1] for key in after if broken[key] != after[key]} == {"2.png"}
-    folder.rename(tmp_path / "moved")
-    assert cells(plan(recipe(tmp_path / "moved"))) == broken
-
-
 def test_a_value_depends_on_classes_boxes_and_masks(images: Path) -> None:
     with Image.open(images / "0.png") as opened:
         picture = opened.convert("RGB")

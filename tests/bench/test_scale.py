@@ -17,11 +17,10 @@ import pytest
 import torch
 from scipy import stats
 
-from patchlight.bench.results import Column, Results, results_of
+from patchlight.bench.results import Results, results_of
 from patchlight.bench.statistics import cells
 from patchlight.bench.store import Store
 from patchlight.bench.tables import as_csv, as_markdown, gather
-from patchlight.metrics.base import Evaluation
 from tests.bench.small import replaced
 from tests.bench.synthetic import CURVES, NO_OBJECT, UNREADABLE, Synthetic, synthesise
 
@@ -218,15 +217,3 @@ def test_tables_are_dropped_and_little_is_kept(run: Synthetic) -> None:
 def test_seven_million_rows_are_reported_within_two_gigabytes(tmp_path: Path) -> None:
     synthesise(tmp_path / "run", images=50_000, unit=128)
     assert peak(tmp_path / "run")[1] < 2000
-
-
-def test_what_is_large_says_so_in_a_line(run: Synthetic, results: Results) -> None:
-    assert repr(results) == "<Results of Pocket on 2010 image(s): 60 columns, 119520 of 120600 values done>"
-    column = results.columns["Pocket", "ixg", "insertion"]
-    assert isinstance(column, Column)
-    assert repr(column) == (
-        f"<insertion {column.mean:.4g}, mean of {column.count} image(s), "
-        f"{2010 - 90 - column.count - column.failed} undefined, {column.failed} failed, 90 not done; higher is better>"
-    )
-    large = Evaluation("auc", torch.rand(10**6, dtype=torch.float64), True, (0.0, 1.0), reasons=("",) * 10**6)
-    assert len(repr(large)) < 100

@@ -195,11 +195,6 @@ def test_the_first_task_asks_once_for_the_report_after_the_array(commands: Path,
     assert [call[0] for call in calls] == ["srun", "program"]
 
 
-def test_setup_comes_first_and_reaches_the_program(commands: Path, tmp_path: Path) -> None:
-    job = replace(JOB, setup=["export STUB_CODE=9"])
-    assert ran(written(job=job), commands, task=2)[0] == 9
-
-
 @pytest.mark.parametrize(("code", "queued"), [(0, False), (75, True), (3, False), (2, False)])
 def test_a_task_that_was_told_to_stop_is_queued_again(commands: Path, code: int, queued: bool) -> None:
     ended, calls = ran(written(), commands, task=5, code=code)

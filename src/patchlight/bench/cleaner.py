@@ -93,7 +93,7 @@ class Cleaner:
                 "recipe": self.words(told.recipe),
                 "notes": tuple(map(self.words, told.notes)),
                 "groups": tuple(groups),
-                "images": told.images.model_copy(update={"names": names}),
+                "images": replace(told.images, names=names),
                 "models": {self.models[label]: digest for label, digest in told.models.items()},
             }
         )

@@ -7,12 +7,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.spec import ModelSpec
 from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
@@ -23,7 +22,6 @@ from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import Resamples
 from patchlight.metrics.base import Evaluation
 from patchlight.study.ranking import SAMPLES
-from patchlight.study.spec import MethodSpec, MetricSpec
 
 Key = tuple[str, str, str]
 """The labels of a model, a method and a metric."""
@@ -34,7 +32,6 @@ LEGEND = (
 )
 
 
-S = TypeVar("S", ModelSpec, MethodSpec, MetricSpec)
 PLACES = {"weights", "labels", "stands_for"}
 """What a model has that says where things are: the hash of the model as it was loaded says what they are."""
 SHOWN = {"scale", "digits"}
@@ -199,43 +196,48 @@ def as_json(found: SideBySide) -> dict[str, Any]:
 
 def differences(first: Manifest, second: Manifest, a: str, b: str) -> list[Difference]:
     """What differs between two runs that are called `a` and `b`; what keeps them apart comes first."""
-    found = [*_of_whole(first, second, a, b), *_of_images(first, second, a, b), *_of_parts(first, second, a, b)]
+    found = [*_of_run(first, second, a, b), *_of_images(first, second, a, b), *_of_parts(first, second, a, b)]
     return sorted(found, key=lambda one: not one.apart)
 
 
-def _of_whole(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
-    one, other = first.resolved, second.resolved
-    mine, theirs = first.versions.get("patchlight", "?"), second.versions.get("patchlight", "?")
-    for what, x, y in (
-        ("the recipe", one.name, other.name),
-        ("the version of Patchlight", mine, theirs),
-        (f"the code of Patchlight {mine}, by its hash,", first.code, second.code if mine == theirs else first.code),
-        ("the seed", one.seed, other.seed),
-        ("the target", one.target, other.target),
-        ("the kind of device", first.device.partition(":")[0], second.device.partition(":")[0]),
-        ("the kind of data", one.data.kind, other.data.kind),
-        ("options of the data", _told(one.data.meaning), _told(other.data.meaning)),
-    ):
-        if x != y:
-            yield Difference(f"{what} is {x} in {a} and {y} in {b}")
-    if first.classes != second.classes:
-        yield Difference(f"the data of {a} and {b} have other classes")
-    for what, own, their in (
-        ("made with quick settings", first.quick, second.quick),
-        ("variants scored at once", first.chunk, second.chunk),
-        ("threads", first.threads, second.threads),
-        *(
-            (name, first.versions.get(name), second.versions.get(name))
-            for name in sorted({*first.versions, *second.versions})
-        ),
-    ):
-        if own != their and what != "patchlight":
-            yield Difference(f"{what}: {_told(own)} in {a} and {_told(their)} in {b}", apart=False)
+def _of_run(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
+    """What is said once of a run."""
+    version = first.versions.get("patchlight", "?")
+
+    def facts(run: Manifest) -> dict[str, object]:
+        recipe, own = run.resolved, run.versions.get("patchlight", "?")
+        return {
+            "the recipe": recipe.name,
+            "the version of Patchlight": own,
+            f"the code of Patchlight {version}, by its hash,": run.code if own == version else first.code,
+            "the seed": recipe.seed,
+            "the target": recipe.target,
+            "the kind of device": run.device.partition(":")[0],
+            "the kind of data": recipe.data.kind,
+            "options of the data": _told(recipe.data.meaning),
+            "the hash of the data's classes": run.classes,
+        }
+
+    def circumstances(run: Manifest) -> dict[str, object]:
+        versions = {name: own for name, own in sorted(run.versions.items()) if name != "patchlight"}
+        settings = {"made with quick settings": run.quick, "variants scored at once": run.chunk, "threads": run.threads}
+        return {**settings, **versions}
+
+    for what, x, y in _unequal(facts(first), facts(second)):
+        yield Difference(f"{what} is {x} in {a} and {y} in {b}")
+    for what, x, y in _unequal(circumstances(first), circumstances(second)):
+        yield Difference(f"{what}: {_told(x)} in {a} and {_told(y)} in {b}", apart=False)
+
+
+def _unequal(first: Mapping[str, object], second: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+    """The names whose values are not the same in both, and these."""
+    for name in dict.fromkeys([*first, *second]):
+        if first.get(name) != second.get(name):
+            yield name, first.get(name), second.get(name)
 
 
 def _of_images(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
-    one = dict(zip(first.images.names, first.images.contents, strict=True))
-    other = dict(zip(second.images.names, second.images.contents, strict=True))
+    one, other = (dict(zip(run.images.names, run.images.contents, strict=True)) for run in (first, second))
     for names, without, here, there in ((one, other, a, b), (other, one, b, a)):
         missing = [name for name in names if name not in without]
         if missing:
@@ -247,52 +249,38 @@ def _of_images(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Di
 
 def _of_parts(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
     """Models, methods and metrics of one label that are not the same, and those that only one run has."""
-    one, other = first.resolved, second.resolved
-    yield from _of_table("model", one.models, other.models, PLACES, a, b)
-    yield from _of_table("method", one.methods, other.methods, set(), a, b)
-    yield from _of_table("metric", one.metrics, other.metrics, SHOWN, a, b)
-    for label in one.models.keys() & other.models.keys():
+    same: dict[str, list[str]] = {}
+    for what, hidden in (("model", PLACES), ("method", set[str]()), ("metric", SHOWN)):
+        one, other = (
+            {
+                label: spec.model_dump(mode="json", exclude=hidden, exclude_defaults=True)
+                for label, spec in getattr(run.resolved, f"{what}s").items()
+            }
+            for run in (first, second)
+        )
+        for label in one:
+            if one[label] != other.get(label, one[label]):
+                sentence = f"{what} '{label}' is {_told(one[label])} in {a} and {_told(other[label])} in {b}"
+                yield Difference(sentence, about=(what, label))
+        for names, there, here in ((one, other, a), (other, one, b)):
+            only = ", ".join(f"'{label}'" for label in names if label not in there)
+            if only:
+                yield Difference(f"{what}s that only {here} has: {only}", apart=False)
+        same[what] = [label for label in one if one[label] == other.get(label)]
+    for label in first.resolved.models:
         x, y = first.models.get(label), second.models.get(label)
-        if x != y:
+        if label in second.resolved.models and x != y:
             what = f"model '{label}' (weights, configuration, preprocessing or class names)"
             yield Difference(f"{what} has the hash {x} in {a} and {y} in {b}", about=("model", label))
-    for label, metric, x, y in _made_otherwise(first, second):
-        told = f"the code of method '{label}' or of metric '{metric}' has the hash {x} in {a} and {y} in {b}"
-        yield Difference(told, about=("method", label))
-
-
-def _of_table(
-    what: str, first: Mapping[str, S], second: Mapping[str, S], without: set[str], a: str, b: str
-) -> Iterator[Difference]:
-    for label in first:
-        if label not in second:
-            continue
-        x, y = (one[label].model_dump(mode="json", exclude=without, exclude_defaults=True) for one in (first, second))
-        if x != y:
-            yield Difference(f"{what} '{label}' is {_told(x)} in {a} and {_told(y)} in {b}", about=(what, label))
-    for names, there, here in ((first, second, a), (second, first, b)):
-        only = [label for label in names if label not in there]
-        if only:
-            listed = ", ".join(f"'{label}'" for label in only)
-            yield Difference(f"{what}s that only {here} has: {listed}", apart=False)
-
-
-def _made_otherwise(first: Manifest, second: Manifest) -> Iterator[tuple[str, str, str | None, str | None]]:
-    """Methods and metrics that are called and set alike, and are not the same: their code differs."""
-    one, other = first.resolved, second.resolved
-    for label, method in one.methods.items():
-        for name, metric in one.metrics.items():
-            theirs, same = other.metrics.get(name), other.methods.get(label) == method
-            if theirs is None or not same or _measured(theirs) != _measured(metric):
-                continue
-            x, y = first.made.get(label, {}).get(name), second.made.get(label, {}).get(name)
+    for label in same["method"]:  # called and set alike: where its hash differs, its code does
+        for metric in same["metric"]:
+            x, y = (run.made.get(label, {}).get(metric) for run in (first, second))
             if x != y:
-                yield label, name, x, y
+                sentence = (
+                    f"the code of method '{label}' or of metric '{metric}' has the hash {x} in {a} and {y} in {b}"
+                )
+                yield Difference(sentence, about=("method", label))
                 break
-
-
-def _measured(metric: MetricSpec) -> object:
-    return metric.model_dump(mode="json", exclude=SHOWN)
 
 
 def _told(value: object) -> str:

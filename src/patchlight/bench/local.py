@@ -16,8 +16,8 @@ import torch
 
 from patchlight.bench.events import End, Listener, Start, UnitEnd, UnitStart
 from patchlight.bench.executors import Executor, Finished, InProcess, WorkerDied, Workers, cores, devices_of, job_of
-from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, PlannedImages, write_manifest
-from patchlight.bench.plan import WHOLE, Group, Images, Plan, Shard, Unit, load_model, plan, source_digest
+from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, write_manifest
+from patchlight.bench.plan import WHOLE, Group, Plan, Shard, Unit, load_model, plan, source_digest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import Before, map_bytes, table_bytes
 from patchlight.bench.store import Store
@@ -152,7 +152,7 @@ def begin(
     opened.cache_clear()  # the data may have changed since this process last looked
     known = None
     if earlier is not None and earlier.resolved == recipe and store.held() != [folder]:
-        known = Images(earlier.images.indices, earlier.images.names, earlier.images.contents)
+        known = earlier.images
     planned = plan(recipe, options.data, listen=listen, device=device, known=known)
     with store.planning():
         earlier = store.read_manifest()  # another shard may have been first: its chunk and threads are used
@@ -354,7 +354,6 @@ def _manifest(
     if not text and earlier is not None and earlier.resolved == planned.recipe:
         text, quick = earlier.recipe, earlier.quick
     changed = [*(earlier.notes if earlier else ()), *notes]
-    images = planned.images
     return Manifest(
         resolved=planned.recipe,
         recipe=text,
@@ -370,7 +369,7 @@ def _manifest(
             PlannedGroup(key=g.key, model=g.label, methods=tuple(g.methods), batch_size=g.batch_size)
             for g in planned.groups
         ),
-        images=PlannedImages(indices=images.indices, names=images.names, contents=images.contents),
+        images=planned.images,
         models={group.label: group.digest for group in planned.groups},
         classes=planned.groups[0].classes,
         made={

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from patchlight.bench.plan import Images
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import FORMAT
 from patchlight.core.errors import PatchlightError
@@ -26,16 +27,6 @@ class PlannedGroup(BaseModel):
     model: str
     methods: tuple[str, ...]
     batch_size: int
-
-
-class PlannedImages(BaseModel):
-    """The images as the manifest lists them."""
-
-    model_config = ConfigDict(frozen=True)
-
-    indices: tuple[int, ...]
-    names: tuple[str, ...]
-    contents: tuple[str, ...]
 
 
 class Manifest(BaseModel):
@@ -60,7 +51,7 @@ class Manifest(BaseModel):
     code: str
     plan: str
     groups: tuple[PlannedGroup, ...]
-    images: PlannedImages
+    images: Images
     models: dict[str, str] = {}
     classes: str = ""
     made: dict[str, dict[str, str]] = {}
