@@ -10,7 +10,6 @@ from .anatomy.load import wrap as wrap
 from .anatomy.opened import Anatomy as Anatomy
 from .core.attribution import Attribution as Attribution
 from .core.attribution import Attributions as Attributions
-from .core.drawing import figure as figure
 from .core.errors import AssumedPreprocess as AssumedPreprocess
 from .core.errors import DegenerateMap as DegenerateMap
 from .core.errors import PatchlightError as PatchlightError
@@ -49,6 +48,7 @@ from .metrics.base import Measure as Measure
 from .metrics.base import Measured as Measured
 from .metrics.base import list_metrics as list_metrics
 from .metrics.base import register_metric as register_metric
+from .report.pictures import figure as figure
 from .study.compare import Comparison as Comparison
 from .study.compare import compare as compare
 from .study.evaluate import evaluate as evaluate

@@ -14,9 +14,10 @@ from PIL import Image
 
 import patchlight as pl
 from patchlight.core.attribution import Attribution
-from patchlight.core.drawing import figure, overlay, percent, robust_scale
+from patchlight.core.drawing import overlay, percent, robust_scale
 from patchlight.core.drawing.heat import is_signed
 from patchlight.core.images import Preprocess
+from patchlight.report.pictures import figure
 from tests import families
 
 

@@ -22,7 +22,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.callbacks.budget import Budget
 from patchlight.callbacks.writers import Write, open_writer
 from patchlight.core.attribution import Attributions
-from patchlight.core.drawing import figure, figure_picture
+from patchlight.core.drawing import figure_picture
 from patchlight.core.drawing.pictures import MAX_ROWS
 from patchlight.core.errors import Cancelled, LogSkipped, PatchlightError, first_line, integer, warn
 from patchlight.core.images import to_batch
@@ -31,6 +31,7 @@ from patchlight.core.targets import ScoreName, Target, Targets, resolve_targets,
 from patchlight.engine import explain
 from patchlight.methods.requests import Request, check_supported, resolve
 from patchlight.metrics.base import METRICS, MetricRequest, resolve_metric
+from patchlight.report.pictures import figure
 from patchlight.study.evaluate import evaluate
 
 FLOOR = "random"

@@ -49,10 +49,10 @@ def demo(
 ) -> None:
     """Explain the bundled photographs with the bundled model, and write two figures."""
     with progress("loading the model") as show:
-        from patchlight.core.drawing import figure
         from patchlight.engine import explain
         from patchlight.methods.requests import resolve
         from patchlight.report.files import ExplainTask, ImageFile, write_explanations
+        from patchlight.report.pictures import figure
         from patchlight.zoo import pocket
 
         photos = [pocket.PHOTOS / about["file"] for about in json.loads((pocket.PHOTOS / "photos.json").read_text())]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from patchlight.core.errors import PatchlightError, UndefinedMetric, Unsupported
 from patchlight.core.frames import frame, stacked
 from patchlight.core.registry import Entry, Listed, Registry, Setting, Settings, in_words, settings_of, settled
 from patchlight.core.resize import Upsampling, to_cells, to_pixels
-from patchlight.core.statistics import FEWEST, Resamples, percentiles
+from patchlight.core.statistics import FEWEST, SIGNS, Mark, Resamples, percentiles
 from patchlight.core.targets import Targets, predicted
 from patchlight.evidence.ablation import ABLATION, Ablation, Unit
 
@@ -507,8 +508,6 @@ class Evaluations(dict[str, Any]):
         return stacked(parts)
 
     def _repr_html_(self) -> str:
-        from patchlight.core.drawing import evaluations_html
-
         return evaluations_html(self.table)
 
 
@@ -544,6 +543,36 @@ def summaries(evaluations: Mapping[K, Evaluation]) -> dict[K, str]:
         return f"{one.mean:.4g}{interval}" + "".join(f", {n} {why}" for why, n in one.left_out.items() if n)
 
     return {key: told(one, *sides[key]) for key, one in evaluations.items()}
+
+
+def evaluations_html(
+    table: Mapping[str, Mapping[str, Evaluation]],
+    marks: Mapping[tuple[str, str], Mark] | None = None,
+    caption: str = "",
+    below: str = "",
+) -> str:
+    """Means with intervals: a row per method and a column per metric; of one metric or no methods, a row for each.
+
+    `marks` say by method and metric what is best, in bold, and what is tied with it.
+    """
+    from patchlight.core.drawing.notebook import Html, table_html
+
+    words = summaries({(method, name): one for method, own in table.items() for name, one in own.items()})
+    if list(table) == [""]:
+        sides = {True: "higher", False: "lower"}
+        rows = [
+            [name, sides[one.higher_is_better], words["", name], f"{one.count} of {len(one)}"]
+            for name, one in table[""].items()
+        ]
+        return table_html(["metric", "better", "mean [95 % interval]", "images"], rows, caption, below)
+    arrows = {name: one.arrow for own in table.values() for name, one in own.items()}
+
+    def cell(method: str, name: str) -> str | Html:
+        said, mark = words.get((method, name), ""), marks[method, name] if marks is not None else ""
+        return Html(f"<b>{escape(said)}</b> {SIGNS[mark]}") if mark == "best" else f"{said} {SIGNS[mark]}".strip()
+
+    body = [[method, *(cell(method, name) for name in arrows)] for method in table]
+    return table_html(["method", *(f"{name} {arrow}" for name, arrow in arrows.items())], body, caption, below)
 
 
 def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
-from patchlight.core.drawing import figure, figure_format
+from patchlight.core.drawing import figure_format
 from patchlight.core.drawing.pictures import FORMATS, MAX_ROWS
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import check_writable, write_whole
@@ -21,6 +21,7 @@ from patchlight.core.targets import Target, Targets, read_class
 from patchlight.methods.requests import Request, check_supported, refusal
 from patchlight.metrics.base import on_grid
 from patchlight.report.explanations import Explained, ImageSection, made_by, report_html, section_of
+from patchlight.report.pictures import figure
 from patchlight.study.faithfulness import Trial, truths
 from patchlight.study.files import ExplainedFile, ExplainOptions, FileLog, explain_files
 

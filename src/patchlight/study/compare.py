@@ -24,7 +24,14 @@ from patchlight.core.targets import Score, Target, Targets
 from patchlight.engine import attribution_of, default_batch_size
 from patchlight.methods.base import Estimate
 from patchlight.methods.requests import Request, resolve
-from patchlight.metrics.base import Evaluation, MetricRequest, all_intervals, resolve_metric, summaries
+from patchlight.metrics.base import (
+    Evaluation,
+    MetricRequest,
+    all_intervals,
+    evaluations_html,
+    resolve_metric,
+    summaries,
+)
 from patchlight.study.evaluate import unwrapped
 from patchlight.study.ranking import SAMPLES, compared, placed
 from patchlight.study.run import MeasureOptions, measure
@@ -201,7 +208,7 @@ class Comparison:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from patchlight.core.drawing import evaluations_html, figure_html
+        from patchlight.core.drawing import figure_html
 
         table = evaluations_html(self.evaluations, self.marks, self._title, self._legend)
         return table + (figure_html(self.figure(), "maps of the first images by method") if self.maps else "")

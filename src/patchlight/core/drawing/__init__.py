@@ -1,13 +1,13 @@
 """Pictures: heat over an image, figures of many methods, and what notebooks show. Drawn without a display."""
 
 from patchlight.core.drawing.heat import overlay, robust_scale
-from patchlight.core.drawing.notebook import evaluations_html, figure_html, heat_html, maps_html, table_html
+from patchlight.core.drawing.notebook import figure_html, heat_html, maps_html, table_html
 from patchlight.core.drawing.pictures import (
-    figure,
     figure_bytes,
     figure_format,
     figure_picture,
     in_words,
+    maps_figure,
     percent,
     photo_figure,
     seen_figure,
@@ -15,14 +15,13 @@ from patchlight.core.drawing.pictures import (
 )
 
 __all__ = [
-    "evaluations_html",
-    "figure",
     "figure_bytes",
     "figure_format",
     "figure_html",
     "figure_picture",
     "heat_html",
     "in_words",
+    "maps_figure",
     "maps_html",
     "overlay",
     "percent",

@@ -27,11 +27,9 @@ from patchlight.core.drawing.heat import (
 from patchlight.core.drawing.page import data_url
 from patchlight.core.drawing.pictures import figure_bytes
 from patchlight.core.photos import as_picture
-from patchlight.core.statistics import SIGNS, Mark
 
 if TYPE_CHECKING:
     from patchlight.core.drawing.shown import ShownFigure
-    from patchlight.metrics.base import Evaluation
 
 SHOWN, ROWS, COLUMNS = 8, 4, 10
 """Maps that are shown of one attribution; rows and methods that are shown of several."""
@@ -103,40 +101,6 @@ def maps_html(maps: Mapping[str, Attribution]) -> str:
     ]
     below = f"each map by its own 99th percentile; {', '.join(filter(None, left))}".rstrip("; ")
     return table_html([first.model, *shown], rows, below=below)
-
-
-def evaluations_html(
-    table: Mapping[str, Mapping[str, Evaluation]],
-    marks: Mapping[tuple[str, str], Mark] | None = None,
-    caption: str = "",
-    below: str = "",
-) -> str:
-    """Means with intervals: a row per method and a column per metric; of one metric or no methods, a row for each.
-
-    `marks` say by method and metric what is best, in bold, and what is tied with it.
-    """
-    from patchlight.metrics.base import summaries
-
-    if list(table) == [""]:
-        told = summaries(table[""])
-        rows = [[name, _better(one), told[name], f"{one.count} of {len(one)}"] for name, one in table[""].items()]
-        return table_html(["metric", "better", "mean [95 % interval]", "images"], rows, caption, below)
-    metrics = list(dict.fromkeys(name for own in table.values() for name in own))
-    arrows = {name: own[name].arrow for own in table.values() for name in own}
-
-    said = summaries({(method, name): one for method, own in table.items() for name, one in own.items()})
-
-    def cell(method: str, name: str) -> str | Html:
-        words = said.get((method, name), "")
-        mark = marks[method, name] if marks is not None else ""
-        return Html(f"<b>{escape(words)}</b> {SIGNS[mark]}") if mark == "best" else f"{words} {SIGNS[mark]}".strip()
-
-    body = [[method, *(cell(method, name) for name in metrics)] for method in table]
-    return table_html(["method", *(f"{name} {arrows[name]}" for name in metrics)], body, caption, below)
-
-
-def _better(one: Evaluation) -> str:
-    return "higher" if one.higher_is_better else "lower"
 
 
 def figure_html(fig: ShownFigure, words: str) -> str:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.heat import GREY, blend, is_signed, robust_scale, seen, tint
-from patchlight.core.errors import PatchlightError, known_keywords
+from patchlight.core.errors import PatchlightError
 from patchlight.core.files import write_whole
 from patchlight.core.images import Picture, Preprocess, open_image
 from patchlight.core.photos import SIDE, as_picture
@@ -57,32 +57,16 @@ class _Column:
     covers: tuple[float, float]
 
 
-@known_keywords
-def figure(
+def maps_figure(
     images: Picture | Tensor | Sequence[Picture],
     maps: Attribution | Mapping[str, Attribution] | Sequence[Attribution],
-    *,
     predictions: Sequence[Prediction] | None = None,
     titles: Sequence[str] | None = None,
-    vit: Anatomy | nn.Module | None = None,
+    vit: Anatomy | None = None,
     path: str | Path | None = None,
 ) -> ShownFigure:
-    """One row per image, one column per method: the photographs, and each method's heat over them.
-
-    More than ten columns are set in bands below each other.
-
-    `maps` is what `explain` gives, or a list of attributions of the same images. `images` are what the maps explain:
-    paths, PIL images or the preprocessed tensor. Row labels are `predictions`, as (label, probability) or in words;
-    without them those of `vit`; without it the explained class. An explained class other than the predicted one is
-    named below it. `titles` replace the methods' names. Every map is scaled by itself, and the figure says so. With
-    `path` it is also written there (png, jpg, webp, pdf or svg).
-
-    >>> pl.figure(images, pl.explain(vit, images, ["genatt", "rollout"]), vit=vit, path="cats.png")  # doctest: +SKIP
-    """
-    from patchlight.anatomy.load import wrap
-
+    """The figure of maps over the images that they explain: see `pl.figure`."""
     maps = _by_name(maps)
-    vit = None if vit is None else wrap(vit)
     first, shown = next(iter(maps.values())), _listed(images)
     return _figure(maps, _pictures(shown, first, vit), shown, predictions, titles, vit, path)
 
