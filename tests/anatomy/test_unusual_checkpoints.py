@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from patchlight.anatomy import hub
 from patchlight.anatomy.weights import read_labels
 from patchlight.core.images import Preprocess
 from tests.anatomy.test_processors import model, picture
-from tests.families import randomise
 from tests.helpers import command, refuses
 
 
@@ -117,11 +114,8 @@ def test_a_transformers_folder_of_whole_numbers(tmp_path: Path) -> None:
     model("hf-vit").save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     for kind, name in ((torch.int32, "I32"), (torch.complex64, "C64")):
-        save_file(
-            {**state, "classifier.weight": (state["classifier.weight"] * 9).to(kind)},
-            tmp_path / "model.safetensors",
-            {"format": "pt"},
-        )
+        odd = {**state, "classifier.weight": (state["classifier.weight"] * 9).to(kind)}
+        save_file(odd, tmp_path / "model.safetensors", {"format": "pt"})
         refuses((f"'classifier.weight' in '{tmp_path}", name, "floating point"), pl.load, f"hf:{tmp_path}")
 
 
@@ -203,88 +197,52 @@ def test_a_misspelt_keyword_of_load(name: str, options: dict[str, Any], words: t
     refuses(words, pl.load, name, **options)
 
 
-def image_text(folder: Path) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    return randomise(transformers.CLIPModel.from_pretrained(folder_of("CLIPModel", folder)))
-
-
 def test_an_image_text_model_is_told_how_to_be_described(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
     class Other(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.vision_model = image_text(tmp_path).vision_model
+            self.vision_model = transformers.CLIPModel.from_pretrained(folder_of("CLIPModel", tmp_path)).vision_model
 
         def encode_text(self) -> None: ...
 
-    refuses(
-        (
-            "Other compares images with texts",
-            "blocks=model.vision_model.encoder.layers",
-            "classes=number of texts, labels=texts",
-        ),
-        pl.wrap,
-        Other(),
-    )
+    words = ("Other compares images with texts", "blocks=model.vision_model.encoder.layers", "labels=texts")
+    refuses(words, pl.wrap, Other())
 
 
-def test_an_image_text_model_described_as_advised(tmp_path: Path) -> None:
-    clip = image_text(tmp_path)
-    texts = torch.tensor([[0, 5, 9, 1], [0, 7, 2, 1], [0, 3, 3, 1]])
-    side = clip.vision_model
-
-    def normalised(x: Tensor) -> Tensor:
-        return x / x.norm(dim=-1, keepdim=True)
-
-    with torch.no_grad():
-        features = normalised(clip.text_projection(clip.text_model(texts).pooler_output))
-
-    def readout(tokens: Tensor) -> Tensor:
-        image = normalised(clip.visual_projection(side.post_layernorm(tokens[:, 0])))
-        return clip.logit_scale.exp() * image @ features.T
-
-    sizes: dict[str, Any] = {"grid": (2, 2), "prefix": 1, "pooling": "cls", "heads": 2, "classes": 3}
-    parts = {"embed": lambda images: side.pre_layrnorm(side.embeddings(images)), "blocks": side.encoder.layers}
-    labels, preprocess = ["a cat", "a dog", "a cow"], Preprocess((32, 32))
-    vit = pl.wrap(clip, **parts, readout=readout, **sizes, labels=labels, preprocess=preprocess)
-    batch = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        whole = clip(input_ids=texts, pixel_values=batch).logits_per_image
-    torch.testing.assert_close(vit.logits(batch), whole, atol=1e-5, rtol=1e-5)
-    maps = pl.explain(vit, batch, ["rollout", "ixg", "genatt"], target="a dog")
-    assert all(a.scores.shape == (2, 2, 2) and float(a.scores.abs().max()) > 0 for a in maps.values())
-
-
-@contextlib.contextmanager
-def hub_at(place: str, folder: Path) -> Iterator[None]:
-    """Inside, the hub is at another address, and its cache in a folder."""
+@pytest.fixture
+def hub_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that puts the hub at another address, with its cache in a folder."""
     from huggingface_hub import constants
 
-    kept = constants.ENDPOINT, constants.HF_HUB_CACHE
-    constants.ENDPOINT, constants.HF_HUB_CACHE = place, str(folder)
-    try:
-        yield
-    finally:
-        constants.ENDPOINT, constants.HF_HUB_CACHE = kept
+    def put(place: str) -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", place)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+
+    return put
 
 
 NOBODY = "http://127.0.0.1:9"
 """A port where nobody listens."""
 
 
-def test_a_hub_out_of_reach_is_told_at_once(tmp_path: Path) -> None:
+def test_a_hub_out_of_reach_is_told_at_once(hub_at: Callable[[str], None]) -> None:
     from huggingface_hub import constants
 
-    with hub_at(NOBODY, tmp_path):
-        for name in ("vit_tiny_patch16_224", "hf:nobody/nothing"):
-            begun = time.monotonic()
-            told = refuses(("not in the local cache", f"{NOBODY} cannot be reached"), pl.load, name)
-            assert time.monotonic() - begun < 3, name
-            assert told.startswith(f"'{name}' could not be loaded")
-        assert not constants.HF_HUB_OFFLINE
+    hub_at(NOBODY)
+    for name in ("vit_tiny_patch16_224", "hf:nobody/nothing"):
+        begun = time.monotonic()
+        told = refuses(("not in the local cache", f"{NOBODY} cannot be reached"), pl.load, name)
+        assert time.monotonic() - begun < 3, name
+        assert told.startswith(f"'{name}' could not be loaded")
+    assert not constants.HF_HUB_OFFLINE
 
 
-def test_a_hub_out_of_reach_does_not_matter_where_the_model_is_cached(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::patchlight.AssumedPreprocess")
+def test_a_hub_out_of_reach_does_not_matter_where_the_model_is_cached(
+    hub_at: Callable[[str], None], tmp_path: Path
+) -> None:
     def snapshot(repository: str) -> Path:
         home = tmp_path / f"models--{repository.replace('/', '--')}"
         (home / "refs").mkdir(parents=True)
@@ -292,31 +250,27 @@ def test_a_hub_out_of_reach_does_not_matter_where_the_model_is_cached(tmp_path: 
         (home / "snapshots" / ("a" * 40)).mkdir(parents=True)
         return home / "snapshots" / ("a" * 40)
 
-    plain_hf, plain = model("hf-vit"), timm.create_model("vit_tiny_patch16_224", pretrained=False)
-    plain_hf.save_pretrained(snapshot("some/body"))
+    hub_at(NOBODY)
+    saved, plain = model("hf-vit"), timm.create_model("vit_tiny_patch16_224", pretrained=False)
+    saved.save_pretrained(snapshot("some/body"))
     repository = timm.models.get_pretrained_cfg("vit_tiny_patch16_224").hf_hub_id
     save_file(plain.state_dict(), snapshot(repository) / "model.safetensors")
-    with hub_at(NOBODY, tmp_path), warnings.catch_warnings():
-        warnings.simplefilter("ignore", pl.AssumedPreprocess)
-        for name, given in (("hf:some/body", plain_hf), ("vit_tiny_patch16_224", plain)):
-            begun = time.monotonic()
-            found = pl.load(name).model.state_dict()
-            assert time.monotonic() - begun < 5, name
-            assert all(torch.equal(found[key], value) for key, value in given.state_dict().items())
+    for name, given in (("hf:some/body", saved), ("vit_tiny_patch16_224", plain)):
+        begun = time.monotonic()
+        found = pl.load(name).model.state_dict()
+        assert time.monotonic() - begun < 5, name
+        assert all(torch.equal(found[key], value) for key, value in given.state_dict().items())
 
 
-def test_a_hub_that_is_slow_is_not_out_of_reach(tmp_path: Path) -> None:
+def test_a_hub_that_is_slow_is_not_out_of_reach(hub_at: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that takes connections, and then says nothing for a while."""
-    patience, begun = hub.PATIENCE, time.monotonic()
+    begun = time.monotonic()
+    monkeypatch.setattr(hub, "PATIENCE", 0.3)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(1)
-        try:
-            hub.PATIENCE = 0.3
-            with hub_at(f"http://127.0.0.1:{listening.getsockname()[1]}", tmp_path):
-                assert hub.unreachable() == ""
-        finally:
-            hub.PATIENCE = patience
+        hub_at(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        assert hub.unreachable() == ""
     assert time.monotonic() - begun < 2
 
 

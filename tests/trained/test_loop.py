@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from torch import Tensor
 from patchlight.core.errors import PatchlightError
 from patchlight.trained.devices import Devices
 from patchlight.trained.loop import Learner
+from tests.trained.test_explainers import rows
 from tests.trained.toys import StudentSettings, Told, batches, pictures, teach, toy
 
 QUICK: dict[str, Any] = {"steps": 20, "log_every": 3, "checkpoint_steps": 4}
@@ -26,11 +26,6 @@ QUICK: dict[str, Any] = {"steps": 20, "log_every": 3, "checkpoint_steps": 4}
 
 def settings(**changes: Any) -> StudentSettings:
     return StudentSettings(**{**QUICK, **changes})
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open() as file:
-        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
 
 
 def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -63,6 +58,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from tests.trained.test_loop import settings
+from tests.trained.test_explainers import rows
 from tests.trained.toys import teach
 teach(settings(log_every=1), Path(sys.argv[1]), lambda now: time.sleep(0.1))
 """

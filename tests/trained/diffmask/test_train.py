@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import os
-import signal
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,44 +16,22 @@ from safetensors import safe_open
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.errors import PatchlightError
 from patchlight.core.targets import kl_divergence
 from patchlight.trained.devices import Devices
-from patchlight.trained.diffmask import DiffMask, DiffMaskProgress, DiffMaskSettings, TrainingWarning
+from patchlight.trained.diffmask import DiffMask, DiffMaskSettings, TrainingWarning
 from patchlight.trained.diffmask.calibration import calibrate, finish
 from patchlight.trained.diffmask.gates import aggregate, masked_logits, new_gates, observe
 from patchlight.trained.diffmask.train import GateLearner
-from tests.families import shared
+from tests.trained.test_explainers import DIFFMASK, weights
 from tests.trained.toys import batches, pictures, toy
 
-QUICK: dict[str, Any] = {"steps": 14, "batch_size": 4, "warmup": 4, "log_every": 3, "checkpoint_steps": 4}
-
-
-def weights(dm: DiffMask) -> dict[str, Tensor]:
-    return dict(dm.gates.state_dict())
-
-
-def same(a: DiffMask, b: DiffMask) -> bool:
-    return all(torch.equal(weights(a)[key], value) for key, value in weights(b).items())
+QUICK = DIFFMASK.quick
 
 
 def learner(**changes: Any) -> GateLearner:
     vit = toy()
     return GateLearner(vit, batches(), DiffMaskSettings(**{**QUICK, **changes}), Devices(vit))
-
-
-def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None:
-    vit = toy()
-    before = {k: v.clone() for k, v in vit.model.state_dict().items()}
-    state = torch.get_rng_state()
-    first, second, other = (
-        pl.diffmask.train(vit, batches(), DiffMaskSettings(seed=seed, **QUICK)) for seed in (0, 0, 1)
-    )
-    assert same(first, second)
-    assert not same(first, other)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(before[k], v) for k, v in vit.model.state_dict().items())
-    assert not any(module._forward_hooks for module in vit.model.modules())
 
 
 def test_steps_are_told() -> None:
@@ -108,12 +82,12 @@ def test_at_the_end_beta_is_raised_until_the_mask_itself_keeps_the_output() -> N
             return float(kl.mean() + 2 * kl.std(correction=0) / len(kl) ** 0.5)
 
         margin = bound(0.0) / 4
-        done = finish(gates, vit, pictures(24).split(8), margin, contextlib.nullcontext)
+        done = finish(gates, vit, pictures(24).split(8), margin, "full")
         assert done.shift > 0
         assert gates.beta.tolist() == pytest.approx([-3 + done.shift] * gates.count)
         assert bound(done.shift) <= margin < bound(done.shift - 0.1)
         assert (done.kl, done.images) == (pytest.approx(float(divergence_at(done.shift).mean()), abs=1e-5), 24)
-        assert finish(gates, vit, pictures(24).split(8), margin * 1.01, contextlib.nullcontext).shift == 0
+        assert finish(gates, vit, pictures(24).split(8), margin * 1.01, "full").shift == 0
 
 
 def test_half_of_the_batches_use_all_gates() -> None:
@@ -151,113 +125,7 @@ def test_a_patch_the_model_cannot_see_is_masked_and_one_it_reads_is_kept() -> No
     assert float(maps[:, 1:].mean()) < 0.2
 
 
-SCRIPT = """
-import sys, time
-import torch
-torch.set_num_threads(1)
-import patchlight as pl
-from patchlight.trained.diffmask import DiffMaskSettings
-from tests.trained.diffmask.test_train import QUICK
-from tests.trained.toys import batches, toy
-settings = DiffMaskSettings(**{**QUICK, "log_every": 1})
-pl.diffmask.train(toy(), batches(), settings, lambda now: time.sleep(0.15), sys.argv[1])
-"""
-
-
-def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> None:
-    vit = toy()
-    whole = pl.diffmask.train(vit, batches(), DiffMaskSettings(**QUICK), out=tmp_path / "whole")
-    folder = tmp_path / "killed"
-    root = Path(__file__).resolve().parents[3]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder)], cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    checkpoint = folder / "checkpoint.safetensors"
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert checkpoint.exists()
-    assert not (folder / "gates.safetensors").exists()
-    resumed = pl.diffmask.train(vit, batches(), DiffMaskSettings(**QUICK), out=folder)
-    assert same(whole, resumed)
-    assert same(whole, pl.diffmask.load(folder, vit))
-    again = pl.diffmask.train(vit, batches(), DiffMaskSettings(**QUICK), out=folder)
-    assert same(whole, again)
-    assert again.about == resumed.about
-
-
-def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: Path) -> None:
-    """Also with the mean-field of a window cut in two, in the middle of an epoch."""
-
-    class Stop(Exception):
-        pass
-
-    vit = toy()
-    for preset in ("default", "paper"):
-        settings = DiffMaskSettings.preset(preset, **{**QUICK, "warmup": 4, "gates": "weighted"})
-        whole = pl.diffmask.train(vit, batches(), settings, out=tmp_path / preset / "whole")
-
-        def stop(now: DiffMaskProgress) -> None:
-            if now.step == 9:
-                raise Stop
-
-        folder = tmp_path / preset / "stopped"
-        with pytest.raises(Stop):
-            pl.diffmask.train(vit, batches(), settings, stop, folder)
-        with safe_open(folder / "checkpoint.safetensors", "pt") as file:
-            assert '"step": 8' in file.metadata()["about"]
-        assert same(whole, pl.diffmask.train(vit, batches(), settings, out=folder))
-        ours, theirs = (
-            [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader((p / "metrics.csv").open())]
-            for p in (tmp_path / preset / "whole", folder)
-        )
-        assert ours == theirs
-        assert [float(row["step"]) for row in ours] == [3, 6, 9, 12, 14]
-
-
-def test_a_run_with_other_settings_is_not_taken_up(tmp_path: Path) -> None:
-    vit = toy()
-    pl.diffmask.train(vit, batches(), DiffMaskSettings(**QUICK), out=tmp_path)
-    with pytest.raises(PatchlightError, match="another margin"):
-        pl.diffmask.train(vit, batches(), DiffMaskSettings(margin=0.2, **QUICK), out=tmp_path)
-    fresh = pl.diffmask.train(vit, batches(), DiffMaskSettings(margin=0.2, **QUICK), out=tmp_path, resume=False)
-    assert same(fresh, pl.diffmask.load(tmp_path))
-
-
-def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(tmp_path: Path) -> None:
-    vit = toy()
-    head = vit.model.head.weight  # type: ignore[union-attr]
-
-    def spoil(now: DiffMaskProgress) -> None:
-        if now.step == 9:
-            head.data.fill_(float("nan"))  # type: ignore[union-attr, operator]
-
-    with pytest.raises(PatchlightError, match=r"the loss became nan by step 12; the checkpoint of step 8 is kept"):
-        pl.diffmask.train(vit, batches(), DiffMaskSettings(**QUICK), spoil, tmp_path)
-    with safe_open(tmp_path / "checkpoint.safetensors", "pt") as file:
-        assert all(bool(torch.isfinite(file.get_tensor(key)).all()) for key in file.keys())  # noqa: SIM118
-        assert '"step": 8' in file.metadata()["about"]
-
-
-def test_bad_data_is_refused_before_any_work() -> None:
-    with pytest.raises(PatchlightError, match="no images to train on"):
-        pl.diffmask.train(toy(), [], DiffMaskSettings())
-    with pytest.raises(PatchlightError, match="no images to calibrate on"):
-        pl.diffmask.train(toy(), batches(), DiffMaskSettings(), held_out=[])
-
-
-def test_bad_settings_and_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PatchlightError, match="no setting 'gate_rat'; did you mean"):
-        DiffMaskSettings.preset(gate_rat=1)
-    with pytest.raises(PatchlightError, match="margin=-1"):
-        DiffMaskSettings.preset(margin=-1)
-    with pytest.raises(PatchlightError, match="no DiffMask preset is called 'papr'"):
-        DiffMaskSettings.preset("papr")
-    with pytest.raises(Unsupported, match="no plain grid"):
-        pl.diffmask.train(shared("swin"), [], DiffMaskSettings())
+def test_gates_and_packages_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     initial = DiffMask.of(new_gates(toy(depth=3)), toy(depth=3))
     with pytest.raises(PatchlightError, match="toy needs 4 of width 16"):
         pl.diffmask.train(toy(), batches(), DiffMaskSettings(**QUICK), initial=initial)
@@ -282,13 +150,6 @@ def test_images_at_another_price_are_not_reported(prices: float, mean: float, mo
 
     monkeypatch.setattr(sys.modules["patchlight.trained.diffmask.train"], "kl_divergence", numbered)
     assert float(learner(prices=prices).step(pictures(4), 0)[0]) == pytest.approx(mean)
-
-
-def test_settings_that_do_not_go_together() -> None:
-    with pytest.raises(PatchlightError, match=r"lambda_start=0.1 is not from lambda_low=0.5 to lambda_high=200"):
-        DiffMaskSettings.preset(lambda_start=0.1)
-    with pytest.raises(PatchlightError, match="no setting 'clip'; it was taken out"):
-        DiffMaskSettings.preset(clip=1.0)
 
 
 def test_gates_can_begin_from_others() -> None:

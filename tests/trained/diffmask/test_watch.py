@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import patchlight as pl
-from patchlight.cli import app
-from patchlight.trained.diffmask import DiffMask, DiffMaskProgress, DiffMaskSettings, TrainingWarning, watch
+from patchlight.trained.diffmask import DiffMaskProgress, DiffMaskSettings, TrainingWarning, watch
 from patchlight.trained.diffmask.gates import Gates, Seen, observe
 from patchlight.trained.diffmask.watch import Probe, Watch, probe_sums, read_probe
 from patchlight.trained.loop import fresh_seed
+from tests.helpers import command
+from tests.trained.test_explainers import rows, same
 from tests.trained.toys import batches, pictures, toy
 
 SHORT: dict[str, Any] = {
@@ -57,15 +55,6 @@ def shut(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> None:
 @pytest.fixture
 def first_is_shut(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
     shut(monkeypatch, 0)
-
-
-def same(a: DiffMask, b: DiffMask) -> bool:
-    return all(torch.equal(b.gates.state_dict()[key], value) for key, value in a.gates.state_dict().items())
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open() as file:
-        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
 
 
 @pytest.mark.usefixtures("first_is_shut")
@@ -198,7 +187,7 @@ def test_spare_patches_are_those_the_output_does_not_need(kept: list[int], spare
         patch.setattr(watch, "masked_logits", read_first)
         patch.setattr(watch, "observe", lambda vit, images: Seen(h0, [h0], read_first(vit, images, h0)))
         h0 = observe(vit, x).h0
-        sums = probe_sums(gates, vit, x, 1e-3, torch.Generator().manual_seed(0), nullcontext)
+        sums = probe_sums(gates, vit, x, 1e-3, torch.Generator().manual_seed(0), "full")
     found = read_probe(sums, 64)
     assert found.kept == pytest.approx(len(kept) / 16)
     assert found.spare == pytest.approx(spare, abs=0.05)
@@ -213,18 +202,7 @@ def test_the_command_says_that_it_started_again(tmp_path: Path) -> None:
         (tmp_path / "data" / name).mkdir(parents=True)
         for i in range(2):
             Image.new("RGB", (32, 32), (100 * i, 50, 200)).save(tmp_path / "data" / name / f"{i}.png")
-    words = [
-        "diffmask",
-        "train",
-        "--data",
-        str(tmp_path / "data"),
-        "--out",
-        str(tmp_path / "dm"),
-        "--preset",
-        "authors",
-    ]
+    words = ["diffmask", "train", "--data", f"{tmp_path}/data", "--out", f"{tmp_path}/dm", "--preset", "authors"]
     for change in ("beta=40", "steps=25", "batch_size=2", "restarts=1", "warmup=0", "gate_rate=1e-9"):
         words += ["--set", change]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    assert "; started again once (step 20: nothing is masked (kept 100.0%" in done.output
+    command(*words, says=("; started again once (step 20: nothing is masked (kept 100.0%",))

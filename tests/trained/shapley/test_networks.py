@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.errors import PatchlightError
 from patchlight.trained.shapley.networks import (
     Change,
     Copy,
@@ -156,21 +154,6 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return load_file(folder / "values.safetensors")
-
-
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    untrained(toy()).save(tmp_path)
-    with pytest.raises(PatchlightError, match="made for toy with 2 blocks, not 3"):
-        pl.shapley.load(tmp_path, toy(depth=3))
-    with pytest.raises(PatchlightError, match="other weights of toy"):
-        pl.shapley.load(tmp_path, toy(seed=1))
-    about = json.loads((tmp_path / "vit-shapley.json").read_text())
-    (tmp_path / "vit-shapley.json").write_text(json.dumps({**about, "format": 9}))
-    with pytest.raises(PatchlightError, match="a later Patchlight"):
-        pl.shapley.load(tmp_path)
-    (tmp_path / "vit-shapley.json").unlink()
-    with pytest.raises(PatchlightError, match=r"holds no ViT-Shapley explainer \(vit-shapley.json is missing\)"):
-        pl.shapley.load(tmp_path)
 
 
 def test_it_follows_the_model() -> None:

@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.errors import Unsupported
 from patchlight.methods.shapley import constrained_values
-from patchlight.trained.shapley import ShapleyProgress, ShapleySettings, SurrogateProgress, ViTShapley
+from patchlight.trained.shapley import ShapleyProgress, ShapleySettings, SurrogateProgress
 from patchlight.trained.shapley.networks import Change, Copy, read_logits
 from tests.families import shared
+from tests.trained.test_explainers import SHAPLEY, weights
 from tests.trained.toys import batches, pictures, toy
 
-QUICK: dict[str, Any] = {
-    **{"steps": 10, "surrogate_steps": 8, "batch_size": 4, "masks": 4, "rank": 2, "rate": 1e-2, "surrogate_rate": 1e-2},
-    **{"warmup": 2, "log_every": 3, "checkpoint_steps": 4},
-}
-
-
-def weights(sh: ViTShapley) -> dict[str, Tensor]:
-    return dict(sh.network.state_dict())
-
-
-def same(a: ViTShapley, b: ViTShapley) -> bool:
-    return all(torch.equal(weights(a)[key], value) for key, value in weights(b).items())
-
-
-def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone() -> None:
-    vit = toy()
-    before = {k: v.clone() for k, v in vit.model.state_dict().items()}
-    state = torch.get_rng_state()
-    first, second, other = (pl.shapley.train(vit, batches(), ShapleySettings(seed=seed, **QUICK)) for seed in (0, 0, 1))
-    assert same(first, second)
-    assert not same(first, other)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(before[k], v) for k, v in vit.model.state_dict().items())
-    assert all(p.grad is None and p.requires_grad for p in vit.model.parameters())
-    assert not any(module._forward_hooks for module in vit.model.modules())
+QUICK = SHAPLEY.quick
 
 
 def test_both_stages_are_told() -> None:
@@ -159,96 +128,7 @@ def _worth(vit: Any, x: Tensor, z: Tensor) -> Tensor:
     return vit.probabilities(vit.readout(vit.run(vit.embed(x), keep=keep)))  # type: ignore[no-any-return]
 
 
-SCRIPT = """
-import sys, time
-import torch
-torch.set_num_threads(1)
-import patchlight as pl
-from patchlight.trained.shapley import ShapleySettings
-from tests.trained.shapley.test_train import QUICK
-from tests.trained.toys import batches, toy
-settings = ShapleySettings(**{**QUICK, "log_every": 1})
-pl.shapley.train(toy(), batches(), settings, lambda now: time.sleep(0.1), sys.argv[1])
-"""
-
-
-@pytest.mark.parametrize("stage", [pytest.param("surrogate", marks=pytest.mark.slow), "."])
-def test_killed_and_resumed_it_ends_with_the_same_weights(stage: str, tmp_path: Path) -> None:
-    vit = toy()
-    whole = pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=tmp_path / "whole")
-    folder = tmp_path / "killed"
-    root = Path(__file__).resolve().parents[3]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder)], cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    checkpoint = folder / stage / "checkpoint.safetensors"
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.15)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert checkpoint.exists()
-    assert not (folder / "values.safetensors").exists()
-    resumed = pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=folder)
-    assert same(whole, resumed)
-    assert same(whole, pl.shapley.load(folder, vit))
-    again = pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=folder)
-    assert same(whole, again)
-    assert again.about == resumed.about
-
-
-def test_stopped_anywhere_it_goes_on_to_the_same_weights_and_metrics(tmp_path: Path) -> None:
-    class Stop(Exception):
-        pass
-
-    vit = toy()
-    whole = pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=tmp_path / "whole")
-    folder = tmp_path / "stopped"
-    for kind in (SurrogateProgress, ShapleyProgress):
-
-        def stop(now: Any, kind: type = kind) -> None:
-            if isinstance(now, kind) and now.step == 6:
-                raise Stop
-
-        with pytest.raises(Stop):
-            pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), stop, folder)
-        place = folder if kind is ShapleyProgress else folder / "surrogate"
-        with safe_open(place / "checkpoint.safetensors", "pt") as file:
-            assert '"step": 4' in file.metadata()["about"]
-    assert same(whole, pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=folder))
-    for place in (".", "surrogate"):
-        ours, theirs = (
-            [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader((p / "metrics.csv").open())]
-            for p in (tmp_path / "whole" / place, folder / place)
-        )
-        assert ours == theirs
-
-
-def test_a_run_with_other_settings_is_not_taken_up(tmp_path: Path) -> None:
-    vit = toy()
-    pl.shapley.train(vit, batches(), ShapleySettings(**QUICK), out=tmp_path)
-    with pytest.raises(PatchlightError, match="another steps"):
-        pl.shapley.train(vit, batches(), ShapleySettings(**{**QUICK, "steps": 12}), out=tmp_path)
-    with pytest.raises(PatchlightError, match="another rate"):
-        pl.shapley.train(vit, batches(), ShapleySettings(**{**QUICK, "rate": 1e-3}), out=tmp_path)
-    first = pl.shapley.train(vit, batches(), ShapleySettings(**{**QUICK, "rate": 1e-3}), out=tmp_path, resume=False)
-    assert same(first, pl.shapley.load(tmp_path))
-
-
-def test_bad_data_settings_and_models_are_refused() -> None:
-    with pytest.raises(PatchlightError, match="no images to train on"):
-        pl.shapley.train(toy(), [], ShapleySettings())
-    with pytest.raises(PatchlightError, match="no images to check on"):
-        pl.shapley.train(toy(), batches(), ShapleySettings(), held_out=[])
-    with pytest.raises(PatchlightError, match="no setting 'rat'; did you mean"):
-        ShapleySettings.preset(rat=1)
-    with pytest.raises(PatchlightError, match="masks=3"):
-        ShapleySettings.preset(masks=3)
-    with pytest.raises(PatchlightError, match="no ViT-Shapley preset is called 'papr'"):
-        ShapleySettings.preset("papr")
-    with pytest.raises(Unsupported, match="no plain grid"):
-        pl.shapley.train(shared("swin"), [], ShapleySettings())
+def test_a_model_whose_attention_cannot_be_masked_is_refused() -> None:
     with pytest.raises(Unsupported, match="reads its patches"):
         pl.shapley.train(shared("reg4-gap"), [], ShapleySettings())
 

@@ -62,20 +62,14 @@ def expected(u: Tensor) -> Tensor:
     return torch.sigmoid(u[..., None] - shifts) @ weights
 
 
-def _nodes(count: int = 24, last: float = 16.0) -> list[tuple[float, float]]:
-    """Nodes x and weights (r - l) w y (1 - y), from y = -l / (r - l) on, scaled to sum to one (E[z] -> 1)."""
-    share = -LOW / (HIGH - LOW)
-    first = math.log(share / (1 - share))
+@cache
+def _nodes_on(device: torch.device, dtype: torch.dtype, count: int = 24, last: float = 16.0) -> tuple[Tensor, Tensor]:
+    """tau times the nodes x from y = -l / (r - l) on, and weights w y (1 - y) that sum to one (E[z] -> 1), as u is."""
+    first = math.log(-LOW / HIGH)
     x, w = np.polynomial.legendre.leggauss(count)
     x = first + (x + 1) * (last - first) / 2
     y = 1 / (1 + np.exp(-x))
     weights = w * y * (1 - y)
-    return [(float(a), float(b)) for a, b in zip(x, weights / weights.sum(), strict=True)]
-
-
-@cache
-def _nodes_on(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """tau times the nodes, and the weights, where u is."""
-    x, w = zip(*_nodes(), strict=True)
     with torch.inference_mode(False):
-        return TEMPERATURE * torch.tensor(x, device=device, dtype=dtype), torch.tensor(w, device=device, dtype=dtype)
+        nodes = torch.tensor(x.tolist(), device=device, dtype=dtype)
+        return TEMPERATURE * nodes, torch.tensor((weights / weights.sum()).tolist(), device=device, dtype=dtype)
