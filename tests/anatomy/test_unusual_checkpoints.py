@@ -162,10 +162,8 @@ def test_labels_that_are_no_list() -> None:
 
 def test_nothing_given_as_a_keyword_of_wrap() -> None:
     plain = pl.load("pocket").model
-    vit = pl.wrap(plain, labels=None, name=None, preprocess=None, sigmoid=None, stage=None)
-    assert vit.labels is None
-    assert vit.preprocess == pl.wrap(plain).preprocess
-    assert vit.name == pl.wrap(plain).name
+    vit, other = pl.wrap(plain, labels=None, name=None, preprocess=None, sigmoid=None, stage=None), pl.wrap(plain)
+    assert (vit.labels, vit.preprocess, vit.name) == (other.labels, other.preprocess, other.name)
 
 
 def test_a_wrong_keyword_of_wrap() -> None:
