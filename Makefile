@@ -50,6 +50,7 @@ test-accelerator:
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/ruff format --check src tests benchmarks tools
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 bench: $(VENV)/.stamp-dev
