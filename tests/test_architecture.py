@@ -82,7 +82,9 @@ def test_functions_have_at_most_eight_parameters() -> None:
         for file in SOURCES
         if "cli" not in file.parts and file.name != "kernels.py"  # a kernel takes numbers alone
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _parameters(node) > 8 and not _public(node, file)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and _parameters(node) > 8
+        and not _public(node, file)
     ]
     assert not long
 
