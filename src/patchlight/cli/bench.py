@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchlight.cli.common import SOME_FAILED, answering, print_json, progress, say
-from patchlight.cli.options import AsJson, Debug, Plugin, command
+from patchlight.cli.common import SOME_FAILED, print_json, progress, say
+from patchlight.cli.options import AsJson, Plugin, command
 from patchlight.cli.planning import plan_run
 from patchlight.cli.recipes import RecipeOptions, list_recipes
 from patchlight.cli.sharing import compare, export, merge, print_per_image, tell_unused
@@ -49,82 +49,79 @@ def run(
         typer.Option("--from", help="An exported run, or another: what it knows is not measured again.", metavar="DIR"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print events, a line of JSON each.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Run a recipe. What is done already is left alone; failures are counted and do not stop it.
 
     A run, or a shard of one, is the work of one process at a time. SIGTERM stops it after what it is doing, with exit
     code 75; the same command resumes it.
     """
-    with answering(as_json, debug):
-        from patchlight.bench.executors import devices_of
-        from patchlight.bench.local import PREEMPTED, RunOptions, preemptible
-        from patchlight.bench.local import run as run_recipe
-        from patchlight.bench.plan import WHOLE, Shard
-        from patchlight.bench.share import bring
+    from patchlight.bench.executors import devices_of
+    from patchlight.bench.local import PREEMPTED, RunOptions, preemptible
+    from patchlight.bench.local import run as run_recipe
+    from patchlight.bench.plan import WHOLE, Shard
+    from patchlight.bench.share import bring
 
-        options = RunOptions(
-            text=chosen.text,
-            quick=chosen.quick,
-            retry=retry,
-            shard=Shard.parse(shard) if shard is not None else WHOLE,
-            device=chosen.device,
-            workers=workers,
-            ray=ray,
-        )
+    options = RunOptions(
+        text=chosen.text,
+        quick=chosen.quick,
+        retry=retry,
+        shard=Shard.parse(shard) if shard is not None else WHOLE,
+        device=chosen.device,
+        workers=workers,
+        ray=ray,
+    )
+    if source is not None:
+        device = chosen.device if ray is not None else devices_of(chosen.device)[0]
+        bring(source, out, chosen.recipe, device, progress=not as_json)
+    try:
+        with preemptible() as stop, _watching(as_json) as listen:
+            summary = run_recipe(chosen.recipe, out, options, stop, listen)
+    except KeyboardInterrupt:
+        say(f"stopped; what is done is kept in '{out}', and the same command resumes it")
+        raise
+    if not as_json:
+        _conclude(summary, out)
         if source is not None:
-            device = chosen.device if ray is not None else devices_of(chosen.device)[0]
-            bring(source, out, chosen.recipe, device, progress=not as_json)
-        try:
-            with preemptible() as stop, _watching(as_json) as listen:
-                summary = run_recipe(chosen.recipe, out, options, stop, listen)
-        except KeyboardInterrupt:
-            say(f"stopped; what is done is kept in '{out}', and the same command resumes it")
-            raise
-        if not as_json:
-            _conclude(summary, out)
-            if source is not None:
-                tell_unused(source, out, summary)
-        if stop.asked.is_set() and summary.left:
-            raise typer.Exit(PREEMPTED)
-        if summary.failures:
-            raise typer.Exit(SOME_FAILED)
+            tell_unused(source, out, summary)
+    if stop.asked.is_set() and summary.left:
+        raise typer.Exit(PREEMPTED)
+    if summary.failures:
+        raise typer.Exit(SOME_FAILED)
 
 
 @bench.command()
-def status(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def status(folder: Folder, as_json: AsJson = False) -> None:
     """How far a run is, and what failed."""
-    with answering(as_json, debug):
-        from patchlight.bench.store import Store
+    from patchlight.bench.store import Store
 
-        store = Store(folder)
-        manifest, results = store.manifest(), store.results()
-        done = sum(len(column) - column.undone for column in results.columns.values())
-        models = {
-            model: sum(len(c) - c.undone for (label, *_), c in results.columns.items() if label == model)
-            for model in manifest.resolved.models
-        }
-        workers = store.workers()
-        state = {
-            "recipe": manifest.resolved.name,
-            "quick": manifest.quick,
-            "values": manifest.values,
-            "done": done,
-            "models": models,
-            "workers": workers,
-            "failures": results.failures,
-            "notes": [*manifest.notes, *results.notes],
-        }
-        if as_json:
-            print_json(state)
-            return
-        quick = ", quick" if manifest.quick else ""
-        print(f"{manifest.resolved.name}{quick}: {done} of {manifest.values} values done")
-        for model, count in models.items():
-            print(f"  {model}: {count} of {manifest.values // len(models)}")
-        for worker in workers:
-            print(f"at work: {worker}")
-        _tell(results.failures, [*manifest.notes, *results.notes], print)
+    store = Store(folder)
+    manifest, results = store.manifest(), store.results()
+    models = {
+        model: sum(len(c) - c.undone for (label, *_), c in results.columns.items() if label == model)
+        for model in manifest.resolved.models
+    }
+    done, workers = sum(models.values()), store.workers()
+    state = {
+        "recipe": manifest.resolved.name,
+        "quick": manifest.quick,
+        "values": manifest.values,
+        "done": done,
+        "models": models,
+        "workers": workers,
+        "failures": results.failures,
+        "notes": [*manifest.notes, *results.notes],
+    }
+    if as_json:
+        print_json(state)
+        return
+    quick = ", quick" if manifest.quick else ""
+    print(f"{manifest.resolved.name}{quick}: {done} of {manifest.values} values done")
+    for model, count in models.items():
+        print(f"  {model}: {count} of {manifest.values // len(models)}")
+    for worker in workers:
+        print(f"at work: {worker}")
+    _tell(results.failures, [*manifest.notes, *results.notes], print)
 
 
 @bench.command()
