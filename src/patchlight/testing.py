@@ -42,50 +42,29 @@ def check_method(
     a clear refusal where the method does not support the model. `double` is the same model in float64: where it is
     given, batches and targets are compared there, out of reach of rounding.
     """
-    entry = resolve(name).method
-    given = {**entry.quick, **(settings or {})}
-    request = resolve(name, given)
-    if refusal(request, vit) is not None:
-        _check_refusal(request, vit, images)
+    given = {**resolve(name).method.quick, **(settings or {})}
+    trial = _MethodTrial(resolve(name, given), vit, images, given)
+    if refusal(trial.request, vit) is not None:
+        trial.check_refusal()
         return
     before = _state(vit, images)
     random_state = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateMap)
-        first = _check_result(request, vit, images, given)
-        _check_seed(request, vit, images, given, first)
-        _check_modes(request, vit, images, given, first)
-        steady, batch, whole = vit, images, first
+        first = trial.check_result()
+        trial.check_seed(first)
+        trial.check_modes(first)
+        steady, whole = trial, first
         if double is not None:
-            steady, batch = double, images.double()
-            whole = _check_precision(request, steady, batch, given, first)
-        _check_batch(request, steady, batch, given, whole)
-        _check_targets(request, steady, batch, given, whole)
-    _check_provenance(request, vit, first)
+            steady = replace(trial, vit=double, images=images.double())
+            whole = steady.run()
+            assert torch.equal(whole.target, first.target), "float64 predicts another class"
+            trial.close(whole.scores, first.scores, "float32 and float64", tolerance=2e-3)
+        steady.check_batch(whole)
+        steady.check_targets(whole)
+    trial.check_provenance(first)
     assert torch.equal(torch.get_rng_state(), random_state), "the global random state was moved"
     _check_untouched(before, _state(vit, images))
-
-
-def _run(request: Request, vit: Anatomy, images: Tensor, given: Mapping[str, Any], **options: Any) -> Attribution:
-    result = explain(vit, images, request.label, **options, **given)
-    assert isinstance(result, Attribution)
-    return result
-
-
-def _close(request: Request, a: Tensor, b: Tensor, what: str, tolerance: float = 1e-5) -> None:
-    """Equal to `tolerance` of the map's size for exact methods, in rank for discrete ones."""
-    assert a.shape == b.shape, f"{what}: shapes {list(a.shape)} and {list(b.shape)}"
-    if request.method.exact:
-        scale = float(a.abs().max().clamp_min(1e-12))
-        worst = float((a - b).abs().max()) / scale
-        assert worst <= tolerance, f"{what}: maps differ by {worst:.1e} of their maximum"
-    else:
-        tolerance = 0.01
-        ranks = [spearman(one, other) for one, other in zip(a.flatten(0, -3), b.flatten(0, -3), strict=True)]
-        worst = 1 - float(torch.tensor(ranks, dtype=torch.float64).min())
-        assert worst <= tolerance, f"{what}: rank correlation {1 - worst:.3f}"
-    if compared is not None:
-        compared(what, worst, tolerance)
 
 
 def spearman(a: Tensor, b: Tensor) -> float:
@@ -95,106 +74,114 @@ def spearman(a: Tensor, b: Tensor) -> float:
     return float(spearmanr(a.flatten().numpy(), b.flatten().numpy()).statistic)
 
 
-def _check_refusal(request: Request, vit: Anatomy, images: Tensor) -> None:
-    told = _complaint(lambda: explain(vit, images, request.label), Unsupported)
-    assert request.method.name in told, f"the refusal does not name the method: {told}"
-    assert (refusal(request, vit) or "") in told, f"the refusal gives no reason: {told}"
-    row = next(m for m in list_methods(vit) if m.name == request.method.name)
-    if request.name != request.method.name:
-        return  # a composition may be refused where the method itself works
-    assert row.supported is False, f"methods({vit.name}) calls {row.name} supported"
-    assert row.reason
+@dataclass(frozen=True)
+class _MethodTrial:
+    """A method under test, and all that `explain` is given."""
 
+    request: Request
+    vit: Anatomy
+    images: Tensor
+    settings: Mapping[str, Any]
 
-def _check_result(request: Request, vit: Anatomy, images: Tensor, given: Mapping[str, Any]) -> Attribution:
-    att = _run(request, vit, images, given)
-    grid = vit.grid if request.level == "token" else vit.preprocess.size
-    assert tuple(att.scores.shape) == (len(images), *grid), f"scores have shape {list(att.scores.shape)}"
-    assert att.grid == grid, "att.grid is not the scores' own"
-    assert att.level == request.level, "att.level is not what was asked"
-    assert att.scores.dtype == torch.float32, f"scores are {att.scores.dtype}"
-    assert att.scores.device.type == "cpu", "scores are not on the CPU"
-    assert not att.scores.requires_grad, "scores hold on to a graph"
-    assert bool(torch.isfinite(att.scores).all()), "scores are not finite"
-    assert not request.method.nonnegative or bool((att.scores >= 0).all()), (
-        "scores of a non-negative method are negative"
-    )
-    flat = att.scores.flatten(1)
-    assert bool((flat.amax(1) > flat.amin(1)).any()), "every map is constant"
-    return att
+    def run(self, **options: Any) -> Attribution:
+        result = explain(self.vit, self.images, self.request.label, **options, **self.settings)
+        assert isinstance(result, Attribution)
+        return result
 
+    def close(self, a: Tensor, b: Tensor, what: str, tolerance: float = 1e-5) -> None:
+        """Equal to `tolerance` of the map's size for exact methods, in rank for discrete ones."""
+        assert a.shape == b.shape, f"{what}: shapes {list(a.shape)} and {list(b.shape)}"
+        if self.request.method.exact:
+            scale = float(a.abs().max().clamp_min(1e-12))
+            worst = float((a - b).abs().max()) / scale
+            assert worst <= tolerance, f"{what}: maps differ by {worst:.1e} of their maximum"
+        else:
+            tolerance = 0.01
+            ranks = [spearman(one, other) for one, other in zip(a.flatten(0, -3), b.flatten(0, -3), strict=True)]
+            worst = 1 - float(torch.tensor(ranks, dtype=torch.float64).min())
+            assert worst <= tolerance, f"{what}: rank correlation {1 - worst:.3f}"
+        if compared is not None:
+            compared(what, worst, tolerance)
 
-def _check_batch(request: Request, vit: Anatomy, images: Tensor, given: Mapping[str, Any], whole: Attribution) -> None:
-    single = torch.cat([_run(request, vit, images[i : i + 1], given).scores for i in range(len(images))])
-    _close(request, whole.scores, single, "a batch and single calls")
-    cut = _run(request, vit, images, given, batch_size=1).scores
-    _close(request, whole.scores, cut, "one batch and batch_size=1")
-    others = [name for name in ("rawatt", "ixg.libra", "random") if refusal(resolve(name), vit) is None]
-    together = explain(vit, images, {**{other: {} for other in others}, request.label: given})[request.label].scores
-    _close(request, whole.scores, together, "alone and among others")
+    def check_refusal(self) -> None:
+        request, vit = self.request, self.vit
+        told = _complaint(lambda: explain(vit, self.images, request.label), Unsupported)
+        assert request.method.name in told, f"the refusal does not name the method: {told}"
+        assert (refusal(request, vit) or "") in told, f"the refusal gives no reason: {told}"
+        row = next(m for m in list_methods(vit) if m.name == request.method.name)
+        if request.name == request.method.name:  # a composition may be refused where the method itself works
+            assert row.supported is False, f"methods({vit.name}) calls {row.name} supported"
+            assert row.reason
 
+    def check_result(self) -> Attribution:
+        att, request, vit = self.run(), self.request, self.vit
+        grid = vit.grid if request.level == "token" else vit.preprocess.size
+        assert tuple(att.scores.shape) == (len(self.images), *grid), f"scores have shape {list(att.scores.shape)}"
+        assert att.grid == grid, "att.grid is not the scores' own"
+        assert att.level == request.level, "att.level is not what was asked"
+        assert att.scores.dtype == torch.float32, f"scores are {att.scores.dtype}"
+        assert att.scores.device.type == "cpu", "scores are not on the CPU"
+        assert not att.scores.requires_grad, "scores hold on to a graph"
+        assert bool(torch.isfinite(att.scores).all()), "scores are not finite"
+        negative = request.method.nonnegative and bool((att.scores < 0).any())
+        assert not negative, "scores of a non-negative method are negative"
+        flat = att.scores.flatten(1)
+        assert bool((flat.amax(1) > flat.amin(1)).any()), "every map is constant"
+        return att
 
-def _check_seed(request: Request, vit: Anatomy, images: Tensor, given: Mapping[str, Any], first: Attribution) -> None:
-    again = _run(request, vit, images, given).scores
-    assert torch.equal(first.scores, again), "two equal calls differ"
-    other = _run(request, vit, images, given, seed=1).scores
-    same = torch.equal(first.scores, other)
-    assert same != request.method.stochastic, f"another seed {'does not change' if same else 'changes'} the map"
+    def check_batch(self, whole: Attribution) -> None:
+        single = [replace(self, images=image[None]).run().scores for image in self.images]
+        self.close(whole.scores, torch.cat(single), "a batch and single calls")
+        self.close(whole.scores, self.run(batch_size=1).scores, "one batch and batch_size=1")
+        names = ("rawatt", "ixg.libra", "random")
+        others: dict[str, Any] = {name: {} for name in names if refusal(resolve(name), self.vit) is None}
+        together = explain(self.vit, self.images, {**others, self.request.label: self.settings})
+        self.close(whole.scores, together[self.request.label].scores, "alone and among others")
 
+    def check_seed(self, first: Attribution) -> None:
+        assert torch.equal(first.scores, self.run().scores), "two equal calls differ"
+        same = torch.equal(first.scores, self.run(seed=1).scores)
+        stochastic = self.request.method.stochastic
+        assert same != stochastic, f"another seed {'does not change' if same else 'changes'} the map"
 
-def _check_targets(
-    request: Request, vit: Anatomy, images: Tensor, given: Mapping[str, Any], first: Attribution
-) -> None:
-    count = len(images)
-    assert first.target.shape == (count,), "the explained classes are not recorded"
-    explicit = _run(request, vit, images, given, target=first.target.tolist())
-    _close(request, first.scores, explicit.scores, "the prediction, by default and by name")
-    other = (first.target + 1) % vit.outcomes
-    changed = _run(request, vit, images, given, target=other)
-    moved = not torch.equal(first.scores, changed.scores)
-    mirrored = vit.classes == 1 and request.method.unsigned  # y and -y have gradients of one size
-    told = f"another class {'changes' if moved else 'does not change'} the map"
-    own = moved and vit.rows_differ  # what a class reads is its own even where the map is of no class
-    assert mirrored or own or moved == request.method.class_specific, told
-    both = _run(request, vit, images, given, target=torch.stack([first.target, other], 1))
-    assert both.scores.shape[:2] == (count, 2), f"two classes give shape {list(both.scores.shape)}"
-    _close(request, first.scores, both.scores[:, 0], "the first of two classes and alone")
-    _close(request, changed.scores, both.scores[:, 1], "the second of two classes and alone")
-    pair = _run(request, vit, images, given, target=(0, 1))
-    assert bool(torch.isfinite(pair.scores).all()), "a pair of classes gives no finite map"
+    def check_targets(self, first: Attribution) -> None:
+        vit, count = self.vit, len(self.images)
+        assert first.target.shape == (count,), "the explained classes are not recorded"
+        explicit = self.run(target=first.target.tolist())
+        self.close(first.scores, explicit.scores, "the prediction, by default and by name")
+        other = (first.target + 1) % vit.outcomes
+        changed = self.run(target=other)
+        moved = not torch.equal(first.scores, changed.scores)
+        mirrored = vit.classes == 1 and self.request.method.unsigned  # y and -y have gradients of one size
+        own = moved and vit.rows_differ  # what a class reads is its own even where the map is of no class
+        expected = mirrored or own or moved == self.request.method.class_specific
+        assert expected, f"another class {'changes' if moved else 'does not change'} the map"
+        both = self.run(target=torch.stack([first.target, other], 1))
+        assert both.scores.shape[:2] == (count, 2), f"two classes give shape {list(both.scores.shape)}"
+        self.close(first.scores, both.scores[:, 0], "the first of two classes and alone")
+        self.close(changed.scores, both.scores[:, 1], "the second of two classes and alone")
+        pair = self.run(target=(0, 1))
+        assert bool(torch.isfinite(pair.scores).all()), "a pair of classes gives no finite map"
 
+    def check_modes(self, first: Attribution) -> None:
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                inside = self.run().scores
+            self.close(first.scores, inside, f"inside {mode.__name__} and outside")
 
-def _check_modes(request: Request, vit: Anatomy, images: Tensor, given: Mapping[str, Any], first: Attribution) -> None:
-    with torch.no_grad():
-        inside = _run(request, vit, images, given).scores
-    _close(request, first.scores, inside, "inside no_grad and outside")
-    with torch.inference_mode():
-        inside = _run(request, vit, images, given).scores
-    _close(request, first.scores, inside, "inside inference_mode and outside")
-
-
-def _check_precision(
-    request: Request, double: Anatomy, images: Tensor, given: Mapping[str, Any], first: Attribution
-) -> Attribution:
-    exact = _run(request, double, images, given)
-    assert torch.equal(exact.target, first.target), "float64 predicts another class"
-    _close(request, exact.scores, first.scores, "float32 and float64", tolerance=2e-3)
-    return exact
-
-
-def _check_provenance(request: Request, vit: Anatomy, first: Attribution) -> None:
-    assert first.method == request.name
-    assert first.model == vit.name
-    assert {"patchlight", "torch"} <= first.versions.keys()
-    with tempfile.TemporaryDirectory() as folder:
-        back = Attribution.load(first.save(Path(folder) / "out"))
-    assert torch.equal(back.scores, first.scores)
-    assert torch.equal(back.target, first.target)
-    assert (back.method, back.model, back.level, back.seed) == (first.method, first.model, first.level, first.seed)
-    entry = request.method
-    _check_words(entry, entry.cost, entry.settings(request.composition))
-    assert all(resolve(alias).method is entry for alias in entry.aliases), "an alias leads elsewhere"
-    assert "no_such_setting" in _complaint(lambda: resolve(request.label, {"no_such_setting": 1}), PatchlightError)
+    def check_provenance(self, first: Attribution) -> None:
+        entry, label = self.request.method, self.request.label
+        assert first.method == self.request.name
+        assert first.model == self.vit.name
+        assert {"patchlight", "torch"} <= first.versions.keys()
+        with tempfile.TemporaryDirectory() as folder:
+            back = Attribution.load(first.save(Path(folder) / "out"))
+        assert torch.equal(back.scores, first.scores)
+        assert torch.equal(back.target, first.target)
+        assert (back.method, back.model, back.level, back.seed) == (first.method, first.model, first.level, first.seed)
+        _check_words(entry, entry.cost, entry.settings(self.request.composition))
+        assert all(resolve(alias).method is entry for alias in entry.aliases), "an alias leads elsewhere"
+        assert "no_such_setting" in _complaint(lambda: resolve(label, {"no_such_setting": 1}), PatchlightError)
 
 
 def _check_words(entry: Entry, cost: str, settings: Mapping[str, Setting]) -> None:
@@ -281,17 +268,14 @@ def check_metric(
     entry = resolve_metric(name).metric
     asked = {**entry.quick, **(settings or {})}
     notes = {"labels": labels, "boxes": boxes, "masks": masks}
-    trial = _Trial(resolve_metric(name, asked), asked, vit, images, {k: v for k, v in notes.items() if v is not None})
+    trial = _MetricTrial(
+        resolve_metric(name, asked), asked, vit, images, {k: v for k, v in notes.items() if v is not None}
+    )
     before, random_state = _state(vit, images), torch.get_rng_state()
     try:
         first, told = trial.run(trial.maps)
     except Unsupported as error:
-        refused = str(error)
-    else:
-        refused = ""
-    if refused:
-        assert vit.name in refused, f"the refusal does not name the model: {refused}"
-        return None
+        return _refused(vit, str(error))
     _check_values(trial, first, told)
     _check_metric_seed(trial, first)
     steady, whole = trial, first
@@ -311,12 +295,16 @@ def check_metric(
     return first
 
 
+def _refused(vit: Anatomy, reason: str) -> None:
+    assert vit.name in reason, f"the refusal does not name the model: {reason}"
+
+
 DRAWS = 24
 """Random maps of each image that `chance` is compared with."""
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _MetricTrial:
     """A metric under test: all that `evaluate` is given but the maps."""
 
     request: MetricRequest
@@ -341,7 +329,7 @@ class _Trial:
         maps = torch.rand(len(self.images), *size, generator=generator, dtype=torch.float64)
         return maps.to(self.vit.device, self.vit.dtype)
 
-    def only(self, rows: Sequence[int]) -> _Trial:
+    def only(self, rows: Sequence[int]) -> _MetricTrial:
         """The same trial on some of the images, which may repeat."""
         notes = {
             key: note[rows] if isinstance(note, Tensor) else [note[i] for i in rows] for key, note in self.notes.items()
@@ -369,7 +357,7 @@ def _tokens_size(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> T
     return vit.patches(torch.linalg.vector_norm(last, dim=-1))
 
 
-def _check_values(trial: _Trial, found: Evaluation, told: Sequence[str], whole: bool = True) -> None:
+def _check_values(trial: _MetricTrial, found: Evaluation, told: Sequence[str], whole: bool = True) -> None:
     """One value in the bounds for each image, or a reason why there is none, which was also told."""
     count, (low, high) = len(trial.images), found.bounds
     values, there = found.values, found.values.isfinite()
@@ -404,7 +392,7 @@ def _agree(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) 
         compared(what, error, tolerance)
 
 
-def _check_metric_seed(trial: _Trial, first: Evaluation) -> None:
+def _check_metric_seed(trial: _MetricTrial, first: Evaluation) -> None:
     again, other = (trial.run(trial.maps, seed=seed)[0].values for seed in (0, 1))
     assert torch.equal(again.nan_to_num(), first.values.nan_to_num()), "two equal calls differ"
     same = torch.equal(other.nan_to_num(), again.nan_to_num())
@@ -412,7 +400,7 @@ def _check_metric_seed(trial: _Trial, first: Evaluation) -> None:
     assert same != stochastic, f"another seed {'does not change' if same else 'changes'} the values"
 
 
-def _check_metric_batch(trial: _Trial, whole: Evaluation) -> None:
+def _check_metric_batch(trial: _MetricTrial, whole: Evaluation) -> None:
     maps, count = trial.maps, len(trial.images)
     each = [trial.only([i]).run(maps[[i]] if isinstance(maps, Tensor) else maps)[0] for i in range(count)]
     joined = Evaluation.joined(each)
@@ -428,7 +416,7 @@ def _check_metric_batch(trial: _Trial, whole: Evaluation) -> None:
         _agree(others[other].values, others[one].values, f"another metric {other} and {one}", 0.0)
 
 
-def _check_odd_maps(trial: _Trial, first: Evaluation) -> None:
+def _check_odd_maps(trial: _MetricTrial, first: Evaluation) -> None:
     """Maps of patches, constant ones and broken ones; those of the other images keep their values."""
     if trial.request.metric.explains:
         maps = trial.maps
@@ -447,13 +435,13 @@ def _check_odd_maps(trial: _Trial, first: Evaluation) -> None:
         _agree(found.values[1:], first.values[1:], f"beside a {word} map and without")
 
 
-def _check_odd(trial: _Trial, found: Evaluation, told: Sequence[str], word: str, fill: float) -> None:
+def _check_odd(trial: _MetricTrial, found: Evaluation, told: Sequence[str], word: str, fill: float) -> None:
     _check_values(trial, found, told, whole=False)
     assert any(word in line for line in told), f"a {word} map is not told: {told}"
     assert math.isfinite(fill) or bool(found.values[0].isnan()), f"a map with {fill} has a value"
 
 
-def _check_annotations(trial: _Trial, first: Evaluation) -> None:
+def _check_annotations(trial: _MetricTrial, first: Evaluation) -> None:
     """Without an annotation there is a refusal, and an image that misses its own does not touch the others."""
     entry = trial.request.metric
     if entry.explains:
@@ -481,14 +469,14 @@ def _first_missing(note: Any) -> Any:
     return [None if isinstance(note[0], int) else [], *note[1:]]
 
 
-def _check_direction(trial: _Trial, better: Tensor | MapFunction, worse: Tensor | MapFunction) -> None:
+def _check_direction(trial: _MetricTrial, better: Tensor | MapFunction, worse: Tensor | MapFunction) -> None:
     good, bad = (trial.run(maps)[0] for maps in (better, worse))
     ahead = good.mean > bad.mean if good.higher_is_better else good.mean < bad.mean
     way = "higher" if good.higher_is_better else "lower"
     assert ahead, f"{way} is better, but the better maps have {good.mean:.4g} and the worse ones {bad.mean:.4g}"
 
 
-def _check_chance(trial: _Trial, chance: Tensor) -> None:
+def _check_chance(trial: _MetricTrial, chance: Tensor) -> None:
     """Random maps have their closed form, to five standard errors of their mean and 0.01."""
     if trial.request.metric.explains:
 
@@ -507,7 +495,7 @@ def _check_chance(trial: _Trial, chance: Tensor) -> None:
     assert not bool(far.any()), f"random maps have {values.mean(0).tolist()}, not {chance.tolist()}"
 
 
-def _check_entry(trial: _Trial) -> None:
+def _check_entry(trial: _MetricTrial) -> None:
     entry = trial.request.metric
     _check_words(entry, entry.cost, entry.settings)
     assert all(resolve_metric(alias).metric is entry for alias in entry.aliases), "an alias leads elsewhere"
