@@ -275,7 +275,8 @@ def check_metric(
     try:
         first, told = trial.run(trial.maps)
     except Unsupported as error:
-        return _refused(vit, str(error))
+        _check_named(vit, str(error))
+        return None
     _check_values(trial, first, told)
     _check_metric_seed(trial, first)
     steady, whole = trial, first
@@ -295,7 +296,7 @@ def check_metric(
     return first
 
 
-def _refused(vit: Anatomy, reason: str) -> None:
+def _check_named(vit: Anatomy, reason: str) -> None:
     assert vit.name in reason, f"the refusal does not name the model: {reason}"
 
 

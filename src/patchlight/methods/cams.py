@@ -9,8 +9,9 @@ and of the block itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypedDict, cast
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -22,7 +23,7 @@ from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Settings
 from patchlight.evidence.record import BACKWARD, Evidence
 from patchlight.evidence.runner import FEATURES
-from patchlight.methods.base import Ask, Composition, LayerMaps, Needs, Reads, layer_map, own_passes
+from patchlight.methods.base import Ask, Composition, LayerMaps, Reads, layer_map, own_passes
 from patchlight.methods.compositions import block_index
 from patchlight.methods.gradients import input_times_gradient, token_ixg
 from patchlight.methods.maps import finish, job
@@ -105,15 +106,6 @@ def _at_layer(maps: LayerMaps, layer: Layer = NORM1) -> Tensor:
 AT_LAYER = Composition(_at_layer, lambda depth, s: (block_index(place(s["layer"])[0], depth),))
 
 
-class _Shared(TypedDict):
-    needs: Needs
-    combine: Composition
-    features: bool
-    composed: Settings
-    presets: Mapping[str, Settings]
-    advice: Callable[[Settings, Anatomy], str | None]
-
-
 def degenerate_cam(settings: Settings, vit: Anatomy) -> str | None:
     """The gradient of patches is exactly zero behind the last attention of a model that reads its class off CLS."""
     if "start" in settings or vit.hierarchical or settings.get("prefix") == "include":
@@ -128,12 +120,8 @@ def degenerate_cam(settings: Settings, vit: Anatomy) -> str | None:
     return None
 
 
-_CAM = _Shared(
-    needs=cam_needs, combine=AT_LAYER, features=True, composed=_COMPOSED, presets=_PRESETS, advice=degenerate_cam
-)
-_WITHOUT_MEANS = _Shared(
-    needs=cam_needs, combine=AT_LAYER, features=True, composed=_AT_INPUT, presets=_PLACES, advice=degenerate_cam
-)
+_cam = partial(layer_map, needs=cam_needs, combine=AT_LAYER, features=True)
+"""The decorator of layer maps that read one place."""
 
 
 def activations(b: Evidence, layer: int | str) -> tuple[Tensor, Tensor]:
@@ -216,13 +204,10 @@ def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
     return degenerate_cam(settings, vit)
 
 
-@layer_map(
+@_cam(
     "gradcam",
     paper="Selvaraju et al., ICCV 2017, on tokens",
     aliases=("grad-cam",),
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
     composed=_COMPOSED,
     presets={**_PRESETS, "diffmask": {"eigen": True}},
     advice=degenerate_cam,
@@ -237,15 +222,12 @@ def gradcam(b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eigen
     return apply_weights(a, counted(g, b, prefix).mean(1), b, eigen)
 
 
-@layer_map(
+@_cam(
     "gradcam++",
     paper="Chattopadhay et al., WACV 2018, on tokens",
     precision="full",
     aliases=("gradcampp", "grad-cam++"),
     exact=False,
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
     composed={**_COMPOSED, "eps": 1e-7},
     presets={**_PRESETS, "skipplus": {**_PRESETS["skipplus"], "eps": 1e-7}},
     advice=degenerate_cam,
@@ -275,12 +257,14 @@ def gradcam_pp(
     return apply_weights(a, (alpha * (d.relu() if sign == "relu" else d)).sum(1), b, eigen)
 
 
-@layer_map(
+@_cam(
     "xgradcam",
     paper="Fu et al., BMVC 2020, on tokens",
     precision="full",
     exact=False,
-    **_CAM,
+    composed=_COMPOSED,
+    presets=_PRESETS,
+    advice=degenerate_cam,
 )
 def xgradcam(
     b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: Eigen = False
@@ -297,11 +281,13 @@ def xgradcam(
     return apply_weights(a, weights, b, eigen)
 
 
-@layer_map(
+@_cam(
     "xgradcam+",
     paper="SkipPLUS, CVPR-W 2024",
     aliases=("xgradcam-abs",),
-    **_CAM,
+    composed=_COMPOSED,
+    presets=_PRESETS,
+    advice=degenerate_cam,
 )
 def xgradcam_abs(
     b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: Eigen = False
@@ -317,12 +303,9 @@ def xgradcam_abs(
     return apply_weights(a, weights, b, eigen)
 
 
-@layer_map(
+@_cam(
     "hirescam",
     paper="Draelos & Carin, 2020, on tokens",
-    needs=cam_needs,
-    combine=AT_LAYER,
-    features=True,
     composed=_AT_INPUT,
     presets=_PLACES,
     advice=degenerate_hirescam,
@@ -334,11 +317,13 @@ def hirescam(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False) -> Tensor:
     return token_ixg(b) if _kind(b, layer) == "input" else product(b, layer).sum(-1)
 
 
-@layer_map(
+@_cam(
     "gradcam-elementwise",
     paper="the grad-cam library, on tokens",
     aliases=("gradcamelementwise",),
-    **_WITHOUT_MEANS,
+    composed=_AT_INPUT,
+    presets=_PLACES,
+    advice=degenerate_cam,
 )
 def gradcam_elementwise(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False) -> Tensor:
     """Element-wise Grad-CAM: map_i = sum_k ReLU(g_ik a_ik). Not negative, unless `eigen`."""
@@ -346,10 +331,12 @@ def gradcam_elementwise(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False)
     return principal(weighted, b) if eigen else weighted.sum(-1)
 
 
-@layer_map(
+@_cam(
     "layercam",
     paper="Jiang et al., TIP 2021, on tokens",
-    **_WITHOUT_MEANS,
+    composed=_AT_INPUT,
+    presets=_PLACES,
+    advice=degenerate_cam,
 )
 def layercam(
     b: Evidence,
@@ -372,13 +359,11 @@ def layercam(
     return scaled if layer_norm == "max" else torch.tanh(2 * scaled)
 
 
-@layer_map(
+@_cam(
     "eigencam",
     paper="Muhammad & Yeasin, IJCNN 2020, on tokens",
     exact=False,
     needs=_forward_needs,
-    combine=AT_LAYER,
-    features=True,
     composed=_AT_INPUT,
     presets=_PLACES,
     cost="1 forward",

@@ -7,7 +7,8 @@ distances are taken for some to-tokens at a time.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -130,16 +131,17 @@ def _needs(settings: Settings) -> frozenset[str]:
     return frozenset({"x", "y", "A", "v"} | ({"u"} if uses_u else set()))
 
 
-_ABOUT: dict[str, Any] = {
-    "needs": _needs,
-    "matrix": True,
-    "nonnegative": True,
-    "refuses": _refuses,
-    "cost": "1 forward, attention matrices written out",
-}
+_norms = partial(
+    layer_map,
+    needs=_needs,
+    matrix=True,
+    nonnegative=True,
+    refuses=_refuses,
+    cost="1 forward, attention matrices written out",
+)
 
 
-@layer_map("attin", paper="Kobayashi et al., EMNLP 2020 and 2021", aliases=("attention-norm",), combine=LAST, **_ABOUT)
+@_norms("attin", paper="Kobayashi et al., EMNLP 2020 and 2021", aliases=("attention-norm",), combine=LAST)
 def attin(
     b: Evidence, vectors: Literal["attention", "residual", "norm"] = "attention", value_bias: bool = True
 ) -> Tensor:
@@ -156,13 +158,12 @@ def attin(
     return l2_norms(b, w, skip=vectors != "attention", ffn="norm" if vectors == "norm" else "skip")
 
 
-@layer_map(
+@_norms(
     "globenc",
     paper="Modarressi et al., NAACL 2022",
     combine=PRODUCT,
     composed=_PLAIN_PRODUCT,
     presets={"skipplus": {"ffn": "norm2", "rounding": "floor"}},
-    **_ABOUT,
 )
 def globenc(b: Evidence, ffn: FFN = "skip", value_bias: bool = False) -> Tensor:
     """GlobEnc: the CLS row of prod_l M_l, M_l[i,j] = ||V[i,j]||, the skip inside V. Class-agnostic.
@@ -177,13 +178,12 @@ def globenc(b: Evidence, ffn: FFN = "skip", value_bias: bool = False) -> Tensor:
     return l2_norms(b, head_vectors(b, value_bias), skip=True, ffn=ffn)
 
 
-@layer_map(
+@_norms(
     "alti",
     paper="Ferrando et al., EMNLP 2022",
     combine=PRODUCT,
     composed=_PLAIN_PRODUCT,
     presets={"skipplus": {"ffn": "norm2", "reference": "block_out", "rounding": "floor"}},
-    **_ABOUT,
 )
 def alti(
     b: Evidence, ffn: FFN = "skip", reference: Literal["attn_out", "block_out"] = "attn_out", value_bias: bool = False

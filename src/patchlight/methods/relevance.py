@@ -221,7 +221,7 @@ class Block:
         return joined.flatten(2)
 
 
-class Step(NamedTuple):
+class RelevanceStep(NamedTuple):
     """One block of a relevance pass: relevance R_A and gradient G of its attention, relevance of its input tokens."""
 
     layer: int
@@ -290,7 +290,7 @@ class Relevance:
         R = clone_rule(n, read)[:, None]
         return logits.detach(), scores.detach(), self._all_rows(R), self._all_rows(g)
 
-    def steps(self, R: Tensor, g: Tensor | None, first: int, down: bool = True) -> Iterator[Step]:
+    def steps(self, R: Tensor, g: Tensor | None, first: int, down: bool = True) -> Iterator[RelevanceStep]:
         """Blocks from the last to `first`; with the gradient g of the last tokens, also G.
 
         Without `down`, block `first` is left at its attention; its step's R is then that of the skip alone.
@@ -308,7 +308,7 @@ class Relevance:
                     G = self._all_rows(G)
                 RA, R = block.relevance(inside, seen, y, R[:, :rows], self.rules, further)
             y = inside.x
-            yield Step(layer, self._all_rows(RA), G, R)
+            yield RelevanceStep(layer, self._all_rows(RA), G, R)
 
     def pixels(self, R: Tensor) -> Tensor:
         """Relevance of the image [B,C,H,W] from that of x_0."""

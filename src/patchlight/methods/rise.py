@@ -18,7 +18,7 @@ from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 
 @dataclass(frozen=True)
-class Grids:
+class RandomGrids:
     """Masks in the small: binary grids [N,s,s], where each is cropped from its upsampled canvas, and the image size.
 
     A mask is Y[a] g X[b]^T with Y[a] [H,s] the rows of the upsampling matrix from a on, so neither scoring nor
@@ -29,11 +29,11 @@ class Grids:
     shifts: Tensor
     size: tuple[int, int]
 
-    def to(self, like: Tensor) -> Grids:
-        return Grids(self.grids.to(like), self.shifts.to(like.device), self.size)
+    def to(self, like: Tensor) -> RandomGrids:
+        return RandomGrids(self.grids.to(like), self.shifts.to(like.device), self.size)
 
-    def first(self, n: int) -> Grids:
-        return Grids(self.grids[:n], self.shifts[:n], self.size)
+    def first(self, n: int) -> RandomGrids:
+        return RandomGrids(self.grids[:n], self.shifts[:n], self.size)
 
     @cached_property
     def axes(self) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ class Grids:
     def weighted(self, scores: Tensor) -> Tensor:
         """sum_i scores[...,i] M_i: [...,N] to [...,H,W].
 
-        Grids of one shift are summed first; upsampling is linear.
+        RandomGrids of one shift are summed first; upsampling is linear.
         """
         y, x = self.axes
         flat, shifts = scores.flatten(0, -2), torch.arange(len(y) * len(x), device=scores.device)
@@ -76,11 +76,11 @@ def upsampling(cells: int, size: int) -> Tensor:
     return weights.unfold(0, size, 1)[:cell].mT
 
 
-def draw_grids(n: int, cells: int, keep: float, size: tuple[int, int], generator: torch.Generator) -> Grids:
+def draw_grids(n: int, cells: int, keep: float, size: tuple[int, int], generator: torch.Generator) -> RandomGrids:
     """N grids of s x s cells, each 1 with probability `keep`, and their shifts, uniform within a cell."""
     grids = torch.rand(n, cells, cells, generator=generator) < keep
     shifts = [torch.randint(-(-length // cells), (n,), generator=generator) for length in size]
-    return Grids(grids, torch.stack(shifts, 1), size)
+    return RandomGrids(grids, torch.stack(shifts, 1), size)
 
 
 @ablates(
@@ -145,7 +145,7 @@ def rise(
         shown = grids.first(n).to(scores) if unit == "pixel" else kept[:n].to(scores)
 
         def total(weights: Tensor) -> Tensor:
-            if isinstance(shown, Grids):
+            if isinstance(shown, RandomGrids):
                 return shown.weighted(weights)
             return torch.einsum("...n,nhw->...hw", weights, shown)
 
