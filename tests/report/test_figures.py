@@ -307,7 +307,7 @@ def test_a_deleted_image_lacks_its_highest_pixels(vit: pl.Anatomy) -> None:
     from patchlight.report.figures.layouts import without_highest
 
     images = vit.batch(PHOTOS[:1])
-    drawing = Drawing(vit, images, [], ["0"])
+    drawing = Drawing(vit, images, [])
     maps = torch.arange(1024.0).view(1, 32, 32)
     after = without_highest(drawing, maps, torch.full_like(images, 9.0), 100)
     gone = (after[0] == 9).all(0).flatten()

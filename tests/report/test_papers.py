@@ -15,9 +15,10 @@ import patchlight as pl
 from patchlight.data.counting import counting_grids
 from patchlight.methods.cams import feature_maps
 from patchlight.report.figures import draw
-from patchlight.report.figures.counting import TINY, grids_to_show, make_counting, read_counting
+from patchlight.report.figures.counting import TINY, grids_to_show, train_task
 from patchlight.report.figures.masks import ask_about
 from patchlight.report.figures.numbers import numbers_of
+from patchlight.study.counting import read_task
 from patchlight.trained.diffmask import DiffMask
 from patchlight.zoo import pocket
 
@@ -76,14 +77,14 @@ def test_a_counting_task_is_read_again(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     with pytest.raises(pl.PatchlightError, match="holds no counting task"):
-        read_counting(tmp_path)
-    task = make_counting(TINY, progress=False)
-    save_file({k: v.contiguous() for k, v in task.vit.model.state_dict().items()}, tmp_path / "vit.safetensors")
-    task.explainer.save(tmp_path / "diffmask")
-    again = read_counting(tmp_path, TINY)
-    assert isinstance(again.explainer, DiffMask)
+        read_task(tmp_path)
+    vit, explainer = train_task(TINY, progress=False)
+    save_file({k: v.contiguous() for k, v in vit.model.state_dict().items()}, tmp_path / "vit.safetensors")
+    explainer.save(tmp_path / "diffmask")
+    again, gates = read_task(tmp_path, TINY)
+    assert isinstance(gates, DiffMask)
     images = counting_grids(4, 0, "test").images
-    assert torch.equal(again.vit.logits(images), task.vit.logits(images))
+    assert torch.equal(again.logits(images), vit.logits(images))
 
 
 @pytest.mark.slow

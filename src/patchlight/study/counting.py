@@ -24,7 +24,7 @@ from patchlight.core.files import write_whole
 from patchlight.core.images import Preprocess
 from patchlight.data.counting import PATCH, SIDE, Grids, counting_grids
 from patchlight.engine import explain
-from patchlight.trained.diffmask.gates import DiffMask
+from patchlight.trained.diffmask.gates import DiffMask, load
 from patchlight.trained.diffmask.settings import Callback, DiffMaskSettings
 from patchlight.trained.diffmask.train import train
 
@@ -87,21 +87,12 @@ def train_counter(
     tell: Callable[[int, float], None] | None = None,
 ) -> Anatomy:
     """A ViT trained until it counts every validation grid right, with a margin; refused if it never does."""
-    from timm.models.vision_transformer import VisionTransformer
-
     grids = counting_grids(6000, seed, "train", distractors)
     held = counting_grids(500, seed, "validation", distractors)
     images, labels = grids.images.to(device), grids.labels.to(device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = VisionTransformer(
-            img_size=SIDE * PATCH,
-            patch_size=PATCH,
-            num_classes=SIDE * SIDE + 1,
-            embed_dim=size.width,
-            depth=size.depth,
-            num_heads=size.heads,
-        )
+        model = untrained_counter(size)
     model.to(device).train()
     optimiser = torch.optim.AdamW(model.parameters(), size.rate, weight_decay=1e-2)
     generator = torch.Generator().manual_seed(seed)
@@ -126,6 +117,28 @@ def train_counter(
                 model.eval().requires_grad_(False)
                 return vit
     raise PatchlightError(f"the ViT counts only {accuracy:.1%} right after {size.vit_steps} steps; take another seed")
+
+
+def untrained_counter(size: CountingSize) -> nn.Module:
+    """A ViT of this size for the task, with random weights."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    shape: dict[str, Any] = {"embed_dim": size.width, "depth": size.depth, "num_heads": size.heads}
+    model: nn.Module = VisionTransformer(img_size=SIDE * PATCH, patch_size=PATCH, num_classes=SIDE * SIDE + 1, **shape)
+    return model
+
+
+def read_task(folder: str | Path, size: CountingSize = SIZES["small"]) -> tuple[Anatomy, DiffMask]:
+    """The ViT and the explainer that `run` has left in a folder."""
+    from safetensors.torch import load_file
+
+    weights = Path(folder) / "vit.safetensors"
+    if not weights.is_file():
+        raise PatchlightError(f"'{folder}' holds no counting task; make one with `patchlight diffmask counting --out`")
+    model = untrained_counter(size)
+    model.load_state_dict(load_file(weights))
+    vit = counter(model.eval().requires_grad_(False))
+    return vit, load(Path(folder) / "diffmask", vit)
 
 
 def counter(model: nn.Module) -> Anatomy:

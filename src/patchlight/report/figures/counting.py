@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import torch
 from matplotlib.figure import Figure
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.errors import DegenerateMap, PatchlightError
-from patchlight.core.progress import telling
-from patchlight.data.counting import PATCH, SIDE, Grids, counting_grids
+from patchlight.core.errors import DegenerateMap
+from patchlight.core.progress import Progress, telling
+from patchlight.data.counting import SIDE, Grids, counting_grids
 from patchlight.engine import explain
 from patchlight.evidence.ablation import Count
 from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods, by_label
@@ -23,57 +21,27 @@ from patchlight.study.counting import (
     SIZES,
     CountingSize,
     SizeName,
-    counter,
     gate_settings,
     judge,
     loader_of,
+    read_task,
     train_counter,
 )
-from patchlight.trained.diffmask.gates import DiffMask, load
+from patchlight.trained.diffmask.gates import DiffMask
 from patchlight.trained.diffmask.train import train
 
 TINY = CountingSize(32, 2, 2, 2e-3, 64, 1500, 300)
 """A counting task that is learnt in seconds."""
 
 
-@dataclass(frozen=True)
-class CountingModel:
-    """A ViT that counts red patches, and the gates trained beside it."""
-
-    vit: Anatomy
-    explainer: DiffMask
-
-
-def read_counting(folder: str | Path, size: CountingSize = SIZES["small"]) -> CountingModel:
-    """What `patchlight diffmask counting --out FOLDER` has left there."""
-    from safetensors.torch import load_file
-    from timm.models.vision_transformer import VisionTransformer
-
-    weights = Path(folder) / "vit.safetensors"
-    if not weights.is_file():
-        raise PatchlightError(f"'{folder}' holds no counting task; make one with `patchlight diffmask counting --out`")
-    model: Any = VisionTransformer(
-        img_size=SIDE * PATCH,
-        patch_size=PATCH,
-        num_classes=SIDE * SIDE + 1,
-        embed_dim=size.width,
-        depth=size.depth,
-        num_heads=size.heads,
-    )
-    model.load_state_dict(load_file(weights))
-    vit = counter(model.eval().requires_grad_(False))
-    return CountingModel(vit, load(Path(folder) / "diffmask", vit))
-
-
-def make_counting(size: CountingSize, seed: int = 0, progress: Any = True) -> CountingModel:
-    """Both trained on the spot."""
+def train_task(size: CountingSize, seed: int = 0, progress: Progress | bool = True) -> tuple[Anatomy, DiffMask]:
+    """A ViT that counts red patches, and the gates beside it."""
     settings = gate_settings(size, seed=seed)
     most = size.vit_steps + size.steps
     with telling(progress, "training on the counting task") as tell:
         vit = train_counter(size, seed, tell=lambda step, right: tell(step, most))
         loader = loader_of(counting_grids(6000, seed, "train"), settings.batch_size)
-        explainer = train(vit, loader, settings, lambda p: tell(size.vit_steps + p.step, most))
-    return CountingModel(vit, explainer)
+        return vit, train(vit, loader, settings, lambda p: tell(size.vit_steps + p.step, most))
 
 
 @layout
@@ -88,22 +56,23 @@ def counting(
     rivals: Methods = NO_METHODS,
 ) -> Figure:
     """Maps of held-out grids of the counting task, and the share of them on which a threshold is exact."""
-    shape = TINY if tiny else SIZES[size]
-    task = read_counting(folder, SIZES[size]) if folder else make_counting(shape, drawing.seed, drawing.progress)
+    if folder:
+        vit, explainer = read_task(folder, SIZES[size])
+    else:
+        vit, explainer = train_task(TINY if tiny else SIZES[size], drawing.seed, drawing.progress)
     held = counting_grids(grids, drawing.seed, "test")
     with warnings.catch_warnings(action="ignore", category=DegenerateMap):  # grids of red patches alone, or of none
-        methods = {OURS: {"method": "diffmask", "explainer": task.explainer}, **by_label(rivals)}
-        maps = explain(task.vit, held.images, methods, progress=False)
+        methods = {OURS: {"method": "diffmask", "explainer": explainer}, **by_label(rivals)}
+        maps = explain(vit, held.images, methods, progress=False)
     chosen = grids_to_show(held, columns)
-    photos = [task.vit.preprocess.picture(held.images[i]).resize((240, 240), 0) for i in chosen]
+    photos = [vit.preprocess.picture(held.images[i]).resize((240, 240), 0) for i in chosen]
     rows = [Row([Cell(p, f"{int(held.labels[i])} red") for p, i in zip(photos, chosen, strict=True)], "Input")]
     for label, att in maps.items():
         exact = judge(label, att.scores, held.red, 0.5 if label == OURS else None).exact
-        ends = (0.0, 1.0) if label == OURS else None
-        cells = [Cell(coloured(att.scores[i], ends)) for i in chosen]
+        cells = [Cell(coloured(att.scores[i], (0.0, 1.0) if label == OURS else None)) for i in chosen]
         rows.append(Row(cells, f"{label} {100 * exact:.0f}\u00a0%"))
-    shown = replace(drawing, vit=task.vit, images=held.images)
-    shown.say(f"A ViT of {task.vit.depth} blocks and width {task.vit.width}, right on all validation grids")
+    shown = replace(drawing, vit=vit, images=held.images)
+    shown.say(f"A ViT of {vit.depth} blocks and width {vit.width}, right on all validation grids")
     shown.say(
         f"per cent: the share of {len(held)} held-out grids on which the map, cut at one threshold for all, is exactly "
         "the red set, or exactly its complement, whichever is more often; DiffMask is cut at 0.5, the others at their "

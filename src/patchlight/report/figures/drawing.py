@@ -65,7 +65,6 @@ class Drawing:
     vit: Anatomy
     images: Tensor
     pictures: list[Image.Image]
-    names: list[str]
     labels: Tensor | None = None
     boxes: list[Tensor] | None = None
     masks: Tensor | None = None
@@ -94,7 +93,7 @@ class Drawing:
             return None if value is None else value[places]
 
         target = part(self.user_target) if isinstance(self.user_target, list) else self.user_target
-        fields = ("images", "pictures", "names", "chosen", *KNOWN)
+        fields = ("images", "pictures", "chosen", *KNOWN)
         return replace(self, user_target=target, **{name: part(getattr(self, name)) for name in fields})
 
     def of(self, vit: Anatomy) -> Drawing:
@@ -275,9 +274,7 @@ def _of_data(vit: Anatomy, data: Data, chosen: Sequence[int]) -> Drawing:
         raise PatchlightError(batch.failures[0][1])
     shown = [seen(data[i].image, vit.preprocess.size, vit.preprocess) for i in chosen]
     foreign = batch.labels is not None and data.labels is not None and len(data.labels) != vit.outcomes
-    drawing = Drawing(
-        vit, batch.images, shown, batch.names, None if foreign else batch.labels, batch.boxes, batch.masks
-    )
+    drawing = Drawing(vit, batch.images, shown, None if foreign else batch.labels, batch.boxes, batch.masks)
     if foreign:
         drawing.say(f"the labels of {data.name} are not the classes of {vit.name}, and are left out")
     return drawing
@@ -286,7 +283,7 @@ def _of_data(vit: Anatomy, data: Data, chosen: Sequence[int]) -> Drawing:
 def _of_tensor(vit: Anatomy, images: Tensor, chosen: Sequence[int]) -> Drawing:
     batch = to_batch(images[list(chosen)].cpu(), vit.preprocess, vit.channels)
     shown = [seen(vit.preprocess.picture(image), vit.preprocess.size) for image in batch]
-    return Drawing(vit, batch, shown, [str(i) for i in chosen])
+    return Drawing(vit, batch, shown)
 
 
 def _as_data(images: Any) -> Data:
