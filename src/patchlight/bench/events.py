@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from patchlight.bench.rows import Row
+from patchlight.bench.rows import ResultRow
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class UnitStart:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepEnd:
     """A stage of a unit, "explain" or "measure", is over for these methods."""
 
     event: ClassVar[str] = "step"
@@ -59,7 +59,7 @@ class UnitEnd:
     key: str
     values: int
     seconds: float
-    rows: Sequence[Row]
+    rows: Sequence[ResultRow]
     reused: int = 0
 
 
@@ -73,5 +73,5 @@ class End:
     done: int
 
 
-Event = Planning | Start | UnitStart | Step | UnitEnd | End
+Event = Planning | Start | UnitStart | StepEnd | UnitEnd | End
 Listener = Callable[[Event], None]

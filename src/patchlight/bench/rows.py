@@ -43,7 +43,7 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One image under one method and metric; `cell` is the hash of what the value depends on.
 
     `note` says why a value does not exist, or is worth little; `error` why it failed. `curve` is over the metric's `x`,
@@ -104,7 +104,7 @@ class Maps:
 class Done:
     """What running a unit gave: rows, maps, and facts by metric."""
 
-    rows: Sequence[Row]
+    rows: Sequence[ResultRow]
     maps: Maps
     facts: Mapping[str, Facts] = field(default_factory=dict)
 
@@ -116,7 +116,7 @@ class Known:
     `explained` is the class that the map explains.
     """
 
-    row: Row
+    row: ResultRow
     facts: Facts | None = None
     map: Tensor | None = None
     explained: str = ""
@@ -157,7 +157,7 @@ def joined_maps(parts: Iterable[Maps], model: str, method: str, names: Iterable[
     return Maps({method: scores}, shown, [found[name][1] for name in shown], found[shown[0]][2], model)
 
 
-def failed(rows: Iterable[Row]) -> int:
+def failed(rows: Iterable[ResultRow]) -> int:
     """How many of these failed."""
     return sum(bool(row.error) for row in rows)
 
@@ -193,8 +193,8 @@ def known_columns(table: Any) -> Any:
     return table.select([name for name in SCHEMA.names if name in table.column_names])
 
 
-def rows_of(table: Any) -> list[Row]:
-    return [Row(**{**row, "parts": dict(row["parts"] or ())}) for row in known_columns(table).to_pylist()]
+def rows_of(table: Any) -> list[ResultRow]:
+    return [ResultRow(**{**row, "parts": dict(row["parts"] or ())}) for row in known_columns(table).to_pylist()]
 
 
 def facts_of(table: Any) -> dict[str, Facts]:

@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import TypeVar
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.bench.events import Listener, Step
+from patchlight.bench.events import Listener, StepEnd
 from patchlight.bench.plan import Group, Images, Pair, Unit, as_planned, load_model, model_digest
-from patchlight.bench.rows import Before, Done, Facts, Known, Maps, Row, maps_from
+from patchlight.bench.rows import Before, Done, Facts, Known, Maps, ResultRow, maps_from
 from patchlight.core.errors import PatchlightError
 from patchlight.data import Batch, Data, labelled, load_batch, takes_classes
 from patchlight.data.spec import DataSpec
@@ -63,7 +63,7 @@ def assembled(unit: Unit, found: Before) -> Done:
     """The rows and maps of a unit, all of whose values are known."""
     group, names = unit.group, unit.images.names
     cells = {pair: unit.cells(pair) for pair in group.made}
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     facts: dict[str, Facts] = {}
     drawn: dict[str, dict[str, Known]] = {method: {} for method in group.methods}
     for i, name in enumerate(names):
@@ -80,7 +80,7 @@ def assembled(unit: Unit, found: Before) -> Done:
 def lost(unit: Unit, reason: str) -> Done:
     """The rows of a unit that cannot be run at all."""
     rows = [
-        Row(unit.group.label, name, *pair, cell, error=reason)
+        ResultRow(unit.group.label, name, *pair, cell, error=reason)
         for pair in unit.group.made
         for name, cell in zip(unit.images.names, unit.cells(pair), strict=True)
     ]
@@ -113,7 +113,7 @@ def _run_batch(
         requests,
         target=batch.labels if group.target == "label" else None,
         seed=group.seed,
-        progress=lambda stage, label: listen(Step(stage, label)),
+        progress=lambda stage, label: listen(StepEnd(stage, label)),
     )
     maps = {
         label: on_grid(outcome.result.scores, vit).cpu()
@@ -135,8 +135,8 @@ def _run_batch(
     return found
 
 
-def _row(model: str, cell: Cell) -> Row:
-    return Row(
+def _row(model: str, cell: Cell) -> ResultRow:
+    return ResultRow(
         model,
         cell.image,
         cell.method,

@@ -203,7 +203,7 @@ def _print_event(event: Event) -> None:
 
 
 def _show_event(show: Callable[..., None], event: Event) -> None:
-    from patchlight.bench.events import Planning, Start, Step, UnitEnd, UnitStart
+    from patchlight.bench.events import Planning, Start, StepEnd, UnitEnd, UnitStart
 
     match event:
         case Start():
@@ -212,7 +212,7 @@ def _show_event(show: Callable[..., None], event: Event) -> None:
             show(description=f"reading the images, {event.read} of {event.images}")
         case UnitStart():
             show(description=f"{event.model}, {', '.join(event.methods)}, {event.images} images")
-        case Step():
+        case StepEnd():
             show(description=f"{event.stage} {event.method}")
         case UnitEnd():
             show(advance=len(event.rows))
