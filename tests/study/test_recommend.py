@@ -135,10 +135,10 @@ def test_after_a_kill_the_rest_is_done_and_the_verdict_is_of_the_same_values(
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"seed": 1}, "another seed"),
-        ({"vit": tiny(1)}, "about other weights"),
-        ({"metrics": {"srg": {"steps": 2}}}, "about other metrics"),
-        ({"images": images(7)}, "another number of images"),
+        ({"seed": 1}, "of other seed"),
+        ({"vit": tiny(1)}, "of other weights"),
+        ({"metrics": {"srg": {"steps": 2}}}, "of other metrics"),
+        ({"images": images(7)}, "of other images"),
         ({"images": images(8, 1)}, "is not the image its cells are of"),
         ({"methods": ["ixg"]}, "other methods"),
         ({"resume": False}, "holds cells already"),

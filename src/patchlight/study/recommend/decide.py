@@ -56,7 +56,7 @@ def decide(record: RaceRecord) -> Verdict:
     leading = next(iter(race.candidates), None)
     falls = {name: record.values(name).get(MODEL) for name in _metrics(record, MODEL)}
     fall = {name: fmean(values.values()) for name, values in falls.items() if values}
-    untrained = _untrained(record, race, leading)
+    untrained, uncompared = _untrained(record, race, leading)
     nothing = hardly_falls(fall, race.worth) or (untrained is not None and not untrained.surely_above(race.worth))
     above = {m: None if (shown := race.above_random(m)) is None else shown and not nothing for m in race.standing}
     best = leading if leading is not None and above[leading] else None
@@ -73,12 +73,10 @@ def decide(record: RaceRecord) -> Verdict:
         disagreements=tuple(judge.disagreements()),
         fall=fall,
         untrained=untrained,
-        uncompared=_uncompared(record, leading) if untrained is None else "",
+        uncompared=uncompared,
         looks=tuple(race.looks),
         level=race.level,
-        confidence=math.nan
-        if best is None
-        else 1 - min(1.0, race.pair(best, race.floor).p * race.alpha / race.level_of_random),
+        confidence=math.nan if best is None else race.confidence(best),
         left_out=dict(sorted(record.left_out.items())),
         failed=dict(sorted(record.failed.items())),
     )
@@ -224,24 +222,17 @@ def _metrics(record: RaceRecord, method: str | None = None) -> list[str]:
     )
 
 
-def _untrained(record: RaceRecord, race: Race, leading: str | None) -> Pair | None:
-    """The leader's scores against those on an untrained copy; None where fewer than six images have both."""
+def _untrained(record: RaceRecord, race: Race, leading: str | None) -> tuple[Pair | None, str]:
+    """The leader's scores against those on an untrained copy; or why there are none, or fewer than six."""
     if leading is None:
-        return None
-    here, there = race.scores[leading], record.values(UNTRAINED).get(leading, {})
+        return None, ""
+    here, copied = race.scores[leading], dict(record.cells(UNTRAINED, leading))
+    there = {place: cell.value for place, cell in copied.items() if cell.value is not None}
     shared = sorted(here.keys() & there.keys())
-    if len(shared) < FEWEST:
-        return None
-    return paired(np.array([here[p] for p in shared]), np.array([there[p] for p in shared]))
-
-
-def _uncompared(record: RaceRecord, leading: str | None) -> str:
-    """Why the leader is not compared with what it is on an untrained copy."""
-    if leading is None:
-        return ""
-    copied = [cell for _, cell in record.cells(UNTRAINED, leading)]
+    if len(shared) >= FEWEST:
+        return paired(np.array([here[p] for p in shared]), np.array([there[p] for p in shared])), ""
     if not copied:
-        return "there was no time for it"
-    scored = sum(cell.value is not None for cell in copied)
-    reason = next((cell.reason for cell in copied if cell.reason), "")
-    return reason or f"only {scored} of {len(copied)} images have a score there, fewer than {FEWEST}"
+        return None, "there was no time for it"
+    reason = next((cell.reason for cell in copied.values() if cell.reason), "")
+    few = f"only {len(there)} of {len(copied)} images have a score there, fewer than {FEWEST}"
+    return None, reason or few

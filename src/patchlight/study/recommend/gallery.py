@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,7 @@ HELD = 256
 class Gallery:
     """Images by their place in a seeded order, so that a folder sorted by class is not read class by class.
 
-    Attributes:
-        vit: The model that the images are prepared for.
-        failed: By name, why an image cannot be read, as far as that is known.
-        on_failure: Called with the name and the reason when an image turns out not to be readable.
+    `failed` says by name why an image cannot be read; `on_failure` is called with both when that turns out.
     """
 
     def __init__(self, vit: Anatomy, images: Any, seed: int) -> None:
@@ -37,7 +35,7 @@ class Gallery:
         self._names, self._open = _opener(vit, images)
         shuffled = torch.randperm(len(self._names), generator=torch.Generator().manual_seed(seed))
         self._order: list[int] = shuffled.tolist()
-        self._prepared: dict[int, Tensor] = {}
+        self._prepared = lru_cache(HELD)(self._prepare)
         self._readable: dict[int, bool] = {}
 
     def __len__(self) -> int:
@@ -67,7 +65,7 @@ class Gallery:
         """Whether an image can be read; this is tried once."""
         if place not in self._readable:
             try:
-                self._read(place)
+                self._prepared(place)
                 self._readable[place] = True
             except PatchlightError as error:
                 self._readable[place] = False
@@ -77,17 +75,13 @@ class Gallery:
 
     def batch(self, places: Sequence[int]) -> Tensor:
         """The prepared images [n,C,H,W] on the model's device."""
-        return self.vit.place(torch.stack([self._read(place) for place in places]))
+        return self.vit.place(torch.stack([self._prepared(place) for place in places]))
 
     def hash(self, place: int) -> str:
         return of_images(self.batch([place]))[0]
 
-    def _read(self, place: int) -> Tensor:
-        if place not in self._prepared:
-            while len(self._prepared) >= HELD:
-                del self._prepared[next(iter(self._prepared))]
-            self._prepared[place] = to_batch([self.source(place)], self.vit.preprocess, self.vit.channels)[0]
-        return self._prepared[place]
+    def _prepare(self, place: int) -> Tensor:
+        return to_batch([self.source(place)], self.vit.preprocess, self.vit.channels)[0]
 
 
 def _opener(vit: Anatomy, images: Any) -> tuple[list[str], Callable[[int], Any]]:

@@ -44,13 +44,9 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True)
 class Panel:
-    """What takes part in a race.
+    """What takes part in a race: methods and metrics by label. The mean of the `deciding` metrics is a map's score.
 
-    Attributes:
-        metrics: The metrics by label; those that do not decide are reported beside the score.
-        deciding: The labels of the metrics whose mean is a map's score.
-        agreement: Whether it is measured how far two seeds of a sampling method agree.
-        methods: The methods by label, in order of worth.
+    `agreement`: whether it is measured how far two seeds of a sampling method agree.
     """
 
     metrics: Mapping[str, MetricRequest]

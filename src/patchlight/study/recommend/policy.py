@@ -31,11 +31,12 @@ class Policy:
 
     def __init__(self, worker: RaceWorker, named: bool) -> None:
         self.named = named
-        self.worker, self.panel, self.record, self.clock = worker, worker.panel, worker.record, worker.clock
-        self.deciding = list(self.panel.deciding)
+        self.worker, self.gallery, self.record, self.clock = worker, worker.gallery, worker.record, worker.clock
+        self.deciding = worker.panel.deciding
         self.floor = random_of(self.record)
 
     def run(self) -> None:
+        """Spend the budget."""
         self._opening()
         self._rounds((1 - RACE) * self.clock.budget)
         if decide(self.record).best is None:
@@ -43,80 +44,77 @@ class Policy:
         self._check_trained()
         self._look_closer()
         self._rounds()
-        self._use_the_rest(self._kept)
+        self._use_the_rest()
         self._check_trained()
-
-    @property
-    def _kept(self) -> float:
-        """Seconds for comparing the leader, or another one, with what it is on an untrained model."""
-        alive = self._alive(self.race)
-        return MARGIN**2 * self.worker.seconds_new(alive[0], COPIED, self.deciding) if alive else 0.0
-
-    def _check_trained(self) -> None:
-        alive = self._alive(self.race)
-        if alive and self.race.count(alive[0]) >= FEWEST:
-            self.worker.untrained(alive[0], self.worker.gallery.first(COPIED))
-
-    @property
-    def following(self) -> list[str]:
-        """The methods that take part, in order of worth."""
-        return [label for label in self.worker.panel.methods if label not in self.record.left_out]
 
     @property
     def race(self) -> Race:
         return race_of(self.record)
+
+    def _seconds(self, label: str, places: Sequence[int]) -> float:
+        return self.worker.seconds(label, places, self.deciding)
+
+    @property
+    def _reserved(self) -> float:
+        """Seconds for comparing the leader, or another one, with what it is on an untrained model."""
+        alive = self._alive(self.race)
+        return MARGIN**2 * self.worker.seconds_new(alive[0], COPIED) if alive else 0.0
+
+    def _check_trained(self) -> None:
+        alive = self._alive(self.race)
+        if alive and self.race.count(alive[0]) >= FEWEST:
+            self.worker.untrained(alive[0], self.gallery.first(COPIED))
 
     def _opening(self) -> None:
         """Six images for `random`, the cheapest method, and in order of worth all that a share of the time allows.
 
         A method's first image tells what it takes.
         """
-        worker = self.worker
-        first, six = worker.gallery.first(1), worker.gallery.first(FEWEST)
-        kept: list[str] = []
-        for label in self._with_the_cheapest(first):
-            surely = len(kept) < 2
-            if surely or self._fits(label, six, kept):
-                worker.fill(label, first, self.deciding)
-                if label not in self.record.left_out and (surely or self._fits(label, six, kept)):
-                    kept.append(label)
-        worker.fall(first)
-        takes = MARGIN * sum(worker.seconds(label, six, self.deciding) for label in kept)
+        first, six = self.gallery.first(1), self.gallery.first(FEWEST)
+        chosen: list[str] = []
+        for label in self._in_order(first):
+            surely = len(chosen) < 2
+            if surely or self._fits(label, six, chosen):
+                self.worker.fill(label, first, self.deciding)
+                if label not in self.record.left_out and (surely or self._fits(label, six, chosen)):
+                    chosen.append(label)
+        self.worker.fall(first)
+        takes = MARGIN * sum(self._seconds(label, six) for label in chosen)
         for places in [six] if takes < self.clock.left else [[place] for place in six]:
-            for label in kept:  # image by image where time is short: so all have seen the same ones
-                worker.fill(label, places, self.deciding)
-        worker.fall(six)
+            for label in chosen:  # image by image where time is short: so all have seen the same ones
+                self.worker.fill(label, places, self.deciding)
+        self.worker.fall(six)
 
-    def _fits(self, label: str, six: Sequence[int], kept: Sequence[str]) -> bool:
+    def _fits(self, label: str, six: Sequence[int], chosen: Sequence[str]) -> bool:
         """Whether there is time for six images of it beside those of others; else it is left out."""
-        worker, budget = self.worker, self.clock.budget
-        takes = worker.seconds(label, six, self.deciding)
-        others = sum(worker.seconds(other, six, self.deciding) for other in kept)
-        share = RACE if self.named or len(kept) < PANEL else OPENING
-        if len(six) * worker.costs.of(label, EXPLANATION) > (RACE if self.named else DEAR) * budget:
+        takes, others = self._seconds(label, six), sum(self._seconds(other, six) for other in chosen)
+        share = RACE if self.named or len(chosen) < PANEL else OPENING
+        dear = (RACE if self.named else DEAR) * self.clock.budget
+        if len(six) * self.worker.cost(label, EXPLANATION) > dear:
             self.record.leave_out(label, f"six images of it would take about {duration(takes)}", for_time=True)
-        elif self.clock.spent + others + takes > share * budget:
+        elif self.clock.spent + others + takes > share * self.clock.budget:
             self.record.leave_out(label, "no time was left for it", for_time=True)
         return label not in self.record.left_out
 
-    def _with_the_cheapest(self, first: Sequence[int]) -> list[str]:
+    def _in_order(self, first: Sequence[int]) -> list[str]:
         """`random`, the cheapest method, and the others in order of worth; the first two must fit on one image."""
-        worker = self.worker
-        takes = {label: worker.seconds(label, first, self.deciding) for label in self.following}
+        left_out = self.record.left_out
+        takes = {label: self._seconds(label, first) for label in self.worker.panel.methods if label not in left_out}
         if self.floor not in takes or len(takes) < 2:
             lost = self.floor if self.floor not in takes else "every other method"
-            reasons = self.record.left_out.items()
-            told = "; ".join(f"{label}: {reason}" for label, reason in reasons if label in worker.panel.methods)
+            methods = self.worker.panel.methods
+            reasons = "; ".join(f"{label}: {reason}" for label, reason in left_out.items() if label in methods)
             raise PatchlightError(
-                f"{lost} was left out before, so nothing can be compared with random ({told}); begin in another folder"
+                f"{lost} was left out before, so nothing can be compared with random ({reasons}); begin in another "
+                "folder"
             )
         cheapest = min((label for label in takes if label != self.floor), key=lambda label: takes[label])
         needed = MARGIN * (takes[self.floor] + takes[cheapest])
         if needed > self.clock.left:
-            whole = needed + self.clock.spent + max(self.clock.reserve, 1.0)
+            total = needed + self.clock.spent + max(self.clock.reserve, 1.0)
             raise PatchlightError(
                 f"a budget of {duration(self.clock.budget)} is too small for one image under random and {cheapest}: "
-                f"that takes about {duration(whole)} here"
+                f"that takes about {duration(total)} here"
             )
         return list(dict.fromkeys([self.floor, cheapest, *takes]))
 
@@ -125,30 +123,26 @@ class Policy:
 
         `least` seconds are kept, and always as many as comparing the leader with an untrained copy takes.
         """
-        gallery, worker = self.worker.gallery, self.worker
-        while True:
-            if self.floor in self.record.left_out:
-                return
-            race = self.race
-            planned = looks(len(gallery))
+        while self.floor not in self.record.left_out:
+            race, planned = self.race, looks(len(self.gallery))
             alive = self._alive(race)
-            ahead = [n for n in planned if any(worker.seconds(m, gallery.planned(n), self.deciding) > 0 for m in alive)]
-            if not ahead or (self._decided(race, alive) and ahead[0] > SOME):
+            ahead = [n for n in planned if any(self._seconds(m, self.gallery.planned(n)) > 0 for m in alive)]
+            if not ahead:
                 return
-            places = gallery.planned(ahead[0])
-            everything = sum(worker.seconds(label, gallery.planned(planned[-1]), self.deciding) for label in alive)
-            kept = max(least, self._kept)
-            room = self.clock.left - kept
-            if everything * MARGIN > room:
+            places, reserved = self.gallery.planned(ahead[0]), max(least, self._reserved)
+            room = self.clock.left - reserved
+            if MARGIN * sum(self._seconds(m, self.gallery.planned(planned[-1])) for m in alive) > room:
                 alive = self._that_fit(alive, places, room / len(ahead), room)
-            if len(alive) < 2 or (self._decided(race, alive) and ahead[0] > SOME):
+            beats_random = len(alive) == 2 and race.beats(alive[0], self.floor, race.level_of_random)
+            if len(alive) < 2 or (beats_random and ahead[0] > SOME):
                 return
             for start in range(0, len(places), HELD):  # no more than are held: so each is read once for all methods
                 some = places[start : start + HELD]
                 for label in alive:
-                    if not worker.fill(label, some, self.deciding, kept) and label not in self.record.left_out:
+                    filled = self.worker.fill(label, some, self.deciding, reserved)
+                    if not filled and label not in self.record.left_out:
                         return
-                worker.fall(some)
+                self.worker.fall(some)
 
     def _alive(self, race: Race) -> list[str]:
         """`random`, and those that may be the best and were not set aside, highest first; of those alike only one."""
@@ -158,62 +152,57 @@ class Policy:
                 best.append(method)
         return [*best[:1], self.floor, *best[1:]] if best else []
 
-    def _decided(self, race: Race, alive: Sequence[str]) -> bool:
-        """Whether only one method is left to follow, and it beats random."""
-        return len(alive) == 2 and race.beats(alive[0], self.floor, race.level_of_random)
-
     def _that_fit(self, alive: Sequence[str], places: Sequence[int], share: float, room: float) -> list[str]:
         """The first of them whose next round fits into an equal share of the time; leader, random and one other."""
-        found: list[str] = []
+        fitting: list[str] = []
         for label in alive:
-            takes = MARGIN * self.worker.seconds(label, places, self.deciding)
-            if takes > (room if len(found) < 3 else share):
+            takes = MARGIN * self._seconds(label, places)
+            if takes > (room if len(fitting) < 3 else share):
                 break
             room, share = room - takes, share - takes
-            found.append(label)
-        return found
+            fitting.append(label)
+        return fitting
 
-    def _use_the_rest(self, kept: float) -> None:
+    def _use_the_rest(self) -> None:
         """Where time is left: those that were set aside catch up with the leader, then those left out come in."""
-        worker, race = self.worker, self.race
+        race, reserved = self.race, self._reserved
         alive = self._alive(race)
-        for label in [m for m in race.standing if alive and m not in race.beaten and m not in alive]:
-            if not race.same(label, alive[0]):
-                self._catch_up(label, race.look(alive[0]), kept)
-        for label in [label for label in worker.panel.methods if label in self.record.set_aside and alive]:
-            if MARGIN * worker.seconds(label, worker.gallery.planned(FEWEST), self.deciding) < self.clock.left - kept:
+        if not alive:
+            return
+        for label in race.standing:
+            if label not in race.beaten and label not in alive and not race.same(label, alive[0]):
+                self._catch_up(label, race.look(alive[0]), reserved)
+        for label in self.worker.panel.methods:
+            takes = MARGIN * self._seconds(label, self.gallery.planned(FEWEST))
+            if label in self.record.set_aside and takes < self.clock.left - reserved:
                 self.record.take_in(label)
-                self._catch_up(label, race.look(alive[0]), kept)
+                self._catch_up(label, race.look(alive[0]), reserved)
 
-    def _catch_up(self, label: str, most: int, kept: float) -> None:
+    def _catch_up(self, label: str, most: int, reserved: float) -> None:
         """More images for one method, until it is beaten, has `most` or time is over."""
-        gallery = self.worker.gallery
-        for count in sorted({min(n, most) for n in looks(len(gallery))}):
-            places = gallery.planned(count)
-            takes = MARGIN * self.worker.seconds(label, places, self.deciding)
-            if takes > self.clock.left - kept or not self.worker.fill(label, places, self.deciding, kept):
-                return
-            if label in self.race.beaten:
+        for count in sorted({min(n, most) for n in looks(len(self.gallery))}):
+            places = self.gallery.planned(count)
+            fits = MARGIN * self._seconds(label, places) <= self.clock.left - reserved
+            if not fits or not self.worker.fill(label, places, self.deciding, reserved) or label in self.race.beaten:
                 return
 
     def _look_closer(self) -> None:
         """The other metrics, for the finalists: each has an equal share of the time that is left."""
-        race, worker = self.race, self.worker
+        race, panel = self.race, self.worker.panel
         alive = self._alive(race)
         if not alive:
             return
-        quick = decide(self.record).quick
-        first = [alive[0], *([quick] if quick is not None else []), *alive, *race.standing]
-        finalists = [m for m in dict.fromkeys(first) if m != self.floor and m not in race.beaten][:FINALISTS]
-        drawn = [m for m in finalists if worker.panel.methods[m].method.stochastic] if self.panel.agreement else []
-        others = [label for label in self.panel.metrics if label not in self.deciding]
-        plan: list[tuple[str, list[str], int]] = [(AGREEMENT, drawn, FEW)] if drawn else []
+        first = dict.fromkeys([alive[0], decide(self.record).quick, *alive, *race.standing])
+        finalists = [m for m in first if m is not None and m != self.floor and m not in race.beaten][:FINALISTS]
+        sampling = [m for m in finalists if panel.methods[m].method.stochastic] if panel.agreement else []
+        plan: list[tuple[str, list[str], int]] = [(AGREEMENT, sampling, FEW)] if sampling else []
+        others = [label for label in panel.metrics if label not in self.deciding]
         for label in sorted(others, key=lambda label: (label != SANITY, label != SENSITIVITY)):
-            explains = self.panel.metrics[label].metric.explains
+            explains = panel.metrics[label].metric.explains
             plan.append((label, finalists if explains else [*finalists, self.floor], FEW if explains else SOME))
         for i, (metric, methods, count) in enumerate(plan):
             end = max(0.0, self.clock.left) * (1 - 1 / (len(plan) - i))
-            self._measure_in_turn(metric, methods, worker.gallery.first(count), end)
+            self._measure_in_turn(metric, methods, self.gallery.first(count), end)
 
     def _measure_in_turn(self, metric: str, methods: Sequence[str], places: Sequence[int], end: float) -> None:
         """Image by image, so that all have the same ones, until `end` seconds are left."""

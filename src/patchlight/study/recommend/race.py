@@ -144,6 +144,10 @@ class Race:
             return None
         return self.beats(method, self.floor, self.level_of_random)
 
+    def confidence(self, method: str) -> float:
+        """How sure it is that a method beats random, corrected for all methods and looks."""
+        return 1 - min(1.0, self.pair(method, self.floor).p * self.alpha / self.level_of_random)
+
     def same(self, first: str, second: str) -> bool:
         """Whether the two surely differ by less than is worth anything: the whole interval lies inside."""
         found = self.pair(first, second)

@@ -34,11 +34,8 @@ def hardly_falls(fall: Mapping[str, float], worth: float) -> bool:
 class RaceRecord:
     """The cells of a race in a store. A measured image is named by its place in the seeded order.
 
-    Attributes:
-        about: What the cells are about: model, images, methods, metrics and settings.
-        failed: By name, why an image cannot be read.
-        left_out: By method, why it is not followed.
-        set_aside: Methods that are left out only because time was short.
+    `failed` says by name why an image cannot be read, `left_out` by method why it is not followed; `set_aside` are
+    those left out only because time was short.
     """
 
     def __init__(self, store: CellStore) -> None:
@@ -52,7 +49,7 @@ class RaceRecord:
             self._index(cell)
 
     @staticmethod
-    def begin(about: dict[str, Any], folder: Path | None = None) -> RaceRecord:
+    def begin(about: Mapping[str, Any], folder: Path | None = None) -> RaceRecord:
         """A new record, in a folder or in memory."""
         return RaceRecord(MemoryStore(about) if folder is None else JsonLinesStore.create(folder / FILE, about))
 
@@ -88,12 +85,8 @@ class RaceRecord:
 
     def cells(self, metric: str | None = None, method: str | None = None) -> Iterator[tuple[int, Cell]]:
         """Places and cells, of one metric or method or of all, in an order that does not depend on the race."""
-        asked = [
-            (key, cell)
-            for key, cell in self._measured.items()
-            if metric in (None, cell.metric) and method in (None, cell.method)
-        ]
-        return ((place, cell) for (place, _, _), cell in sorted(asked, key=lambda item: item[0]))
+        for key in sorted(k for k in self._measured if method in (None, k[1]) and metric in (None, k[2])):
+            yield key[0], self._measured[key]
 
     def values(self, metric: str) -> dict[str, dict[int, float]]:
         """By method, the values of a metric by place, where they exist."""
@@ -111,8 +104,10 @@ class RaceRecord:
         if cell.metric == TAKES_PART:
             self.left_out.pop(cell.method, None)
             self.set_aside.discard(cell.method)
-            self.left_out |= {cell.method: cell.error} if cell.error else {}
-            self.set_aside |= {cell.method} if cell.note == LACKS_TIME else set()
+            if cell.error:
+                self.left_out[cell.method] = cell.error
+            if cell.note == LACKS_TIME:
+                self.set_aside.add(cell.method)
         elif cell.metric == UNREADABLE:
             self.failed[cell.image] = cell.error
         else:

@@ -44,12 +44,6 @@ from patchlight.study.recommend.work import EXPLANATION, MARGIN, Clock, RaceWork
 
 NUMBER = r"\d+(?:\.\d+)?\s*"
 """Of a budget; only its last one may stand without a unit, so there is one way to read it."""
-OTHER = {
-    **{"images": "another number of images", "weights": "other weights", "metrics": "other metrics"},
-    **{"deciding": "other deciding metrics", "lower_is_better": "other metrics", "versions": "other versions"},
-    "worth": "another smallest difference",
-}
-"""What cells may be about instead, in words."""
 SHOWN = 3
 """Images of which the page shows maps."""
 
@@ -206,8 +200,8 @@ def _check_same(earlier: RaceRecord, about: Mapping[str, Any], gallery: Gallery)
         if earlier.about.get(key) != value:
             theirs, ours = (textwrap.shorten(str(of.get(key)), 80) for of in (earlier.about, about))
             raise PatchlightError(
-                f"the folder holds cells about {OTHER.get(key, f'another {key}')} ({theirs}) than is asked now "
-                f"({ours}); ask the same, or choose another folder"
+                f"the folder holds cells of other {key.replace('_', ' ')} ({theirs}) than is asked now ({ours}); "
+                "ask the same, or choose another folder"
             )
     for place, cell in earlier.cells(IMAGE_HASH):  # one is enough to tell another folder
         if gallery.readable(place) and gallery.hash(place) != cell.note:
@@ -221,7 +215,7 @@ def _examples(worker: RaceWorker, verdict: Verdict) -> str:
     shown = dict.fromkeys([verdict.best or verdict.leading, verdict.quick, random_of(worker.record)])
     asked = {label: verdict.methods[label] for label in shown if label is not None}
     places = worker.gallery.first(SHOWN)
-    takes = len(places) * sum(worker.costs.of(label, EXPLANATION) for label in asked)
+    takes = len(places) * sum(worker.cost(label, EXPLANATION) for label in asked)
     if MARGIN * takes > worker.clock.left + worker.clock.reserve / 2:
         return ""
     sources = [worker.gallery.source(place) for place in places]

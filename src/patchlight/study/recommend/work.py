@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, get_args
@@ -68,46 +68,10 @@ def forward_seconds(vit: Anatomy, image: Tensor, most: float) -> float:
     return min(found) / GROUP
 
 
-class Costs:
-    """Seconds per image by method and metric, as measured; before that a guess, in forward passes of the model."""
-
-    def __init__(self, forward: float, panel: Panel, vit: Anatomy) -> None:
-        self._forward, self._panel, self._vit = forward, panel, vit
-        self._measured: dict[tuple[str, str], deque[float]] = {}
-
-    def add(self, method: str, metric: str, seconds: float) -> None:
-        """Note what one image has just taken."""
-        self._measured.setdefault((method, metric), deque(maxlen=LATEST)).append(seconds)
-
-    def measured(self, method: str, metric: str) -> bool:
-        return (method, metric) in self._measured
-
-    def of(self, method: str, metric: str) -> float:
-        """Seconds per image: the median of the latest, so that one slow measurement does not decide."""
-        if (method, metric) in self._measured:
-            return median(self._measured[method, metric])
-        if metric == EXPLANATION:
-            return self._forward * forwards(self._panel.methods[method], self._vit)
-        if metric == AGREEMENT:
-            return self.of(method, EXPLANATION)
-        request = self._panel.metrics[metric]
-        if request.metric.explains:
-            return int(request.settings.get("samples", self._vit.depth + 3)) * self.of(method, EXPLANATION)
-        others = [median(seconds) for (_, other), seconds in self._measured.items() if other == metric]
-        steps = request.settings.get("steps", request.settings.get("points", 10)) or 100
-        return median(others) if others else self._forward * (2 * int(steps) + 2)
-
-
 class RaceWorker:
     """Explains and measures images by their places; every finished cell goes to the record.
 
-    Args:
-        gallery: The images, prepared for the model.
-        panel: The methods and metrics.
-        record: The finished cells.
-        clock: The time there is.
-        forward: Seconds of one forward pass.
-        progress: Called after every step.
+    `forward` is the time of a forward pass in seconds; `progress` is called after every step.
     """
 
     def __init__(
@@ -120,24 +84,38 @@ class RaceWorker:
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.vit, self.gallery, self.panel, self.record, self.clock = gallery.vit, gallery, panel, record, clock
-        self.costs = Costs(forward, panel, self.vit)
-        self._progress = progress
         self._seed: int = record.about["seed"]
+        self._forward, self._progress = forward, progress
+        self._costs: dict[tuple[str, str], deque[float]] = {}
         self._maps: dict[tuple[str, int], tuple[Tensor, float]] = {}
-        self._numbers = 0
         self._classes: dict[int, Tensor] = {}
         self._kept: dict[Any, Any] = {}
+
+    def cost(self, method: str, metric: str) -> float:
+        """Seconds per image: the median of the latest measurements, or before the first one a guess."""
+        if (method, metric) in self._costs:
+            return median(self._costs[method, metric])
+        if metric == EXPLANATION:
+            return self._forward * forwards(self.panel.methods[method], self.vit)
+        if metric == AGREEMENT:
+            return self.cost(method, EXPLANATION)
+        request = self.panel.metrics[metric]
+        if request.metric.explains:
+            return int(request.settings.get("samples", self.vit.depth + 3)) * self.cost(method, EXPLANATION)
+        others = [median(seconds) for (_, other), seconds in self._costs.items() if other == metric]
+        steps = request.settings.get("steps", request.settings.get("points", 10)) or 100
+        return median(others) if others else self._forward * (2 * int(steps) + 2)
 
     def seconds(self, method: str, places: Sequence[int], metrics: Sequence[str]) -> float:
         """Predicted seconds of what is missing of these cells."""
         missing = {metric: self._missing(method, metric, places) for metric in metrics}
         unexplained = [p for p in set().union(*missing.values()) if (method, p) not in self._maps]
-        measuring = sum(len(some) * self.costs.of(method, metric) for metric, some in missing.items())
-        return measuring + len(unexplained) * self.costs.of(method, EXPLANATION)
+        measuring = sum(len(some) * self.cost(method, metric) for metric, some in missing.items())
+        return measuring + len(unexplained) * self.cost(method, EXPLANATION)
 
-    def seconds_new(self, method: str, images: int, metrics: Sequence[str]) -> float:
-        """Predicted seconds of this many images of which nothing is done."""
-        return images * sum(self.costs.of(method, metric) for metric in (EXPLANATION, *metrics))
+    def seconds_new(self, method: str, images: int) -> float:
+        """Predicted seconds of explaining and scoring this many images of which nothing is done."""
+        return images * sum(self.cost(method, metric) for metric in (EXPLANATION, *self.panel.deciding))
 
     def fill(self, method: str, places: Sequence[int], metrics: Sequence[str], until: float = 0.0) -> bool:
         """Fill what is missing of these cells, as many images at a time as fit before `until` seconds are left.
@@ -147,9 +125,9 @@ class RaceWorker:
         waiting = [p for p in places if any(self._missing(method, metric, [p]) for metric in metrics)]
         while waiting and method not in self.record.left_out:
             one = max(self.seconds(method, waiting[:1], metrics), 1e-6)
-            known = all(self.costs.measured(method, metric) for metric in (EXPLANATION, *metrics))
+            measured = all((method, metric) in self._costs for metric in (EXPLANATION, *metrics))
             room = (self.clock.left - until) / (MARGIN * one)
-            count = min(GROUP if known else 1, len(waiting), int(room))
+            count = min(GROUP if measured else 1, len(waiting), int(room))
             if count < 1:
                 return False
             some, waiting = [p for p in waiting[:count] if self.gallery.readable(p)], waiting[count:]
@@ -167,71 +145,73 @@ class RaceWorker:
                 warnings.simplefilter("ignore")
                 self._explain(method, places)
                 for metric in metrics:
-                    some = self._missing(method, metric, places)
-                    if some:
-                        with self._reported(method, metric, some, metric in self.panel.deciding):
+                    if some := self._missing(method, metric, places):
+                        with self._failures(method, metric, some):
                             self._measure(method, metric, some)
         except Exception as error:  # one method's failure must not end the race
             self.record.leave_out(method, f"it failed: {first_line(error)}")
 
     @contextmanager
-    def _reported(self, method: str, metric: str, places: Sequence[int], decides: bool = False) -> Iterator[None]:
+    def _failures(self, method: str, metric: str, places: Sequence[int]) -> Iterator[None]:
         """Inside, an error becomes the reason of these cells, unless the metric decides."""
         try:
             yield
         except Exception as error:
-            if decides:
+            if metric in self.panel.deciding:
                 raise
             for place in places:
-                self.record.add(place, method, metric, error=f"it failed: {first_line(error)}", seconds=0.0)
+                self.record.add(place, method, metric, error=f"it failed: {first_line(error)}")
 
-    @contextmanager
-    def _timed(self, method: str, metric: str, images: int) -> Iterator[list[float]]:
-        """Afterwards the list has the seconds per image, and so have the costs."""
-        begun, each = time.monotonic(), list[float]()
-        yield each
-        each.append((time.monotonic() - begun) / images)
-        self.costs.add(method, metric, each[0])
+    def _spent(self, method: str, metric: str, begun: float, images: int) -> float:
+        """Seconds per image since `begun`, which later predictions are made of."""
+        each = (time.monotonic() - begun) / images
+        self._costs.setdefault((method, metric), deque(maxlen=LATEST)).append(each)
+        return round(each, 6)
 
     def _explain(self, method: str, places: Sequence[int]) -> None:
+        """Make the maps that are not kept; of those kept, the ones that were not used for longest give way."""
         some = [p for p in places if (method, p) not in self._maps]
         for place in set(places) - set(some):
-            self._maps[method, place] = self._maps.pop((method, place))  # used now, so it goes last
-        if not some:
-            return
-        with self._timed(method, EXPLANATION, len(some)) as each:
-            maps = self._explained(method, some, self._seed)
-        for place, one in zip(some, maps, strict=True):
-            self._maps[method, place] = one, round(each[0], 6)
-            self._numbers += one.numel()
-            while self._numbers > MAPS and len(self._maps) > GROUP:  # never those of the images at work
-                self._numbers -= self._maps.pop(next(iter(self._maps)))[0].numel()
+            self._maps[method, place] = self._maps.pop((method, place))
+        if some:
+            begun = time.monotonic()
+            maps = self._computed(method, some, self._seed)
+            each = self._spent(method, EXPLANATION, begun, len(some))
+            self._maps |= {(method, place): (one, each) for place, one in zip(some, maps, strict=True)}
+        while len(self._maps) > len(places) and sum(one.numel() for one, _ in self._maps.values()) > MAPS:
+            del self._maps[next(iter(self._maps))]
 
-    def _explained(self, method: str, places: Sequence[int], seed: int) -> Tensor:
+    def _computed(self, method: str, places: Sequence[int], seed: int) -> Tensor:
         request, batch = self.panel.methods[method], self.gallery.batch(places)
         return computed_maps(self.vit, batch, [request], self.targets(places), seed)[0].maps.float().cpu()
 
     def _measure(self, method: str, metric: str, places: Sequence[int]) -> None:
-        maps = torch.stack([self._maps[method, p][0] for p in places])
-        with self._timed(method, metric, len(places)) as each:
-            if metric == AGREEMENT:
-                agreement = spearman(maps.flatten(1), self._explained(method, places, self._seed + 1).flatten(1))
-                columns = {metric: agreement.where(maps.flatten(1).isfinite().all(1), torch.nan)}
-                reasons: Sequence[str] = [""] * len(places)
-            else:
-                method_request = self.panel.methods[method]
-                source = Source(maps.to(self.vit.device), method=maps_by(method_request), targets=self.targets(places))
-                options = MeasureOptions(seed=self._seed, progress=False, current=True, kept=self._kept)
-                request, batch = self.panel.metrics[metric], self.gallery.batch(places)
-                outcomes = measure(self.vit, batch, {method: source}, {method: [request]}, options)
-                evaluation = unwrapped(outcomes)[method][metric]
-                columns, reasons = {metric: evaluation.values, **_sides(metric, evaluation.parts)}, evaluation.reasons
+        begun = time.monotonic()
+        maps, times = zip(*(self._maps[method, p] for p in places), strict=True)
+        columns, reasons = self._columns(method, metric, places, torch.stack(maps))
+        each = self._spent(method, metric, begun, len(places))
         for i, place in enumerate(places):
             for label, column in columns.items():
                 value = None if reasons[i] else finite_or_none(float(column[i]))
-                seconds = round(each[0], 6) if label == metric else 0.0
-                times = {"seconds": seconds, "explain_seconds": self._maps[method, place][1]}
-                self.record.add(place, method, label, value, note=reasons[i], **times)
+                seconds = each if label == metric else 0.0
+                own = {"note": reasons[i], "seconds": seconds, "explain_seconds": times[i]}
+                self.record.add(place, method, label, value, **own)
+
+    def _columns(
+        self, method: str, metric: str, places: Sequence[int], maps: Tensor
+    ) -> tuple[dict[str, Tensor], Sequence[str]]:
+        """The values [n] of a metric, and of what it is made of; and why some do not exist."""
+        if metric == AGREEMENT:
+            agreement = spearman(maps.flatten(1), self._computed(method, places, self._seed + 1).flatten(1))
+            return {metric: agreement.where(maps.flatten(1).isfinite().all(1), torch.nan)}, [""] * len(places)
+        request, made_by = self.panel.metrics[metric], maps_by(self.panel.methods[method])
+        sources = {method: Source(maps.to(self.vit.device), method=made_by, targets=self.targets(places))}
+        options = MeasureOptions(seed=self._seed, progress=False, current=True, kept=self._kept)
+        outcomes = measure(self.vit, self.gallery.batch(places), sources, {method: [request]}, options)
+        evaluation = unwrapped(outcomes)[method][metric]
+        sides = {"insertion": "lif", "deletion": "mif"} if metric.startswith("srg ") else {}
+        parts = {metric.replace("srg", side, 1): evaluation.parts[name] for side, name in sides.items()}
+        return {metric: evaluation.values, **parts}, evaluation.reasons
 
     def untrained(self, method: str, places: Sequence[int]) -> None:
         """The method's score on an untrained copy of the model, for the class that this predicts, where time allows.
@@ -239,32 +219,25 @@ class RaceWorker:
         On as many images as fit, if six then have it; where it fails, the cells say why.
         """
         missing = self._missing(method, UNTRAINED, places)
-        one = max(MARGIN * self.seconds_new(method, 1, self.panel.deciding), 1e-6)
+        one = max(MARGIN * self.seconds_new(method, 1), 1e-6)
         some = missing[: max(0, int(self.clock.left / one))]
         if not some or len(places) - len(missing) + len(some) < FEWEST:
             return
-        with warnings.catch_warnings(), self._reported(method, UNTRAINED, some):  # not every model can be copied
+        with warnings.catch_warnings(), self._failures(method, UNTRAINED, some):  # not every model can be copied
             warnings.simplefilter("ignore")
-            self._untrained(method, some)
+            if UNTRAINED not in self._kept:
+                copy, drawn = twin(self.vit), random_parameters(self.vit.model, self._seed)
+                copy.model.load_state_dict(drawn, strict=False)
+                self._kept[UNTRAINED] = copy
+            metrics = [self.panel.metrics[label] for label in self.panel.deciding]
+            options = MeasureOptions(seed=self._seed, batch_size=len(some), progress=False)
+            sources = {method: self.panel.methods[method]}
+            outcomes = measure(self._kept[UNTRAINED], self.gallery.batch(some), sources, {method: metrics}, options)
+            scores = unwrapped(outcomes)[method]
+            signed = [self.panel.sign(label) * evaluation.values for label, evaluation in scores.items()]
+            for place, value in zip(some, torch.stack(signed).mean(0).tolist(), strict=True):
+                self.record.add(place, method, UNTRAINED, finite_or_none(value))
         self._progress()
-
-    def _untrained(self, method: str, places: Sequence[int]) -> None:
-        if UNTRAINED not in self._kept:
-            copy, drawn = twin(self.vit), random_parameters(self.vit.model, self._seed)
-            with torch.no_grad():
-                for name, parameter in copy.model.named_parameters():
-                    parameter.copy_(drawn[name])
-            self._kept[UNTRAINED] = copy
-        begun = time.monotonic()
-        metrics = [self.panel.metrics[label] for label in self.panel.deciding]
-        options = MeasureOptions(seed=self._seed, batch_size=len(places), progress=False)
-        sources = {method: self.panel.methods[method]}
-        outcomes = measure(self._kept[UNTRAINED], self.gallery.batch(places), sources, {method: metrics}, options)
-        scores = unwrapped(outcomes)[method]
-        signed = [self.panel.sign(label) * evaluation.values for label, evaluation in scores.items()]
-        each = round((time.monotonic() - begun) / len(places), 6)
-        for place, value in zip(places, torch.stack(signed).mean(0).tolist(), strict=True):
-            self.record.add(place, method, UNTRAINED, finite_or_none(value), seconds=each)
 
     def targets(self, places: Sequence[int]) -> Targets:
         """The predicted class of each image."""
@@ -281,7 +254,6 @@ class RaceWorker:
         some = [p for p in self._missing(MODEL, "score", places) if self.gallery.readable(p)]
         if not some or not fills:
             return
-        begun = time.monotonic()
         batch, targets, score = self.gallery.batch(some), self.targets(some), _score(requests[0], self.vit)
         every, nothing = torch.arange(len(batch)), torch.zeros_like(batch[:, :1], dtype=torch.bool)
 
@@ -292,16 +264,9 @@ class RaceWorker:
         for name, fill in fills.items():
             empty = painted(batch, fill_images(fill, batch, self.vit, self._seed), every, nothing)
             columns[f"{FALL} {name}"] = columns["score"] - scores(empty)
-        each = round((time.monotonic() - begun) / len(some) / len(columns), 6)
-        for i, place in enumerate(some):
-            for label, column in columns.items():
-                self.record.add(place, MODEL, label, finite_or_none(float(column[i])), seconds=each)
-
-
-def _sides(metric: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Insertion and deletion, which the deciding metrics are made of, as columns of their own."""
-    words = {"insertion": "lif", "deletion": "mif"} if metric.startswith("srg ") else {}
-    return {metric.replace("srg", side, 1): parts[name] for side, name in words.items()}
+        for label, column in columns.items():
+            for place, value in zip(some, column.tolist(), strict=True):
+                self.record.add(place, MODEL, label, finite_or_none(value))
 
 
 def _score(request: MetricRequest, vit: Anatomy) -> ScoreName:
