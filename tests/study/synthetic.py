@@ -46,15 +46,12 @@ def lines(
 
 def record(means: Mapping[str, float], images: int, **options: Any) -> RaceRecord:
     """A record of these methods on as many images."""
-    made = RaceRecord.begin(about(means, images))
-    for line in lines(means, images, **options):
-        made.add(**line)
-    return made
+    return join(RaceRecord.begin(about(means, images)), means, images, **options)
 
 
 def join(made: RaceRecord, means: Mapping[str, float], images: int, **options: Any) -> RaceRecord:
-    """A record with more methods, on images of their own."""
-    made.about["methods"] |= about(means, images)["methods"]
+    """The record with further methods, on images of their own."""
+    made.about["methods"] |= {name: {"method": name} for name in means}
     for line in lines(means, images, **options):
         made.add(**line)
     return made

@@ -21,6 +21,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.methods.requests import resolve
 from patchlight.metrics.quantities import lacking
+from patchlight.study import sources
 from patchlight.study.recommend import work
 from patchlight.study.recommend.decide import decide
 from patchlight.study.recommend.gallery import Gallery
@@ -55,7 +56,7 @@ def asked(**options: Any) -> pl.Verdict:
 
 def changed_maps(monkeypatch: pytest.MonkeyPatch, change: Callable[[str, BatchMaps], BatchMaps]) -> None:
     """Have maps changed by a function of the method's name, which may raise."""
-    real = work.computed_maps
+    real = sources.computed_maps
 
     def computed(vit: Anatomy, batch: Tensor, requests: Any, *rest: Any) -> list[BatchMaps]:
         return [change(requests[0].name, maps) for maps in real(vit, batch, requests, *rest)]
@@ -135,10 +136,10 @@ def test_after_a_kill_the_rest_is_done_and_the_verdict_is_of_the_same_values(
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"seed": 1}, "of other seed"),
-        ({"vit": tiny(1)}, "of other weights"),
-        ({"metrics": {"srg": {"steps": 2}}}, "of other metrics"),
-        ({"images": images(7)}, "of other images"),
+        ({"seed": 1}, "'seed' is 0 there and 1 now"),
+        ({"vit": tiny(1)}, "'weights' is"),
+        ({"metrics": {"srg": {"steps": 2}}}, "'metrics' is"),
+        ({"images": images(7)}, "'images' is 8 there and 7 now"),
         ({"images": images(8, 1)}, "is not the image its cells are of"),
         ({"methods": ["ixg"]}, "other methods"),
         ({"resume": False}, "holds cells already"),
@@ -155,47 +156,43 @@ def test_cells_about_something_else_are_not_used(
 def test_nothing_left_to_compare_with_random(
     lost: list[str], words: str, run: tuple[pl.Verdict, Path], tmp_path: Path
 ) -> None:
-    told = "".join(
-        json.dumps({"image": "", "method": label, "metric": "takes part", "error": "it failed: no such thing"}) + "\n"
-        for label in lost
-    )
-    (tmp_path / "cells.jsonl").write_bytes((run[1] / "cells.jsonl").read_bytes() + told.encode())
+    (tmp_path / "cells.jsonl").write_bytes((run[1] / "cells.jsonl").read_bytes())
+    for label in lost:
+        resumed(tmp_path).leave_out(label, "it failed: no such thing")
     with pytest.raises(PatchlightError, match=f"{words} left out before.*{lost[0]}: it failed: no such thing"):
         asked(metrics=None, out=tmp_path, resume=True)
 
 
-def test_where_random_fails_the_race_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not wait for it until time is over."""
-    made: list[str] = []
+def failing(*names: str, after: int = 0) -> Callable[[str, BatchMaps], BatchMaps]:
+    """Methods that raise an error after so many calls."""
+    calls: list[str] = []
 
     def broken(name: str, maps: BatchMaps) -> BatchMaps:
-        made.append(name)
-        if name == "random" and made.count("random") > 1:
+        calls.append(name)
+        if name in names and calls.count(name) > after:
             raise RuntimeError("no such thing")
         return maps
 
-    changed_maps(monkeypatch, broken)
+    return broken
+
+
+def test_where_random_fails_the_race_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not wait for it until time is over."""
+    changed_maps(monkeypatch, failing("random", after=1))
     verdict = asked(budget="30s", images=images(16))
     assert verdict.left_out == {"random": "it failed: no such thing"}
     assert verdict.best is None
     assert verdict.seconds < 25
 
 
-@pytest.mark.parametrize("lost", ["rollout", ""])
-def test_a_method_that_fails_is_left_out_with_its_reason(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str, maps: BatchMaps) -> BatchMaps:
-        if name == (lost or name):
-            raise RuntimeError("no such thing")
-        return maps
-
-    changed_maps(monkeypatch, broken)
-    if not lost:
-        with pytest.raises(PatchlightError, match=r"no method could be scored on .*genatt: it failed: no such thing"):
-            asked()
-        return
+def test_a_method_that_fails_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed_maps(monkeypatch, failing("rollout"))
     verdict = asked()
     assert verdict.left_out == {"rollout": "it failed: no such thing"}
     assert verdict.row("genatt").images == 8
+    changed_maps(monkeypatch, failing("random", *METHODS))
+    with pytest.raises(PatchlightError, match=r"no method could be scored on .*genatt: it failed: no such thing"):
+        asked()
 
 
 def test_a_map_that_cannot_be_scored_counts_as_random(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,13 +201,6 @@ def test_a_map_that_cannot_be_scored_counts_as_random(monkeypatch: pytest.Monkey
     assert verdict.row("rollout").undefined == verdict.row("rollout").images == 8
     assert verdict.row("rollout").score == verdict.row("random").score
     assert "counts as random there, on so many images: rollout (8)" in str(verdict)
-
-
-def test_scores_are_written_down_or_refused() -> None:
-    with pytest.raises(PatchlightError, match="'genatt' has a callable as score, which a verdict cannot write down"):
-        asked(methods={"genatt": {"score": lambda logits: logits}})
-    verdict = asked(methods={"genatt": {"score": "logit"}}, images=images(1))
-    assert verdict.methods["genatt"] == {"method": "genatt", "score": "logit"}
 
 
 def test_only_so_many_maps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,15 +221,14 @@ def test_only_so_many_maps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {r.method: r.score for r in bound.rows} == pytest.approx({r.method: r.score for r in free.rows}, abs=1e-5)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_nothing_beats_random_on_random_weights(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "classes"), [(0, 2), (1, 7), (2, 2)])
+def test_nothing_beats_random_on_random_weights(seed: int, classes: int) -> None:
     """As timm draws them: the prediction hardly depends on the image, and the verdict says so."""
-    for classes in (2, 7):
-        vit = tiny(seed, lively=False, num_classes=classes)
-        verdict = asked(vit=vit, images=images(10, seed), methods=["occlusion", "genatt"])
-        assert verdict.best is None
-        assert "Nothing is shown to beat random" in str(verdict)
-        assert "hardly depends on the image" in str(verdict)
+    vit = tiny(seed, lively=False, num_classes=classes)
+    verdict = asked(vit=vit, images=images(10, seed), methods=["occlusion", "genatt"])
+    assert verdict.best is None
+    assert "Nothing is shown to beat random" in str(verdict)
+    assert "hardly depends on the image" in str(verdict)
 
 
 def test_unreadable_images_are_left_out_and_told(tmp_path: Path) -> None:
@@ -254,32 +243,20 @@ def test_unreadable_images_are_left_out_and_told(tmp_path: Path) -> None:
         asked(images=[tmp_path / "broken.png"])
 
 
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 600 images, one of them broken."""
-    folder = tmp_path_factory.mktemp("many")
+def test_no_more_images_are_read_than_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that leaves no time for the most of them; in 600 images there are looks beyond what is held."""
     for i in range(600):
-        Image.new("RGB", (4, 4), (i % 256, i // 256, 99)).save(folder / f"{i}.png")
-    (folder / "300.png").write_bytes(b"no image")
-    return folder
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The places of images as they are read."""
-    places: list[int] = []
+        Image.new("RGB", (4, 4), (i % 256, i // 256, 99)).save(tmp_path / f"{i}.png")
+    (tmp_path / "300.png").write_bytes(b"no image")
+    read: list[int] = []
     real = Gallery.source
 
     def source(self: Gallery, place: int) -> Any:
-        places.append(place)
+        read.append(place)
         return real(self, place)
 
     monkeypatch.setattr(Gallery, "source", source)
-    return places
-
-
-def test_whether_an_image_can_be_read_is_found_out_once(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = counted(monkeypatch)
-    gallery = Gallery(tiny(), many, 0)
+    gallery = Gallery(tiny(), tmp_path, 0)
     assert gallery.planned(600) == list(range(600))
     assert not read
     sound = gallery.first(600)
@@ -287,36 +264,27 @@ def test_whether_an_image_can_be_read_is_found_out_once(many: Path, monkeypatch:
     assert gallery.first(600) == gallery.planned(600) == sound
     assert read == list(range(600))
     assert [Path(name).name for name in gallery.failed] == ["300.png"]
-
-
-def test_a_race_reads_no_more_images_than_it_looks_at(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that leaves no time for the most of them; in 600 images there are looks beyond what is held."""
-    read = counted(monkeypatch)
+    read.clear()
     ticking(monkeypatch)
-    verdict = asked(images=many, budget=60.0, metrics={"srg": {"steps": 2}})
+    verdict = asked(images=tmp_path, budget=60.0, metrics={"srg": {"steps": 2}})
     assert 6 <= verdict.images < 200
     assert len(read) <= 2 * verdict.images + 40
 
 
-def test_all_of_many_images_are_read_about_once(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = counted(monkeypatch)
-    verdict = asked(images=many, methods=["genatt"], metrics={"srg": {"steps": 2}}, worth=10)
-    assert verdict.images == 599
-    assert len(read) < 700
-
-
-def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
-    with pytest.raises(PatchlightError, match=r"too small for one image under random and .* takes about"):
-        asked(budget=1e-6)
-
-
-def test_no_methods_that_work() -> None:
-    with pytest.raises(PatchlightError, match=r"no method can be compared with random on .*: diffmask: it needs gates"):
-        asked(methods=["diffmask"])
-    with pytest.raises(PatchlightError, match="did you mean 'genatt'"):
-        asked(methods=["genat"])
-    with pytest.raises(PatchlightError, match="needs masks"):
-        asked(metrics="miou")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"budget": 1e-6}, r"too small for one image under random and .* takes about"),
+        ({"methods": ["diffmask"]}, r"no method can be compared with random on .*: diffmask: it needs gates"),
+        ({"methods": ["genat"]}, "did you mean 'genatt'"),
+        ({"methods": {"genatt": {"score": len}}}, "has a callable as score, which a verdict cannot write down"),
+        ({"metrics": "miou"}, "needs masks"),
+        ({"worth": -1}, "is no smallest difference"),
+    ],
+)
+def test_refusals(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PatchlightError, match=words):
+        asked(**options)
 
 
 def test_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,10 +319,11 @@ def test_a_metric_that_does_not_decide_may_fail(monkeypatch: pytest.MonkeyPatch)
     assert "was not compared with itself on an untrained copy of the model: it failed: no such thing." in str(verdict)
 
 
-@pytest.mark.parametrize("metrics", ["road", {"srg": {"fill": "road", "steps": 2}}])
-def test_a_fill_that_is_made_of_what_remains(metrics: Any) -> None:
-    verdict = asked(metrics=metrics, methods=["genatt"], images=images(6))
+def test_a_fill_that_is_made_of_what_remains() -> None:
+    score = {"genatt": {"score": "logit"}}
+    verdict = asked(metrics={"srg": {"fill": "road", "steps": 2}}, methods=score, images=images(6))
     assert verdict.row("genatt").images == 6
+    assert verdict.methods["genatt"] == {"method": "genatt", "score": "logit"}
     assert "fall road" in verdict.fall
 
 
@@ -389,7 +358,11 @@ def test_one_waits_for_the_logits() -> None:
     assert len(waited) == 3
 
 
-def test_sampling_methods_fit_the_time_and_say_so() -> None:
+def test_the_panel_has_what_works_and_sampling_methods_fit_the_time() -> None:
+    works, refused = choose_methods(None, tiny())
+    assert list(works)[:3] == ["random", "genatt", "decompx.plus"]
+    assert {"tis", "attcat.libra", "rise"} <= set(works)
+    assert "it needs gates" in refused["diffmask"]
     tis = resolve("tis")
     fewer = sampled(tis, 0.01, 1.0)
     assert not isinstance(fewer, str)
@@ -398,13 +371,6 @@ def test_sampling_methods_fit_the_time_and_say_so() -> None:
     assert sampled(tis, 0.01, 100.0) is tis
     assert "with only 64 samples" in str(sampled(tis, 0.01, 0.1))
     assert sampled(resolve("genatt"), 1.0, 0.0).label == "genatt"  # type: ignore[union-attr]
-
-
-def test_the_default_panel_has_what_works_and_random() -> None:
-    works, refused = choose_methods(None, tiny())
-    assert list(works)[:3] == ["random", "genatt", "decompx.plus"]
-    assert {"tis", "attcat.libra", "rise"} <= set(works)
-    assert "it needs gates" in refused["diffmask"]
 
 
 def test_a_folder_of_photographs() -> None:

@@ -36,19 +36,17 @@ def test_who_stands_where() -> None:
         assert "10 times cheaper" in text
 
 
-def test_nothing_is_best_where_nothing_beats_random() -> None:
-    found = decide(record(dict.fromkeys(("a", "b", "random"), 0.0), 64))
+@pytest.mark.parametrize(
+    ("mean", "images", "words"),
+    [(0.0, 64, "Nothing is shown to beat random"), (1.0, 1, "from fewer than 6 nothing can be")],
+)
+def test_nothing_is_best_where_nothing_beats_random(mean: float, images: int, words: str) -> None:
+    found = decide(record({"a": mean, "b": mean - 0.5, "random": 0.0}, images))
     assert found.best is None
     assert found.quick is None
-    assert "Nothing is shown to beat random" in str(found)
-    assert {row.status for row in found.rows} == {"undecided", "baseline"}
-
-
-def test_fewer_than_six_images_decide_nothing() -> None:
-    found = decide(record({"a": 1.0, "random": 0.0}, 1))
-    assert found.best is None
     assert found.leading == "a"
-    assert "from fewer than 6 nothing can be" in str(found)
+    assert words in str(found)
+    assert {row.status for row in found.rows} == {"undecided", "baseline"}
 
 
 def test_one_that_was_set_aside_is_behind_and_not_worse() -> None:
@@ -69,12 +67,6 @@ def test_of_two_that_are_alike_one_may_stop_early_and_still_be_tied() -> None:
     assert found.row("twin").status == "tied"
 
 
-def test_lower_is_better_is_turned_round() -> None:
-    made = record({"good": 0.0, "random": 0.4}, 32)
-    made.about["lower_is_better"] = ["gain"]
-    assert decide(made).best == "good"
-
-
 def test_other_metrics_may_disagree_and_sanity_is_reported() -> None:
     made = record({"good": 0.4, "near": 0.3, "random": 0.0}, 32)
     made.about["metrics"] |= {"other": {"metric": "saco"}, "randomisation": {"metric": "randomisation"}}
@@ -89,15 +81,15 @@ def test_other_metrics_may_disagree_and_sanity_is_reported() -> None:
         assert words in str(found)
 
 
-def test_the_order_of_cells_does_not_matter() -> None:
+def test_the_order_of_cells_does_not_matter_and_lower_may_be_better() -> None:
     every = lines(MEANS, 24)
-    verdicts = set()
-    for seed in range(3):
-        made = RaceRecord.begin(about(MEANS, 24))
-        for line in random.Random(seed).sample(every, len(every)):
-            made.add(**line)
-        verdicts.add(decide(made).to_json())
-    assert len(verdicts) == 1
+    shuffled = RaceRecord.begin(about(MEANS, 24))
+    for line in random.Random(0).sample(every, len(every)):
+        shuffled.add(**line)
+    assert decide(shuffled).to_json() == decide(record(MEANS, 24)).to_json()
+    turned = record({"good": 0.0, "random": 0.4}, 32)
+    turned.about["lower_is_better"] = ["gain"]
+    assert decide(turned).best == "good"
 
 
 def resumed(folder: Path) -> RaceRecord:

@@ -200,8 +200,8 @@ def _check_same(earlier: RaceRecord, about: Mapping[str, Any], gallery: Gallery)
         if earlier.about.get(key) != value:
             theirs, ours = (textwrap.shorten(str(of.get(key)), 80) for of in (earlier.about, about))
             raise PatchlightError(
-                f"the folder holds cells of other {key.replace('_', ' ')} ({theirs}) than is asked now ({ours}); "
-                "ask the same, or choose another folder"
+                f"the folder holds cells of another question: '{key}' is {theirs} there and {ours} now; ask the same, "
+                "or choose another folder"
             )
     for place, cell in earlier.cells(IMAGE_HASH):  # one is enough to tell another folder
         if gallery.readable(place) and gallery.hash(place) != cell.note:
