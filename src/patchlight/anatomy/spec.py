@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from patchlight.core.spec import Many, Number, Spec, Whole, short_for
+from patchlight.core.recipes import Many, Number, Spec, Whole, short_for
 
 if TYPE_CHECKING:
     from patchlight.anatomy.opened import Anatomy

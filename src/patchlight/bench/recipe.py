@@ -11,8 +11,7 @@ from pydantic import Field
 
 from patchlight.anatomy.spec import ModelSpec
 from patchlight.core.errors import PatchlightError, nearest
-from patchlight.core.recipes import Keys, at_line, parse_as, read_text
-from patchlight.core.spec import Many, OpenSpec, Spec, Whole
+from patchlight.core.recipes import Keys, Many, OpenSpec, Spec, Whole, at_line, parse_as, read_text
 from patchlight.data.spec import DataSpec
 from patchlight.study.spec import MethodSpec, MetricSpec
 

@@ -1,4 +1,4 @@
-"""Recipes as files: TOML, checked against the model that says what a recipe holds. An error names the line.
+"""Recipes: TOML files, checked against the specs that say what a recipe holds. An error names the line.
 
 The bundled ones are in `recipes/`, by the command that takes them: `bench/`, `diffmask/` and `shapley/`.
 """
@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from patchlight.core.errors import PatchlightError, nearest
 
@@ -24,6 +24,42 @@ KINDS = ("bench", "diffmask", "shapley")
 """The commands that take recipes; each has its bundled ones in the folder of its name."""
 DEEPEST = 16
 """Tables and lists inside each other, at most; a recipe has five."""
+Whole = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+Many = Annotated[int, Field(strict=True, ge=1)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class Spec(BaseModel):
+    """A part of a recipe; a key it does not know is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OpenSpec(BaseModel):
+    """A part of a recipe whose other keys are settings of what it names."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+    def changed(self, **changes: Any) -> Self:
+        """The same with other values."""
+        try:
+            return type(self).model_validate({**self.model_dump(), **changes})
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise PatchlightError(f"setting {key}={first['input']!r} is not valid: {first['msg']}") from error
+
+    def __reduce__(self) -> Any:
+        return type(self).model_validate, (self.model_dump(),)  # another process resolves it for itself
+
+
+def short_for(key: str) -> Any:
+    """A lone string stands for this key."""
+    return model_validator(mode="before")(lambda value: {key: value} if isinstance(value, str) else value)
 
 
 def bundled(kind: str = "bench") -> dict[str, Traversable]:
@@ -66,14 +102,14 @@ def parse_as(kind: type[R], text: str, where: str) -> R:
     """A recipe of this kind from TOML; `where` is what an error calls it."""
     try:
         content = tomllib.loads(text)
+        if _depth(content) > DEEPEST:
+            raise RecursionError
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         at = int(line.group(1)) if line else text.count("\n") + 1
         raise PatchlightError(f"{where}, line {at}: not TOML: {str(error).split(' (at')[0]}") from error
     except RecursionError as error:
         raise PatchlightError(f"{where} is nested too deeply; a recipe has tables in tables, and no more") from error
-    if _depth(content) > DEEPEST:
-        raise PatchlightError(f"{where} is nested too deeply; a recipe has tables in tables, and no more")
     try:
         return kind.model_validate(content)
     except ValidationError as error:
@@ -84,18 +120,16 @@ def parse_as(kind: type[R], text: str, where: str) -> R:
 
 
 def at_line(text: str, where: str, keys: Keys, sentence: object) -> PatchlightError:
-    """An error about what these keys hold."""
-    return PatchlightError(f"{where}, line {line_of(keys, key_lines(text))}: {sentence}")
+    """An error about what these keys hold, at their line, or that of the nearest table around them."""
+    lines = key_lines(text)
+    line = next((lines[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in lines), 1)
+    return PatchlightError(f"{where}, line {line}: {sentence}")
 
 
 def _depth(value: Any) -> int:
     """How many tables and lists lie inside each other."""
-    level, depth = [value], 0
-    while level:
-        level = [one for each in level for one in (each.values() if isinstance(each, dict) else each)]
-        level = [one for one in level if isinstance(one, dict | list)]
-        depth += 1
-    return depth
+    inside = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(one) for one in inside if isinstance(one, dict | list)), default=0)
 
 
 def _in_words(kind: type[BaseModel], error: Any, keys: Keys) -> str:
@@ -142,8 +176,3 @@ def key_lines(text: str) -> dict[Keys, int]:
 
 def _words(key: str) -> Keys:
     return tuple(word.strip("\"'") for word in _WORD.findall(key))
-
-
-def line_of(keys: Keys, lines: dict[Keys, int]) -> int:
-    """The line of a key, else of the nearest table around it, else the first."""
-    return next((lines[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in lines), 1)

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.spec import Many, Spec
+from patchlight.core.recipes import Many, Spec
 from patchlight.data import KINDS, Data, open_data, read_list
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from patchlight.core.spec import Number, OpenSpec, short_for
+from patchlight.core.recipes import Number, OpenSpec, short_for
 from patchlight.methods.requests import Request, resolve
 from patchlight.metrics.base import MetricRequest, resolve_metric
 

@@ -13,8 +13,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.spec import ModelSpec
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import to_batch
-from patchlight.core.recipes import parse_as, read_text
-from patchlight.core.spec import Spec
+from patchlight.core.recipes import Spec, parse_as, read_text
 from patchlight.data import Data
 from patchlight.data.spec import DataSpec, kind_and_path
 from patchlight.trained.settings import Training
