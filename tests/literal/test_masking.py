@@ -218,8 +218,8 @@ def test_rise_on_an_additive_game_tends_to_its_closed_form() -> None:
 def test_rise_makes_its_masks_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     vit = shared("vit")
     made: list[int] = []
-    inner = rise.Grids.masks
-    monkeypatch.setattr(rise.Grids, "masks", lambda self, index: (made.append(len(index)), inner(self, index))[1])
+    inner = rise.RandomGrids.masks
+    monkeypatch.setattr(rise.RandomGrids, "masks", lambda self, index: (made.append(len(index)), inner(self, index))[1])
     maps(vit, images(vit), "rise", TARGET, samples=50, chunk=16)
     assert sum(made) == 150
     assert max(made) == 16

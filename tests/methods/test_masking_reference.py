@@ -14,10 +14,10 @@ EVERY = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytes
 EVERY += [pytest.param(3, marks=pytest.mark.slow)]
 
 
-def saved_grids(count: int = 500) -> rise.Grids:
+def saved_grids(count: int = 500) -> rise.RandomGrids:
     saved = reference("rise500")
     grids, shifts = (torch.from_numpy(saved[key][:count]) for key in ("grid7", "shifts_xy"))
-    return rise.Grids(grids, shifts, (224, 224))
+    return rise.RandomGrids(grids, shifts, (224, 224))
 
 
 def test_rise_masks_are_the_authors() -> None:
