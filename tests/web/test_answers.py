@@ -33,10 +33,10 @@ def vit() -> pl.Anatomy:
 
 @pytest.fixture(scope="module")
 def client(vit: pl.Anatomy) -> Iterator[TestClient]:
-    site = ModelService(vit)
-    with TestClient(guarded(site), base_url="http://localhost") as client:
+    service = ModelService(vit)
+    with TestClient(guarded(service), base_url="http://localhost") as client:
         yield client
-    site.close()
+    service.close()
 
 
 def post(client: TestClient, route: str, status: int = 200, **asked: Any) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def test_inside(client: TestClient, vit: pl.Anatomy) -> None:
 @pytest.mark.parametrize("family", ["reg4-gap", "siglip", "swin"])
 def test_other_models_say_what_they_lack(family: str) -> None:
     other = build(family)
-    site = ModelService(other)
-    with TestClient(guarded(site), base_url="http://localhost") as client:
+    service = ModelService(other)
+    with TestClient(guarded(service), base_url="http://localhost") as client:
         facts = client.get("/api/model").json()
         assert facts["grid"] == list(other.grid)
         told = post(client, "inside", image="cat")
@@ -224,26 +224,26 @@ def test_other_models_say_what_they_lack(family: str) -> None:
             assert (
                 "cannot drop tokens" in post(client, "ablate", 400, image="cat", removed=[[0]], unit="token")["error"]
             )
-    site.close()
+    service.close()
 
 
 def test_what_cannot_be_tested_is_told_before_any_map_is_made() -> None:
-    site = ModelService(build("reg4-gap"))
-    with TestClient(guarded(site), base_url="http://localhost") as client:
+    service = ModelService(build("reg4-gap"))
+    with TestClient(guarded(service), base_url="http://localhost") as client:
         asked = {"image": "cat", "methods": [{"name": "ixg"}], "unit": "token", "wait": 60}
         for told in (post(client, "measure", **asked), post(client, "files", **asked, kind="report")):
             assert told["state"] == "failed"
             assert "unit='patch' fills patches instead" in told["error"]
             assert told["maps"] == []
-    site.close()
+    service.close()
 
 
 @pytest.mark.parametrize("kind", ["transformers-CLIPModel", "open_clip-custom"])
 def test_sentences_are_classes(kind: str) -> None:
     pytest.importorskip(kind.split("-")[0])
     vit = shared_pair(kind)
-    site = ModelService(vit)
-    with TestClient(guarded(site), base_url="http://localhost") as client:
+    service = ModelService(vit)
+    with TestClient(guarded(service), base_url="http://localhost") as client:
         assert client.get("/api/model").json()["takes_texts"]
         texts = [TEXTS[1], TEXTS[0]]
         told = post(client, "predict", image="cat", texts=texts)
@@ -258,7 +258,7 @@ def test_sentences_are_classes(kind: str) -> None:
         wanted = pl.explain(other, CAT, "ixg", target=1).scores[0]
         torch.testing.assert_close(torch.tensor(one["scores"]), wanted, atol=1e-3 * float(wanted.abs().max()), rtol=0)
         assert "template" in post(client, "predict", 400, image="cat", texts=texts, template="none")["error"]
-    site.close()
+    service.close()
 
 
 def test_jobs_tell_what_happens_and_stop(client: TestClient) -> None:

@@ -26,13 +26,13 @@ PAIR = {"target": 3, "against": 5, "seed": 2}
 
 
 @pytest.fixture(scope="module")
-def site() -> ModelService:
+def service() -> ModelService:
     return ModelService(pl.load("pocket"), cli="--model pocket")
 
 
 @pytest.fixture(scope="module")
-def client(site: ModelService) -> Iterator[TestClient]:
-    with TestClient(create_app(site)) as client:
+def client(service: ModelService) -> Iterator[TestClient]:
+    with TestClient(create_app(service)) as client:
         yield client
 
 
@@ -51,13 +51,13 @@ def made(client: TestClient, **asked: Any) -> tuple[bytes, str, str]:
     return answer.content, answer.headers["content-type"], name
 
 
-def test_arrays_are_what_load_opens(site: ModelService, client: TestClient, tmp_path: Path) -> None:
+def test_arrays_are_what_load_opens(service: ModelService, client: TestClient, tmp_path: Path) -> None:
     data, kind, name = made(client, kind="arrays", target=5, name="cat.jpg")
     assert (kind, name) == ("application/zip", "cat-patchlight.zip")
     assert data == made(client, kind="arrays", target=5)[0], "the same maps give the same bytes"
     with zipfile.ZipFile(io.BytesIO(data)) as opened:
         opened.extractall(tmp_path)
-    wanted = pl.explain(site.vit, pocket.PHOTOS / "cat.jpg", {"genatt": {}, "rollout": {"start": 1}}, target=5)
+    wanted = pl.explain(service.vit, pocket.PHOTOS / "cat.jpg", {"genatt": {}, "rollout": {"start": 1}}, target=5)
     for label, att in wanted.items():
         read = pl.Attribution.load(tmp_path / label)
         torch.testing.assert_close(read.scores, att.scores, rtol=1e-4, atol=1e-6)
