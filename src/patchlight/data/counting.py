@@ -19,7 +19,7 @@ _PER_COLOUR, _SPLIT = 1000, {"train": 5400, "validation": 300, "test": 300}
 
 
 @dataclass(frozen=True)
-class Grids:
+class CountingGrids:
     """Images [n,3,48,48] of -1 and 1, `labels` [n] = number of red patches, and where they are: `red` [n,3,3]."""
 
     images: Tensor
@@ -30,7 +30,9 @@ class Grids:
         return len(self.labels)
 
 
-def counting_grids(count: int | None = None, seed: int = 0, part: Part = "train", distractors: int = 5) -> Grids:
+def counting_grids(
+    count: int | None = None, seed: int = 0, part: Part = "train", distractors: int = 5
+) -> CountingGrids:
     """Grids drawn from one part of the pool; by default as many as its patches fill (600, 33 and 33).
 
     The pool has 1,000 patches of each colour of {0, 1}^3 without black and white, split at random 90:5:5. A grid has
@@ -64,9 +66,9 @@ def counting_grids(count: int | None = None, seed: int = 0, part: Part = "train"
     return draw_grids(torch.from_numpy(grids).view(-1, SIDE, SIDE))
 
 
-def draw_grids(colours: Tensor) -> Grids:
+def draw_grids(colours: Tensor) -> CountingGrids:
     """Images of colour numbers [n,3,3]."""
     bits = torch.stack([(colours >> shift) & 1 for shift in (2, 1, 0)], 1).float()
     images = (bits * 2 - 1).repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
     red = colours == RED
-    return Grids(images, red.flatten(1).sum(1), red)
+    return CountingGrids(images, red.flatten(1).sum(1), red)

@@ -22,7 +22,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, PatchlightError
 from patchlight.core.files import write_whole
 from patchlight.core.images import Preprocess
-from patchlight.data.counting import PATCH, SIDE, Grids, counting_grids
+from patchlight.data.counting import PATCH, SIDE, CountingGrids, counting_grids
 from patchlight.engine import explain
 from patchlight.trained.diffmask.gates import DiffMask, load
 from patchlight.trained.diffmask.settings import Callback, DiffMaskSettings
@@ -150,7 +150,7 @@ def counter(model: nn.Module) -> Anatomy:
     )
 
 
-def loader_of(grids: Grids, batch: int, device: str = "cpu") -> DataLoader[Any]:
+def loader_of(grids: CountingGrids, batch: int, device: str = "cpu") -> DataLoader[Any]:
     data = TensorDataset(grids.images.to(device), grids.labels.to(device))
     return DataLoader(data, batch, shuffle=True, drop_last=True)
 
@@ -183,7 +183,7 @@ def judge(name: str, maps: Tensor, red: Tensor, threshold: float | None = None) 
 
 
 def judge_methods(
-    vit: Anatomy, explainer: DiffMask, grids: Grids, seed: int, tell: Callable[[str], None]
+    vit: Anatomy, explainer: DiffMask, grids: CountingGrids, seed: int, tell: Callable[[str], None]
 ) -> list[Exactness]:
     """DiffMask at its own threshold 0.5, and each other method at its best."""
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap
 from patchlight.core.progress import Progress, telling
-from patchlight.data.counting import SIDE, Grids, counting_grids
+from patchlight.data.counting import SIDE, CountingGrids, counting_grids
 from patchlight.engine import explain
 from patchlight.evidence.ablation import Count
 from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods, by_label
@@ -82,7 +82,7 @@ def counting(
     return pictures(shown.note, rows, COLUMN, ())
 
 
-def grids_to_show(held: Grids, columns: int) -> list[int]:
+def grids_to_show(held: CountingGrids, columns: int) -> list[int]:
     """The first grid of each of some numbers of red patches, from few to many."""
     chosen: list[int] = []
     for number in torch.linspace(1, SIDE * SIDE - 1, min(columns, len(held))).round().long().tolist():
