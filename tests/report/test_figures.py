@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from dataclasses import replace
+from importlib.resources.abc import Traversable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,7 +21,10 @@ from typer.testing import CliRunner, Result
 import patchlight as pl
 from patchlight import cli
 from patchlight.core.drawing import figure_bytes
+from patchlight.core.recipes import bundled
+from patchlight.core.registry import settings_of
 from patchlight.report.figures import FIGURES, Drawing, draw, list_figures, register_figure
+from patchlight.report.figures.layouts import LAYOUTS
 from patchlight.report.figures.sheet import Cell, Row
 from patchlight.zoo import pocket
 from tests.registries import restored
@@ -77,6 +83,20 @@ def test_figures_are_listed_by_paper_and_number() -> None:
     assert names.index("skipplus-2") < names.index("skipplus-10") < names.index("tis-2") < names.index("tis-masks")
     told = {info.name: info.needs for info in list_figures()}
     assert told["tis-3"] == ("an image", "labels or a target")
+
+
+@pytest.mark.parametrize("file", bundled("figures").values(), ids=lambda file: file.name)
+def test_files_of_figures_fit_their_layouts(file: Traversable) -> None:
+    """A word that is misspelt would be passed over in silence."""
+    figures = tomllib.loads(file.read_text(encoding="utf-8"))
+    assert figures.pop("paper")
+    known = {"layout", "place", "shows", "text", "stand_in", "needs", "least", "aliases", "quick"}
+    for name, figure in figures.items():
+        parameters = signature(LAYOUTS[figure["layout"]]).parameters.values()
+        options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+        assert set(figure) <= known | {"options", "settings"}, name
+        assert set(figure.get("options", {})) <= options, name
+        assert set(figure.get("settings", {})) | set(figure["quick"]) <= set(settings_of(FIGURES[name].function)), name
 
 
 def small(vit: pl.Anatomy, path: Path | None = None, **options: Any) -> Figure:

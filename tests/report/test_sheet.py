@@ -29,6 +29,7 @@ from patchlight.report.figures.sheet import (
     style,
     wrapped,
 )
+from tests.report.pages import check_apart
 
 
 @given(st.text("ab ∘.-/W", max_size=40), st.floats(0.3, 3))
@@ -60,16 +61,8 @@ def test_pictures_and_words_do_not_overlap(columns: int, rows: int) -> None:
     picture = Image.new("RGB", (20, 20))
     cells = [Cell(picture, f"DecompX∘SkipPLUS {c}", "p = 10 %") for c in range(columns)]
     fig = pictures("A note. " * 20, [Row(cells, "with a label") for _ in range(rows)], scales=(False, True))
-    width, height = fig.get_size_inches()
-    assert COLUMN <= width <= PAGE + 1e-9
-    fig.canvas.draw()
-    boxes = [axes.get_window_extent() for axes in fig.axes] + [text.get_window_extent() for text in fig.texts]
-    slack = 2.0  # dots, of 300 an inch
-    for i, a in enumerate(boxes):
-        assert min(a.x0, a.y0, 300 * width - a.x1, 300 * height - a.y1) >= -slack, "inside the sheet"
-        for b in boxes[:i]:
-            apart = a.x1 <= b.x0 + slack or b.x1 <= a.x0 + slack or a.y1 <= b.y0 + slack or b.y1 <= a.y0 + slack
-            assert apart, (i, a, b)
+    assert COLUMN <= fig.get_size_inches()[0] <= PAGE + 1e-9
+    check_apart(fig, 2.0)  # dots, of 300 an inch
 
 
 def test_axes_keep_off_the_note() -> None:

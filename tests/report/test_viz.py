@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 import patchlight as pl
@@ -19,6 +18,7 @@ from patchlight.core.drawing.heat import is_signed
 from patchlight.core.images import Preprocess
 from patchlight.report.pictures import figure
 from tests import families
+from tests.report.pages import check_apart
 
 
 def attribution(scores: torch.Tensor, **about: object) -> Attribution:
@@ -161,23 +161,7 @@ def test_no_word_is_cut_off_or_runs_into_another(rows: int, columns: int) -> Non
     maps = {n: attribution(torch.rand(rows, 8, 8) - i % 2 / 2) for i, n in enumerate(names[:columns])}
     long = ("West Highland white terrier, Westie", 0.5)
     drawn = figure([Image.new("RGB", (9, 9))] * rows, maps, predictions=[long] * rows)
-    FigureCanvasAgg(drawn).draw()
-    renderer = drawn.canvas.get_renderer()
-    boxes = [t.get_window_extent(renderer) for t in drawn.texts if t.get_text().strip()]
-    for box in boxes:
-        assert box.x0 >= 0
-        assert box.y0 >= 0
-        assert box.x1 <= drawn.bbox.x1
-        assert box.y1 <= drawn.bbox.y1
-    for a, first in enumerate(boxes):
-        for second in boxes[a + 1 :]:
-            apart = (
-                first.x1 <= second.x0 or second.x1 <= first.x0 or first.y1 <= second.y0 + 1 or second.y1 <= first.y0 + 1
-            )
-            assert apart
-        for axes in drawn.axes:
-            spot = axes.get_window_extent(renderer)
-            assert first.x1 <= spot.x0 or spot.x1 <= first.x0 or first.y1 <= spot.y0 + 1 or spot.y1 <= first.y0 + 1
+    check_apart(drawn, 1.0)
 
 
 def test_figure_of_several_classes_pairs_and_tensors() -> None:

@@ -226,7 +226,7 @@ def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(SOFT)
-    axes.tick_params(which="both", length=0, labelcolor=SOFT, labelsize=WORDS)
+    axes.tick_params(which="both", length=0, labelcolor=SOFT, labelsize=WORDS, pad=7)
     axes.xaxis.label.set(color=SOFT, size=WORDS)
     return fig, axes
 
