@@ -50,12 +50,12 @@ class HierarchicalAnatomy(Anatomy):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        return [self._block(stage, j) for stage, j in self._order]
+        return [self._blocks(stage)[j] for stage, j in self._order]
 
     @property
     def _order(self) -> list[tuple[int, int]]:
         """The stage of each block, and its number there."""
-        return [(i, j) for i in range(self.stage, self.stages) for j in range(self._count(i))]
+        return [(i, j) for i in range(self.stage, self.stages) for j in range(len(self._blocks(i)))]
 
     def grid_of(self, index: int) -> tuple[int, int]:
         """The grid on which a block runs."""
@@ -63,7 +63,7 @@ class HierarchicalAnatomy(Anatomy):
 
     @property
     def stage_end(self) -> int:
-        return self._count(self.stage)
+        return len(self._blocks(self.stage))
 
     def embed(self, images: Tensor) -> Tensor:
         for i in range(self.stage):
@@ -122,7 +122,7 @@ class HierarchicalAnatomy(Anatomy):
         """From feature map to feature map, channels first; stage 0 from the image."""
         x = self._merged(i, x)
         size, x = (x.shape[2], x.shape[3]), x.flatten(2).transpose(1, 2)
-        for j in range(self._count(i)):
+        for j in range(len(self._blocks(i))):
             x = self._run(i, j, x, size)
         return cast(Tensor, x.transpose(1, 2).unflatten(2, size))
 
@@ -131,12 +131,8 @@ class HierarchicalAnatomy(Anatomy):
         """The feature map that the blocks of a stage are given, channels first; of stage 0 from the image."""
 
     @abstractmethod
-    def _count(self, i: int) -> int:
-        """How many blocks a stage has."""
-
-    @abstractmethod
-    def _block(self, i: int, j: int) -> nn.Module:
-        """Block j of a stage, with its attention as `attn`."""
+    def _blocks(self, i: int) -> Sequence[nn.Module]:
+        """The blocks of a stage, each with its attention as `attn`."""
 
     @abstractmethod
     def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
@@ -165,17 +161,14 @@ class SwinAnatomy(HierarchicalAnatomy):
         x = self.net.patch_embed(x) if i == 0 else x.permute(0, 2, 3, 1)
         return cast(Tensor, self.net.layers[i].downsample(x).permute(0, 3, 1, 2))
 
-    def _count(self, i: int) -> int:
-        return len(self.net.layers[i].blocks)
-
-    def _block(self, i: int, j: int) -> nn.Module:
-        return cast(nn.Module, self.net.layers[i].blocks[j])
+    def _blocks(self, i: int) -> Sequence[nn.Module]:
+        return cast("Sequence[nn.Module]", self.net.layers[i].blocks)
 
     def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
         return [self.net.layers[i].downsample] if merges else []
 
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-        return cast(Tensor, self._block(i, j)(tokens.unflatten(1, grid)).flatten(1, 2))
+        return cast(Tensor, self._blocks(i)[j](tokens.unflatten(1, grid)).flatten(1, 2))
 
     def _reach(self, block: Any, grid: tuple[int, int]) -> Reach:
         window, shift, like = tuple(block.window_size), tuple(block.shift_size), block.norm1.weight
@@ -218,19 +211,16 @@ class PvtAnatomy(HierarchicalAnatomy):
         merge = self.net.patch_embed if i == 0 else self.net.stages[i].downsample
         return cast(Tensor, merge(x).permute(0, 3, 1, 2))
 
-    def _count(self, i: int) -> int:
-        return len(self.net.stages[i].blocks)
-
-    def _block(self, i: int, j: int) -> nn.Module:
-        return cast(nn.Module, self.net.stages[i].blocks[j])
+    def _blocks(self, i: int) -> Sequence[nn.Module]:
+        return cast("Sequence[nn.Module]", self.net.stages[i].blocks)
 
     def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
         stage = self.net.stages[i]
-        return [*([stage.downsample] if merges else []), *([stage.norm] if j == self._count(i) - 1 else [])]
+        return [*([stage.downsample] if merges else []), *([stage.norm] if j == len(self._blocks(i)) - 1 else [])]
 
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-        tokens = self._block(i, j)(tokens, grid)
-        return cast(Tensor, self.net.stages[i].norm(tokens) if j == self._count(i) - 1 else tokens)
+        tokens = self._blocks(i)[j](tokens, grid)
+        return cast(Tensor, self.net.stages[i].norm(tokens) if j == len(self._blocks(i)) - 1 else tokens)
 
     def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
         if block.attn.pool is None:
@@ -256,18 +246,15 @@ class TwinsAnatomy(HierarchicalAnatomy):
         x, size = self.net.patch_embeds[i](x.contiguous())
         return cast(Tensor, self.net.pos_drops[i](x).transpose(1, 2).unflatten(2, size))
 
-    def _count(self, i: int) -> int:
-        return len(self.net.blocks[i])
-
-    def _block(self, i: int, j: int) -> nn.Module:
-        return cast(nn.Module, self.net.blocks[i][j])
+    def _blocks(self, i: int) -> Sequence[nn.Module]:
+        return cast("Sequence[nn.Module]", self.net.blocks[i])
 
     def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
         net = self.net
         return [*([net.patch_embeds[i]] if merges else []), *([net.pos_block[i]] if j == 0 else [])]
 
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-        tokens = self._block(i, j)(tokens, grid)
+        tokens = self._blocks(i)[j](tokens, grid)
         return cast(Tensor, self.net.pos_block[i](tokens, grid) if j == 0 else tokens)
 
     def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from patchlight.anatomy.hf import as_processed, read_processor
 from patchlight.anatomy.spec import PreprocessSpec
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.extras import missing_extra
@@ -36,7 +37,7 @@ def read_preprocess(given: Any) -> Prepared:
     if isinstance(given, str | Path):
         return _read_path(Path(given))
     if callable(given) and hasattr(given, "image_mean"):
-        return _as_processed(given, "the model")
+        return as_processed(given, 3, "the model")
     raise PatchlightError(
         f"preprocess is {type(given).__name__}; give a pl.Preprocess((height, width), …), a dictionary or a JSON or "
         "TOML file of some of its fields, or the folder of an image processor"
@@ -98,12 +99,4 @@ def _from_folder(folder: Path) -> Preprocess:
         import transformers  # noqa: F401
     except ImportError as error:
         raise missing_extra(f"the image processor in '{folder}' needs", "transformers", "hf") from error
-    from patchlight.anatomy.hf import read_processor
-
-    return _as_processed(read_processor(str(folder), {"local_files_only": True}), f"'{folder}'")
-
-
-def _as_processed(processor: Any, name: str) -> Preprocess:
-    from patchlight.anatomy.hf import as_processed
-
-    return as_processed(processor, 3, name)
+    return as_processed(read_processor(str(folder), {"local_files_only": True}), 3, f"'{folder}'")

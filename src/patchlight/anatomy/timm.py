@@ -89,14 +89,18 @@ class TimmAnatomy(Anatomy):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return cast(Tensor, self.blocks[index](tokens))
 
+    def normed(self, tokens: Tensor) -> Tensor:
+        """What the head is given of the tokens of the last block."""
+        return cast(Tensor, self.inner.norm(tokens))
+
     def features(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.inner.forward_head(self.inner.norm(tokens), pre_logits=not self.projects))
+        return cast(Tensor, self.outer.forward_head(self.normed(tokens), pre_logits=not self.projects))
 
     def classify(self, features: Tensor) -> Tensor:
         return cast(Tensor, features if self.projects else self.inner.head(features))
 
     def classified(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.inner.forward_head(self.inner.norm(tokens)))
+        return cast(Tensor, self.outer.forward_head(self.normed(tokens)))
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]

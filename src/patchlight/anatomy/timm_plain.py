@@ -87,13 +87,7 @@ class EncoderAnatomy(EvaAnatomy):
     def embed(self, images: Tensor) -> Tensor:
         return cast(Tensor, self.inner._pos_embed(self.inner.patch_embed(images))[0])
 
-    def features(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.outer.forward_head(self._projected(tokens), pre_logits=True))
-
-    def classified(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.outer.forward_head(self._projected(tokens)))
-
-    def _projected(self, tokens: Tensor) -> Tensor:
+    def normed(self, tokens: Tensor) -> Tensor:
         tokens = self.inner.norm(tokens) if hasattr(self.inner, "norm") else tokens
         projector = _projector(self.inner)
         return tokens if projector is None else projector(tokens.unflatten(1, self.grid))
@@ -127,11 +121,8 @@ class GemmaAnatomy(TimmAnatomy):
         places = torch.stack([cells % self.grid[1], cells // self.grid[1]], -1)
         return cast(Tensor, self.blocks[index](tokens, *self.inner.rotary_emb(tokens, places)))
 
-    def features(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.outer.forward_head(tokens, pre_logits=True))
-
-    def classified(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.outer.forward_head(tokens))
+    def normed(self, tokens: Tensor) -> Tensor:
+        return tokens
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
@@ -163,13 +154,7 @@ class SamAnatomy(TimmAnatomy):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return cast(Tensor, self.blocks[index](tokens.unflatten(1, self.grid)).flatten(1, 2))
 
-    def features(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.inner.forward_head(self._neck(tokens), pre_logits=True))
-
-    def classified(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.inner.forward_head(self._neck(tokens)))
-
-    def _neck(self, tokens: Tensor) -> Tensor:
+    def normed(self, tokens: Tensor) -> Tensor:
         return cast(Tensor, self.inner.neck(tokens.unflatten(1, self.grid).permute(0, 3, 1, 2)))
 
     def parts(self, index: int) -> Parts:
