@@ -146,15 +146,6 @@ def test_readout_rows_are_the_poolings() -> None:
         assert (row[:, : vit.prefix].sum() == 0) == (vit.pooling in ("avg", "map"))
 
 
-def test_a_batch_does_not_mix_in_a_pass() -> None:
-    vit = build("vit", torch.float64)
-    batch = images(vit)
-    job = LayerJob(lambda b: b.g, frozenset({"g"}), (0,))
-    whole = run_pass(vit, batch, jobs=[job]).at(0)
-    alone = run_pass(vit, batch[1:2], jobs=[job]).at(0)
-    torch.testing.assert_close(whole[1:2], alone, atol=1e-12, rtol=1e-12)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_row_of_the_last_block(family: str) -> None:
     """Plain ViTs that classify their first token: the last block may be computed for it alone. All others say no."""

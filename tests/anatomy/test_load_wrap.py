@@ -33,14 +33,6 @@ def test_load_reads_the_number_of_classes_from_the_weights(weights: Path) -> Non
     assert pl.explain(vit, batch, target="c").target.tolist() == [2, 2, 2]
 
 
-def test_weights_from_a_torch_file(weights: Path, tmp_path: Path) -> None:
-    path = tmp_path / "weights.pth"
-    torch.save({"state_dict": build("vit").model.state_dict()}, path)
-    vit = pl.load("vit_tiny_patch16_224", weights=path, **SMALL)
-    batch = images(vit)
-    torch.testing.assert_close(vit.logits(batch), shared("vit").logits(batch))
-
-
 @pytest.mark.parametrize(
     "wrapped",
     [
@@ -238,11 +230,6 @@ def test_load_says_what_is_wrong(options: dict[str, object], message: str) -> No
         pl.load(**options)  # type: ignore[arg-type]
 
 
-def test_weights_that_do_not_fit(weights: Path) -> None:
-    with pytest.raises(pl.PatchlightError, match=r"do not fit vit_tiny_patch16_224: .*missing .*must be"):
-        pl.load("vit_tiny_patch16_224", weights=weights)
-
-
 def test_nan_in_weights_is_refused() -> None:
     model = FAMILIES["vit"]()
     model.blocks[1].mlp.fc1.weight.data[0, 0] = float("nan")  # type: ignore[union-attr]
@@ -391,36 +378,20 @@ def test_model_names_can_be_searched() -> None:
     assert list_models("nothing-like-it") == []
 
 
-def _in_bits(model: nn.Module, bits: int) -> nn.Module:
-    """The linear layers of a model's blocks by bitsandbytes, in 8 or 4 bits."""
+def _in_4_bits(model: nn.Module) -> nn.Module:
+    """The linear layers of a model's blocks by bitsandbytes, in 4 bits."""
     library = pytest.importorskip("bitsandbytes")
     for module in list(model.blocks.modules()):  # type: ignore[union-attr, operator]
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear):
-                sizes = layer.in_features, layer.out_features
-                new = library.nn.Linear4bit(*sizes) if bits == 4 else None
-                new = library.nn.Linear8bitLt(*sizes, has_fp16_weights=False) if new is None else new
+                new = library.nn.Linear4bit(layer.in_features, layer.out_features)
                 new.load_state_dict(layer.state_dict())
                 setattr(module, name, new.to("cpu"))
     return model
 
 
-def test_weights_in_8_bits_are_refused_with_a_way_out() -> None:
-    sentence = r"'blocks.0.attn.qkv.weight' of VisionTransformer is an Int\w+ of \w+.*bfloat16"
-    with pytest.raises(pl.PatchlightError, match=sentence):
-        pl.wrap(_in_bits(randomise(FAMILIES["vit"]()), 8))
-
-
-def test_weights_of_torchao_are_refused_with_a_way_out() -> None:
-    quantization = pytest.importorskip("torchao.quantization")
-    model = randomise(FAMILIES["vit"]())
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    with pytest.raises(pl.PatchlightError, match=r"is an Int8Tensor of torchao.*bfloat16"):
-        pl.wrap(model)
-
-
 def test_what_is_refused_is_known_by_its_type() -> None:
-    """As the two above, where neither library is installed."""
+    """As bitsandbytes and torchao make them."""
     kind = type("Int8Params", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
     model = randomise(FAMILIES["vit"]())
     model.blocks[0].attn.qkv.weight = kind(model.blocks[0].attn.qkv.weight.detach())  # type: ignore[union-attr]
@@ -429,7 +400,7 @@ def test_what_is_refused_is_known_by_its_type() -> None:
 
 
 def test_weights_in_4_bits_are_explained() -> None:
-    model = _in_bits(randomise(FAMILIES["vit"]()), 4)
+    model = _in_4_bits(randomise(FAMILIES["vit"]()))
     vit = pl.wrap(model)
     batch = images(vit)
     torch.testing.assert_close(vit.logits(batch), model(batch))

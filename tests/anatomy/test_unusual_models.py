@@ -65,13 +65,6 @@ def test_a_hook_that_changes_the_output() -> None:
         refuses("a hook", pl.explain, vit, torch.zeros(1, 3, 64, 64), "rollout")
 
 
-def test_a_replaced_forward() -> None:
-    model = tiny()
-    plain = model.forward
-    model.forward = lambda x: plain(x).flip(1)
-    refuses("differ by", pl.wrap, model)
-
-
 def test_a_described_model_that_is_described_wrongly() -> None:
     model = tiny()
     parts = {"embed": lambda x: model._pos_embed(model.patch_embed(x)), "blocks": model.blocks}

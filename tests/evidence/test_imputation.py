@@ -42,35 +42,6 @@ def test_it_is_the_dense_solution(kind: str, size: tuple[int, int]) -> None:
     np.testing.assert_allclose(rough, expected, atol=5e-3)
 
 
-def test_neighbours_of_one_missing_pixel() -> None:
-    """Inside, (2 (a + b + c + d) + diagonals) / 12; those outside are left out: in a corner, (2 a + 2 b + c) / 5."""
-    x = drawn(1, 1, 6, 7)
-    image = x[0, 0]
-
-    def without(row: int, column: int) -> float:
-        missing = torch.zeros(1, 1, 6, 7, dtype=torch.bool)
-        missing[..., row, column] = True
-        return float(imputed(x, missing)[0, 0, row, column])
-
-    direct = image[2, 3] + image[4, 3] + image[3, 2] + image[3, 4]
-    diagonal = image[2, 2] + image[2, 4] + image[4, 2] + image[4, 4]
-    assert without(3, 3) == pytest.approx(float(2 * direct + diagonal) / 12, abs=1e-9)
-    corner = 2 * image[0, 1] + 2 * image[1, 0] + image[1, 1]
-    assert without(0, 0) == pytest.approx(float(corner) / 5, abs=1e-9)
-    edge = 2 * (image[0, 2] + image[0, 4] + image[1, 3]) + image[1, 2] + image[1, 4]
-    assert without(0, 3) == pytest.approx(float(edge) / 8, abs=1e-9)
-
-
-def test_two_holes_beside_each_other() -> None:
-    """y = (1 + y') / 6 and y' = y / 6, where one known direct neighbour of the first is 1: 6/35 and 1/35."""
-    x = torch.zeros(1, 1, 7, 8, dtype=torch.float64)
-    x[..., 3, 2] = 1
-    missing = torch.zeros(1, 1, 7, 8, dtype=torch.bool)
-    missing[..., 3, 3:5] = True
-    found = imputed(x, missing)[0, 0, 3]
-    assert found[3:5].tolist() == pytest.approx([6 / 35, 1 / 35], abs=1e-9)
-
-
 def test_ramps_and_constants_are_exact() -> None:
     rows, columns = torch.arange(40.0, dtype=torch.float64)[:, None], torch.arange(36.0, dtype=torch.float64)
     ramp = (0.3 * rows - 0.7 * columns + 2).expand(1, 2, 40, 36)
@@ -87,16 +58,6 @@ def test_everything_missing_leaves_the_channels_means() -> None:
     missing = torch.ones(2, 1, 13, 19, dtype=torch.bool)
     torch.testing.assert_close(imputed(x, missing), x.mean((2, 3), keepdim=True).expand_as(x), rtol=0, atol=1e-12)
     assert torch.equal(imputed(x, ~missing), x)
-
-
-def test_it_is_linear_and_an_images_own() -> None:
-    """No affine change of colours matters, nor what else is in the batch, nor what stood where pixels are missing."""
-    x, y, missing = drawn(2, 3, 13, 19), drawn(2, 3, 13, 19, seed=5), holes("scattered", 13, 19)
-    both = imputed(x, missing)
-    torch.testing.assert_close(imputed(2 * x - 3 * y + 1, missing), 2 * both - 3 * imputed(y, missing) + 1)
-    torch.testing.assert_close(imputed(x[1:], missing[1:]), both[1:], rtol=0, atol=1e-12)
-    torch.testing.assert_close(imputed(torch.where(missing, y, x), missing), both, rtol=0, atol=1e-7)
-    assert torch.equal(both.masked_select(~missing.expand_as(x)), x.masked_select(~missing.expand_as(x)))
 
 
 def test_the_fill_adds_noise_of_the_seed_in_the_space_of_colours() -> None:

@@ -78,19 +78,6 @@ def test_one_cluster_is_the_mean_and_none_moves_without_iterations() -> None:
     assert torch.equal(kmeans(points, torch.tensor([4, 2]), iterations=0), points[:, [4, 2]])
 
 
-def test_pairs_on_a_line() -> None:
-    points = line(0, 1, 10, 11, 20, 22)
-    assert kmeans(points, torch.tensor([0, 2, 4])).flatten().tolist() == [0.5, 10.5, 21]
-    assert kmeans(points, torch.tensor([1, 0, 2])).flatten().tolist() == [1, 0, 15.75], "a local optimum stays"
-
-
-def test_as_many_clusters_as_points_are_the_points() -> None:
-    points = torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(0))
-    initial = draw_initial(12, 99, 0)
-    assert sorted(initial.tolist()) == list(range(12))
-    torch.testing.assert_close(kmeans(points, initial), points[:, initial])
-
-
 def test_each_set_may_start_elsewhere_and_stays_where_it_converged() -> None:
     points = torch.cat([line(0, 1, 10, 11), line(*range(4))])
     starts = torch.tensor([[0, 3], [1, 0]])
