@@ -42,7 +42,7 @@ class LoadRequest:
 
 
 Creator = Callable[[LoadRequest], nn.Module | tuple[nn.Module, dict[str, Any]]]
-"""From a request to a model, and what is known of it beside: keywords of `wrap`."""
+"""From a request to a model, and what is known of it beside: keywords of `wrap`, which win over those of the user."""
 
 
 @dataclass(frozen=True)

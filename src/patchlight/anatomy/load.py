@@ -169,7 +169,7 @@ def load(
     tag = pretrained if isinstance(pretrained, str) else None
     fetch = state is None and pretrained is not False
     model, more = _created(family, name, LoadRequest(rest, fetch, tag, state, options, about))
-    anatomy = _wrapped(model, {**more, **about})
+    anatomy = _wrapped(model, {**about, **more})
     if state is not None:
         if "img_size" in options or "image_size" in options:
             state = resampled(state, anatomy.model, anatomy.grid, f"'{weights}'")

@@ -182,7 +182,7 @@ def create_open_clip(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
         source = name
         given = {**(_weights(name, _tag(name, tag)) if fetch else {}), **given}
     model = open_clip.create_model(source, load_weights=fetch, require_pretrained=fetch, **given)
-    return model, {"tokenizer": _tokenizer(source, local)}
+    return model, {"tokenizer": _tokenizer(source, local), **request.about}
 
 
 @register_family("open_clip", package="open_clip", prefix="open_clip", create=create_open_clip, tagged=True)

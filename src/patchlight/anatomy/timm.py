@@ -19,8 +19,10 @@ from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
 from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.preprocessing import applied
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from patchlight.zoo import pocket
 
 
 class TimmAnatomy(Anatomy):
@@ -321,17 +323,19 @@ def timm_names() -> list[str]:
     return ["pocket", *(n for m in (*PLAIN, *STAGED) for n in timm.list_models(module=m) if why_not(n, m) is None)]
 
 
-def create_timm(request: LoadRequest) -> nn.Module:
+def create_timm(request: LoadRequest) -> nn.Module | tuple[nn.Module, dict[str, Any]]:
     """A model by its timm name; pocket is one of timm's VisionTransformers."""
     import timm
 
     name = request.name
     if name == "pocket":
-        from patchlight.zoo import pocket
-
         if request.options:
             raise TypeError(f"pocket() got an unexpected keyword argument '{next(iter(request.options))}'")
-        return pocket.build(request.pretrained)
+        facts = pocket.description()
+        own = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
+        preprocess = applied(request.about.get("preprocess", own), lambda: own)
+        about = {"labels": facts["classes"], **request.about, "preprocess": preprocess}
+        return pocket.build(request.pretrained), about
     if not timm.is_model(name):
         raise PatchlightError(f"no model is called '{name}'; {nearest(name, timm_names())}")
     reason = why_not(name.partition(".")[0], module_of(name))

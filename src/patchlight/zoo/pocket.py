@@ -10,7 +10,7 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,19 +47,9 @@ def build(trained: bool = True) -> nn.Module:
     import safetensors.torch
     from timm.models.vision_transformer import VisionTransformer
 
-    facts = description()
-    model: Any = VisionTransformer(**facts["architecture"])
-    size = facts["architecture"]["img_size"]
-    model.pretrained_cfg = {
-        "architecture": "pocket",
-        "input_size": (3, size, size),
-        "mean": tuple(facts["mean"]),
-        "std": tuple(facts["std"]),
-        "crop_pct": 1.0,
-        "label_names": facts["classes"],
-    }
+    model: nn.Module = VisionTransformer(**description()["architecture"])
     if not trained:
-        return cast("nn.Module", model.eval())
+        return model.eval()
     weights = safetensors.torch.load_file(WEIGHTS)
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
-    return cast("nn.Module", model.eval())
+    return model.eval()
