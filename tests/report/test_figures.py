@@ -25,7 +25,7 @@ from patchlight.core.recipes import bundled
 from patchlight.core.registry import settings_of
 from patchlight.report.figures import FIGURES, Drawing, draw, list_figures, register_figure
 from patchlight.report.figures.layouts import LAYOUTS
-from patchlight.report.figures.sheet import Cell, Row
+from patchlight.report.figures.sheet import Row, Tile
 from patchlight.zoo import pocket
 from tests.registries import restored
 
@@ -168,7 +168,7 @@ def seen_by_a_toy(vit: pl.Anatomy, images: Any, least: int = 1, **options: Any) 
         @register_figure("toy-1", paper="a toy", shows="nothing", least=least)
         def toy(drawing: Drawing, shown: int | None = None) -> Figure:
             given.append(drawing)
-            return drawing.rows([Row([Cell(drawing.pictures[0], "a title")])])
+            return drawing.rows([Row([Tile(drawing.pictures[0], "a title")])])
 
         draw("toy-1", vit, images, progress=False, **options)
     return given

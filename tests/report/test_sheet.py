@@ -19,8 +19,8 @@ from patchlight.report.figures.numbers import numbers_of, write_numbers
 from patchlight.report.figures.sheet import (
     COLUMN,
     PAGE,
-    Cell,
     Row,
+    Tile,
     in_bands,
     line,
     mean_interval,
@@ -59,7 +59,7 @@ def test_intervals_are_those_of_a_plain_bootstrap() -> None:
 @pytest.mark.parametrize(("columns", "rows"), [(1, 1), (3, 2), (9, 2), (14, 1)])
 def test_pictures_and_words_do_not_overlap(columns: int, rows: int) -> None:
     picture = Image.new("RGB", (20, 20))
-    cells = [Cell(picture, f"DecompX∘SkipPLUS {c}", "p = 10 %") for c in range(columns)]
+    cells = [Tile(picture, f"DecompX∘SkipPLUS {c}", "p = 10 %") for c in range(columns)]
     fig = pictures("A note. " * 20, [Row(cells, "with a label") for _ in range(rows)], scales=(False, True))
     assert COLUMN <= fig.get_size_inches()[0] <= PAGE + 1e-9
     check_apart(fig, 2.0)  # dots, of 300 an inch
@@ -75,7 +75,7 @@ def test_axes_keep_off_the_note() -> None:
 
 
 def test_bands_are_about_as_long() -> None:
-    cells = [Cell(Image.new("RGB", (2, 2)), str(i)) for i in range(10)]
+    cells = [Tile(Image.new("RGB", (2, 2)), str(i)) for i in range(10)]
     rows = in_bands(cells, 7)
     assert [len(row.cells) for row in rows] == [5, 5]
     assert [cell.title for row in rows for cell in row.cells if cell is not None] == [str(i) for i in range(10)]
@@ -126,6 +126,6 @@ def test_panels_that_share_an_axis_share_its_words() -> None:
 
 def test_numbers_below_pictures_are_kept() -> None:
     picture = Image.new("RGB", (20, 20))
-    rows = [Row([Cell(picture, "dog"), None, Cell(picture, "genatt", "0.5", {"Del": 0.5})])]
+    rows = [Row([Tile(picture, "dog"), None, Tile(picture, "genatt", "0.5", {"Del": 0.5})])]
     (number,) = numbers_of(pictures("a note", rows))
     assert (number.panel, number.series, number.quantity, number.value) == ("dog", "genatt", "Del", 0.5)

@@ -16,7 +16,7 @@ from patchlight.engine import explain
 from patchlight.evidence.ablation import Count
 from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods, by_label
 from patchlight.report.figures.layouts import OURS, layout
-from patchlight.report.figures.sheet import COLUMN, Cell, Row, coloured, pictures
+from patchlight.report.figures.sheet import COLUMN, Row, Tile, coloured, pictures
 from patchlight.study.counting import (
     SIZES,
     CountingSize,
@@ -66,10 +66,10 @@ def counting(
         maps = explain(vit, held.images, methods, progress=False)
     chosen = grids_to_show(held, columns)
     photos = [vit.preprocess.picture(held.images[i]).resize((240, 240), 0) for i in chosen]
-    rows = [Row([Cell(p, f"{int(held.labels[i])} red") for p, i in zip(photos, chosen, strict=True)], "Input")]
+    rows = [Row([Tile(p, f"{int(held.labels[i])} red") for p, i in zip(photos, chosen, strict=True)], "Input")]
     for label, att in maps.items():
         exact = judge(label, att.scores, held.red, 0.5 if label == OURS else None).exact
-        cells = [Cell(coloured(att.scores[i], (0.0, 1.0) if label == OURS else None)) for i in chosen]
+        cells = [Tile(coloured(att.scores[i], (0.0, 1.0) if label == OURS else None)) for i in chosen]
         rows.append(Row(cells, f"{label} {100 * exact:.0f}\u00a0%"))
     shown = replace(drawing, vit=vit, images=held.images)
     shown.say(f"A ViT of {vit.depth} blocks and width {vit.width}, right on all validation grids")

@@ -32,8 +32,8 @@ from patchlight.report.figures.sheet import (
     COLUMN,
     PAGE,
     WORDS,
-    Cell,
     Row,
+    Tile,
     dots,
     in_bands,
     legend,
@@ -66,8 +66,8 @@ def grid(drawing: Drawing, shown: Count = 1, methods: Methods = NO_METHODS, *, l
     maps = drawing.explain(methods)
     rows: list[Row] = []
     for i, name in enumerate(drawing.class_names):
-        heats = [Cell(drawing.positive(i, att), "" if labelled and rows else label) for label, att in maps.items()]
-        picture = Cell(drawing.pictures[i], "" if labelled else name)
+        heats = [Tile(drawing.positive(i, att), "" if labelled and rows else label) for label, att in maps.items()]
+        picture = Tile(drawing.pictures[i], "" if labelled else name)
         rows += [Row([picture, *heats], name)] if labelled else in_bands([picture, *heats], WIDE)
     return drawing.rows(rows)
 
@@ -88,7 +88,7 @@ def columns(drawing: Drawing, shown: Count = 8, methods: Methods = NO_METHODS, *
     maps = drawing.explain(_with_gates(drawing, methods) if explainer else methods)
     if explainer:
         drawing.say("DiffMask's colours go from 0 to 1, the share of a patch that is kept")
-    cells = [Cell(picture, name) for picture, name in zip(drawing.pictures, drawing.class_names, strict=True)]
+    cells = [Tile(picture, name) for picture, name in zip(drawing.pictures, drawing.class_names, strict=True)]
     rows = [Row(cells, "Input")]
     for label, att in maps.items():
         gates = explainer and label == OURS
@@ -98,7 +98,7 @@ def columns(drawing: Drawing, shown: Count = 8, methods: Methods = NO_METHODS, *
             else drawing.positive(i, att)
             for i, picture in enumerate(drawing.pictures)
         ]
-        rows.append(Row([Cell(heat) for heat in heats], label))
+        rows.append(Row([Tile(heat) for heat in heats], label))
     few = len(drawing) <= FEW
     return pictures(drawing.note, rows, COLUMN if few else PAGE, largest=0.72 if few else 0.8)
 
@@ -124,9 +124,9 @@ def composed(
     above, below = (drawing.explain({label: table[label] for label in working}) for table in (upper, lower))
     rows = []
     for i, name in enumerate(drawing.class_names):
-        heats = [Cell(drawing.positive(i, att), label) for label, att in above.items()]
-        rows.append(Row([Cell(drawing.pictures[i], name), *heats], "as published"))
-        rows.append(Row([None, *(Cell(drawing.positive(i, att)) for att in below.values())], "with SkipPLUS"))
+        heats = [Tile(drawing.positive(i, att), label) for label, att in above.items()]
+        rows.append(Row([Tile(drawing.pictures[i], name), *heats], "as published"))
+        rows.append(Row([None, *(Tile(drawing.positive(i, att)) for att in below.values())], "with SkipPLUS"))
     return drawing.rows(rows)
 
 
@@ -148,8 +148,8 @@ def classes(
     rows: list[Row] = []
     for i, pair in enumerate(wanted):
         for t, index in enumerate(pair):
-            heats = [Cell(drawing.positive(i, att, t), "" if rows else label) for label, att in maps.items()]
-            rows.append(Row([None if t else Cell(drawing.pictures[i]), *heats], drawing.name_of(index)))
+            heats = [Tile(drawing.positive(i, att, t), "" if rows else label) for label, att in maps.items()]
+            rows.append(Row([None if t else Tile(drawing.pictures[i]), *heats], drawing.name_of(index)))
     return drawing.rows(rows)
 
 
@@ -170,16 +170,16 @@ def disagreement(drawing: Drawing, samples: Count = 1024) -> Figure:
     pair = [int(true[i]), int(predicted[i])]
     alone = drawing.select([i])
     att = alone.explain({"TIS": {"method": "tis", "samples": samples}}, target=[pair])["TIS"]
-    cells = [Cell(drawing.pictures[i], "(a) image")]
+    cells = [Tile(drawing.pictures[i], "(a) image")]
     letters = iter("bcde")
     for index in pair:
         others = [j for j in each.tolist() if j != i and not by_user and true[j] == index]
         if others:
             best = min(others, key=lambda j: bool(wrong[j]))
-            cells.append(Cell(drawing.pictures[best], f"({next(letters)}) another {drawing.name_of(index)}"))
+            cells.append(Tile(drawing.pictures[best], f"({next(letters)}) another {drawing.name_of(index)}"))
     for t, (index, word) in enumerate(zip(pair, ("target", "predicted"), strict=True)):
         chance = f"{word}, p = {percent(float(probabilities[i, index]))}"
-        cells.append(Cell(alone.positive(0, att, t), f"({next(letters)}) {drawing.name_of(index)}", chance))
+        cells.append(Tile(alone.positive(0, att, t), f"({next(letters)}) {drawing.name_of(index)}", chance))
     return alone.rows([Row(cells)])
 
 

@@ -39,7 +39,7 @@ DASHES = ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True)
-class Cell:
+class Tile:
     """A picture with words above and below it; `numbers` are those in the words, by what they are."""
 
     picture: Image.Image
@@ -52,7 +52,7 @@ class Cell:
 class Row:
     """Pictures side by side, with words to their left."""
 
-    cells: Sequence[Cell | None]
+    cells: Sequence[Tile | None]
     label: str = ""
 
 
@@ -273,7 +273,7 @@ def coloured(
     return picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
 
 
-def in_bands(cells: Sequence[Cell], most: int) -> list[Row]:
+def in_bands(cells: Sequence[Tile], most: int) -> list[Row]:
     """Cells in rows of at most so many, all about as long."""
     count = -(-len(cells) // most)
     each = -(-len(cells) // count)

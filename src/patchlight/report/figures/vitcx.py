@@ -51,8 +51,8 @@ from patchlight.report.figures.sheet import (
     COLOURS,
     COLUMN,
     WORDS,
-    Cell,
     Row,
+    Tile,
     coloured,
     legend,
     line,
@@ -105,14 +105,14 @@ def measured(drawing: Drawing, shown: Count = 4, steps: Count = 224, methods: Me
     evaluations = drawing.evaluate(maps, faithful(steps))
     rows = []
     for i, (picture, name) in enumerate(zip(drawing.pictures, drawing.class_names, strict=True)):
-        cells = [Cell(picture, name, "Del / Ins")]
+        cells = [Tile(picture, name, "Del / Ins")]
         values = {
             label: {metric: float(one.values[i]) for metric, one in own.items()} for label, own in evaluations.items()
         }
         best = {"Del": min(own["Del"] for own in values.values()), "Ins": max(own["Ins"] for own in values.values())}
         for label, att in maps.items():
             marked = (f"{values[label][m]:.3f}{'*' if values[label][m] == best[m] else ''}" for m in best)
-            cells.append(Cell(drawing.positive(i, att), label, " / ".join(marked), values[label]))
+            cells.append(Tile(drawing.positive(i, att), label, " / ".join(marked), values[label]))
         rows.append(Row(cells))
     drawing.say(
         "below: deletion AUC (lower is better) / insertion AUC over an empty canvas, zeros after normalisation (higher "
@@ -136,11 +136,11 @@ def features(
         through = ask.images * upsampled(masks, ask.images, drawing.vit.extent)(torch.arange(len(chosen)))
         attention = _attention_maps(drawing, ask, columns)
         parts = {
-            "(a) attention": [Cell(coloured(one), name) for name, one in attention.items()],
-            "(b) feature maps": [Cell(coloured(maps[k]), f"channel {k}") for k in chosen],
-            "(c) through masks": [Cell(drawing.vit.preprocess.picture(one)) for one in through],
+            "(a) attention": [Tile(coloured(one), name) for name, one in attention.items()],
+            "(b) feature maps": [Tile(coloured(maps[k]), f"channel {k}") for k in chosen],
+            "(c) through masks": [Tile(drawing.vit.preprocess.picture(one)) for one in through],
         }
-        first: list[Cell | None] = [Cell(drawing.pictures[i], "image")]
+        first: list[Tile | None] = [Tile(drawing.pictures[i], "image")]
         for label, cells in parts.items():
             if cells:
                 rows.append(Row([*first, *cells], label))
@@ -258,10 +258,10 @@ def artefacts(drawing: Drawing, searched: Count = 16, sigma: float = SIGMA) -> F
         numbers = {"p with noise": after, "s": score}
         titles = ["", "", "", ""] if rows else ["Image", "Mask", "Masked", "With noise"]
         cells = [
-            Cell(drawing.pictures[i], titles[0], f"p = {each[i].clean:.3f}"),
-            Cell(coloured(each[i].at_size(index), (0.0, 1.0), "cividis"), titles[1]),
-            Cell(look(masked), titles[2], f"CI = {before:.3f}", {"CI": before}),
-            Cell(look(noisy), titles[3], f"p\u00a0=\u00a0{after:.3f} s\u00a0=\u00a0{score:.3f}", numbers),
+            Tile(drawing.pictures[i], titles[0], f"p = {each[i].clean:.3f}"),
+            Tile(coloured(each[i].at_size(index), (0.0, 1.0), "cividis"), titles[1]),
+            Tile(look(masked), titles[2], f"CI = {before:.3f}", {"CI": before}),
+            Tile(look(noisy), titles[3], f"p\u00a0=\u00a0{after:.3f} s\u00a0=\u00a0{score:.3f}", numbers),
         ]
         rows.append(Row(cells, case))
     drawing.say(
@@ -283,14 +283,14 @@ def coverage(drawing: Drawing, searched: Count = 16, examples: Count = 1) -> Fig
         covered = each[i].coverage()
         name, mean = drawing.class_names[i], means[i]
         cells = [
-            Cell(drawing.pictures[i], name, f"μ = {mean:.2f}", {"mean score of the masks": mean}),
-            Cell(drawing.heat(i, covered), "Coverage ρ"),
+            Tile(drawing.pictures[i], name, f"μ = {mean:.2f}", {"mean score of the masks": mean}),
+            Tile(drawing.heat(i, covered), "Coverage ρ"),
         ]
         for title, corrected in (("Not corrected", False), ("Corrected", True)):
             scores = each[i].weighted(each[i].scores, corrected)
             alike = float(spearman(scores.flatten()[None], covered.flatten()[None]))
             words = f"r = {alike:.2f}".replace("-", "−")
-            cells.append(Cell(drawing.heat(i, scores), title, words, {WITH_COVERAGE: alike}))
+            cells.append(Tile(drawing.heat(i, scores), title, words, {WITH_COVERAGE: alike}))
         rows.append(Row(cells))
     drawing.say("below: μ is the mean score of the masks, r the rank correlation of a map with the coverage")
     return pictures(drawing.note, rows, COLUMN)
