@@ -16,6 +16,7 @@ OF_LIBRARIES = {
     "sys": {"_getframe"},
     "os": {"_exit"},
     "functools": {"_lru_cache_wrapper"},
+    "concurrent.futures": {"_processes"},  # Python 3.14 has kill_workers
     "named tuples": {"_fields", "_replace"},
     "torch": {"_softmax_backward_data", "_weight_norm", "_version", "_C", "_set_grad_enabled"}
     | {f"_foreach_{name}" for name in ("add_", "copy_", "lerp", "lerp_", "mul_")}
