@@ -20,6 +20,7 @@ from patchlight.bench.local import Cutter, RunOptions, Stop, run
 from patchlight.bench.plan import WHOLE, Shard, plan
 from patchlight.bench.recipe import override
 from patchlight.bench.store import Store
+from patchlight.bench.unit import Resources
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
 from tests.bench.processes import begun, events
@@ -141,6 +142,14 @@ def test_a_second_process_on_a_shard_is_told_who_holds_it(images: Path, tmp_path
     assert run(recipe(images), out).now == 24
 
 
+def test_who_is_at_work_on_another_plan_is_named_not_oneself(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    store = Store(out)
+    run(recipe(images), out, RunOptions(shard=Shard(2, 2)), asked())
+    with store.owned(Shard(2, 2)), pytest.raises(PatchlightError, match=r", on shard 2-of-2 of .*, on another plan"):
+        run(override(recipe(images), seed=1), out, RunOptions(shard=Shard(1, 2)))
+
+
 def test_units_are_whole_batches_of_about_half_a_minute(images: Path) -> None:
     planned = plan(recipe(images))
     cutter = Cutter(planned, WHOLE, [])
@@ -232,6 +241,21 @@ def test_a_unit_that_kills_its_workers_fails_alone(images: Path, tmp_path: Path)
     found = rows(tmp_path / "run")
     assert {row["method"] for row in found if row["error"]} == {"GenAtt"}
     assert len(found) == 8
+
+
+def test_a_worker_that_dies_between_units_is_replaced(images: Path, tmp_path: Path) -> None:
+    planned = plan(override(recipe(images), images=1))
+    unit = Cutter(planned, WHOLE, []).cut()
+    assert unit is not None
+    workers = executors.Workers(executors.job_of(planned, Resources("cpu", 8), 1), ["cpu"], tmp_path / "logs")
+    try:
+        (process,) = workers.pools[0]._processes.values()
+        process.kill()
+        while not workers.pools[0]._broken:
+            time.sleep(0.01)
+        assert len(workers.submit(unit, {}).result(120).done.rows) == unit.values
+    finally:
+        workers.close()
 
 
 def test_workers_that_cannot_start_say_so(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

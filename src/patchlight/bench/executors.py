@@ -118,6 +118,8 @@ class Workers:
         outcome: Future[Finished] = Future()
 
         def end(answer: Future[bytes]) -> None:
+            if answer.cancelled():  # by close: nobody waits for the outcome
+                return
             error = answer.exception()
             if isinstance(error, BrokenProcessPool):
                 self.pools[number] = self._start(number)
@@ -129,7 +131,12 @@ class Workers:
                 outcome.set_exception(error)
 
         task = pickle.dumps((self.job, self.devices[number], spelled(unit), known))  # tensors by value
-        self.pools[number].submit(_run_task, task).add_done_callback(end)
+        try:
+            answer = self.pools[number].submit(_run_task, task)
+        except BrokenProcessPool:  # it died while it had no unit
+            self.pools[number] = self._start(number)
+            answer = self.pools[number].submit(_run_task, task)
+        answer.add_done_callback(end)
         return outcome
 
     def close(self) -> None:

@@ -157,10 +157,11 @@ def begin(
     with store.planning():
         earlier = store.read_manifest()  # another shard may have been first: its chunk and threads are used
         check_same_run(store, earlier, recipe, device)
-        alone = store.held() == [folder]
-        if earlier is not None and earlier.plan != planned.key and not alone:
+        others = [other for other in store.held() if other != folder]
+        alone = not others
+        if earlier is not None and earlier.plan != planned.key and others:
             raise PatchlightError(
-                f"{next(iter(store.workers()))}, on another plan (other settings, images, weights or Patchlight); wait "
+                f"{store.worker(others[0])}, on another plan (other settings, images, weights or Patchlight); wait "
                 "until it has ended, or give another --out"
             )
         resources, notes = _resources(earlier, device, planned, options.data, threads)
@@ -198,8 +199,8 @@ def work(begun: Begun, options: RunOptions, executor: Executor, stop: Stop, list
     folder = store.folder_of(options.shard)
     try:
         while True:
-            while not stop.asked.is_set() and len(flying) < executor.slots:
-                flight = again.pop() if again else _next(cutter, executor.slots, store, options.retry, listen)
+            while not stop.asked.is_set() and len(flying) < (slots := executor.slots):
+                flight = again.pop() if again else _next(cutter, slots, store, options.retry, listen)
                 if flight is None:
                     break
                 flying[_submitted(flight, executor)] = flight
@@ -384,11 +385,11 @@ def _manifest(
 def preemptible() -> Iterator[Stop]:
     """A stop that SIGTERM asks for: after the units in flight, or `GRACE` seconds if they take longer."""
     stop = Stop()
+    timer = threading.Timer(GRACE, os._exit, (PREEMPTED,))
+    timer.daemon = True
 
     def ask(*signals: Any) -> None:
         if not stop.asked.is_set():
-            timer = threading.Timer(GRACE, os._exit, (PREEMPTED,))
-            timer.daemon = True
             timer.start()
             stop.asked.set()
 
@@ -399,4 +400,5 @@ def preemptible() -> Iterator[Stop]:
     try:
         yield stop
     finally:
+        timer.cancel()
         signal.signal(signal.SIGTERM, earlier)

@@ -146,7 +146,11 @@ class Store:
 
     def workers(self) -> list[str]:
         """Who is at work on the run, and on which shard."""
-        return [f"{_holder(folder)}, on {self._shown(folder)}" for folder in self.held()]
+        return [self.worker(folder) for folder in self.held()]
+
+    def worker(self, folder: Path) -> str:
+        """Who is at work on the shard of this folder."""
+        return f"{_holder(folder)}, on {self._shown(folder)}"
 
     def _shown(self, folder: Path) -> str:
         return f"'{self.folder}'" if folder == self.folder else f"shard {folder.name} of '{self.folder}'"
@@ -159,7 +163,7 @@ class Store:
 
     def sweep(self, folders: Iterable[Path]) -> None:
         """Remove what killed processes left half written in these shards."""
-        patterns = (f".{self.manifest_path.name}-*", ".owner.json-*", "units/.*", "maps/.*")
+        patterns = (f".{self.manifest_path.name}-*", "units/.*", "maps/.*")  # an owner.json may be written right now
         for leftover in (path for folder in folders for pattern in patterns for path in folder.glob(pattern)):
             leftover.unlink(missing_ok=True)
 
