@@ -120,7 +120,7 @@ def test_they_have_what_they_should_and_nothing_else(built: tuple[Path, Path]) -
         assert f"patchlight/{name}" in names
     for name in ("zoo/photos/cat.jpg", "recipes/bench/tis-table-1.toml", "web/static/index.html"):
         assert f"patchlight/{name}" in names
-    assert "patchlight/bench/templates/report.html" in names
+    assert "patchlight/bench/templates/runs.html" in names
     assert "patchlight/report/templates/report.html" in names
 
 

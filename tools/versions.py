@@ -24,7 +24,7 @@ TESTED = (
     "test_zoo.py",
     "test_package.py",
     "test_engine.py",
-    "test_targets.py",
+    "core/test_targets.py",
     "cli/test_doctor.py",
     "cli/test_cli.py",
 )

@@ -52,7 +52,7 @@ def test_a_damaged_file_and_a_broken_model_are_told(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_checksums_are_those_of_the_files() -> None:
-    """`make listed` brings them up to date."""
+    """`python -m tools.checksums` brings them up to date."""
     assert bundled.SUMS.read_text(encoding="utf-8") == bundled.made_sums()
     assert pocket.description()["sha256"] + "  pocket.safetensors\n" in bundled.made_sums()
 

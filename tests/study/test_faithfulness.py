@@ -1,4 +1,4 @@
-"""The test of truth of one image: its numbers are those of `ins-del`, and of a loop that removes patches one by one."""
+"""The faithfulness test of one image: its numbers are those of `ins-del`, and of a loop over single patches."""
 
 from __future__ import annotations
 

@@ -203,7 +203,8 @@ class Attribution:
     def overlay(self, image: Any, index: int = 0, **options: Any) -> Any:
         """A PIL picture of image `index`'s heat over `image` (a PIL image, a path or a [C,H,W] tensor).
 
-        The image is cut as the model saw it. Of several classes the first is shown. Options as in viz.overlay.
+        The image is cut as the model saw it. Of several classes the first is shown. Options as in
+        `patchlight.core.drawing.overlay`.
         """
         from patchlight.core.drawing import overlay
 

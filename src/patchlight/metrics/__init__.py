@@ -1,4 +1,4 @@
 """Metrics: is an explanation true? Faithfulness, localisation, robustness, complexity, sanity.
 
-`base.py` says what a metric is, `evaluation.py` measures; the rooms register theirs when first asked for.
+`base.py` says what a metric is; each family has a file, which is imported when a metric is first asked for.
 """

@@ -1,4 +1,4 @@
-"""The test of truth of one image: patches are removed in the order of its maps, and in random orders.
+"""The faithfulness test of one image: patches are removed in the order of its maps, and in random orders.
 
 The numbers are those of the metric `ins-del` over patches; here they come with the curves, what the model says at each
 step, and a sentence.

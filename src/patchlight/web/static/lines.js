@@ -28,7 +28,7 @@ export function named(index, labels) {
 /**
  * What is asked: {open, image, bundled, methods, target, against, labels, texts, template, seed, test}; `open` is the line that
  * opens the model, `image` a file's name, `bundled` whether it is one of the package's photographs, `test` the {steps, unit,
- * fill} of the test of truth where it was made.
+ * fill} of the faithfulness test where it was made.
  */
 export function pythonLines({ open, image, bundled, methods, target, against, labels, texts, template, seed, test }) {
   const lines = ["import patchlight as pl", ""];

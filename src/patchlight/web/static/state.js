@@ -21,7 +21,7 @@
  *   scale      each or one
  *   smooth     1 or 0 (patches)
  *   pair       two methods whose difference is shown, separated by a comma
- *   tested     1: the test of truth is run at once
+ *   tested     1: the faithfulness test is run at once
  *   step       step of the slider
  *   shown      the method whose order the slider removes
  *   cursor     the patch looked at

@@ -1,4 +1,4 @@
-/** The test of truth: what a map ranks highest is removed step by step; after one answer every step of the slider is local. */
+/** The faithfulness test: what a map ranks highest is removed step by step; after one answer every step of the slider is local. */
 import { follow } from "./api.js";
 import { chartTable, drawChart, sample } from "./chart.js";
 import { $, h, number, onFrame, say, told, trouble } from "./dom.js";
