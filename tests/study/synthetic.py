@@ -38,7 +38,7 @@ def lines(
     cells = []
     for method, mean in means.items():
         values = mean + image + generator.normal(0, spread, images)
-        times = {"seconds": SECONDS, "explain_seconds": (seconds or {}).get(method, SECONDS)}
+        times = {"measure_seconds": SECONDS, "explain_seconds": (seconds or {}).get(method, SECONDS)}
         for place, value in enumerate(values.tolist()):
             cells.append({"place": place, "method": method, "metric": "gain", "value": value, **times})
     return cells

@@ -14,6 +14,7 @@ from torch import Tensor
 from patchlight.core.extras import missing_extra
 from patchlight.core.images import Preprocess
 from patchlight.metrics.base import Evaluation
+from patchlight.study.cell import Cell
 
 try:
     import pyarrow as pa
@@ -43,28 +44,16 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class ResultRow:
-    """One image under one method and metric; `cell` is the hash of what the value depends on.
+class ResultRow(Cell):
+    """A cell of a run: one image under one method and metric, on one model.
 
-    `note` says why a value does not exist, or is worth little; `error` why it failed. `curve` is over the metric's `x`,
-    `parts` are what its micro average is made of, each flat. `explain_seconds` are those of the pass that
-    `shared_by` so many methods have in common.
+    Attributes:
+        model: The label of the model in the recipe.
+        cell: The hash of everything the value depends on.
     """
 
-    model: str
-    image: str
-    method: str
-    metric: str
+    model: str = ""
     cell: str = ""
-    target: int | None = None
-    value: float | None = None
-    note: str = ""
-    error: str = ""
-    curve: Sequence[float] | None = None
-    parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    shared_by: int | None = None
-    explain_seconds: float | None = None
-    measure_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from patchlight.data import Batch, Data, labelled, load_batch, takes_classes
 from patchlight.data.spec import DataSpec
 from patchlight.methods.requests import Request
 from patchlight.metrics.base import MetricRequest, on_grid
-from patchlight.study.cell import Cell
 from patchlight.study.run import study_batch
 
 Q = TypeVar("Q", Request, MetricRequest)
@@ -80,7 +79,7 @@ def assembled(unit: Unit, found: Before) -> Done:
 def lost(unit: Unit, reason: str) -> Done:
     """The rows of a unit that cannot be run at all."""
     rows = [
-        ResultRow(unit.group.label, name, *pair, cell, error=reason)
+        ResultRow(name, *pair, model=unit.group.label, cell=cell, error=reason)
         for pair in unit.group.made
         for name, cell in zip(unit.images.names, unit.cells(pair), strict=True)
     ]
@@ -126,31 +125,13 @@ def _run_batch(
         pair = cell.method, cell.metric
         evaluation, i = study.evaluations[pair].result, place.get(cell.image)
         found[pair, cell.image] = Known(
-            _row(group.label, cell),
+            ResultRow(**vars(cell), model=group.label),
             None if evaluation is None else Facts.of(evaluation),
             None if i is None or cell.method not in maps else maps[cell.method][i],
             "" if cell.target is None else vit.label(cell.target),
             vit.preprocess,
         )
     return found
-
-
-def _row(model: str, cell: Cell) -> ResultRow:
-    return ResultRow(
-        model,
-        cell.image,
-        cell.method,
-        cell.metric,
-        target=cell.target,
-        value=cell.value,
-        note=cell.note,
-        error=cell.error,
-        curve=cell.curve,
-        parts=cell.parts,
-        shared_by=cell.shared_by,
-        explain_seconds=cell.explain_seconds,
-        measure_seconds=cell.seconds,
-    )
 
 
 def loaded(group: Group, device: str) -> Anatomy:

@@ -20,7 +20,7 @@ class Cell:
         target: The class that was explained.
         curve: The metric's curve, where it has one.
         parts: The flat columns that a micro average is made of.
-        seconds: Time of measuring this image.
+        measure_seconds: Time of measuring this image.
         explain_seconds: Time of the pass that explained this image.
         shared_by: How many methods share that pass.
     """
@@ -34,7 +34,7 @@ class Cell:
     target: int | None = None
     curve: Sequence[float] | None = None
     parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    seconds: float | None = None
+    measure_seconds: float | None = None
     explain_seconds: float | None = None
     shared_by: int | None = None
 

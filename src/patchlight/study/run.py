@@ -168,7 +168,7 @@ class BatchStudy:
                     method,
                     metric,
                     target=target,
-                    seconds=outcome.seconds,
+                    measure_seconds=outcome.seconds,
                     explain_seconds=explained.seconds,
                     shared_by=explained.shared_by,
                 )

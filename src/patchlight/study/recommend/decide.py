@@ -114,7 +114,7 @@ class _Judge:
         ]
         if measuring:
             times += [
-                [c.seconds for _, c in self.record.cells(metric, method) if c.seconds is not None]
+                [c.measure_seconds for _, c in self.record.cells(metric, method) if c.measure_seconds is not None]
                 for metric in deciding
             ]
         return sum(map(median, filter(None, times))) if measuring or times[0] else math.nan

@@ -194,7 +194,7 @@ class RaceWorker:
             for label, column in columns.items():
                 value = None if reasons[i] else finite_or_none(float(column[i]))
                 seconds = each if label == metric else 0.0
-                own = {"note": reasons[i], "seconds": seconds, "explain_seconds": times[i]}
+                own = {"note": reasons[i], "measure_seconds": seconds, "explain_seconds": times[i]}
                 self.record.add(place, method, label, value, **own)
 
     def _columns(
