@@ -104,10 +104,13 @@ def test_names_are_collected_again_where_the_cache_is_old_or_damaged(
     monkeypatch.setenv("PATCHLIGHT_CACHE", str(tmp_path))
     names.table.cache_clear()
     try:
-        (tmp_path / "names-0123456789abcdef.json").write_text('{"methods": []}')
         assert "genatt" in run("methods").stdout
-        (cached,) = tmp_path.glob("names-*.json")  # the old one is gone
-        assert cached.read_text() == json.dumps(names.from_registries())
+        (cached,) = tmp_path.glob("names-*.json")
+        stored = json.loads(cached.read_text())
+        assert stored == json.loads(json.dumps({"key": stored["key"], **names.from_registries()}))
+        cached.write_text(json.dumps({**stored, "key": "of older files", "methods": []}))
+        names.table.cache_clear()
+        assert "genatt" in run("methods").stdout
         cached.write_text("{")
         names.table.cache_clear()
         assert "deletion" in run("metrics").stdout

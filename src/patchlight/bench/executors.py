@@ -125,10 +125,12 @@ class Workers:
                 self.pools[number] = self._start(number)
                 error = WorkerDied(f"worker {number + 1} died; see logs/{self._log(number).name}")
             self.busy.discard(number)
-            if error is None:
+            try:
+                if error is not None:
+                    raise error
                 outcome.set_result(pickle.loads(answer.result()))
-            else:
-                outcome.set_exception(error)
+            except BaseException as failure:
+                outcome.set_exception(failure)
 
         task = pickle.dumps((self.job, self.devices[number], spelled(unit), known))  # tensors by value
         try:

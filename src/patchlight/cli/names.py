@@ -23,18 +23,17 @@ Row = dict[str, Any]
 @cache
 def table() -> dict[str, Any]:
     """Methods, metrics, figures, kinds of data and models, from the cache or from the registries."""
-    path = cache_folder() / f"names-{_key()}.json"
-    try:
+    key, place = _key(), hashlib.sha256(str(PACKAGE).encode()).hexdigest()[:8]
+    path = cache_folder() / f"names-{place}.json"  # one file for each installation
+    with contextlib.suppress(OSError, ValueError, KeyError):
         cached: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return cached
-    except (OSError, ValueError):
-        text = json.dumps(from_registries())
-        with contextlib.suppress(OSError, PatchlightError):  # a read-only home: they are collected again next time
-            for old in path.parent.glob("names-*.json"):
-                old.unlink(missing_ok=True)
-            write_whole(path, text.encode())
-        collected: dict[str, Any] = json.loads(text)
-        return collected
+        if cached["key"] == key:
+            return cached
+    text = json.dumps({"key": key, **from_registries()})
+    with contextlib.suppress(PatchlightError):  # a read-only home: they are collected again next time
+        write_whole(path, text.encode())
+    collected: dict[str, Any] = json.loads(text)
+    return collected
 
 
 def known_names(rows: Sequence[Row]) -> list[str]:
