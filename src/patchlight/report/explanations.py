@@ -138,6 +138,7 @@ def section_of(image: Explained) -> ImageSection:
         raise PatchlightError(f"a report needs at least one map; none was made{f' ({why})' if why else ''}")
     first, trial = next(iter(image.maps.values())), image.trial
     probable = trial.vit.probable
+    quantity = f"{quantity_word(trial)} of {first.named[0]}"
     return ImageSection(
         name=spelled(image.name),
         photo=data_url(image.picture.convert("RGB")),
@@ -149,8 +150,8 @@ def section_of(image: Explained) -> ImageSection:
         ],
         asked=first.named[0],
         shown=[_tested_map(image, name, *line_style(place)) for place, name in enumerate(image.maps)],
-        charts=_charts(trial, image.truths),
-        quantity=f"{quantity_word(trial)} of {first.named[0]}",
+        charts=_charts(trial, image.truths, quantity),
+        quantity=quantity,
         random={
             "count": len(trial.random.scores),
             "deletion": float(trial.random.deletion_areas.mean()),
@@ -283,7 +284,7 @@ def _notes(image: Explained, first: Attribution) -> list[str]:
     return found
 
 
-def _charts(trial: Trial, truths: Mapping[str, Truth]) -> list[CurveChart]:
+def _charts(trial: Trial, truths: Mapping[str, Truth], quantity: str) -> list[CurveChart]:
     """Deletion and insertion on one scale: a line per method, and random orders as their mean and a band."""
     x = (trial.removed / trial.removed[-1]).tolist()
     curves = [trial.random, *(truth.curves for truth in truths.values())]
@@ -300,7 +301,7 @@ def _charts(trial: Trial, truths: Mapping[str, Truth]) -> list[CurveChart]:
         for place, (name, truth) in enumerate(truths.items()):
             lines.append(Line(name, x, getattr(truth.curves, which)[0].tolist(), *line_style(place)))
         below = f"share of the patches {done}"
-        label = f"{title} curves by {below}"
+        label = f"{title} curves: {quantity} by {below}"
         bands = [Band(x, low, high)]
         svg = line_chart(lines, x=below, y_limits=limits, bands=bands, percent=True, words=label)
         return CurveChart(title, words, svg)
