@@ -44,6 +44,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     yield tmp_path / "mylib"
+    for plugin in tmp_path.glob("*.py"):
+        plugin.write_text("")  # workers of later tests load it too, without the package
     for name in [name for name in sys.modules if name.partition(".")[0] in ("mylib",)]:
         del sys.modules[name]
 

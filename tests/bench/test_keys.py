@@ -22,6 +22,7 @@ from patchlight.bench import unit as unit_room
 from patchlight.bench.local import run
 from patchlight.bench.plan import source_digest
 from patchlight.bench.recipe import parse
+from patchlight.bench.rows import ResultRow
 from patchlight.methods.base import METHODS
 from patchlight.zoo import pocket
 from tests.bench.small import pictures
@@ -306,13 +307,12 @@ def test_exactly_what_depends_on_it_is_measured_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: set[tuple[str, str, str, str]] = set()
-    original = unit_room._row  # what is measured is found out where it is, not from what a summary says
 
-    def listened(model: str, cell: Any) -> Any:
-        measured.add((model, cell.image, cell.method, cell.metric))
-        return original(model, cell)
+    def listened(**fields: Any) -> ResultRow:  # what is measured is seen where it is, not in a summary
+        measured.add((fields["model"], fields["image"], fields["method"], fields["metric"]))
+        return ResultRow(**fields)
 
-    monkeypatch.setattr(unit_room, "_row", listened)
+    monkeypatch.setattr(unit_room, "ResultRow", listened)
     begin, depends = CHANGES[name]
     with world(tmp_path) as w:
         change = begin(w)
