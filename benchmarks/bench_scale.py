@@ -113,17 +113,17 @@ def read_once(folder: Path) -> None:
 
 
 def report_once(folder: Path) -> None:
-    from patchlight.bench.tables import as_csv, as_markdown, gather
+    from patchlight.bench.tables import as_csv, as_markdown, read_tables
 
-    run = gather(folder)
+    run = read_tables(folder)
     as_markdown(run), as_csv(run)
 
 
 def page_once(folder: Path) -> None:
     from patchlight.bench.html import as_html
-    from patchlight.bench.tables import gather
+    from patchlight.bench.tables import read_tables
 
-    as_html(gather(folder))
+    as_html(read_tables(folder))
 
 
 ONCE = {"plan": plan_once, "read": read_once, "report": report_once, "page": page_once}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import record
-from patchlight.core.recipes import bundled
+from patchlight.core.recipes import bundled_recipes
 
 MASKS = ("pets", "imagenet-s", "imagenet-segmentation")
 
@@ -24,7 +24,7 @@ MASKS = ("pets", "imagenet-s", "imagenet-segmentation")
 def main() -> None:
     data, names = Path(sys.argv[1]), sys.argv[2:]
     rows = []
-    for name, file in bundled("bench").items():
+    for name, file in bundled_recipes("bench").items():
         recipe = tomllib.loads(file.read_text(encoding="utf-8"))
         if not names or name in names:
             with tempfile.TemporaryDirectory() as folder:

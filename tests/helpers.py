@@ -17,6 +17,7 @@ from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
 from patchlight.methods.base import METHODS
 from patchlight.methods.requests import refusal, resolve
+from patchlight.zoo import pocket
 from tests.families import CLASSES, randomise
 
 SMALL: dict[str, Any] = {"img_size": 64, "patch_size": 16, "embed_dim": 48, "depth": 3, "num_heads": 4}
@@ -33,6 +34,13 @@ def tiny_timm(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
     options = {**SMALL, "num_classes": CLASSES, **options}
     return randomise(timm.create_model(name, **{k: v for k, v in options.items() if v is not None}))
+
+
+def timm_pocket() -> VisionTransformer:
+    """The bundled model as one of timm's, with the same weights."""
+    model = VisionTransformer(**pocket.description()["architecture"])
+    model.load_state_dict(pocket.build().state_dict())
+    return model.eval()
 
 
 def quick_map(vit: Any, batch: Tensor, name: str, **options: Any) -> Tensor:

@@ -42,6 +42,8 @@ PAGES = (
     "training",
     "page",
     "index",
+    "faq",
+    "agents",
 )
 
 
@@ -166,3 +168,18 @@ def test_names_in_words_and_commands_exist(page: Path) -> None:
         if "positive-gradient" not in names:  # a plugin's
             for name in expand_groups(names.split(",")) if option == "method" else names.split(","):
                 resolve(name) if option == "method" else resolve_metric(name)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def test_the_index_for_assistants_leads_to_pages() -> None:
+    """llms.txt names a title, a summary and pages that exist; the guide ends in a report with a faithfulness test."""
+    lines = (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# Patchlight"
+    assert lines[2].startswith("> ")
+    links = [link for line in lines for link in re.findall(r"\]\(([^)]+)\)", line)]
+    assert len(links) > 8
+    assert not [link for link in links if not (ROOT / "docs" / link).is_file()]
+    assert "--report" in (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")

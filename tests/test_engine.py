@@ -21,7 +21,7 @@ from patchlight.methods.base import COMPOSITIONS, METHODS, LayerMap
 from patchlight.methods.compositions import PLUS
 from patchlight.methods.maps import _constant, _warn_if_degenerate, compute
 from patchlight.methods.requests import refusal, resolve
-from tests.families import build, images, shared
+from tests.families import asked, build, images, shared
 
 
 class Counter:
@@ -175,6 +175,82 @@ def test_settings_by_method_and_aliases() -> None:
         assert torch.equal(found.scores, maps["genatt"].scores)
 
 
+@pytest.mark.parametrize(
+    ("family", "chosen"), [("vit", "fullgrad-plus.libra"), ("cait", "fullgrad-plus"), ("pit", "gradcam")]
+)
+def test_auto_is_the_first_method_that_works_on_the_model(family: str, chosen: str) -> None:
+    vit = shared(family)
+    att, named = pl.explain(vit, images(vit)), pl.explain(vit, images(vit), chosen)
+    assert att.method == chosen
+    assert torch.equal(att.scores, named.scores)
+    assert pl.explain(vit, images(vit), ["auto", "random"])["auto"].method == chosen
+
+
+def test_auto_chooses_among_methods_that_take_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = build("vit")
+    assert pl.explain(vit, images(vit), level="pixel").method == "grad"
+    with pytest.raises(pl.PatchlightError, match=r"'fullgrad-plus.libra' has no setting 'stat'; did you mean 'start'"):
+        resolve("auto", {"stat": 1})
+    with pytest.raises(pl.PatchlightError, match="use 'auto' alone"):
+        resolve("auto.libra")
+    monkeypatch.setattr(vit, "gradient", "it is a test")
+    assert resolve("auto").suited(vit).name == "posterior"
+    assert refusal(resolve("auto"), vit) is None
+
+
+def test_best_is_posterior() -> None:
+    assert resolve("best").name == "posterior"
+
+
+def test_against_is_the_second_of_a_pair() -> None:
+    vit = shared("vit")
+    batch = images(vit)
+    for target, against, pairs in (
+        (1, 2, (1, 2)),
+        ([0, 1, 2], 3, [(0, 3), (1, 3), (2, 3)]),
+        (torch.tensor([0, 1, 2]), [3, 4, 5], [(0, 3), (1, 4), (2, 5)]),
+        (0, np.array([3, 4, 5]), [(0, 3), (0, 4), (0, 5)]),
+    ):
+        att, pair = pl.explain(vit, batch, target=target, against=against), pl.explain(vit, batch, target=pairs)
+        assert torch.equal(att.scores, pair.scores)
+        assert att.against is not None
+        assert pair.against is not None
+        assert torch.equal(att.against, pair.against)
+    for target, words in ((None, "no target was given"), ((0, 1), "is a pair already"), ([0], "has length 1")):
+        with pytest.raises(pl.PatchlightError, match=words):
+            pl.explain(vit, batch, target=target, against=[2, 2, 2])
+
+
+@pytest.mark.parametrize("method", ["rollout", "attnfrom", "alti", "rawatt.plus", "globenc", "eigencam"])
+def test_methods_that_ignore_the_class_are_marked_and_refuse_a_contrast(method: str, tmp_path: Path) -> None:
+    vit = shared("vit")
+    att = pl.explain(vit, images(vit), method, target=1)
+    assert att.ignores_class
+    assert pl.Attribution.load(att.save(tmp_path / "att")).ignores_class
+    sentence = (
+        "ignores the class, so it cannot show one class against another; these methods can: 'fullgrad-plus.libra'"
+    )
+    for call in (pl.explain, pl.evaluate):
+        with pytest.raises(pl.Unsupported, match=f"'{method}' {sentence}"):
+            call(vit, images(vit), method, target=(1, 2))
+
+
+def test_other_methods_and_the_random_baseline_take_a_contrast() -> None:
+    vit = shared("vit")
+    maps = pl.explain(vit, images(vit), ["auto", "rawatt.plus", "random"], target=1)
+    assert [att.ignores_class for att in maps.values()] == [False, True, True]
+    maps = pl.explain(vit, images(vit), ["auto", "posterior", "random"], target=1, against=2)
+    assert [att.ignores_class for att in maps.values()] == [False, False, True]
+    posterior = pl.explain(vit, images(vit), "posterior", target=(1, 2), prior="rollout", samples=8)
+    assert posterior.scores.isfinite().all()
+
+
+def test_attention_does_not_ignore_a_class_that_reads_its_own_tokens() -> None:
+    vit = asked("max-neurons")
+    assert not pl.explain(vit, images(vit), "rollout", target=(0, 1)).ignores_class
+    assert pl.explain(vit, images(vit), "eigencam", target=0).ignores_class
+
+
 def test_rule_wrappers_may_stand_anywhere_and_are_written_last() -> None:
     vit = shared("vit")
     a, b = (pl.explain(vit, images(vit), name) for name in ("ixg.libra.plus", "ixg.plus.libra"))
@@ -218,10 +294,10 @@ def test_memory_does_not_grow() -> None:
     assert live() <= before
 
 
-def test_every_need_that_asks_for_a_backward_is_class_specific() -> None:
+def test_a_layer_map_ignores_the_class_where_it_reads_no_gradient() -> None:
     for name, entry in METHODS.items():
         if isinstance(entry, LayerMap):
-            assert resolve(name).backward == entry.class_specific, name
+            assert resolve(name).backward != entry.ignores_class == resolve(name).ignores_class, name
 
 
 def choices(setting: Setting) -> list[Any]:

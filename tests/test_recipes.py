@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from patchlight.bench.recipe import read_recipe
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
-from patchlight.core.recipes import KINDS, bundled, find_recipe, read_text
+from patchlight.core.recipes import KINDS, bundled_recipes, find_recipe, read_text
 
 from .bench.small import text
 
@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_recipes_are_files_of_the_package() -> None:
-    names = {kind: list(bundled(kind)) for kind in KINDS}
+    names = {kind: list(bundled_recipes(kind)) for kind in KINDS}
     assert {"tis-table-1", "tis-table-4", "vit-shapley", "posterior"} <= set(names["bench"])
     assert names["diffmask"] == ["diffmask-cifar10", "diffmask-imagenet"]
     assert names["shapley"] == ["shapley-cifar10"]
@@ -46,14 +46,14 @@ def test_other_files_are_no_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in (".DS_Store", "one.toml", "one.toml.orig"):
         (folder / name).touch()
     monkeypatch.setattr(resources, "files", lambda name: tmp_path)
-    assert list(bundled()) == ["one"]
+    assert list(bundled_recipes()) == ["one"]
 
 
 def test_recipes_are_in_the_wheel(tmp_path: Path) -> None:
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     inside = {name for name in ZipFile(wheel).namelist() if name.endswith(".toml")}
     assert inside == {
-        f"patchlight/recipes/{kind}/{name}.toml" for kind in (*KINDS, "figures") for name in bundled(kind)
+        f"patchlight/recipes/{kind}/{name}.toml" for kind in (*KINDS, "figures") for name in bundled_recipes(kind)
     }
 
 
@@ -89,9 +89,9 @@ def test_a_recipe_of_another_command_is_told() -> None:
 def test_bench_list() -> None:
     done = CliRunner().invoke(app, ["bench", "list"])
     assert done.exit_code == 0
-    assert all(name in done.stdout for name in bundled())
+    assert all(name in done.stdout for name in bundled_recipes())
     rows = {row["name"]: row for row in json.loads(CliRunner().invoke(app, ["bench", "list", "--json"]).stdout)}
-    assert list(rows) == list(bundled())
+    assert list(rows) == list(bundled_recipes())
     recipe, written = read_recipe("tis-table-3")
     assert CliRunner().invoke(app, ["bench", "list", "tis-table-3"]).stdout == written
     assert json.loads(CliRunner().invoke(app, ["bench", "list", "tis-table-3", "--json"]).stdout)["name"] == recipe.name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from patchlight.core.recipes import KINDS, bundled
+from patchlight.core.recipes import KINDS, bundled_recipes
 from patchlight.report.figures import FIGURES
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
@@ -46,7 +46,7 @@ def test_every_table_and_figure_of_the_papers_has_a_row(paper: str) -> None:
 
 
 def test_every_recipe_and_figure_has_a_row() -> None:
-    ours = {*FIGURES, *(name for kind in KINDS for name in bundled(kind))}
+    ours = {*FIGURES, *(name for kind in KINDS for name in bundled_recipes(kind))}
     assert {name for row in ROWS for name in re.findall(r"`([\w-]+)`", row[1])} == ours
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 
 import patchlight as pl
 from patchlight.zoo import pocket
+from tests.helpers import timm_pocket
 
 
 def test_the_file_is_the_one_described() -> None:
@@ -18,6 +22,33 @@ def test_the_file_is_the_one_described() -> None:
     model = pocket.build()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert sum(p.numel() for p in model.parameters()) == about["parameters"]
+
+
+def test_pocket_is_timms_model_to_the_bit() -> None:
+    """Names, order and initial values of its weights, logits, gradients and maps."""
+    torch.manual_seed(1)
+    theirs = VisionTransformer(**pocket.description()["architecture"]).state_dict()
+    torch.manual_seed(1)
+    ours = pocket.build(trained=False).state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    vit = pl.load("pocket")
+    other = pl.wrap(timm_pocket(), labels=vit.labels, preprocess=vit.preprocess)
+    batch = vit.batch([pocket.PHOTOS / "cat.jpg", pocket.PHOTOS / "dog.jpg"])
+    assert torch.equal(vit.model(batch), other.model(batch))
+    for method in ("fullgrad-plus.libra", "decompx.plus", "genatt"):
+        assert torch.equal(pl.explain(vit, batch, method).scores, pl.explain(other, batch, method).scores), method
+
+
+def test_explaining_with_pocket_imports_no_model_library() -> None:
+    code = (
+        "import sys, patchlight as pl; from patchlight.zoo.pocket import PHOTOS; "
+        "pl.explain(pl.load('pocket'), PHOTOS / 'cat.jpg', 'genatt'); "
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"timm", "torchvision", "transformers", "open_clip", "torch._dynamo", "matplotlib", "scipy", "pandas"}
+    assert not heavy & set(done.stdout.split())
 
 
 def test_pocket_loads_by_name_with_labels_and_preprocessing() -> None:

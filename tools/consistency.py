@@ -23,7 +23,7 @@ from torch import Tensor
 from patchlight.bench.results import Column
 from patchlight.bench.store import Store
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import write_whole
+from patchlight.core.files import write_atomic
 
 SPLITS = 50
 """Halvings of the images that a metric's agreement with itself is averaged over."""
@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is None:
         print(text)
     else:
-        write_whole(args.out, text.encode())
+        write_atomic(args.out, text.encode())
     return 0
 
 

@@ -75,7 +75,7 @@ def swin_state(teacher: Any, images: Tensor) -> dict[str, Tensor]:
     """
     state = teacher.state_dict()
     tokens = teacher.patch_embed(images) + state["pos_embed"][:, 1:]
-    middle = teacher.blocks[:6](teacher._pos_embed(teacher.patch_embed(images)))[:, 1:]
+    middle = teacher.blocks[:6](teacher.embed(images))[:, 1:]
     width = tokens.shape[-1]
     found = {f"patch_embed.proj.{part}": state[f"patch_embed.proj.{part}"] for part in ("weight", "bias")}
     found |= {"patch_embed.norm.weight": tokens.std(-1).mean().expand(width)}

@@ -1,7 +1,7 @@
 """`python -m tools.versions [lowest] [highest]`: a short list of tests with the ends of the ranges of pyproject.toml.
 
 An environment for each end lies in .venv-lowest and .venv-highest: the wheel, and every requirement at its lower bound,
-or the newest that its range allows. `--python` says with which Python; an environment of another one is made anew.
+or the newest that its range allows. `--python` selects the Python.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,18 +14,18 @@ from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.attribution import Attribution, Attributions, versions
 from patchlight.core.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
-from patchlight.core.fingerprints import identity, of_images
+from patchlight.core.fingerprints import hash_images, identity
 from patchlight.core.images import in_batches
 from patchlight.core.photos import Photos
-from patchlight.core.progress import Progress, telling
-from patchlight.core.registry import Asked, resolve_all
-from patchlight.core.targets import Score, Target, Targets, resolve_targets, score_of
+from patchlight.core.progress import Progress, show_progress
+from patchlight.core.registry import Selection, resolve_all
+from patchlight.core.targets import Score, Target, Targets, resolve_targets, target_scores
 from patchlight.evidence.graphs import forget
 from patchlight.evidence.passes import fitting
 from patchlight.evidence.precision import HALF
 from patchlight.methods.base import Ablates, Estimate
 from patchlight.methods.maps import estimate, in_stacks
-from patchlight.methods.requests import Request, check_supported, resolve
+from patchlight.methods.requests import Request, check_contrast, check_supported, resolve
 
 
 @overload
@@ -43,9 +44,10 @@ def explain(
 def explain(
     vit: Anatomy | nn.Module,
     images: Any,
-    method: Asked | Sequence[Request] = "genatt",
+    method: Selection | Sequence[Request] = "auto",
     target: Target = None,
     *,
+    against: Target = None,
     score: Score | None = None,
     seed: int = 0,
     batch_size: int | None = None,
@@ -73,7 +75,7 @@ def explain(
     resolved = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
     asked = [request.suited(vit) for request in resolved]
     with vit.settled():
-        results = _explained(vit, images, asked, target, seed, size, progress, finite)
+        results = _explained(vit, images, asked, _pairs(target, against), seed, size, progress, finite)
     return results[method] if isinstance(method, str) else results
 
 
@@ -93,16 +95,18 @@ def _explained(
     photos = Photos(vit.preprocess)
     count, batches = in_batches(images, size, vit.preprocess, vit.channels, photos.add)
     targets = resolve_targets(target, count, vit.outcomes, vit.labels)
+    for request in requests:
+        check_contrast(request, targets, vit)
     parts: list[list[Estimate]] = []
     chosen: list[Targets] = []
     hashes: list[str] = []
     begin = 0
-    with telling(progress, "explaining") as tell:
+    with show_progress(progress, "explaining") as tell:
         for images_of_batch in batches:
             batch = vit.place(images_of_batch)
             wanted = None if targets is None else targets.part(begin, len(batch), count)
             used, found, size = _within_memory(vit, batch, requests, wanted, seed, begin, size)
-            hashes_of_batch = of_images(batch)
+            hashes_of_batch = hash_images(batch)
             _warn_of_references(vit, hashes_of_batch, used, begin)
             photos.see(batch)
             found = _on_cpu(found)
@@ -117,11 +121,30 @@ def _explained(
     if not chosen:
         raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
     of = {"weights": identity(vit), "images": tuple(hashes), "photos": tuple(photos.kept)}
-    explained = Targets.joined(chosen)
+    explained = Targets.concat(chosen)
     results = Attributions()
     for request, own in zip(requests, zip(*parts, strict=True), strict=True):
-        results[request.label] = attribution_of(vit, request, Estimate.joined(own), explained, seed, of)
+        results[request.label] = attribution_of(vit, request, Estimate.concat(own), explained, seed, of)
     return results
+
+
+def _pairs(target: Target, against: Target) -> Target:
+    """A target with the class, or a list of the classes, that it is contrasted with."""
+    if against is None:
+        return target
+    if target is None or isinstance(target, tuple):
+        given = "no target was given" if target is None else f"target={target!r} is a pair already"
+        raise PatchlightError(f"against={against!r} needs one class as the target, but {given}; give target=…")
+    if not _several(target):
+        return [(target, other) for other in against] if _several(against) else (target, against)
+    others = list(against) if _several(against) else [against] * len(target)
+    if len(others) != len(target):
+        raise PatchlightError(f"against has length {len(others)} but target has length {len(target)}; give one each")
+    return list(zip(target, others, strict=True))
+
+
+def _several(target: Target) -> TypeGuard[list[Any]]:
+    return isinstance(target, list | np.ndarray | Tensor) and getattr(target, "ndim", 1) > 0
 
 
 def _on_cpu(found: Sequence[Estimate]) -> list[Estimate]:
@@ -156,8 +179,8 @@ def _within_memory(
             forget(vit.net)
     if len(parts) == 1:
         return *parts[0], size
-    joined = Targets.joined([used for used, _ in parts])
-    return joined, [Estimate.joined(found) for found in zip(*(found for _, found in parts), strict=True)], size
+    joined = Targets.concat([used for used, _ in parts])
+    return joined, [Estimate.concat(found) for found in zip(*(found for _, found in parts), strict=True)], size
 
 
 def _warn_of_references(vit: Anatomy, hashes: Sequence[str], targets: Targets, first: int) -> None:
@@ -181,7 +204,7 @@ def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Target
     logits = vit.logits(batch)
     if not bool(logits[i].isfinite().all()):
         reason = "the model's logits are not finite there"
-    elif not bool(score_of(logits, targets, request.score, vit.outputs)[i].isfinite().all()):
+    elif not bool(target_scores(logits, targets, request.score, vit.outputs)[i].isfinite().all()):
         reason = "the score made of the model's logits is not finite there"
     else:
         half = HALF.get(found.precision)
@@ -191,7 +214,7 @@ def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Target
     raise NotFinite(f"the map of image {first + i} by {request.name} is not finite: {reason}")
 
 
-_OPTIONS = ("target", "score", "seed", "batch_size", "progress", "finite")
+_OPTIONS = ("target", "against", "score", "seed", "batch_size", "progress", "finite")
 
 
 def default_batch_size(vit: Anatomy, requests: Sequence[Request] = ()) -> int:
@@ -210,6 +233,7 @@ def attribution_of(
     vit: Anatomy, request: Request, found: Estimate, targets: Targets, seed: int, of: dict[str, Any]
 ) -> Attribution:
     """The result of a request: maps [B,T,h,w] with their provenance; `of` are weights, images and photos."""
+    request = request.suited(vit)
     several, scores, error = targets.several, found.maps, found.error
     return Attribution(
         scores=scores if several else scores[:, 0],
@@ -231,6 +255,7 @@ def attribution_of(
         versions=versions(),
         preprocess=vit.preprocess,
         extent=vit.extent if request.level == "token" and tuple(vit.extent) != tuple(vit.preprocess.size) else None,
-        precision=found.precision or request.suited(vit).precision,
+        precision=found.precision or request.precision,
+        ignores_class=request.ignores_class,
         **of,
     )

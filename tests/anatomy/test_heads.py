@@ -17,7 +17,7 @@ import patchlight as pl
 from patchlight.anatomy import heads
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported
-from patchlight.core.fingerprints import identity, of_images
+from patchlight.core.fingerprints import hash_images, identity
 from patchlight.core.targets import Outputs
 from tests.families import FAMILIES, build, images, randomise, shared
 
@@ -337,7 +337,7 @@ def test_what_a_head_was_made_of_is_saved(vit: Anatomy, batch: Tensor, tmp_path:
         back = pl.Attribution.load(att.save(tmp_path / name))
         assert back.head == att.head == asked[name].head.about()  # type: ignore[union-attr]
         assert att.weights == identity(asked[name])
-    assert made["similar"].head["images"] == list(of_images(batch[:2]))
+    assert made["similar"].head["images"] == list(hash_images(batch[:2]))
     assert made["linear"].head["labels"] == ["x", "y"]
     assert made["neurons"].head["channels"] == [3, 4]
     assert len({att.weights for att in made.values()} | {identity(vit)}) == len(made) + 1

@@ -173,7 +173,7 @@ def test_a_wrong_keyword_of_wrap() -> None:
     refuses(("labels cannot be given", "wrapped already"), pl.wrap, vit, labels=["a"])
     refuses(("1 labels", "classes"), pl.wrap, vit.model, labels=["a"])
     refuses(("no preprocessing at 'squash'", "JSON or TOML"), pl.wrap, vit.model, preprocess="squash")
-    refuses(("the object of VisionTransformer", "pass preprocess="), pl.wrap, vit.model, processor=object())
+    refuses(("the object of PocketViT", "pass preprocess="), pl.wrap, vit.model, processor=object())
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def test_a_run_and_its_copy_are_equal(shared: Shared, tmp_path: Path) -> None:
     shutil.copytree(shared.whole, tmp_path / "copy")
     found = compare(shared.whole, tmp_path / "copy")
     assert found.differences == ()
-    assert len(found.compared) == 4
-    for one in found.compared:
+    assert len(found.cells) == 4
+    for one in found.cells:
         assert (one.gap.difference, one.gap.images, one.equal, one.gap.standing) == (0.0, 6, 6, "")
     assert "are the same" in as_markdown(found)
 
@@ -40,7 +40,7 @@ def test_differences_are_paired_on_the_images_of_both(shared: Shared, tmp_path: 
     names = Store(shared.whole).manifest().images
     found = compare(shared.whole, tmp_path / "other")
     a, b = values(shared.whole), values(tmp_path / "other")
-    for one in found.compared:
+    for one in found.cells:
         key = one.model, one.method, one.metric
         pairs = [(a[*key, name][1], b[*key, name][1]) for name in names.names]
         gaps = [y - x for x, y in pairs]
@@ -54,7 +54,7 @@ def test_differences_are_paired_on_the_images_of_both(shared: Shared, tmp_path: 
         assert one.gap.standing == ("better" if one.metric == "Ins" else "worse")
     assert "▲" in as_markdown(found)
     rows = list(csv.DictReader(io.StringIO(as_csv(found))))
-    assert [float(row["difference"]) for row in rows] == [one.gap.difference for one in found.compared]
+    assert [float(row["difference"]) for row in rows] == [one.gap.difference for one in found.cells]
 
 
 def test_images_that_only_one_has_or_that_changed_do_not_count(shared: Shared, tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_images_that_only_one_has_or_that_changed_do_not_count(shared: Shared, t
     other = copied(shared.whole, tmp_path / "other", images=replace(images, contents=contents))
     found = compare(shared.whole, other)
     assert found.images == 5
-    assert all(math.isnan(one.gap.low) and one.gap.images == 5 and not one.gap.standing for one in found.compared)
-    assert "1 images of" in found.differences[0].told
+    assert all(math.isnan(one.gap.low) and one.gap.images == 5 and not one.gap.standing for one in found.cells)
+    assert "different contents of 1 image" in found.differences[0].text
     other = copied(shared.whole, tmp_path / "none", images=replace(images, contents=("x",) * 6))
     with pytest.raises(PatchlightError, match="no image in common"):
         compare(shared.whole, other)
@@ -74,14 +74,16 @@ def test_what_differs_comes_first(shared: Shared, tmp_path: Path) -> None:
     versions = {**Store(shared.method).manifest().versions, "torch": "1.0"}
     other = copied(shared.method, tmp_path / "other", models={"Pocket": "0" * 16}, code="1" * 16, versions=versions)
     found = compare(shared.whole, other)
-    told = [one.told for one in found.differences]
+    told = [one.text for one in found.differences]
     assert any("the code of Patchlight" in line for line in told)
     assert any(line.startswith("torch: ") for line in told)
     assert any("methods that only" in line and "'Random'" in line for line in told)
-    assert {(one.method, one.note) for one in found.compared} == {("GenAtt", "other model")}
+    assert {(one.method, one.note) for one in found.cells} == {("GenAtt", "other model")}
     page = as_markdown(found)
     assert page.index("the code of Patchlight") < page.index("| method |")
-    assert [one.apart for one in found.differences] == sorted((one.apart for one in found.differences), reverse=True)
+    assert [one.incompatible for one in found.differences] == sorted(
+        (one.incompatible for one in found.differences), reverse=True
+    )
 
 
 def test_micro_averages_are_resampled_as_such() -> None:

@@ -14,7 +14,7 @@ from patchlight.bench.html import as_html
 from patchlight.bench.local import run
 from patchlight.bench.recipe import override
 from patchlight.bench.store import Results, Store
-from patchlight.bench.tables import as_csv, as_markdown, gather
+from patchlight.bench.tables import as_csv, as_markdown, read_tables
 from patchlight.core.errors import PatchlightError
 from tests.bench.small import pictures, recipe
 
@@ -67,12 +67,12 @@ def flipped(out: Path, flips: int, pages: int = 2) -> None:
         before = flip(path, chance)
         told = ""
         try:
-            gathered = gather(out)
-            same(gathered.store, gathered.results, whole, drawn)
-            told = " ".join(gathered.notes)
-            as_csv(gathered), as_markdown(gathered)
+            tables = read_tables(out)
+            same(tables.store, tables.results, whole, drawn)
+            told = " ".join(tables.notes)
+            as_csv(tables), as_markdown(tables)
             if i < pages:
-                as_html(gathered)
+                as_html(tables)
         except PatchlightError as error:
             told = str(error)
         assert path.name in told, f"{path.name} is damaged, and nobody is told"
@@ -108,7 +108,7 @@ def test_a_damaged_manifest_is_refused_and_the_rows_survive_it(tmp_path: Path) -
     odd = [b"", b"[]", b"{}", b"null", b'{"format": true}', b"\xff\xfe", b"[" * 100_000]
     for text in (*odd, changed):
         (out / "manifest.json").write_bytes(text)
-        for doing in (lambda: gather(out), lambda: run(recipe(tmp_path / "images"), out)):
+        for doing in (lambda: read_tables(out), lambda: run(recipe(tmp_path / "images"), out)):
             with pytest.raises(PatchlightError, match=r"'[^']*manifest\.json' is damaged; delete it"):
                 doing()
     (out / "manifest.json").unlink()

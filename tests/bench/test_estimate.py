@@ -39,14 +39,14 @@ def test_forwards_are_those_of_the_pass_and_of_the_metrics(images: Path) -> None
 
 @pytest.fixture
 def slow() -> Iterator[None]:
-    @own_passes("test-slow", paper="none", agnostic=True)
+    @own_passes("test-slow", paper="none", ignores_class=True)
     def slow(ask: Ask) -> Tensor:
         for _ in range(600):
             ask.vit.logits(ask.images)
             time.sleep(0.1)
         return torch.rand(len(ask.images), *ask.vit.grid)
 
-    @own_passes("test-broken", paper="none", agnostic=True)
+    @own_passes("test-broken", paper="none", ignores_class=True)
     def broken(ask: Ask) -> Tensor:
         raise RuntimeError("it broke")
 

@@ -35,13 +35,13 @@ import torch
 from patchlight.methods.base import Ask, own_passes
 
 
-@own_passes("test-slow", paper="none", agnostic=True)
+@own_passes("test-slow", paper="none", ignores_class=True)
 def slow(ask: Ask) -> torch.Tensor:
     time.sleep(600)
     return torch.rand(len(ask.images), *ask.vit.grid)
 
 
-@own_passes("test-deadly", paper="none", agnostic=True)
+@own_passes("test-deadly", paper="none", ignores_class=True)
 def deadly(ask: Ask) -> torch.Tensor:
     os._exit(9)
 """

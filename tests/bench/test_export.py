@@ -19,16 +19,16 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 import patchlight
-from patchlight.bench.cleaner import Cleaner, last
 from patchlight.bench.manifest import Manifest
+from patchlight.bench.paths import PathRemover, last_name
 from patchlight.bench.recipe import parse, read_recipe
 from patchlight.bench.rows import SCHEMA, parquet, table_of
 from patchlight.bench.share import as_toml, export, merge
 from patchlight.bench.store import Store
-from patchlight.bench.tables import as_markdown, gather
+from patchlight.bench.tables import as_markdown, read_tables
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
-from patchlight.core.recipes import bundled
+from patchlight.core.recipes import bundled_recipes
 from tests.bench.conftest import MORE, Shared
 from tests.bench.small import replaced
 from tests.bench.test_merge import copied, measured, values
@@ -59,7 +59,7 @@ def words_in(folder: Path) -> str:
 
 def test_it_is_a_run_that_reports_the_same(shared: Shared, public: Path) -> None:
     assert values(public) == values(shared.whole)
-    assert as_markdown(gather(public)) == as_markdown(gather(shared.whole))
+    assert as_markdown(read_tables(public)) == as_markdown(read_tables(shared.whole))
     assert sorted(path.name.partition("-")[0] for path in (public / "units").iterdir()) == [
         "Pocket.GenAtt",
         "Pocket.Random",
@@ -163,20 +163,20 @@ def _relabelled(data: bytes, label: str) -> bytes:
 
 
 def test_links_and_fractions_are_no_paths(shared: Shared) -> None:
-    cleaner = Cleaner(Store(shared.whole).manifest())
+    cleaner = PathRemover(Store(shared.whole).manifest())
     for words in ("https://arxiv.org/abs/1/2", "s/image, 3/16", "ViT-B/8 and/or DeiT", "google/vit-base", "a / b"):
-        assert cleaner.words(words) == words
-    assert cleaner.words("read /data/val/x.png, then") == "read x.png, then"
-    assert cleaner.words("'hf:/home/jane doe/m' or hf:/data/m or file:///data/m") == "'hf:m' or hf:m or m"
-    assert cleaner.words("'https://x.org/a b/c'") == "'https://x.org/a b/c'"
-    assert last("..\\x\\y") == "y"
+        assert cleaner.text(words) == words
+    assert cleaner.text("read /data/val/x.png, then") == "read x.png, then"
+    assert cleaner.text("'hf:/home/jane doe/m' or hf:/data/m or file:///data/m") == "'hf:m' or hf:m or m"
+    assert cleaner.text("'https://x.org/a b/c'") == "'https://x.org/a b/c'"
+    assert last_name("..\\x\\y") == "y"
 
 
 def test_names_of_images_that_are_paths_lose_the_common_folder(shared: Shared) -> None:
     whole: Manifest = Store(shared.whole).manifest()
     names = tuple(f"/home/jane/{i % 2}/{i}.png" for i in range(6))
     told = whole.model_copy(update={"images": replace(whole.images, names=names)})
-    assert list(Cleaner(told).images.values()) == [f"{i % 2}/{i}.png" for i in range(6)]
+    assert list(PathRemover(told).images.values()) == [f"{i % 2}/{i}.png" for i in range(6)]
 
 
 def test_somebody_else_adds_a_method_and_only_it_is_measured(
@@ -212,7 +212,7 @@ def test_where_nothing_can_be_used_it_says_why(shared: Shared, public: Path, tmp
 def test_an_incomplete_run_is_told_to_be_so(shared: Shared, tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["bench", "export", str(shared.first), "--out", str(tmp_path / "x"), "--json"])
     told = json.loads(answer.stdout)
-    assert "the run is not complete" in told["notes"][0]
+    assert "Incomplete: 12 of 24 values are missing" in told["notes"][0]
     assert told["notes"][0] in (tmp_path / "x" / "README.md").read_text()
     with pytest.raises(PatchlightError, match="is not empty; give an empty folder"):
         export(shared.first, tmp_path / "x")
@@ -223,7 +223,7 @@ def test_an_incomplete_run_is_told_to_be_so(shared: Shared, tmp_path: Path) -> N
     assert not (tmp_path / "y").exists()
 
 
-@pytest.mark.parametrize("name", bundled("bench"))
+@pytest.mark.parametrize("name", bundled_recipes("bench"))
 def test_every_recipe_survives_toml(name: str) -> None:
     recipe = read_recipe(name)[0]
 

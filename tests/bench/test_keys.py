@@ -74,7 +74,7 @@ def made(factor):
 inner = made(2.0)
 
 
-@own_passes("users-own", paper="none", agnostic=True)
+@own_passes("users-own", paper="none", ignores_class=True)
 def own(ask: Ask, power: float = 1.0) -> torch.Tensor:
     ramp = torch.arange(ask.vit.grid[0] * ask.vit.grid[1]).view(1, *ask.vit.grid).float()
     maps = inner(Helper().shift(helper(ramp)) * SCALE) + Helper.offset * len(TABLE["a"])
@@ -291,7 +291,7 @@ CHANGES: dict[str, tuple[Callable[[World], Callable[[], None]], Depends]] = {
     "the code of a method": (source("methods/attention.py", "relu", "abs"), everything),
     "the code of the tables": (source("bench/tables.py", "tied", "tieds"), lambda row: False),
     "the code of the report": (source("bench/html.py", "leader", "leaders"), lambda row: False),
-    "the code of the statistics": (source("bench/statistics.py", "tied", "tieds"), lambda row: False),
+    "the code of the statistics": (source("bench/statistics.py", "ties and", "ties or"), lambda row: False),
     "one picture": (one_picture, lambda row: row["image"] == "1.png"),
     "a setting of the method": (part("method", '{method = "genatt", start = 2}'), of_method),
     "the method": (part("method", '"rollout"'), of_method),

@@ -21,7 +21,7 @@ from patchlight.bench.recipe import override
 from patchlight.bench.rows import parquet, table_of
 from patchlight.bench.share import bring, merge
 from patchlight.bench.store import Store
-from patchlight.bench.tables import as_markdown, gather
+from patchlight.bench.tables import as_markdown, read_tables
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
 from tests.bench.conftest import MORE, Shared
@@ -72,7 +72,7 @@ def test_shards_cut_differently_are_the_whole_run(shared: Shared, tmp_path: Path
     merged = merge([shared.first, shared.second], tmp_path / "all")
     assert (merged.values, merged.done, merged.notes) == (24, 24, ())
     assert values(tmp_path / "all") == values(shared.whole)
-    ours, theirs = (as_markdown(gather(folder)) for folder in (tmp_path / "all", shared.whole))
+    ours, theirs = (as_markdown(read_tables(folder)) for folder in (tmp_path / "all", shared.whole))
     assert [line.rpartition("|")[0].rpartition("|")[0] for line in ours.splitlines()] == [
         line.rpartition("|")[0].rpartition("|")[0] for line in theirs.splitlines()
     ]
@@ -132,7 +132,7 @@ def test_other_methods_are_joined_and_only_what_neither_has_is_run(
             lambda f: of_recipe(f, methods=override(_resolved(f), settings={"GenAtt": {"start": 1}}).methods),
             "method 'GenAtt' is",
         ),
-        (lambda f: {"images": _images(f, contents=("x",) * 6)}, "6 images of"),
+        (lambda f: {"images": _images(f, contents=("x",) * 6)}, "different contents of 6 images"),
         (lambda f: {"images": _images(f, names=tuple("abcdef"))}, "6 of the 6 images of"),
     ],
 )

@@ -50,7 +50,7 @@ def test_repr_reads_no_rows(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_missing_is_told(shared: Shared, tmp_path: Path) -> None:
-    assert "the run is not complete" in pl.bench.open(shared.first).notes[0]
+    assert "Incomplete: 12 of 24 values are missing" in pl.bench.open(shared.first).notes[0]
     shutil.copytree(shared.whole, tmp_path / "damaged")
     path = sorted((tmp_path / "damaged" / "maps").glob("*"))[0]
     path.write_bytes(b"")

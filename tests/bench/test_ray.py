@@ -42,13 +42,13 @@ import torch
 import patchlight as pl
 
 
-@pl.own_passes("test-sleepy", paper="none", agnostic=True)
+@pl.own_passes("test-sleepy", paper="none", ignores_class=True)
 def sleepy(ask: pl.Ask):
     time.sleep(0.4)
     return torch.arange(ask.vit.grid[0] * ask.vit.grid[1]).view(1, *ask.vit.grid).float().repeat(len(ask.images), 1, 1)
 
 
-@pl.own_passes("test-deadly", paper="none", agnostic=True)
+@pl.own_passes("test-deadly", paper="none", ignores_class=True)
 def deadly(ask: pl.Ask):
     os._exit(9)
 """

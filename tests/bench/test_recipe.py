@@ -9,12 +9,12 @@ import pytest
 from patchlight.anatomy.spec import PreprocessSpec
 from patchlight.bench.recipe import Quick, override, parse, quickened, read_recipe
 from patchlight.core.errors import PatchlightError
-from patchlight.core.recipes import bundled, key_lines
+from patchlight.core.recipes import bundled_recipes, key_lines
 from patchlight.methods.base import METHODS
 from patchlight.study.spec import MetricSpec
 from tests.bench.small import text
 
-BENCH = list(bundled())
+BENCH = list(bundled_recipes())
 
 
 def line(of: str, word: str) -> int:

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from patchlight.bench.html import as_html
 from patchlight.bench.local import RunOptions, run
 from patchlight.bench.recipe import override
-from patchlight.bench.statistics import gaps
+from patchlight.bench.statistics import method_gaps
 from patchlight.bench.store import Store
-from patchlight.bench.tables import Gathered, as_csv, as_latex, as_markdown, gather
+from patchlight.bench.tables import RunTables, as_csv, as_latex, as_markdown, read_tables
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import bootstrap_weights, percentiles
@@ -33,12 +33,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gathered(out: Path) -> Gathered:
-    return gather(out)
+def tables(out: Path) -> RunTables:
+    return read_tables(out)
 
 
-def test_csv_has_full_precision_and_timing_last(out: Path, gathered: Gathered) -> None:
-    rows = list(csv.DictReader(io.StringIO(as_csv(gathered))))
+def test_csv_has_full_precision_and_timing_last(out: Path, tables: RunTables) -> None:
+    rows = list(csv.DictReader(io.StringIO(as_csv(tables))))
     assert list(rows[0])[-3:] == ["rank", "explain_seconds", "measure_seconds"]
     assert len(rows) == 8
     columns = Store(out).results().columns
@@ -55,19 +55,19 @@ def test_csv_has_full_precision_and_timing_last(out: Path, gathered: Gathered) -
     assert sum(float(row["rank"]) for row in ins.values()) == pytest.approx(1 + 2 + 3 + 4)
 
 
-def test_markdown_scales_and_marks(gathered: Gathered) -> None:
-    table = as_markdown(gathered)
+def test_markdown_scales_and_marks(tables: RunTables) -> None:
+    table = as_markdown(tables)
     assert "| method | Ins ↑ | Del ↓ | s/image |" in table
-    cell = gathered.by_key["Pocket", "GenAtt", "Del"]
+    cell = tables.by_key["Pocket", "GenAtt", "Del"]
     assert f"{100 * cell.mean:.1f}" in next(line for line in table.splitlines() if line.startswith("| GenAtt"))
     assert "(0.500)" in table
-    assert table.count("**") == 2 * sum(c.mark == "best" for c in gathered.cells)
+    assert table.count("**") == 2 * sum(c.mark == "best" for c in tables.cells)
 
 
-def test_differences_to_a_method_are_paired(gathered: Gathered) -> None:
+def test_differences_to_a_method_are_paired(tables: RunTables) -> None:
     """Each is the difference of the two means; the interval is that of the images' differences, resampled."""
-    found = gaps(gathered.results, gathered.recipe, "Pocket", "GenAtt")
-    columns = gathered.results.columns
+    found = method_gaps(tables.results, tables.recipe, "Pocket", "GenAtt")
+    columns = tables.results.columns
     weights = bootstrap_weights(6, SAMPLES)
     for (method, metric), gap in found.items():
         own, other = (columns["Pocket", name, metric] for name in (method, "GenAtt"))
@@ -76,38 +76,38 @@ def test_differences_to_a_method_are_paired(gathered: Gathered) -> None:
         assert (gap.low, gap.high) == pytest.approx(percentiles(weights @ apart / 6), abs=1e-12)
         better = gap.low > 0 if own.higher_is_better else gap.high < 0
         assert gap.standing == ("" if gap.low <= 0 <= gap.high else "better" if better else "worse")
-    assert {method for method, _ in found} == set(gathered.recipe.methods) - {"GenAtt"}
-    table = as_markdown(gathered, "GenAtt")
+    assert {method for method, _ in found} == set(tables.recipe.methods) - {"GenAtt"}
+    table = as_markdown(tables, "GenAtt")
     assert "| difference to GenAtt | Ins ↑ | Del ↓ |" in table
     assert f"{100 * found['Random', 'Del'].difference:+.1f} [" in table
-    assert "difference to" not in as_markdown(gathered)
+    assert "difference to" not in as_markdown(tables)
     with pytest.raises(PatchlightError, match="the run has no method 'GenAt'; did you mean 'GenAtt'"):
-        as_markdown(gathered, "GenAt")
+        as_markdown(tables, "GenAt")
 
 
-def test_latex_is_escaped(gathered: Gathered) -> None:
-    table = as_latex(gathered)
+def test_latex_is_escaped(tables: RunTables) -> None:
+    table = as_latex(tables)
     assert r"Ins $\uparrow$ & Del $\downarrow$" in table
-    assert table.count(r"\textbf{") == sum(c.mark == "best" for c in gathered.cells)
+    assert table.count(r"\textbf{") == sum(c.mark == "best" for c in tables.cells)
     assert table.count(r" \\") == 1 + 4
-    cell = gathered.by_key["Pocket", "Random", "Del"]
+    cell = tables.by_key["Pocket", "Random", "Del"]
     half = rf"{100 * cell.mean:.1f}%s {{\scriptsize$\pm${50 * (cell.high - cell.low):.1f}}}"
     assert half % {"tied": r"$^\dagger$"}.get(cell.mark, "") in table.replace(r"\textbf{", "").replace("} {", " {")
 
 
-def test_values_that_do_not_exist_are_counted(gathered: Gathered) -> None:
+def test_values_that_do_not_exist_are_counted(tables: RunTables) -> None:
     from dataclasses import replace
 
-    lost = [replace(c, undefined=2, images=4) if c.metric == "Ins" else c for c in gathered.cells]
-    table = as_markdown(replace(gathered, cells=tuple(lost)))
-    assert "- Ins: 2 of 6 images without a value by its protocol." in table
-    assert "have no value" not in as_markdown(gathered)
+    lost = [replace(c, undefined=2, images=4) if c.metric == "Ins" else c for c in tables.cells]
+    table = as_markdown(replace(tables, cells=tuple(lost)))
+    assert "- Ins: undefined on 2 of 6 images by its protocol." in table
+    assert "have no value" not in as_markdown(tables)
 
 
-def test_html_is_whole_by_itself_and_the_same_for_equal_stores(out: Path, gathered: Gathered, tmp_path: Path) -> None:
-    page = as_html(gathered)
+def test_html_is_whole_by_itself_and_the_same_for_equal_stores(out: Path, tables: RunTables, tmp_path: Path) -> None:
+    page = as_html(tables)
     shutil.copytree(out, tmp_path / "copy")
-    assert as_html(gather(tmp_path / "copy")) == page
+    assert as_html(read_tables(tmp_path / "copy")) == page
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)
     assert "<script" not in page
     assert page.count("<img ") == 6 * (1 + 4)
@@ -128,14 +128,14 @@ def test_the_only_method_has_examples_and_newer_metadata_is_left_out(out: Path, 
             about = file.metadata()
         about["preprocess"] = json.dumps({**json.loads(about["preprocess"]), "sharpen": 1})
         replaced(path, save(load_file(path), {**about, "mood": '"good"'}))
-    page = as_html(gather(tmp_path / "run"))
+    page = as_html(read_tables(tmp_path / "run"))
     assert page.count("<img ") == 6 * (1 + 1)
 
 
-def test_photographs_that_are_gone_leave_the_maps(gathered: Gathered, tmp_path: Path, out: Path) -> None:
+def test_photographs_that_are_gone_leave_the_maps(tables: RunTables, tmp_path: Path, out: Path) -> None:
     from dataclasses import replace
 
-    gone = replace(gathered, recipe=override(gathered.recipe, data=str(tmp_path / "nowhere")))
+    gone = replace(tables, recipe=override(tables.recipe, data=str(tmp_path / "nowhere")))
     page = as_html(gone)
     assert page.count("<img ") == 6 * 4
 
@@ -160,4 +160,4 @@ def test_the_commands_print_and_refuse(out: Path, tmp_path: Path) -> None:
     ):
         assert CliRunner().invoke(app, ["bench", *wrong]).exit_code == 2
     with pytest.raises(PatchlightError, match="there is no run"):
-        gather(tmp_path)
+        read_tables(tmp_path)

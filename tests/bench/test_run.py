@@ -206,17 +206,17 @@ def test_values_do_not_depend_on_the_size_of_units(images: Path, tmp_path: Path,
 
 @pytest.fixture
 def broken_methods() -> Iterator[None]:
-    @own_passes("test-nan", paper="none", agnostic=True)
+    @own_passes("test-nan", paper="none", ignores_class=True)
     def nan(ask: Ask) -> Tensor:
         maps = torch.rand(len(ask.images), *ask.vit.grid)
         maps[0, 0, 0] = torch.nan
         return maps
 
-    @own_passes("test-raises", paper="none", agnostic=True)
+    @own_passes("test-raises", paper="none", ignores_class=True)
     def raises(ask: Ask) -> Tensor:
         raise RuntimeError("it broke")
 
-    @own_passes("test-refuses", paper="none", agnostic=True, refuses=lambda settings, vit: "no reason at all")
+    @own_passes("test-refuses", paper="none", ignores_class=True, refuses=lambda settings, vit: "no reason at all")
     def refuses(ask: Ask) -> Tensor:
         raise AssertionError
 
@@ -272,7 +272,7 @@ def flaky(tmp_path: Path) -> Iterator[Path]:
     """A method that fails until this file is there."""
     works = tmp_path / "works"
 
-    @own_passes("test-flaky", paper="none", agnostic=True)
+    @own_passes("test-flaky", paper="none", ignores_class=True)
     def flaky(ask: Ask) -> Tensor:
         if not works.exists():
             raise RuntimeError("it broke")
@@ -508,7 +508,7 @@ def _killed(folder: Path, out: Path, after: float) -> bool:
 def test_killed_at_random_moments_and_resumed_it_ends_the_same(
     images: Path, tmp_path: Path, whole: Path, kills: int
 ) -> None:
-    from patchlight.bench.tables import as_csv, gather
+    from patchlight.bench.tables import as_csv, read_tables
 
     chance = random.Random(kills)
     begun = time.perf_counter()
@@ -520,7 +520,8 @@ def test_killed_at_random_moments_and_resumed_it_ends_the_same(
     run(recipe(images), out)
     assert rows(out) == rows(whole)
     tables = [
-        [line.rsplit(",", len(TIMING))[0] for line in as_csv(gather(folder)).splitlines()] for folder in (out, whole)
+        [line.rsplit(",", len(TIMING))[0] for line in as_csv(read_tables(folder)).splitlines()]
+        for folder in (out, whole)
     ]
     assert tables[0] == tables[1]
     assert len(tables[0]) == 1 + 4 * 2

@@ -18,9 +18,9 @@ import torch
 from scipy import stats
 
 from patchlight.bench.results import Results, results_of
-from patchlight.bench.statistics import cells
+from patchlight.bench.statistics import table_cells
 from patchlight.bench.store import Store
-from patchlight.bench.tables import as_csv, as_markdown, gather
+from patchlight.bench.tables import as_csv, as_markdown, read_tables
 from tests.bench.small import replaced
 from tests.bench.synthetic import CURVES, NO_OBJECT, UNREADABLE, Synthetic, synthesise
 
@@ -88,7 +88,7 @@ def test_mean_curves_are_those_of_the_images_with_a_value(run: Synthetic, result
 def test_means_intervals_ties_and_ranks_are_numpys(run: Synthetic, results: Results) -> None:
     images = len(run.names)
     draws = torch.randint(images, (SAMPLES, images), generator=torch.Generator().manual_seed(0)).numpy()
-    found = {(cell.method, cell.metric): cell for cell in cells(results, run.recipe, SAMPLES)}
+    found = {(cell.method, cell.metric): cell for cell in table_cells(results, run.recipe, SAMPLES)}
     methods, metrics = list(run.recipe.methods), list(run.recipe.metrics)
     for metric in ("insertion", "pixel-accuracy", "max-box-acc"):
         n = metrics.index(metric)
@@ -102,17 +102,17 @@ def test_means_intervals_ties_and_ranks_are_numpys(run: Synthetic, results: Resu
             assert cell.images == int(np.isfinite(run.values[m, n]).sum())
             assert cell.failed == int((run.failed & run.done[m]).sum())
             assert cell.images + cell.undefined + cell.failed + int((~run.done[m]).sum()) == images
-    placed = gather(run.folder).ranks["Pocket", "insertion"]
+    placed = read_tables(run.folder).ranks["Pocket", "insertion"]
     values = run.values[:, 0][:, np.isfinite(run.values[:, 0]).all(0)]
     expected = stats.rankdata(-values, axis=0).mean(1)
     assert list(placed.means.values()) == pytest.approx(expected.tolist(), rel=1e-12)
     assert placed.p == pytest.approx(stats.friedmanchisquare(*values).pvalue, rel=1e-9)
 
 
-def test_a_method_is_tied_on_the_images_that_both_have(run: Synthetic, results: Results) -> None:
+def test_methods_are_tied_on_the_images_that_all_share(run: Synthetic, results: Results) -> None:
     images = len(run.names)
     draws = torch.randint(images, (SAMPLES, images), generator=torch.Generator().manual_seed(0)).numpy()
-    found = {(cell.method, cell.metric): cell for cell in cells(results, run.recipe, SAMPLES)}
+    found = {(cell.method, cell.metric): cell for cell in table_cells(results, run.recipe, SAMPLES)}
     methods, metrics = list(run.recipe.methods), list(run.recipe.metrics)
     marked = 0
     for n, metric in enumerate(metrics):
@@ -124,8 +124,8 @@ def test_a_method_is_tied_on_the_images_that_both_have(run: Synthetic, results: 
             continue
         best = marks.index("best")
         for m, mark in enumerate(marks):
-            both = np.isfinite(values[m]) & np.isfinite(values[best])
-            differences = [np.mean((values[best] - values[m])[own[both[own]]]) for own in draws]
+            shared = np.isfinite(values).all(0)
+            differences = [np.mean((values[best] - values[m])[own[shared[own]]]) for own in draws]
             low, high = np.quantile(differences, [0.025, 0.975])
             assert mark == ("best" if m == best else "tied" if low <= 0 <= high else ""), (metric, methods[m])
             marked += mark == "tied"
@@ -133,9 +133,9 @@ def test_a_method_is_tied_on_the_images_that_both_have(run: Synthetic, results: 
 
 
 def test_tables_are_told_of_an_incomplete_run(run: Synthetic) -> None:
-    told = gather(run.folder)
+    told = read_tables(run.folder)
     page = as_markdown(told)
-    assert "1080 of 120600 values still to be done" in page
+    assert "Incomplete: 1080 of 120600 values are missing" in page
     assert f"values failed: {UNREADABLE}" in page
     assert len(as_csv(told).splitlines()) == 61
 
@@ -174,11 +174,11 @@ def test_rows_of_other_plans_are_passed_over(run: Synthetic, tmp_path: Path) -> 
 MEASURED = """
 import json, resource, sys
 from pathlib import Path
-from patchlight.bench.tables import as_csv, as_markdown, gather
+from patchlight.bench.tables import as_csv, as_markdown, read_tables
 import scipy.stats, pandas
 status = lambda: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmRSS")) / 1024
 before = status()
-run = gather(sys.argv[1])
+run = read_tables(sys.argv[1])
 as_markdown(run), as_csv(run)
 print(json.dumps([before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
 """

@@ -51,7 +51,7 @@ import torch
 import patchlight as pl
 
 
-@pl.own_passes("test-slow", paper="none", agnostic=True)
+@pl.own_passes("test-slow", paper="none", ignores_class=True)
 def slow(ask: pl.Ask):
     time.sleep(2.0)
     return torch.rand(len(ask.images), *ask.vit.grid)

@@ -20,7 +20,7 @@ from patchlight.bench.html import as_html
 from patchlight.bench.local import RunOptions, run
 from patchlight.bench.recipe import override, parse
 from patchlight.bench.store import Store
-from patchlight.bench.tables import as_csv, as_latex, as_markdown, gather
+from patchlight.bench.tables import as_csv, as_latex, as_markdown, read_tables
 from tests.bench.small import pictures, recipe, text
 from tests.helpers import command
 
@@ -40,8 +40,8 @@ def test_the_parquet_of_a_store_has_each_row_once(tmp_path: Path) -> None:
 
 def test_two_images_have_no_best_method(tmp_path: Path) -> None:
     run(recipe(photos(tmp_path)), tmp_path / "run")
-    found = gather(tmp_path / "run")
-    said = "2 images of Pocket are too few for intervals, ranks and a best method; 6 or more are needed"
+    found = read_tables(tmp_path / "run")
+    said = "intervals, ranks and a best method need at least 6 images; some cells of Pocket have only 2"
     table = as_markdown(found)
     assert said in table
     assert "**" not in table
@@ -83,7 +83,7 @@ def cut(keys: str) -> tuple[str, str]:
         ("batch_size = 2", f"notes = {'[' * 5000}{']' * 5000}", ("nested too deeply",)),
         (*cut("mean = [nan, 0.5, 0.5]"), ("line 6", "mean", "finite number")),
         (*cut("std = [0.0, 0.5, 0.5]"), ("line 6", "std", "greater than 0")),
-        (*cut("size = [100, 100]"), ("[1, 3, 100, 100]", "(32)", "of the size it takes")),
+        (*cut("size = [100, 100]"), ("[1, 3, 100, 100]", "[32, 32]", "of the size it takes")),
         (*cut("size = [0, 32]"), ("line 6", "size")),
         ("[methods]", "images = true\n\n[methods]", ("line 12", "data.images", "True")),
         ("batch_size = 2", f"seed = {2**70}", ("line 3", "seed")),
@@ -121,7 +121,7 @@ def test_odd_labels_leave_a_report_whole(tmp_path: Path) -> None:
     for name, label in zip(("GenAtt", '"Rollout (max)"', "Rollout", "Random"), odd, strict=True):
         whole = whole.replace(f"{name} = ", f"{json.dumps(label)} = ")
     run(parse(whole), tmp_path / "run", RunOptions(text=whole))
-    found = gather(tmp_path / "run")
+    found = read_tables(tmp_path / "run")
     html = as_html(found)
     page = Page(html)
     assert "blink" not in page.tags
@@ -135,7 +135,7 @@ def test_cells_of_a_csv_are_no_formulas(tmp_path: Path) -> None:
     for name, label in (("GenAtt", "=1+1"), ("Rollout", "@x"), ("Random", "-2")):
         whole = whole.replace(f"\n{name} = ", f'\n"{label}" = ')
     run(parse(whole), tmp_path / "run")
-    rows = list(csv.DictReader(io.StringIO(as_csv(gather(tmp_path / "run")))))
+    rows = list(csv.DictReader(io.StringIO(as_csv(read_tables(tmp_path / "run")))))
     assert [r["method"] for r in rows[::2]] == ["'=1+1", "Rollout (max)", "'@x", "'-2"]
     assert all(0 <= float(r["mean"]) <= 1 for r in rows)
     shutil.copy(tmp_path / "photos" / "0.png", tmp_path / "photos" / "=HYPERLINK(1).png")

@@ -15,7 +15,7 @@ from torch import nn
 from tests.families import FAMILIES, randomise
 
 TARGET = [1, 2]
-NAMES = {"patchlight/probability", "patchlight/genatt/ins-del", "patchlight/random/ins-del", "patchlight/seconds"}
+NAMES = {"patchlight/probability", "patchlight/auto/ins-del", "patchlight/random/ins-del", "patchlight/seconds"}
 
 
 def images() -> torch.Tensor:

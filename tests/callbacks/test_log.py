@@ -83,7 +83,7 @@ def test_a_model_keeps_its_mode_gradients_and_autocast() -> None:
 def test_what_is_logged_is_of_the_weights_of_that_step() -> None:
     """Compared with a copy of the model at each step, asked from outside."""
     net = model()
-    log, found = logged(net, method=["genatt", "rollout"])
+    log, found = logged(net, method=["auto", "rollout"])
     copies = {}
 
     def log_and_copy(step: int) -> None:
@@ -99,7 +99,7 @@ def test_what_is_logged_is_of_the_weights_of_that_step() -> None:
         with torch.no_grad():
             p = still(images()).softmax(1)
         assert numbers["patchlight/probability"] == pytest.approx(float(p[[0, 1], TARGET].mean()), abs=1e-5)
-        maps = pl.explain(still, images(), ["genatt", "rollout", "random"], TARGET)
+        maps = pl.explain(still, images(), ["auto", "rollout", "random"], TARGET)
         for name, own in maps.items():
             value = pl.evaluate(still, images(), own.scores, "ins-del", TARGET, steps=14).mean
             assert numbers[f"patchlight/{name}/ins-del"] == pytest.approx(value, abs=1e-4)
@@ -132,7 +132,7 @@ def test_pairs_metrics_with_settings_and_plain_numbers_as_outputs() -> None:
         out = copy.deepcopy(net).eval()(images())
     assert set(found[0][0]) == {
         "patchlight/logit",
-        "patchlight/genatt/few",
+        "patchlight/auto/few",
         "patchlight/random/few",
         "patchlight/seconds",
     }
@@ -228,11 +228,11 @@ def test_numbers_that_take_too_long_are_left_out_and_given_up(monkeypatch: pytes
     measured = room.evaluate
     monkeypatch.setattr(room, "evaluate", late)
     log, found = logged(model(), seconds=100.0)
-    with pytest.warns(LogSkipped, match=r"the numbers of genatt of step 0 took over 100 s"):
+    with pytest.warns(LogSkipped, match=r"the numbers of auto of step 0 took over 100 s"):
         walk(log, 0, 1, 2, 3)
     assert [name if isinstance(name, str) else name.method for name in tried] == [
-        "genatt",
-        "genatt",
+        "fullgrad-plus.libra",
+        "fullgrad-plus.libra",
         "random",
         "random",
     ]

@@ -115,7 +115,7 @@ def test_undefined_values_are_counted_and_named(saved: Path) -> None:
 def test_a_map_with_nan_in_its_file_fails_alone(saved: Path) -> None:
     path = Path("maps/a/genatt/scores.safetensors")
     att = pl.Attribution.load(path.parent)
-    with pytest.raises(pl.PatchlightError, match="hold NaN"):
+    with pytest.raises(pl.PatchlightError, match="contain NaN"):
         replace(att, scores=att.scores * torch.nan).save(path.parent, force=True)
     save_file({"scores": att.scores * torch.nan, "target": att.target}, path)
     result = run("evaluate", "maps", "--images", "photos", "--metric", "sparseness", "--method", "genatt", code=3)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+from PIL import Image
 
 import patchlight as pl
+from patchlight.core import display
 from tests.families import images, shared
 
 
@@ -25,9 +33,9 @@ def test_top_patches_and_masks() -> None:
     assert att.top_patches(3).tolist() == [[[0, 1], [1, 0], [0, 2]]]
     assert att.mask(0.5).tolist() == [[[False, True, True], [True, False, False]]]
     assert att.mask(0.001).sum() == 1
-    with pytest.raises(pl.PatchlightError, match="there are 6 cells; 7"):
+    with pytest.raises(pl.PatchlightError, match="k is 7, but a map has 6 cells"):
         att.top_patches(7)
-    with pytest.raises(pl.PatchlightError, match="fraction 0"):
+    with pytest.raises(pl.PatchlightError, match="fraction is 0"):
         att.mask(0)
 
 
@@ -53,19 +61,19 @@ def test_joined_attributions_are_those_of_one_call() -> None:
     vit = shared("vit")
     batch = images(vit)
     for target in (None, [[0, 1], [2, 3], [4, 5]], [(0, 1), (2, 3), (4, 5)]):
-        whole = pl.explain(vit, batch, "rollout", target=target)
-        joined = pl.Attribution.joined([whole[:1], whole[1:]])
+        whole = pl.explain(vit, batch, "genatt", target=target)
+        joined = pl.Attribution.concat([whole[:1], whole[1:]])
         for key in ("scores", "target", "against"):
             ours, theirs = getattr(joined, key), getattr(whole, key)
             assert ours is theirs is None or torch.equal(ours, theirs), key
-        assert (joined.named, joined.images) == (whole.named, whole.images)
+        assert (joined.captions, joined.images) == (whole.captions, whole.images)
     one, other = attribution(torch.zeros(1, 2, 2)), attribution(torch.zeros(1, 3, 3))
     with pytest.raises(pl.PatchlightError, match=r"of one method, model, resolution.*2x2.*3x3"):
-        pl.Attribution.joined([one, other])
+        pl.Attribution.concat([one, other])
     with pytest.raises(pl.PatchlightError, match="of one method"):
-        pl.Attribution.joined([whole, pl.explain(vit, batch, "rawatt")])
+        pl.Attribution.concat([whole, pl.explain(vit, batch, "rawatt")])
     with pytest.raises(pl.PatchlightError, match="given: none"):
-        pl.Attribution.joined([])
+        pl.Attribution.concat([])
 
 
 def test_save_and_load_give_equal_arrays(tmp_path: Path) -> None:
@@ -83,14 +91,14 @@ def test_save_and_load_give_equal_arrays(tmp_path: Path) -> None:
 def test_save_refuses_to_overwrite(tmp_path: Path) -> None:
     att = attribution(torch.rand(1, 2, 2))
     att.save(tmp_path / "out")
-    with pytest.raises(pl.PatchlightError, match="exists already"):
+    with pytest.raises(pl.PatchlightError, match="already exists"):
         att.save(tmp_path / "out")
     other = attribution(torch.zeros(1, 2, 2))
     other.save(tmp_path / "out", force=True)
     assert torch.equal(pl.Attribution.load(tmp_path / "out").scores, other.scores)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    with pytest.raises(pl.PatchlightError, match="exists already"):
+    with pytest.raises(pl.PatchlightError, match="already exists"):
         att.save(tmp_path / "mine", force=True)
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
@@ -129,19 +137,100 @@ def test_one_image_of_many() -> None:
 def test_it_shows_itself() -> None:
     vit = shared("vit")
     att = pl.explain(vit, images(vit), target=1)
-    assert "genatt" in repr(att)
+    assert "fullgrad-plus.libra" in repr(att)
     assert "4x4" in repr(att)
     page = att._repr_html_()
     assert "data:image/jpeg;base64," in page, "over the photographs"
-    assert "genatt" in page
+    assert "fullgrad-plus.libra" in page
 
 
 def test_repr_names_only_the_first_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are."""
     asked: list[int] = []
-    named = pl.Attribution.named.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(pl.Attribution, "named", property(lambda self: asked.append(len(self)) or named(self)))
+    named = pl.Attribution.captions.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(pl.Attribution, "captions", property(lambda self: asked.append(len(self)) or named(self)))
     many = pl.Attribution(torch.zeros(1000, 2, 2), torch.arange(1000), "genatt", "a model", (32, 32))
     told = repr(many)
     assert told == "<Attribution by genatt of a model for class 0, class 1, class 2…: 1000 image(s), 2x2 tokens>"
     assert max(asked) <= 4
+
+
+def test_slices_of_any_step() -> None:
+    att = attribution(torch.rand(5, 2, 2), labels=tuple("abcde"), samples=(1, 2, 3, 4, 5))
+    back = att[::-2]
+    assert (back.labels, back.samples) == (("e", "c", "a"), (5, 3, 1))
+    assert torch.equal(back.scores, att.scores[[4, 2, 0]])
+    assert att[np.int64(-1)].labels == ("e",)
+    assert [one.labels[0] for one in att] == list("abcde")
+
+
+def test_scores_as_an_array_of_their_own() -> None:
+    att = attribution(torch.rand(2, 3, 3))
+    heat = att.numpy()
+    assert np.array_equal(heat, att.scores)
+    heat[:] = 0
+    assert float(att.scores.sum()) > 0
+
+
+def test_an_overlay_over_the_kept_photograph() -> None:
+    vit = shared("vit")
+    batch = images(vit)
+    att = pl.explain(vit, batch, "genatt")
+    assert np.array_equal(att.overlay(index=-1), att.overlay(batch[2], 2)), "the same photograph"
+    with pytest.raises(pl.PatchlightError, match="no photograph was kept for image 0; give it as `image`"):
+        attribution(torch.rand(1, 2, 2)).overlay()
+    with pytest.raises(pl.PatchlightError, match="there is no image 3; this attribution has 3"):
+        att.overlay(index=3)
+
+
+def test_plots_go_into_the_axes_that_are_given() -> None:
+    vit = shared("vit")
+    att = pl.explain(vit, images(vit), "genatt", target=[[0, 1]] * 3)
+    axes = Figure().subplots(1, 2)
+    assert att.plot(axes[0], index=1) is axes[0]
+    assert axes[0].get_title() == "genatt: class 0"
+    assert not axes[1].images
+    bare = attribution(torch.rand(1, 2, 2))
+    assert len(bare.plot(axes[1]).images) == 1, "colours alone, without a photograph"
+    assert att.plot().figure is not axes[0].figure
+    pyplot.close("all")
+
+
+def test_show_without_a_screen_writes_a_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vit = shared("vit")
+    maps = pl.explain(vit, images(vit), ["genatt", "rollout"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(display, "has_screen", lambda: False)
+    for result in (maps, maps["genatt"], attribution(torch.rand(1, 2, 2))):
+        result.show()
+        path = Path(capsys.readouterr().out.strip().rpartition(" ")[2])
+        assert path.parent == tmp_path
+        assert min(Image.open(path).size) > 50
+    opened: list[Image.Image] = []
+    monkeypatch.setattr(display, "has_screen", lambda: True)
+    monkeypatch.setattr(Image.Image, "show", lambda self: opened.append(self))
+    maps.show()
+    assert len(opened) == 1
+    shown: list[object] = []
+    notebook = SimpleNamespace(
+        get_ipython=lambda: SimpleNamespace(kernel=None), display=SimpleNamespace(display=shown.append)
+    )
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    maps.show()
+    assert shown == [maps]
+
+
+def test_several_attributions_are_saved_together(tmp_path: Path) -> None:
+    maps = pl.Attributions({label: attribution(torch.rand(1, 2, 2)) for label in ("../up", ".hidden", "a/b", "tis")})
+    folder = maps.save(tmp_path / "maps")
+    assert [path.name for path in tmp_path.iterdir()] == ["maps"]
+    back = pl.Attributions.load(folder)
+    assert list(back) == sorted(maps)
+    assert all(torch.equal(back[label].scores, maps[label].scores) for label in maps)
+    with pytest.raises(pl.PatchlightError, match="already exists"):
+        maps.save(folder)
+    maps.save(folder, force=True)
+    with pytest.raises(pl.PatchlightError, match="holds no attributions"):
+        pl.Attributions.load(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 import patchlight as pl
 from patchlight.core import progress
-from patchlight.core.progress import bar, telling
+from patchlight.core.progress import bar, show_progress
 from tests.families import images, shared
 
 
@@ -48,7 +48,7 @@ def drawn(terminal: Terminal, words: str) -> None:
 
 def test_long_work_shows_a_bar_that_goes_away(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
-    with telling(True, "explaining") as tell:
+    with show_progress(True, "explaining") as tell:
         work(tell)
         drawn(terminal, "explaining")
         drawn(terminal, "3/3")
@@ -59,7 +59,7 @@ def test_long_work_shows_a_bar_that_goes_away(terminal: Terminal, monkeypatch: p
 def test_short_work_is_silent(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(progress, "PATIENCE", 30)
-    with telling(True, "explaining") as tell:
+    with show_progress(True, "explaining") as tell:
         work(tell)
     vit = shared("vit")
     pl.explain(vit, images(vit))
@@ -87,25 +87,25 @@ def test_explain_and_evaluate_draw_bars_by_themselves(terminal: Terminal, monkey
 
 def test_nothing_where_nobody_watches(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with telling(True, "explaining") as tell:
+    with show_progress(True, "explaining") as tell:
         work(tell)
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
     monkeypatch.setattr(sys, "stderr", None)
-    with telling(True, "explaining") as tell:
+    with show_progress(True, "explaining") as tell:
         work(tell, 1, 0)
 
 
 def test_one_bar_at_a_time(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
-    with telling(True, "outer") as outer, telling(True, "inner") as inner:
+    with show_progress(True, "outer") as outer, show_progress(True, "inner") as inner:
         work(inner)
         work(outer)
         drawn(terminal, "outer")
     assert "inner" not in terminal.getvalue()
-    with bar("loading"), telling(True, "within") as tell:
+    with bar("loading"), show_progress(True, "within") as tell:
         work(tell)
     assert "within" not in terminal.getvalue()
-    with telling(True, "afterwards") as tell:
+    with show_progress(True, "afterwards") as tell:
         work(tell)
         drawn(terminal, "afterwards")
 
@@ -114,7 +114,7 @@ def test_an_error_takes_the_bar_away(terminal: Terminal, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stderr", terminal)
 
     def broken() -> None:
-        with telling(True, "explaining") as tell:
+        with show_progress(True, "explaining") as tell:
             work(tell)
             raise RuntimeError("no")
 
@@ -128,7 +128,7 @@ def test_an_error_takes_the_bar_away(terminal: Terminal, monkeypatch: pytest.Mon
 
 def test_a_function_is_told_of_whole_images() -> None:
     told: list[Any] = []
-    with telling(lambda done, total: told.append((done, total)), "") as tell:
+    with show_progress(lambda done, total: told.append((done, total)), "") as tell:
         tell(1, 3)
         tell(1.5, 3)
         tell(2, None)

@@ -11,7 +11,16 @@ import pytest
 from pydantic import Field
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.registry import Entry, Registry, Setting, accepted, in_words, resolve_all, settings_of, settled
+from patchlight.core.registry import (
+    Entry,
+    Registry,
+    Setting,
+    describe_type,
+    filter_settings,
+    resolve_all,
+    resolve_settings,
+    settings_of,
+)
 
 Steps = Annotated[int, Field(ge=1, le=9)]
 
@@ -133,15 +142,15 @@ def test_settings_are_the_typed_arguments_behind_the_first() -> None:
         "fill": "'plum' | 'nut' or float or None = 'plum'",
         "hot": "bool = False",
     }
-    assert accepted(bake, {"steps": 1, "colour": "red"}) == {"steps": 1}
+    assert filter_settings(bake, {"steps": 1, "colour": "red"}) == {"steps": 1}
     assert CAKE.summary == "A cake: so many steps."
 
 
 def test_values_are_defaults_then_a_preset_then_what_is_given() -> None:
     known = settings_of(bake)
-    assert settled("cake", known, {}, {}) == {"steps": 3, "fill": "plum", "hot": False}
-    assert settled("cake", known, CAKE.preset("sunday"), {}) == {"steps": 7, "fill": "plum", "hot": True}
-    assert settled("cake", known, CAKE.preset("sunday"), {"steps": "4", "fill": 2}) == {
+    assert resolve_settings("cake", known, {}, {}) == {"steps": 3, "fill": "plum", "hot": False}
+    assert resolve_settings("cake", known, CAKE.preset("sunday"), {}) == {"steps": 7, "fill": "plum", "hot": True}
+    assert resolve_settings("cake", known, CAKE.preset("sunday"), {"steps": "4", "fill": 2}) == {
         "steps": 4,
         "fill": 2.0,
         "hot": True,
@@ -162,7 +171,7 @@ def test_values_are_defaults_then_a_preset_then_what_is_given() -> None:
 )
 def test_wrong_settings_are_told(given: dict[str, Any], words: str) -> None:
     with pytest.raises(PatchlightError, match=words):
-        settled("cake", settings_of(bake), {}, given, also=["seed"])
+        resolve_settings("cake", settings_of(bake), {}, given, also=["seed"])
 
 
 def test_wrong_presets_are_told() -> None:
@@ -209,4 +218,4 @@ def test_what_is_asked_is_a_name_a_list_or_a_dict() -> None:
     ],
 )
 def test_types_in_words(kind: Any, words: str) -> None:
-    assert in_words(kind) == words
+    assert describe_type(kind) == words

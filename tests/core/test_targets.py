@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import patchlight as pl
-from patchlight.core.targets import Outputs, Targets, class_index, kl_divergence, resolve_targets, score_of
+from patchlight.core.targets import Outputs, Targets, class_index, kl_divergence, resolve_targets, target_scores
 from tests.families import images, shared
 
 LABELS = ["tench, Tinca tinca", "tabby, tabby cat", "crane", "crane", "Egyptian cat"]
@@ -61,11 +61,13 @@ def test_a_name_without_labels() -> None:
 def test_scores_have_their_closed_forms(a: int, b: int, seed: int) -> None:
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     one = Targets(torch.full((3, 1), a))
-    assert torch.equal(score_of(logits, one, "logit", Outputs())[:, 0], logits[:, a])
-    torch.testing.assert_close(score_of(logits, one, "probability", Outputs())[:, 0], logits.softmax(1)[:, a])
-    torch.testing.assert_close(score_of(logits, one, "probability", Outputs("sigmoid"))[:, 0], logits[:, a].sigmoid())
+    assert torch.equal(target_scores(logits, one, "logit", Outputs())[:, 0], logits[:, a])
+    torch.testing.assert_close(target_scores(logits, one, "probability", Outputs())[:, 0], logits.softmax(1)[:, a])
+    torch.testing.assert_close(
+        target_scores(logits, one, "probability", Outputs("sigmoid"))[:, 0], logits[:, a].sigmoid()
+    )
     pair = Targets(torch.full((3, 1), a), torch.full((3, 1), b))
-    torch.testing.assert_close(score_of(logits, pair, "logit", Outputs())[:, 0], logits[:, a] - logits[:, b])
+    torch.testing.assert_close(target_scores(logits, pair, "logit", Outputs())[:, 0], logits[:, a] - logits[:, b])
 
 
 def test_a_one_output_head_has_two_labels() -> None:

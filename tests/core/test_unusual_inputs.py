@@ -47,7 +47,7 @@ def test_a_contrast_says_against_what_it_is(tmp_path: Path) -> None:
     vit = named()
     att = pl.explain(vit, images(vit, 2), "ixg", target=("cat", "dog"))
     assert "cat, tomcat against dog" in repr(att)
-    assert att.named == ("cat, tomcat against dog",) * 2
+    assert att.captions == ("cat, tomcat against dog",) * 2
     assert "cat, tomcat against dog" in att._repr_html_()
     assert "against dog" in repr(att[1])
     kept = pl.Attribution.load(att.save(tmp_path / "pair"))
@@ -109,7 +109,7 @@ def test_targets_that_are_no_classes(wrong: Any, words: str | tuple[str, ...]) -
     refuses(words, pl.explain, shared("vit"), images(shared("vit")), target=wrong)
 
 
-@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.class_specific and n not in TRAINED])
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.ignores_class and n not in TRAINED])
 def test_one_number_an_image_has_no_several_classes(name: str) -> None:
     words = "a score callable that gives one value an image [B] has no classes to tell apart"
     settings = {"score": lambda logits: logits[:, 0], **METHODS[name].quick}
@@ -243,7 +243,7 @@ def test_streams_take_targets_that_fit_any_length() -> None:
     for target in (2, "dog", (0, "dog")):
         found, want = pl.explain(vit, iter(batch), "ixg", target), pl.explain(vit, batch, "ixg", target)
         assert torch.equal(found.scores, want.scores)
-        assert found.named == want.named
+        assert found.captions == want.captions
     refuses(("a list of 3, one per image", "not known beforehand"), pl.explain, vit, iter(batch), target=[0, 1, 2])
     refuses("did you mean 'dog'?", pl.explain, vit, iter(batch), target="dgo")
     refuses("no images", pl.explain, vit, iter([]))

@@ -12,7 +12,7 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Cancelled
-from patchlight.core.progress import Watcher, watched
+from patchlight.core.progress import Watcher, watch
 from patchlight.core.targets import Targets
 from patchlight.evidence.ablation import Ablation, PixelMasks, RankRanges, Rendered, TokenSubsets, Variants
 from patchlight.evidence.fills import fill_images
@@ -121,13 +121,13 @@ def test_progress_and_cancellation() -> None:
     batch = images(vit)
     seen: list[tuple[int, int]] = []
     ablation = Ablation(vit, batch, chunk=4)
-    with watched(Watcher(lambda done, total: seen.append((done, total)))):
+    with watch(Watcher(lambda done, total: seen.append((done, total)))):
         ablation.logits(subsets(vit, 10, 5))
         assert seen == [(4, 10), (8, 10), (10, 10)]
         ablation.logits(subsets(vit, 2, 5))
         assert seen[3:] == [(12, 12)], "another list of variants adds to what is done"
     with (
-        watched(Watcher(lambda done, total: seen.append((done, total)), lambda: len(seen) > 4)),
+        watch(Watcher(lambda done, total: seen.append((done, total)), lambda: len(seen) > 4)),
         pytest.raises(Cancelled, match="stopped after 4 of 10"),
     ):
         ablation.logits(subsets(vit, 10, 5))

@@ -17,7 +17,7 @@ import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Cancelled
 from patchlight.core.progress import Watcher
-from patchlight.core.progress import watched as watched_by
+from patchlight.core.progress import watch as watched_by
 from patchlight.core.targets import Targets
 from patchlight.engine import default_batch_size
 from patchlight.evidence import passes

@@ -354,7 +354,7 @@ def test_the_number_of_masks_is_reported(variant: Any, tmp_path: Path) -> None:
     assert variant != "full" or len(set(expected)) > 1
     assert att[1].facts == {"masks": (expected[1],)}
     assert att[1:].facts == {"masks": tuple(expected[1:])}
-    assert pl.Attribution.joined([att[:1], att[1:]]).facts == att.facts
+    assert pl.Attribution.concat([att[:1], att[1:]]).facts == att.facts
     assert pl.Attribution.load(att.save(tmp_path / "att")).facts == att.facts
     both = {"given": att, "made": {"method": "vit-cx", **settings}}
     for found in pl.evaluate(vit, batch, both, "fact", 1, batch_size=2).values():

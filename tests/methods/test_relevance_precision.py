@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Cancelled
-from patchlight.core.progress import Watcher, watched
+from patchlight.core.progress import Watcher, watch
 from patchlight.methods.base import METHODS, Ask
 from patchlight.methods.relevance import Relevance
 from patchlight.methods.requests import resolve
@@ -139,10 +139,10 @@ def test_relevance_stops_between_two_blocks(name: str) -> None:
         looks.append(len(looks))
         return len(looks) > enough
 
-    with watched(Watcher(cancelled=lambda: asked(10**6))):
+    with watch(Watcher(cancelled=lambda: asked(10**6))):
         pl.explain(vit, images(vit, 1), name, progress=False)
     assert len(looks) > vit.depth
     for enough in range(len(looks)):
         looks.clear()
-        with watched(Watcher(cancelled=lambda enough=enough: asked(enough))), pytest.raises(Cancelled):  # type: ignore[misc]
+        with watch(Watcher(cancelled=lambda enough=enough: asked(enough))), pytest.raises(Cancelled):  # type: ignore[misc]
             pl.explain(vit, images(vit, 1), name, progress=False)

@@ -127,7 +127,7 @@ def test_an_error_is_kept_with_the_scores(tmp_path: Path) -> None:
     part = att[1:]
     assert part.error is not None
     assert part.samples == (32, 32)
-    again = pl.Attribution.joined([att[:1], part])
+    again = pl.Attribution.concat([att[:1], part])
     assert again.error is not None
     assert torch.equal(again.error, att.error)
     assert "error" in att.to_frame()

@@ -205,7 +205,7 @@ def test_a_ratio_of_sums_is_resampled_as_one(first_pixel: str) -> None:
         pl.evaluate(shared(VIT), images(shared(VIT), 8)[part], given[part], "ratio")
         for part in (slice(0, 1), slice(1, 8))
     ]
-    joined = Evaluation.joined(halves)
+    joined = Evaluation.concat(halves)
     assert joined.mean == pytest.approx(found.mean)
     assert joined.interval() == pytest.approx(found.interval())
     low, high = found.interval()
@@ -217,7 +217,7 @@ def test_joined_evaluations_are_those_of_one_call() -> None:
     batch, given = images(vit, 3), maps(3)
     whole = pl.evaluate(vit, batch, given, "ins-del", 0, steps=4)
     parts = [pl.evaluate(vit, batch[s], given[s], "ins-del", 0, steps=4) for s in (slice(0, 2), slice(2, 3))]
-    joined = Evaluation.joined(parts)
+    joined = Evaluation.concat(parts)
     torch.testing.assert_close(joined.values, whole.values, atol=1e-5, rtol=0)
     torch.testing.assert_close(joined.curve, whole.curve, atol=1e-5, rtol=0)
     torch.testing.assert_close(joined.parts["deletion"], whole.parts["deletion"], atol=1e-5, rtol=0)

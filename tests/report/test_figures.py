@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 import patchlight as pl
 from patchlight import cli
 from patchlight.core.drawing import figure_bytes
-from patchlight.core.recipes import bundled
+from patchlight.core.recipes import bundled_recipes
 from patchlight.core.registry import settings_of
 from patchlight.report.figures import FIGURES, Drawing, draw, list_figures, register_figure
 from patchlight.report.figures.layouts import LAYOUTS
@@ -85,7 +85,7 @@ def test_figures_are_listed_by_paper_and_number() -> None:
     assert told["tis-3"] == ("an image", "labels or a target")
 
 
-@pytest.mark.parametrize("file", bundled("figures").values(), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", bundled_recipes("figures").values(), ids=lambda file: file.name)
 def test_files_of_figures_fit_their_layouts(file: Traversable) -> None:
     """A word that is misspelt would be passed over in silence."""
     figures = tomllib.loads(file.read_text(encoding="utf-8"))

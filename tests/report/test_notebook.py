@@ -73,7 +73,7 @@ def test_photographs_are_few_small_and_not_saved(tmp_path: Path) -> None:
         assert np.abs(np.asarray(as_picture(att.photos[i], 64), int) - want).max() <= 1
     assert torch.equal(att[3].photos[0], att.photos[3])
     assert [len(part.photos) for part in (att[14:18], att[::2], att[17])] == [2, 8, 0]
-    joined = Attribution.joined([att[0], att[1:3], att[17], att[4]])
+    joined = Attribution.concat([att[0], att[1:3], att[17], att[4]])
     assert len(joined.photos) == 3, "up to the first image without one"
     saved = att.save(tmp_path / "with")
     without = replace(att, photos=()).save(tmp_path / "without")

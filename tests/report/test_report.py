@@ -22,7 +22,7 @@ from patchlight.report.explanations import (
     report_html,
     section_of,
 )
-from patchlight.study.faithfulness import Trial, truths
+from patchlight.study.faithfulness import Trial, run_trial
 from tests import families
 from tests.core.test_images import noise
 from tests.report.pages import Page
@@ -46,7 +46,7 @@ def about(vit: pl.Anatomy, target: int) -> Explained:
     picture = noise(70, 90)
     maps = pl.explain(vit, picture, ["genatt", "rollout"], target=target)
     trial = Trial(vit, vit.batch(picture), Targets(torch.tensor([[target]])), steps=4, randoms=3)
-    tested = truths(trial, {name: att.scores[0] for name, att in maps.items()})
+    tested = run_trial(trial, {name: att.scores[0] for name, att in maps.items()})
     shown = seen(picture, vit.preprocess.size, vit.preprocess)
     return Explained("a <i>.jpg", shown, vit.predict(picture, 3)[0], maps, trial, tested)
 
@@ -127,9 +127,9 @@ def test_what_a_reader_should_know(vit: pl.Anatomy, explained: Explained) -> Non
     flat = replace(explained.maps["genatt"], scores=torch.full_like(explained.maps["genatt"].scores, 0.3))
     dead = replace(explained, maps={**explained.maps, "genatt": flat})
     assert any("The map of genatt is the same everywhere" in note for note in section_of(dead).notes)
-    none = {name: replace(truth, better=False) for name, truth in explained.truths.items()}
+    none = {name: replace(truth, beaten=0) for name, truth in explained.truths.items()}
     assert any("No method is better than random" in n for n in section_of(replace(explained, truths=none)).notes)
-    some = {name: replace(truth, better=True) for name, truth in explained.truths.items()}
+    some = {name: replace(truth, beaten=20, randoms=20, conclusive=True) for name, truth in explained.truths.items()}
     assert not any("No method is better" in n for n in section_of(replace(explained, truths=some)).notes)
 
 
@@ -163,7 +163,7 @@ def test_how_it_was_made_is_there(explained: Explained) -> None:
 
 def test_sanity_is_told_where_it_was_asked(explained: Explained) -> None:
     shown = section_of(replace(explained, sanity={"genatt": 0.9})).shown
-    assert "With random weights the map changes hardly" in shown[0].sanity
+    assert "With random weights the map hardly changes" in shown[0].sanity
     assert shown[1].sanity == ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ import patchlight as pl
 from patchlight.anatomy.load import wrap
 from patchlight.core.targets import Targets
 from patchlight.evidence.fills import fill_images
-from patchlight.study.faithfulness import Trial, sanity_words, truths
+from patchlight.study.faithfulness import Trial, run_trial, sanity_words
 from patchlight.zoo import pocket
 from tests.families import build, images
 
@@ -58,7 +60,7 @@ def test_the_score_is_that_of_the_metric(unit: str) -> None:
     vit = pl.load("pocket")
     att = pl.explain(vit, CAT, "genatt", target="cat")
     trial = Trial(vit, vit.batch(CAT), Targets(att.target[:, None]), steps=8, unit=unit, randoms=4, chunk=5)  # type: ignore[arg-type]
-    truth = truths(trial, {"genatt": att.scores[0]})["genatt"]
+    truth = run_trial(trial, {"genatt": att.scores[0]})["genatt"]
     told = pl.evaluate(vit, CAT, att, "ins-del", unit=unit, steps=8, fill="image-mean")
     assert truth.score == pytest.approx(float(told.values[0]), abs=1e-5)
     assert truth.randoms == 4
@@ -79,9 +81,32 @@ def test_words_say_what_the_numbers_say() -> None:
     assert bad.words.startswith("Worse than random here: it beats 0 of 20")
     flat = fill_images("image-mean", image, vit)
     untold = Trial(vit, flat, cat, steps=2)
-    assert untold.of(good).words.startswith("Nothing can be told here")
+    assert untold.of(good).words.startswith("Inconclusive: ")
     lucky = [untold.of(scores) for scores in torch.rand(3, *vit.grid)]
     assert not any(truth.better for truth in lucky), "what cannot be told is not called better"
+
+
+def test_rank_and_effect_size_say_more_than_better_than_random() -> None:
+    vit = pl.load("pocket")
+    maps = {m: pl.explain(vit, CAT, m, target=3).scores[0] for m in ("posterior", "rollout")}
+    trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[3]])), steps=8)
+    results = run_trial(trial, {**maps, "negative": -maps["posterior"], "again": maps["posterior"]})
+    assert [results[name].rank for name in ("posterior", "again", "rollout", "negative")] == [1, 1, 3, 4]
+    best = results["posterior"]
+    assert best.effect == pytest.approx((best.score - float(trial.random.scores.mean())) / best.spread)
+    assert (best.size, results["negative"].effect < 0) == ("large", True)
+    assert f"Effect: large ({best.effect:+.2f}; probability, insertion minus deletion" in best.words
+    assert best.words.endswith("Rank 1 of 4 among the methods shown.")
+    sizes = {shift: replace(best, random_score=best.score - shift * best.spread).size for shift in (0.05, -0.2, 0.31)}
+    assert list(sizes.values()) == ["small", "medium", "large"]
+
+
+def test_a_contrast_is_a_difference_of_probabilities() -> None:
+    vit = pl.load("pocket")
+    pair = Targets(torch.tensor([[3]]), torch.tensor([[5]]))
+    trial = Trial(vit, vit.batch(CAT), pair, steps=2, randoms=2)
+    assert trial.quantity_words == "difference of probabilities"
+    assert "difference of probabilities, insertion minus deletion" in trial.of(torch.rand(*vit.grid)).words
 
 
 def test_few_random_orders_prove_nothing() -> None:
@@ -123,6 +148,6 @@ def test_what_the_curves_are_of_is_told() -> None:
 
 def test_sanity_is_told_in_words() -> None:
     assert sanity_words(0.1).startswith("Depends on what the model has learnt")
-    assert "in part (similarity 0.50)" in sanity_words(0.5)
-    assert "hardly (similarity 0.90)" in sanity_words(0.9)
+    assert "changes only in part (similarity 0.50)" in sanity_words(0.5)
+    assert "hardly changes (similarity 0.90)" in sanity_words(0.9)
     assert "constant" in sanity_words(float("nan"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import patchlight as pl
-from patchlight.core.registry import described, settings_of
+from patchlight.core.registry import settings_of, split_docstring
 from patchlight.methods.base import METHODS
 from patchlight.metrics.base import METRICS
 from tools.docs import manual, reference, tables
@@ -80,7 +80,7 @@ def test_args_become_the_words_of_settings() -> None:
         """
 
     assert as_blocks(example) == ["A line.", "```text\nf(x) = x_1 +\n    x_2\n```", "Words of `x_1`."]
-    assert described(example)[1] == {"first": "What it is, and more: this.", "other": "Another."}
+    assert split_docstring(example)[1] == {"first": "What it is, and more: this.", "other": "Another."}
 
 
 def test_the_page_of_tokentm_says_what_it_is() -> None:

@@ -19,6 +19,7 @@ from patchlight.cli import app
 from patchlight.core import plugins
 from patchlight.core.errors import PatchlightError
 from patchlight.zoo import pocket
+from tests.helpers import timm_pocket
 from tests.tools.test_pocket import few
 from tools import train_pocket, train_siblings
 
@@ -48,7 +49,7 @@ def test_the_distilled_sibling_starts_as_pocket_that_counts_its_class_token_twic
     model: Any = train_siblings.build("pocket_distilled", pictures())
     twice = torch.zeros(1, 1, 1, 65)
     twice[..., 0] = math.log(2)
-    plain: Any = pocket.build()
+    plain: Any = timm_pocket()
     want = plain.forward_head(plain.forward_features(pictures(), attn_mask=twice))
     assert torch.allclose(model.eval()(pictures()), want, atol=2e-4)
     assert not torch.allclose(plain(pictures()), want, atol=2e-3)

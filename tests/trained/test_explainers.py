@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from patchlight.trained.explainer import Explainer
 from patchlight.trained.settings import Training
 from patchlight.trained.shapley import ShapleyProgress, ShapleySettings, SurrogateProgress, ViTShapley
 from tests.families import shared
+from tests.helpers import refuses
 from tests.trained.toys import batches, toy
 
 
@@ -178,6 +180,13 @@ def test_an_explainer_that_does_not_fit_or_is_damaged_is_refused(kind: Kind, tmp
         file.write_text(text.replace(old, new))
         with pytest.raises(PatchlightError, match=words):
             kind.explainer.read(tmp_path)
+    header = json.loads(text)
+    option = next(key for key in header if key not in ("format", "kind", "model", "about"))
+    damaged = [{**header, "model": None}, {**header, option: "many"}, {**header, "model": {**header["model"], "x": 1}}]
+    damaged += [{key: value for key, value in header.items() if key != missing} for missing in header]
+    for content in (*(json.dumps(each).encode() for each in (*damaged, [], None)), b"", b"\xff\xfe{}", b"[" * 99999):
+        file.write_bytes(content)
+        refuses("is damaged: ", kind.explainer.read, tmp_path)
     file.write_text(text)
     (tmp_path / f"{kind.explainer.weights}.safetensors").write_bytes(b"cut")
     with pytest.raises(PatchlightError, match="damaged"):

@@ -18,7 +18,7 @@ from patchlight.anatomy.spec import ModelSpec, PreprocessSpec
 from patchlight.bench.recipe import Published, Quick, Recipe
 from patchlight.cli import app
 from patchlight.core import errors
-from patchlight.core.registry import in_words, settings_of
+from patchlight.core.registry import describe_type, settings_of
 from patchlight.data import KINDS
 from patchlight.data.spec import DataSpec
 from patchlight.study.spec import MethodSpec, MetricSpec
@@ -166,7 +166,7 @@ def _kind(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return f"`{kind.__name__}`"
     words = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Any: "a value"}
-    return words.get(kind) or in_words(kind)
+    return words.get(kind) or describe_type(kind)
 
 
 def _fields(model: type[BaseModel]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.registry import Entry, Setting, in_words
+from patchlight.core.registry import Entry, Setting, describe_type
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import CAPTURED, COMPOSITIONS, METHODS, PASSES, Ablates, LayerMap, Method, OwnPasses
@@ -81,7 +81,7 @@ def settings_table(settings: Mapping[str, Setting]) -> str:
     own = {name: one for name, one in settings.items() if name not in COMMON}
     rest = {name: one for name, one in settings.items() if name in COMMON}
     rows = (
-        (code(name), code(in_words(one.kind)), code(repr(one.default)), as_markdown(one.text))
+        (code(name), code(describe_type(one.kind)), code(repr(one.default)), as_markdown(one.text))
         for name, one in (own | rest).items()
     )
     return table(("setting", "type", "default", "what it does"), rows) if settings else "It has none.\n"
@@ -126,7 +126,7 @@ def facts(method: Method) -> str:
         ("cost", as_markdown(method.cost)),
         ("how", how_it_works(method)),
         ("resolution", ", ".join(map(code, method.levels)) + " (the first is the default)" * (len(method.levels) > 1)),
-        ("explains", f"the {method.score}" if method.class_specific else "no class in particular"),
+        ("explains", "ignores the class" if method.ignores_class else f"the {method.score}"),
         ("depends on the seed", yes[method.stochastic]),
         ("may be followed by", behind),
         ("source", f"`{method.function.__module__.replace('.', '/')}.py`"),

@@ -47,7 +47,7 @@ def method_of(cell: str) -> str:
     match = _NAME.match(cell)
     if match is None:
         return ""
-    found = METHODS.named(match[1].lower().split(".")[0])
+    found = METHODS.lookup(match[1].lower().split(".")[0])
     return found.name if found is not None else ""
 
 

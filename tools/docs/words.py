@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from textwrap import dedent
 from typing import Any
 
-from patchlight.core.registry import described
+from patchlight.core.registry import split_docstring
 
 _CODE = re.compile(r"(`[^`]+`)")
 
@@ -37,7 +37,7 @@ def _rst_line(line: str) -> str:
 
 def _blocks(function: Any) -> list[str]:
     """What blank lines separate in a docstring, `Args:` left out."""
-    return [part for part in re.split(r"\n\s*\n", described(function)[0]) if part.strip()]
+    return [part for part in re.split(r"\n\s*\n", split_docstring(function)[0]) if part.strip()]
 
 
 def paragraphs(function: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -65,7 +66,7 @@ FAMILIES: Registry[Family] = Registry(
     "model family",
     [
         f"patchlight.anatomy.{room}"
-        for room in ("timm", "timm_plain", "timm_stages", "hf", "hf_backbones", "open_clip", "torchvision")
+        for room in ("bundled", "timm", "timm_plain", "timm_stages", "hf", "hf_backbones", "open_clip", "torchvision")
     ],
 )
 Reader = TypeVar("Reader", bound=Callable[..., Anatomy | None])
@@ -88,8 +89,9 @@ def register_family(name: str, **more: Any) -> Callable[[Reader], Reader]:
 
 
 def in_order() -> list[Family]:
-    """The families in the order they are asked: those of no package, plugins' say, come first."""
-    return sorted(FAMILIES.values(), key=lambda family: family.package != "")
+    """The families in the order they are tried: those of no package (plugins, say), the bundled model's, the others."""
+    first = ("", "patchlight")
+    return sorted(FAMILIES.values(), key=lambda family: (family.package not in first, family.package))
 
 
 def family_of(name: str) -> tuple[Family, str]:
@@ -106,7 +108,7 @@ def family_of(name: str) -> tuple[Family, str]:
 def read_anatomy(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
     """The anatomy of a model, where one of the families knows it."""
     make = type(model).__module__.partition(".")[0]
-    known = in_order()
+    known = [family for family in in_order() if not family.package or family.package in sys.modules]
     own = [family for family in known if family.package in ("", make)]
     stage = about.pop("stage", None)
     for family in own if any(family.package for family in own) else known:

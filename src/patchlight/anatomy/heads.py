@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.contract import Affine, Pooling
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, integer
-from patchlight.core.fingerprints import fingerprint, of_images, of_tensor
+from patchlight.core.fingerprints import fingerprint, hash_images, hash_tensor
 from patchlight.core.targets import Outputs
 
 Pool = Literal["avg", "cls", "max"]
@@ -121,7 +121,7 @@ class Linear(Head):
 
     def about(self) -> dict[str, Any]:
         both = torch.cat([self._weight.values, self._bias.values[:, None]], 1)
-        return {"head": "Linear", "labels": list(self.labels), "kind": self.outputs.kind, "weights": of_tensor(both)}
+        return {"head": "Linear", "labels": list(self.labels), "kind": self.outputs.kind, "weights": hash_tensor(both)}
 
 
 class CosineHead(Head):
@@ -148,7 +148,7 @@ class CosineHead(Head):
         return made
 
     def _hash(self) -> str:
-        return "" if self._rows is None else of_tensor(self._rows.values)
+        return "" if self._rows is None else hash_tensor(self._rows.values)
 
 
 class Texts(CosineHead):
@@ -223,7 +223,7 @@ class Similar(CosineHead):
     def bound(self, vit: Anatomy) -> Self:
         batch = vit.batch(self._images)
         made = self._with(vit.features_of(batch), vit, "references")
-        made._seen = of_images(batch)
+        made._seen = hash_images(batch)
         return made
 
     def about(self) -> dict[str, Any]:
@@ -362,9 +362,9 @@ class Neurons(Head):
     def about(self) -> dict[str, Any]:
         assert self._rows is not None
         told: dict[str, Any] = {"head": "Neurons", "block": self.block, "pool": self.pool, "labels": list(self.labels)}
-        told |= {"channels": self._channels, "directions": of_tensor(self._rows.values)}
-        told |= {"center": None if self._center is None else of_tensor(self._center.values)}
-        return {**told, "bias": of_tensor(self._bias.values)}
+        told |= {"channels": self._channels, "directions": hash_tensor(self._rows.values)}
+        told |= {"center": None if self._center is None else hash_tensor(self._center.values)}
+        return {**told, "bias": hash_tensor(self._bias.values)}
 
 
 def head_of(

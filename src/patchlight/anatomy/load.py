@@ -24,7 +24,7 @@ from patchlight.anatomy.texts import has_text_side
 from patchlight.anatomy.weights import fill, read_labels, read_weights, resampled
 from patchlight.core.errors import AssumedPreprocess, NoClassifier, PatchlightError, first_line, nearest
 from patchlight.core.images import Preprocess
-from patchlight.core.registry import matching
+from patchlight.core.registry import match_names
 
 if TYPE_CHECKING:
     from patchlight.anatomy.heads import Head
@@ -186,7 +186,7 @@ def load(
 
 def list_models(pattern: str = "") -> list[str]:
     """The names `load` knows without a prefix: pocket, and timm's plain and hierarchical transformers."""
-    return matching((name for family in in_order() for name in family.names()), pattern)
+    return match_names((name for family in in_order() for name in family.names()), pattern)
 
 
 def _created(family: Family, name: str, request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:

@@ -52,11 +52,11 @@ def module_of(name: str) -> str:
 
 def known_as(model: Any) -> tuple[str, str]:
     """A timm model's name and timm module; those of its class where it was not made by name, "" for another make."""
-    from timm.models import is_model
-
     kind = next((cls for cls in type(model).__mro__ if cls.__module__.startswith("timm.models.")), None)
     if kind is None:
         return "", ""
+    from timm.models import is_model
+
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
     module = module_of(name) if is_model(name) else ""
     return (name, module) if module else (kind.__name__, kind.__module__.rpartition(".")[2])

@@ -21,7 +21,7 @@ from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.anatomy.watching import watch_tokens
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.images import Preprocess, to_batch
-from patchlight.core.targets import Names
+from patchlight.core.targets import UnsplitLabels
 
 if TYPE_CHECKING:
     from patchlight.anatomy.heads import Head
@@ -217,7 +217,7 @@ class Anatomy(Readout):
             head=bound,
             bare=bare,
             classes=len(bound.labels),
-            labels=Names(bound.labels),
+            labels=UnsplitLabels(bound.labels),
             assumed_labels=False,
             outputs=bound.outputs,
             pooling=bound.pooling or bare.pooling,

@@ -74,7 +74,7 @@ class Readout(Contract):
     @property
     def sigmoid(self) -> bool:
         """Whether each class is a yes or no by itself."""
-        return self.outputs.alone
+        return self.outputs.independent
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What `outputs` says: a softmax, sigmoids, …; a binary output gives [1 - p, p]."""

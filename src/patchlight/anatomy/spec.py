@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from patchlight.core.recipes import Many, Number, Spec, Whole, short_for
+from patchlight.core.recipes import Int64, Number, PositiveInt, Spec, short_for
 
 if TYPE_CHECKING:
     from patchlight.anatomy.opened import Anatomy
@@ -22,7 +22,7 @@ def _both_sides(size: Any) -> Any:
 class PreprocessSpec(Spec):
     """Where a model's preprocessing is replaced; None leaves the model's own."""
 
-    size: Annotated[tuple[Many, Many], BeforeValidator(_both_sides)] | None = None
+    size: Annotated[tuple[PositiveInt, PositiveInt], BeforeValidator(_both_sides)] | None = None
     mean: Annotated[tuple[Number, ...], Field(min_length=1)] | None = None
     std: Annotated[tuple[Spread, ...], Field(min_length=1)] | None = None
     crop_pct: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
@@ -40,7 +40,7 @@ class ModelSpec(Spec):
     name: str
     weights: str | None = None
     labels: str | None = None
-    stage: Whole | None = None
+    stage: Int64 | None = None
     sigmoid: bool | None = None
     pretrained: bool | None = None
     texts: tuple[str, ...] = ()

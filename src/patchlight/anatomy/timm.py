@@ -19,10 +19,8 @@ from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
 from patchlight.anatomy.opened import Anatomy
-from patchlight.anatomy.preprocessing import applied
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from patchlight.zoo import pocket
 
 
 class TimmAnatomy(Anatomy):
@@ -135,7 +133,7 @@ class TimmAnatomy(Anatomy):
         biases = [*shared, *(getattr(attn, name, None) for name in ("rel_pos", "relative_position_bias_table"))]
         if any(bias is not None for bias in biases):
             return "its attention adds a relative position bias"
-        if type(mlp).__name__ != "Mlp" or _has(mlp, "norm"):
+        if type(mlp).__name__ not in ("Mlp", "PocketMlp") or _has(mlp, "norm"):
             return "its MLP is more than two linear maps and an activation"
         return "" if _plain_values(attn) else "its attention changes what it gives to the output projection"
 
@@ -317,25 +315,17 @@ def _embedding(model: Any) -> Any:
 
 
 def timm_names() -> list[str]:
-    """The bundled pocket, and those of timm's models that can be opened."""
+    """The names of timm's models that can be opened."""
     import timm
 
-    return ["pocket", *(n for m in (*PLAIN, *STAGED) for n in timm.list_models(module=m) if why_not(n, m) is None)]
+    return [n for m in (*PLAIN, *STAGED) for n in timm.list_models(module=m) if why_not(n, m) is None]
 
 
-def create_timm(request: LoadRequest) -> nn.Module | tuple[nn.Module, dict[str, Any]]:
-    """A model by its timm name; pocket is one of timm's VisionTransformers."""
+def create_timm(request: LoadRequest) -> nn.Module:
+    """Build a model by its timm name."""
     import timm
 
     name = request.name
-    if name == "pocket":
-        if request.options:
-            raise TypeError(f"pocket() got an unexpected keyword argument '{next(iter(request.options))}'")
-        facts = pocket.description()
-        own = Preprocess((32, 32), tuple(facts["mean"]), tuple(facts["std"]))
-        preprocess = applied(request.about.get("preprocess", own), lambda: own)
-        about = {"labels": facts["classes"], **request.about, "preprocess": preprocess}
-        return pocket.build(request.pretrained), about
     if not timm.is_model(name):
         raise PatchlightError(f"no model is called '{name}'; {nearest(name, timm_names())}")
     reason = why_not(name.partition(".")[0], module_of(name))
@@ -444,11 +434,14 @@ def _heads(block: Any) -> int:
     return int(inner[0].num_heads)
 
 
+_PLAIN_ATTENTIONS = {"Attention", "AttentionRope", "EvaAttention", "RelPosAttention", "PocketAttention"}
+
+
 def _plain_values(attention: Any) -> bool:
     """Whether only attention stands between a linear map to the values and the output projection."""
     between = [getattr(attention, "norm", None), getattr(attention, "gate", None)]
     plain = all(m is None or isinstance(m, nn.Identity) for m in between)
-    known = type(attention).__name__ in {"Attention", "AttentionRope", "EvaAttention", "RelPosAttention"}
+    known = type(attention).__name__ in _PLAIN_ATTENTIONS
     known = known and getattr(attention, "num_kv_heads", attention.num_heads) == attention.num_heads
     return plain and known
 
@@ -479,4 +472,4 @@ def _qkv(attn: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _is_pre_norm(block: nn.Module) -> bool:
-    return type(block).__name__ in {"Block", "EvaBlock", "RelPosBlock", "DeepseekVitBlock"}
+    return type(block).__name__ in {"Block", "EvaBlock", "RelPosBlock", "DeepseekVitBlock", "PocketBlock"}

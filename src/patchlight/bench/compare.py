@@ -1,9 +1,8 @@
-"""Two runs side by side: what differs between them, and the difference of every number on the images both have."""
+"""Compares two runs: what differs between them, and the difference of every number on shared images."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch import Tensor
 from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
-from patchlight.bench.statistics import SIGNS, Gap, paired_gaps
+from patchlight.bench.statistics import Gap, paired_gaps
 from patchlight.bench.store import Store
-from patchlight.bench.tables import csv_text, markdown_table, scaled
+from patchlight.bench.tables import csv_text, format_gap, format_value, images_text, markdown_table
 from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import Resamples
 from patchlight.metrics.base import Evaluation
@@ -30,32 +29,26 @@ LEGEND = (
     "On the images where both have a value; [95 % interval of the paired bootstrap difference over images]; ▲ the "
     "second is better at 5 %, ▼ worse"
 )
-
-
-PLACES = {"weights", "labels", "stands_for"}
-"""What a model has that says where things are: the hash of the model as it was loaded says what they are."""
-SHOWN = {"scale", "digits"}
-"""What a metric has that says how its values are printed."""
+IGNORED = {"model": {"weights", "labels", "stands_for"}, "method": set[str](), "metric": {"scale", "digits"}}
+"""Settings that do not change values: paths (the model's hash covers the content) and number formats."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A sentence; `apart` says that because of it, values of one run are not values of the other.
+    """A difference between two runs, in one sentence.
 
-    `about` says what it is about, where that is one model, method or metric: which of these, and its label.
+    `incompatible` means that values of the runs cannot be mixed. `subject` is the model, method or metric that differs,
+    as its kind and label.
     """
 
-    told: str
-    apart: bool = True
-    about: tuple[str, str] | None = None
+    text: str
+    incompatible: bool = True
+    subject: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A method under a metric on a model in both runs, on the images where both have a value.
-
-    `equal` on how many images they are the same to the bit. `note` names what is not the same in both.
-    """
+class ComparedCell:
+    """A method under a metric on a model in both runs; `equal` counts images with bit-identical values."""
 
     model: str
     method: str
@@ -64,71 +57,88 @@ class Compared:
     equal: int
     note: str
 
-    def about(self) -> dict[str, Any]:
-        """The same as names and numbers."""
-        own = {"model": self.model, "method": self.method, "metric": self.metric, **asdict(self.gap)}
-        standing = own.pop("standing")
-        return {**own, "equal": self.equal, "standing": standing, "note": self.note}
+    def as_dict(self) -> dict[str, Any]:
+        """Names and numbers in the order of the CSV."""
+        gap = asdict(self.gap)
+        standing = gap.pop("standing")
+        names = {"model": self.model, "method": self.method, "metric": self.metric}
+        return {**names, **gap, "equal": self.equal, "standing": standing, "note": self.note}
 
 
 @dataclass(frozen=True)
-class SideBySide:
-    """Two runs, what differs between them, and what their numbers say."""
+class RunComparison:
+    """Two runs, what differs between them, and their numbers; `incomplete` has a sentence for each incomplete run."""
 
     first: str
     second: str
     recipe: Recipe
     images: int
+    incomplete: tuple[str, ...]
     differences: tuple[Difference, ...]
-    compared: tuple[Compared, ...]
+    cells: tuple[ComparedCell, ...]
     arrows: Mapping[str, str]
 
 
-def compare(first: str | Path, second: str | Path, samples: int = SAMPLES) -> SideBySide:
-    """Compare two runs on the images both have, by name and content; refused where they have nothing in common."""
+def compare(first: str | Path, second: str | Path) -> RunComparison:
+    """Compare two runs on the images both have, by name and content.
+
+    Raises:
+        PatchlightError: If the runs have no image, or no model, method and metric, in common.
+    """
     stores = Store(first), Store(second)
-    one, other = (store.manifest() for store in stores)
-    a, b = _images_of_both(one, other)
+    manifests = [store.manifest() for store in stores]
+    a, b = _shared_images(*manifests)
     if not len(a):
         raise PatchlightError(f"'{first}' and '{second}' have no image in common, by name and content")
-    pairs = dict(_pairs(stores[0].results(), stores[1].results(), a, b))
+    results = [store.results() for store in stores]
+    pairs = dict(_pairs(results[0], results[1], a, b))
     if not pairs:
-        raise PatchlightError(f"'{first}' and '{second}' have no model, method and metric in common that are done")
-    told = differences(one, other, f"'{first}'", f"'{second}'")
-    gaps = paired_gaps(pairs, Resamples(len(a), samples))
-    compared = tuple(Compared(*key, gaps[key], _equal(pair), _note(key, told)) for key, pair in pairs.items())
+        raise PatchlightError(f"'{first}' and '{second}' have no finished model, method and metric in common")
+    incomplete = (
+        m.incomplete(r.done, f" in '{f}'") for m, r, f in zip(manifests, results, (first, second), strict=True)
+    )
+    found = differences(manifests[0], manifests[1], f"'{first}'", f"'{second}'")
+    gaps = paired_gaps(pairs, Resamples(len(a), SAMPLES))
+    cells = []
+    for key, (one, other) in pairs.items():
+        equal = int((one.values == other.values).sum())
+        cells.append(ComparedCell(*key, gaps[key], equal, _note(key, found)))
     arrows = {metric: pair[0].arrow for (_, _, metric), pair in pairs.items()}
-    return SideBySide(str(first), str(second), one.resolved, len(a), tuple(told), compared, arrows)
+    return RunComparison(
+        str(first),
+        str(second),
+        manifests[0].resolved,
+        len(a),
+        tuple(filter(None, incomplete)),
+        tuple(found),
+        tuple(cells),
+        arrows,
+    )
 
 
-def _images_of_both(first: Manifest, second: Manifest) -> tuple[Tensor, Tensor]:
-    """The places, in each run, of the images that both have."""
+def _shared_images(first: Manifest, second: Manifest) -> tuple[Tensor, Tensor]:
+    """The indices, in each run, of the images that both have."""
     mine, theirs = (
-        {image: i for i, image in enumerate(zip(own.images.names, own.images.contents, strict=True))}
-        for own in (first, second)
+        {image: i for i, image in enumerate(zip(run.images.names, run.images.contents, strict=True))}
+        for run in (first, second)
     )
     places = torch.tensor([(i, theirs[image]) for image, i in mine.items() if image in theirs], dtype=torch.long)
     return tuple(places.reshape(-1, 2).unbind(1))  # type: ignore[return-value]
 
 
 def _pairs(first: Results, second: Results, a: Tensor, b: Tensor) -> Iterator[tuple[Key, Pair]]:
-    """What both runs have, on the same images."""
+    """The columns that both runs have, on the shared images."""
     for key, column in first.columns.items():
         other = second.columns.get(key)
         if other is None or column.metric != other.metric:
             continue
-        pair = _on(column, a), _on(other, b)
+        pair = _on_images(column, a), _on_images(other, b)
         if bool((pair[0].exist & pair[1].exist).any()):
             yield key, pair
 
 
-def _equal(pair: Pair) -> int:
-    """On how many images two evaluations are the same to the bit."""
-    return int((pair[0].values == pair[1].values).sum())
-
-
-def _on(column: Evaluation, places: Tensor) -> Evaluation:
-    """An evaluation of some of its images."""
+def _on_images(column: Evaluation, places: Tensor) -> Evaluation:
+    """An evaluation restricted to some images."""
     return Evaluation(
         column.metric,
         column.values[places],
@@ -139,104 +149,101 @@ def _on(column: Evaluation, places: Tensor) -> Evaluation:
     )
 
 
-def _note(key: Key, told: Sequence[Difference]) -> str:
-    """What is not the same in both runs: the model, the method or the metric, where something about them differs."""
-    other = {one.about for one in told if one.apart}
+def _note(key: Key, found: Sequence[Difference]) -> str:
+    """Which of the model, the method and the metric differ between the runs."""
+    subjects = {difference.subject for difference in found if difference.incompatible}
     named = zip(("model", "method", "metric"), key, strict=True)
-    return ", ".join(f"other {what}" for what, label in named if (what, label) in other)
+    return ", ".join(f"other {kind}" for kind, label in named if (kind, label) in subjects)
 
 
-def as_markdown(found: SideBySide) -> str:
+def as_markdown(comparison: RunComparison) -> str:
     """What differs, then a table for each model."""
-    lines = [f"# {found.recipe.name}: {found.first} and {found.second}", ""]
+    first, second = comparison.first, comparison.second
+    lines = [f"# {comparison.recipe.name}: {first} and {second}", ""]
+    lines += [f"**{sentence}.**\n" for sentence in comparison.incomplete]
     same = ["- Recipe, images, models, versions and code are the same."]
-    lines += [f"- {one.told}." for one in found.differences] or same
-    lines += ["", f"{found.images} image(s) in both. {LEGEND}.", ""]
-    models = dict.fromkeys(one.model for one in found.compared)
-    for model in models:
-        rows = [_row(found, one) for one in found.compared if one.model == model]
-        head = ["method", "metric", found.first, found.second, "difference", "images", "note"]
+    lines += [f"- {difference.text}." for difference in comparison.differences] or same
+    lines += ["", f"{images_text(comparison.images)} in both runs. {LEGEND}.", ""]
+    for model in dict.fromkeys(cell.model for cell in comparison.cells):
+        rows = [_row(comparison, cell) for cell in comparison.cells if cell.model == model]
+        head = ["method", "metric", first, second, "difference", "images", "note"]
         lines += [f"## {model}", "", *markdown_table(head, rows), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _row(found: SideBySide, one: Compared) -> list[str]:
-    spec, gap = found.recipe.metrics[one.metric], one.gap
-    interval = "" if math.isnan(gap.low) else f" [{scaled(gap.low, spec)}, {scaled(gap.high, spec)}]"
-    difference = f"{scaled(gap.difference, spec, '+')}{interval}{SIGNS[gap.standing]}"
-    difference = "equal" if one.equal == gap.images else difference
-    metric = f"{one.metric} {found.arrows[one.metric]}"
+def _row(comparison: RunComparison, cell: ComparedCell) -> list[str]:
+    spec, gap = comparison.recipe.metrics[cell.metric], cell.gap
     return [
-        one.method,
-        metric,
-        scaled(gap.first, spec),
-        scaled(gap.second, spec),
-        difference,
+        cell.method,
+        f"{cell.metric} {comparison.arrows[cell.metric]}",
+        format_value(gap.first, spec),
+        format_value(gap.second, spec),
+        "equal" if cell.equal == gap.images else format_gap(gap, spec),
         str(gap.images),
-        one.note,
+        cell.note,
     ]
 
 
-def as_csv(found: SideBySide) -> str:
+def as_csv(comparison: RunComparison) -> str:
     """A line for each model, method and metric, unscaled and in full precision."""
-    rows = [one.about() for one in found.compared]
+    rows = [cell.as_dict() for cell in comparison.cells]
     return csv_text(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def as_json(found: SideBySide) -> dict[str, Any]:
-    """The same as tables of words and numbers."""
+def as_json(comparison: RunComparison) -> dict[str, Any]:
+    """The comparison as values that JSON can hold."""
     return {
-        "first": found.first,
-        "second": found.second,
-        "images": found.images,
-        "differences": [one.told for one in found.differences],
-        "compared": [one.about() for one in found.compared],
+        "first": comparison.first,
+        "second": comparison.second,
+        "images": comparison.images,
+        "incomplete": list(comparison.incomplete),
+        "differences": [difference.text for difference in comparison.differences],
+        "compared": [cell.as_dict() for cell in comparison.cells],
     }
 
 
 def differences(first: Manifest, second: Manifest, a: str, b: str) -> list[Difference]:
-    """What differs between two runs that are called `a` and `b`; what keeps them apart comes first."""
-    found = [*_of_run(first, second, a, b), *_of_images(first, second, a, b), *_of_parts(first, second, a, b)]
-    return sorted(found, key=lambda one: not one.apart)
+    """What differs between two runs named `a` and `b`; incompatible differences come first."""
+    found = [*_run_differences(first, second, a, b), *_image_differences(first, second, a, b)]
+    return sorted([*found, *_label_differences(first, second, a, b)], key=lambda one: not one.incompatible)
 
 
-def _of_run(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
-    """What is said once of a run."""
+def _run_differences(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
+    """Differences of whole runs."""
     version = first.versions.get("patchlight", "?")
 
-    def facts(run: Manifest) -> dict[str, object]:
-        recipe, own = run.resolved, run.versions.get("patchlight", "?")
+    def identity(run: Manifest) -> dict[str, object]:
+        recipe, patchlight = run.resolved, run.versions.get("patchlight", "?")
         return {
             "the recipe": recipe.name,
-            "the version of Patchlight": own,
-            f"the code of Patchlight {version}, by its hash,": run.code if own == version else first.code,
+            "the version of Patchlight": patchlight,
+            f"the code of Patchlight {version}, by its hash,": run.code if patchlight == version else first.code,
             "the seed": recipe.seed,
             "the target": recipe.target,
             "the kind of device": run.device.partition(":")[0],
             "the kind of data": recipe.data.kind,
-            "options of the data": _told(recipe.data.meaning),
+            "the data options": _as_text(recipe.data.meaning),
             "the hash of the data's classes": run.classes,
         }
 
     def circumstances(run: Manifest) -> dict[str, object]:
-        versions = {name: own for name, own in sorted(run.versions.items()) if name != "patchlight"}
-        settings = {"made with quick settings": run.quick, "variants scored at once": run.chunk, "threads": run.threads}
-        return {**settings, **versions}
+        versions = {name: number for name, number in sorted(run.versions.items()) if name != "patchlight"}
+        return {"quick settings": run.quick, "variants scored at once": run.chunk, "threads": run.threads, **versions}
 
-    for what, x, y in _unequal(facts(first), facts(second)):
-        yield Difference(f"{what} is {x} in {a} and {y} in {b}")
-    for what, x, y in _unequal(circumstances(first), circumstances(second)):
-        yield Difference(f"{what}: {_told(x)} in {a} and {_told(y)} in {b}", apart=False)
+    for name, x, y in _unequal(identity(first), identity(second)):
+        yield Difference(f"{name} is {x} in {a} and {y} in {b}")
+    for name, x, y in _unequal(circumstances(first), circumstances(second)):
+        yield Difference(f"{name}: {_as_text(x)} in {a} and {_as_text(y)} in {b}", incompatible=False)
 
 
 def _unequal(first: Mapping[str, object], second: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
-    """The names whose values are not the same in both, and these."""
+    """The names whose values differ, with both values."""
     for name in dict.fromkeys([*first, *second]):
         if first.get(name) != second.get(name):
             yield name, first.get(name), second.get(name)
 
 
-def _of_images(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
+def _image_differences(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
     one, other = (dict(zip(run.images.names, run.images.contents, strict=True)) for run in (first, second))
     for names, without, here, there in ((one, other, a, b), (other, one, b, a)):
         missing = [name for name in names if name not in without]
@@ -244,47 +251,45 @@ def _of_images(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Di
             yield Difference(f"{len(missing)} of the {len(names)} images of {here} are not in {there}: '{missing[0]}'")
     changed = [name for name, content in one.items() if other.get(name, content) != content]
     if changed:
-        yield Difference(f"{len(changed)} images of {a} have other contents in {b}: '{changed[0]}'")
+        yield Difference(f"{a} and {b} have different contents of {images_text(len(changed))}: '{changed[0]}'")
 
 
-def _of_parts(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
-    """Models, methods and metrics of one label that are not the same, and those that only one run has."""
+def _label_differences(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
+    """Models, methods and metrics that differ under the same label, or that only one run has."""
     same: dict[str, list[str]] = {}
-    for what, hidden in (("model", PLACES), ("method", set[str]()), ("metric", SHOWN)):
+    for kind, ignored in IGNORED.items():
         one, other = (
             {
-                label: spec.model_dump(mode="json", exclude=hidden, exclude_defaults=True)
-                for label, spec in getattr(run.resolved, f"{what}s").items()
+                label: spec.model_dump(mode="json", exclude=ignored, exclude_defaults=True)
+                for label, spec in getattr(run.resolved, f"{kind}s").items()
             }
             for run in (first, second)
         )
         for label in one:
             if one[label] != other.get(label, one[label]):
-                sentence = f"{what} '{label}' is {_told(one[label])} in {a} and {_told(other[label])} in {b}"
-                yield Difference(sentence, about=(what, label))
+                sentence = f"{kind} '{label}' is {_as_text(one[label])} in {a} and {_as_text(other[label])} in {b}"
+                yield Difference(sentence, subject=(kind, label))
         for names, there, here in ((one, other, a), (other, one, b)):
             only = ", ".join(f"'{label}'" for label in names if label not in there)
             if only:
-                yield Difference(f"{what}s that only {here} has: {only}", apart=False)
-        same[what] = [label for label in one if one[label] == other.get(label)]
+                yield Difference(f"{kind}s that only {here} has: {only}", incompatible=False)
+        same[kind] = [label for label in one if one[label] == other.get(label)]
     for label in first.resolved.models:
         x, y = first.models.get(label), second.models.get(label)
         if label in second.resolved.models and x != y:
-            what = f"model '{label}' (weights, configuration, preprocessing or class names)"
-            yield Difference(f"{what} has the hash {x} in {a} and {y} in {b}", about=("model", label))
-    for label in same["method"]:  # called and set alike: where its hash differs, its code does
+            model = f"model '{label}' (weights, configuration, preprocessing or class names)"
+            yield Difference(f"{model} has the hash {x} in {a} and {y} in {b}", subject=("model", label))
+    for label in same["method"]:  # equal names and settings: a different hash means different code
         for metric in same["metric"]:
             x, y = (run.made.get(label, {}).get(metric) for run in (first, second))
             if x != y:
-                sentence = (
-                    f"the code of method '{label}' or of metric '{metric}' has the hash {x} in {a} and {y} in {b}"
-                )
-                yield Difference(sentence, about=("method", label))
+                code = f"the code of method '{label}' or of metric '{metric}'"
+                yield Difference(f"{code} has the hash {x} in {a} and {y} in {b}", subject=("method", label))
                 break
 
 
-def _told(value: object) -> str:
-    """A value of a recipe in words: `{"method": "rollout"}` as rollout, other tables as JSON."""
+def _as_text(value: object) -> str:
+    """A value of a recipe: `{"method": "rollout"}` as 'rollout', other tables as JSON."""
     if isinstance(value, dict) and len(value) == 1 and next(iter(value)) in ("name", "method", "metric"):
         return f"'{next(iter(value.values()))}'"
     if value is None or isinstance(value, str):

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from patchlight.bench.events import Listener, Planning
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import cache_folder, write_whole
-from patchlight.core.fingerprints import digest_of
+from patchlight.core.files import cache_folder, write_atomic
+from patchlight.core.fingerprints import json_digest
 
 if TYPE_CHECKING:
     from patchlight.data import Data, Sample
@@ -95,16 +95,16 @@ def _content(data: Data, index: int, path: str, hash_of: Callable[[Path], str]) 
     try:
         return _read(data, index) if data.sources is None else _unread(data, data.names[index], hash_of)
     except OSError as error:
-        return digest_of(error.strerror or type(error).__name__), None
+        return json_digest(error.strerror or type(error).__name__), None
     except PatchlightError as error:
-        return digest_of(str(error).replace(path, "") if path else str(error)), None
+        return json_digest(str(error).replace(path, "") if path else str(error)), None
 
 
 def _unread(data: Data, name: str, hash_of: Callable[[Path], str]) -> Content:
     """A sample by its files."""
     assert data.sources is not None
     sources = data.sources(name)
-    drawn = digest_of([[hash_of(file) for file in sources.files], sources.values])
+    drawn = json_digest([[hash_of(file) for file in sources.files], sources.values])
     return f"{drawn}-{_class_digest(data, sources.label)}", sources.annotations
 
 
@@ -120,8 +120,8 @@ def _read(data: Data, index: int) -> Content:
 def _class_digest(data: Data, label: int | None) -> str:
     """The hash of a class: its index and its name."""
     if label is None:
-        return digest_of(None)
-    return digest_of([label, data.labels[label] if data.labels and 0 <= label < len(data.labels) else ""])
+        return json_digest(None)
+    return json_digest([label, data.labels[label] if data.labels and 0 <= label < len(data.labels) else ""])
 
 
 def drawn_digest(sample: Sample) -> str:
@@ -152,7 +152,7 @@ class KeptHashes:
     """
 
     def __init__(self, folder: str) -> None:
-        self.path = cache_folder() / "files" / f"{digest_of(os.path.abspath(folder))}.json"
+        self.path = cache_folder() / "files" / f"{json_digest(os.path.abspath(folder))}.json"
         self.known = _kept(self.path) if folder else {}
         self.new: dict[str, list[Any]] = {}
         self.folder = folder
@@ -176,7 +176,7 @@ class KeptHashes:
             return
         whole = {"format": FORMAT, "folder": os.path.abspath(self.folder), "files": _kept(self.path) | self.new}
         with contextlib.suppress(PatchlightError):
-            write_whole(self.path, json.dumps(whole).encode())
+            write_atomic(self.path, json.dumps(whole).encode())
 
 
 def _stamp(name: str) -> list[int]:

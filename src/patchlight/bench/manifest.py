@@ -11,8 +11,8 @@ from patchlight.bench.plan import Images
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import FORMAT
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import write_whole
-from patchlight.core.fingerprints import digest_of
+from patchlight.core.files import write_atomic
+from patchlight.core.fingerprints import json_digest
 
 MERGED = "merged from"
 """How notes begin that say where a run's values come from."""
@@ -61,6 +61,11 @@ class Manifest(BaseModel):
         """How many values the run has when it is complete."""
         return len(self.images.names) * len(self.resolved.metrics) * sum(len(g.methods) for g in self.groups)
 
+    def incomplete(self, done: int, where: str = "") -> str:
+        """How many values are missing when `done` are there, in words; empty for a complete run."""
+        missing = self.values - done
+        return f"Incomplete: {missing} of {self.values} values are missing{where}" if missing > 0 else ""
+
 
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest in a file; None where there is none. One that is damaged, or of another format, is refused."""
@@ -80,7 +85,7 @@ def read_manifest(path: Path) -> Manifest | None:
             f"{FORMAT}); {'update Patchlight to read it' if newer else 'give another --out, and run it again'}"
         )
     damaged = f"'{path}' is damaged; delete it, and the same `bench run` goes on with what is done"
-    if not isinstance(told, dict) or told.pop("sum", None) != digest_of(told):
+    if not isinstance(told, dict) or told.pop("sum", None) != json_digest(told):
         raise PatchlightError(damaged)
     try:
         return Manifest.model_validate(told)
@@ -91,4 +96,4 @@ def read_manifest(path: Path) -> Manifest | None:
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write a manifest, with its format and its checksum."""
     content = json.loads(json.dumps({"format": FORMAT, **manifest.model_dump(mode="json")}))
-    write_whole(path, json.dumps({**content, "sum": digest_of(content)}, indent=1).encode(), durable=True)
+    write_atomic(path, json.dumps({**content, "sum": json_digest(content)}, indent=1).encode(), durable=True)

@@ -75,10 +75,7 @@ class Opened:
         damaged = [path for files in self.store.files().values() for path in files.damaged]
         told = [f"'{path.parent.name}/{path.name}' is damaged and left out" for path in damaged]
         done = sum(len(table) for table in self.store.tables(["cell"]))
-        if done < self.manifest.values:
-            left = self.manifest.values - done
-            told.append(f"the run is not complete: {left} of {self.manifest.values} values still to be done")
-        return (*self.manifest.notes, *told)
+        return tuple(filter(None, (self.manifest.incomplete(done), *self.manifest.notes, *told)))
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
         """The rows a unit at a time, by model, method and image, with these columns."""

@@ -17,7 +17,7 @@ from patchlight.bench.contents import contents, planned_sample, same_classes
 from patchlight.bench.events import Listener
 from patchlight.bench.recipe import Recipe
 from patchlight.core.errors import PatchlightError
-from patchlight.core.fingerprints import digest_of, identity
+from patchlight.core.fingerprints import identity, json_digest
 from patchlight.data.spec import DataSpec
 from patchlight.study.spec import MethodSpec, MetricSpec
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NOT_MEASURING = (
     *("cli", "web", "callbacks", "report", "core/drawing", "core/extras.py"),
-    *("study/recommend", "study/faithfulness.py", "study/compare.py", "study/ranking.py", "study/store.py"),
+    *("study/recommend", "study/faithfulness.py", "study/compare.py", "study/ranking.py", "study/cost.py"),
 )
 """Parts of the package that may change without any map or value changing."""
 MEASURING = tuple(Path("bench", name) for name in ("code.py", "contents.py", "plan.py", "recipe.py", "unit.py"))
@@ -91,12 +91,12 @@ class Group:
 
         model = self.model.model_dump(mode="json", exclude={"weights", "labels", "similar_to", "stands_for"})
         data = [self.data.kind, self.data.meaning, self.classes]
-        return digest_of([__version__, source_digest(), model, self.digest, data, self.target, self.seed])
+        return json_digest([__version__, source_digest(), model, self.digest, data, self.target, self.seed])
 
     @cached_property
     def key(self) -> str:
         made = [[*pair, made] for pair, made in self.made.items()]
-        return digest_of([self.label, self.place, made, self.batch_size])
+        return json_digest([self.label, self.place, made, self.batch_size])
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Unit:
     @cached_property
     def key(self) -> str:
         """Where the unit lies in the plan, and the hash of what is in its images: `GROUP.START.STOP.IMAGES`."""
-        return f"{self.group.key}.{self.start}.{self.stop}.{digest_of([self.images.names, self.images.contents])}"
+        return f"{self.group.key}.{self.start}.{self.stop}.{json_digest([self.images.names, self.images.contents])}"
 
     def cells(self, pair: Pair) -> list[str]:
         """For each image, the hash of what the method's value under the metric depends on."""
@@ -195,7 +195,7 @@ class Plan:
     @cached_property
     def key(self) -> str:
         every = [[group.key for group in self.groups], self.images.names, self.images.contents]
-        return digest_of(every)
+        return json_digest(every)
 
 
 def _short(data: bytes) -> str:
@@ -226,7 +226,7 @@ def model_digest(vit: Anatomy) -> str:
     told = config.to_dict() if hasattr(config, "to_dict") else None
     about = [vit.grid, vit.prefix, vit.pooling, vit.classes, vit.labels, asdict(vit.outputs), vit.channels]
     modules = re.sub(r"0x[0-9a-fA-F]+", "", repr(vit.model))
-    return digest_of([identity(vit), modules, told, about, asdict(vit.preprocess)])
+    return json_digest([identity(vit), modules, told, about, asdict(vit.preprocess)])
 
 
 def _made(recipe: Recipe) -> dict[Pair, str]:
@@ -236,12 +236,12 @@ def _made(recipe: Recipe) -> dict[Pair, str]:
         asked = method.request
         depends = asked.method.depends(asked.settings) if asked.method.depends is not None else None
         code = described([asked.method, asked.composition, asked.rule])
-        methods[label] = digest_of([asked.name, described(asked.settings), described(asked.score), code, depends])
+        methods[label] = json_digest([asked.name, described(asked.settings), described(asked.score), code, depends])
     found = {}
     for label, made in methods.items():
         for name, metric in recipe.metrics.items():
             measured = recipe.methods[label].measured_by(metric)
-            found[label, name] = digest_of([made, described(measured.metric), described(measured.settings)])
+            found[label, name] = json_digest([made, described(measured.metric), described(measured.settings)])
     return found
 
 
@@ -266,7 +266,7 @@ def plan(
         read = contents(data, chosen, recipe.data.path, listen)
         known = Images(tuple(chosen), names, tuple(content for content, _ in read))
         notes += _missing(recipe, [drawn for _, drawn in read if drawn is not None])
-    classes = digest_of(data.labels and list(data.labels))
+    classes = json_digest(data.labels and list(data.labels))
     load_model.cache_clear()  # weights may have changed since this process last looked
     groups = []
     for label, model in recipe.models.items():

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from patchlight.anatomy.spec import ModelSpec
 from patchlight.core.errors import PatchlightError, nearest
-from patchlight.core.recipes import Keys, Many, OpenSpec, Spec, Whole, at_line, parse_as, read_text
+from patchlight.core.recipes import Int64, Keys, OpenSpec, PositiveInt, Spec, at_line, parse_as, read_text
 from patchlight.data.spec import DataSpec
 from patchlight.study.spec import MethodSpec, MetricSpec
 
@@ -33,7 +33,7 @@ class Quick(Spec):
     """Settings of a quick run, by the registered name of a method or metric; labels in `leave_out` are not run."""
 
     leave_out: tuple[str, ...] = ()
-    images: Many | None = None
+    images: PositiveInt | None = None
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
     metrics: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
@@ -45,7 +45,7 @@ class Recipe(Spec):
     paper: str = ""
     notes: str = ""
     target: Literal["label", "prediction"] = "prediction"
-    seed: Whole = 0
+    seed: Int64 = 0
     batch_size: Annotated[int, Field(strict=True, ge=1, le=4096)] = 16
     models: Annotated[dict[str, ModelSpec], Field(min_length=1)]
     data: DataSpec

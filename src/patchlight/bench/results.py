@@ -66,15 +66,19 @@ class Results:
     notes: tuple[str, ...] = ()
 
     @property
+    def done(self) -> int:
+        """How many values are measured."""
+        return sum(len(column) - column.undone for column in self.columns.values())
+
+    @property
     def failures(self) -> dict[str, int]:
         """How many values failed, by reason, the commonest first."""
         return counted(word_counts(column.errors) for column in self.columns.values())
 
     def __repr__(self) -> str:
-        done = sum(len(column) - column.undone for column in self.columns.values())
         total = sum(map(len, self.columns.values()))
-        told = ", ".join(f"{model} on {len(images)} image(s)" for model, images in self.images.items())
-        return f"<Results of {told or 'nothing'}: {len(self.columns)} columns, {done} of {total} values done>"
+        models = ", ".join(f"{model} on {len(images)} image(s)" for model, images in self.images.items())
+        return f"<Results of {models or 'nothing'}: {len(self.columns)} columns, {self.done} of {total} values done>"
 
 
 def counted(errors: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -22,19 +22,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from patchlight import __version__
-from patchlight.bench.cleaner import Cleaner
 from patchlight.bench.compare import differences
 from patchlight.bench.local import check_same_run
 from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, write_manifest
+from patchlight.bench.paths import PathRemover
 from patchlight.bench.plan import source_digest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import FORMAT, SCHEMA, Maps, joined_maps, known_columns, map_bytes, parquet
 from patchlight.bench.store import Files, Store
 from patchlight.bench.tables import csv_text, markdown_table
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import check_writable, write_whole
-from patchlight.core.fingerprints import digest_of
-from patchlight.core.progress import Progress, telling
+from patchlight.core.files import check_writable, write_atomic
+from patchlight.core.fingerprints import json_digest
+from patchlight.core.progress import Progress, show_progress
 
 Array = npt.NDArray[Any]
 Pair = tuple[str, str]
@@ -81,7 +81,7 @@ def merge(runs: Sequence[str | Path], out: str | Path, progress: Progress | bool
     collection = Collection(stores, manifest, [f" of '{run}'" for run in runs])
     names = file_names(manifest.resolved, {label: label for label in manifest.resolved.models})
     done = 0
-    with telling(progress, "merging") as tell:
+    with show_progress(progress, "merging") as tell:
         for i, pair in enumerate(collection.sources):
             table, maps = collection.take(pair)
             if len(table):
@@ -111,27 +111,25 @@ def export(
     if Path(out).is_dir() and any(Path(out).iterdir()):
         raise PatchlightError(f"'{out}' is not empty; give an empty folder")
     manifest = store.manifest()
-    cleaner = Cleaner(manifest)
+    paths = PathRemover(manifest)
     collection = Collection([store], manifest, [""])
     if not collection.sources:
         raise PatchlightError(f"no unit of the run in '{run}' is done yet; there is nothing to export")
-    values, names = 0, file_names(manifest.resolved, cleaner.models)
-    with telling(progress, "exporting") as tell:
+    values, names = 0, file_names(manifest.resolved, paths.models)
+    with show_progress(progress, "exporting") as tell:
         for i, pair in enumerate(collection.sources):
             table, maps = collection.take(pair)
             values += len(table)
-            target.keep(names[pair], parquet(cleaner.table(table)), map_bytes(cleaner.maps(maps)))
+            target.keep(names[pair], parquet(paths.clean_table(table)), map_bytes(paths.clean_maps(maps)))
             tell(i + 1, len(collection.sources))
-    cleaned = cleaner.cleaned()
-    notes = [*collection.damaged]
-    if values < manifest.values:
-        notes.append(f"the run is not complete: {manifest.values - values} of {manifest.values} values are missing")
+    cleaned = paths.clean_manifest()
+    notes = [*filter(None, [manifest.incomplete(values)]), *collection.damaged]
     cleaned = cleaned.model_copy(update={"notes": tuple(dict.fromkeys([*cleaned.notes, *notes]))})
-    listing = [(cleaner.models[model], method, names[model, method]) for model, method in collection.sources]
+    listing = [(paths.models[model], method, names[model, method]) for model, method in collection.sources]
     images = zip(cleaned.images.names, cleaned.images.contents, strict=True)
-    write_whole(target.folder / "images.csv", csv_text(["image", "content"], images).encode())
-    write_whole(target.folder / "recipe.toml", as_toml(cleaned.resolved).encode())
-    write_whole(target.folder / "README.md", _card(cleaned, values, listing, licence, data_licence).encode())
+    write_atomic(target.folder / "images.csv", csv_text(["image", "content"], images).encode())
+    write_atomic(target.folder / "recipe.toml", as_toml(cleaned.resolved).encode())
+    write_atomic(target.folder / "README.md", _card(cleaned, values, listing, licence, data_licence).encode())
     write_manifest(target.manifest_path, cleaned)
     return Exported(2 * len(listing) + 4, values, tuple(notes))
 
@@ -161,10 +159,10 @@ def bring(
     known = {**target.files([earlier]), **target.files()}
     names = {files.rows.name for files in known.values() if files.rows is not None}
     sources = store.files()
-    with telling(progress, f"reading {store.folder.name}") as tell:
+    with show_progress(progress, f"reading {store.folder.name}") as tell:
         for i, (key, files) in enumerate(sources.items()):
             if files.rows is not None and files.maps is not None and files.rows.name not in names and not files.damaged:
-                name = digest_of([key, files.rows.name]) if key in known else key
+                name = json_digest([key, files.rows.name]) if key in known else key
                 target.keep(name, files.rows.read_bytes(), files.maps.read_bytes(), earlier)
             tell(i + 1, len(sources))
 
@@ -253,7 +251,7 @@ def _index(column: Any, names: Sequence[str]) -> Array:
 def _check_belonging(runs: Sequence[str | Path], manifests: Sequence[Manifest]) -> None:
     """Refuse runs whose values are not of one table; every one is compared with all before it."""
     for (j, first), (k, second) in itertools.combinations(enumerate(manifests), 2):
-        apart = [one.told for one in differences(first, second, f"'{runs[j]}'", f"'{runs[k]}'") if one.apart]
+        apart = [one.text for one in differences(first, second, f"'{runs[j]}'", f"'{runs[k]}'") if one.incompatible]
         if apart:
             raise PatchlightError(
                 f"'{runs[j]}' and '{runs[k]}' do not belong together: {'; '.join(apart)} (`patchlight bench "

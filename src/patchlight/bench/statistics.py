@@ -1,4 +1,4 @@
-"""What the images of a run say together: means with intervals, which methods are tied with the best, and ranks."""
+"""Statistics over the images of a run: means with intervals, paired differences, ties and ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from patchlight.bench.recipe import Recipe
@@ -15,26 +16,19 @@ from patchlight.bench.results import Results
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.statistics import FEWEST, Mark, Resamples, percentiles
 from patchlight.metrics.base import Evaluation, intervals
-from patchlight.study.ranking import ALPHA, SAMPLES, compared, friedman, placed
+from patchlight.study.ranking import ALPHA, SAMPLES, compared, friedman, mean_on, placed
 
 K = TypeVar("K", bound=Hashable)
 Standing = Literal["better", "worse", ""]
-"""How a number stands to the one it is compared with; nothing where the interval of the difference contains 0."""
+"""How a number compares with another; empty where the interval of the difference contains 0."""
 SIGNS: dict[Standing, str] = {"better": " ▲", "worse": " ▼", "": ""}
-
-
-def standing(low: float, high: float, higher_is_better: bool) -> Standing:
-    """Better or worse, from the interval of a difference."""
-    if low <= 0 <= high or math.isnan(low):
-        return ""
-    return "better" if (low > 0) == higher_is_better else "worse"
 
 
 @dataclass(frozen=True)
 class TableCell:
-    """A method under a metric on a model: the data set's number, its interval, and how it stands to the best.
+    """One method under one metric on one model.
 
-    The interval is NaN where fewer than six images have a value; methods are marked only where they differ at all.
+    The interval is NaN with fewer than six images. `mark` compares the methods on the images that all of them share.
     """
 
     model: str
@@ -55,9 +49,9 @@ class TableCell:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Mean ranks (1 the best) over the images on which every method has a value; Friedman's test; Nemenyi's difference.
+    """Mean ranks (1 is best) on the images that all methods share, with Friedman's test.
 
-    Two methods differ significantly where their mean ranks differ by more than `critical`.
+    Two methods differ significantly when their mean ranks differ by more than `critical` (Nemenyi).
     """
 
     model: str
@@ -80,43 +74,12 @@ class Ranks:
         return [order[a : b + 1] for a, b in spans]
 
 
-def cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[TableCell]:
-    """Every cell of the tables, by model, method and metric in the recipe's order."""
-    found: list[TableCell] = []
-    for model in results.images:
-        columns = {(m, n): results.columns[model, m, n] for m in recipe.methods for n in recipe.metrics}
-        resamples = Resamples(len(results.images[model]), samples)
-        bounds = intervals(columns, resamples)
-        marks = {n: compared({m: columns[m, n] for m in recipe.methods}, resamples) for n in recipe.metrics}
-        for (method, metric), column in columns.items():
-            low, high = bounds[method, metric]
-            found.append(
-                TableCell(
-                    model=model,
-                    method=method,
-                    metric=metric,
-                    mean=column.mean,
-                    low=low,
-                    high=high,
-                    images=column.count,
-                    undefined=column.left_out["undefined"],
-                    failed=column.failed,
-                    mark=marks[metric][method],
-                    published=recipe.number(model, method, metric),
-                    shared_by=column.shared_by,
-                    explain_seconds=float(column.explain_seconds.nanmean()),
-                    measure_seconds=float(column.measure_seconds.nanmean()),
-                )
-            )
-    return found
-
-
 @dataclass(frozen=True)
 class Gap:
-    """Two numbers on the `images` where both have a value, their difference, and its interval.
+    """Two numbers on the images where both have a value, and the second minus the first.
 
-    `difference` is the second minus the first; `standing` says how the second stands to the first. The interval is the
-    95 % interval of the paired bootstrap over images, NaN with fewer than six.
+    `low` and `high` are the 95 % interval of the paired bootstrap over images, NaN with fewer than six images.
+    `standing` compares the second with the first.
     """
 
     first: float
@@ -128,47 +91,91 @@ class Gap:
     standing: Standing
 
 
+def table_cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> list[TableCell]:
+    """Every cell of the tables, by model, method and metric in the recipe's order."""
+    cells: list[TableCell] = []
+    for model in results.images:
+        columns = {(m, n): results.columns[model, m, n] for m in recipe.methods for n in recipe.metrics}
+        resamples = Resamples(len(results.images[model]), samples)
+        bounds = intervals(columns, resamples)
+        marks = {n: compared({m: columns[m, n] for m in recipe.methods}, resamples) for n in recipe.metrics}
+        for (method, metric), column in columns.items():
+            cells.append(
+                TableCell(
+                    model,
+                    method,
+                    metric,
+                    column.mean,
+                    *bounds[method, metric],
+                    images=column.count,
+                    undefined=column.left_out["undefined"],
+                    failed=column.failed,
+                    mark=marks[metric][method],
+                    published=recipe.number(model, method, metric),
+                    shared_by=column.shared_by,
+                    explain_seconds=float(column.explain_seconds.nanmean()),
+                    measure_seconds=float(column.measure_seconds.nanmean()),
+                )
+            )
+    return cells
+
+
 def paired_gaps(pairs: Mapping[K, tuple[Evaluation, Evaluation]], resamples: Resamples) -> dict[K, Gap]:
-    """The gap of each of these pairs of evaluations of the same images, from the same resamples."""
+    """The gap of each pair of evaluations of the same images, from the same resamples."""
     both = {key: first.exist & second.exist for key, (first, second) in pairs.items()}
     firsts, seconds = (resamples.numbers([(pair[i], both[key]) for key, pair in pairs.items()]) for i in (0, 1))
     gaps = {}
     for (key, pair), one, other in zip(pairs.items(), firsts, seconds, strict=True):
-        first, second = (float(own.resampled(both[key].double()[None])[0]) for own in pair)
+        first, second = (float(column.resampled(both[key].double()[None])[0]) for column in pair)
         count = int(both[key].sum())
         low, high = percentiles(other - one) if count >= FEWEST else (math.nan, math.nan)
-        stands = standing(low, high, pair[0].higher_is_better)
-        gaps[key] = Gap(first, second, second - first, low, high, count, stands)
+        standing: Standing = ""
+        if low > 0 or high < 0:
+            standing = "better" if (low > 0) == pair[0].higher_is_better else "worse"
+        gaps[key] = Gap(first, second, second - first, low, high, count, standing)
     return gaps
 
 
-def gaps(
-    results: Results, recipe: Recipe, model: str, against: str, samples: int = SAMPLES
-) -> dict[tuple[str, str], Gap]:
-    """The gap of every method to the method `against`, by method and metric."""
+def method_gaps(results: Results, recipe: Recipe, model: str, against: str) -> dict[tuple[str, str], Gap]:
+    """The gap of every other method to the method `against`, by method and metric."""
     if against not in recipe.methods:
         raise PatchlightError(f"the run has no method '{against}'; {nearest(against, recipe.methods)}")
-    resamples = Resamples(len(results.images[model]), samples)
-    found: dict[tuple[str, str], Gap] = {}
+    resamples = Resamples(len(results.images[model]), SAMPLES)
+    gaps: dict[tuple[str, str], Gap] = {}
     for metric in recipe.metrics:
-        first = results.columns[model, against, metric]
-        others = [method for method in recipe.methods if method != against]
-        pairs = {(method, metric): (first, results.columns[model, method, metric]) for method in others}
-        found |= paired_gaps(pairs, resamples)
-    return found
+        columns = {method: results.columns[model, method, metric] for method in recipe.methods}
+        first = columns.pop(against)
+        gaps |= paired_gaps({(method, metric): (first, column) for method, column in columns.items()}, resamples)
+    return gaps
 
 
-def ranks(results: Results, recipe: Recipe, model: str, metric: str) -> Ranks | None:
-    """The methods' ranks on each image; None with fewer than two methods, or six images that all have values for.
+def rank_methods(results: Results, recipe: Recipe, model: str, metric: str) -> Ranks | None:
+    """The methods' mean ranks; None with fewer than two methods or six shared images.
 
     Methods without any value are left out.
     """
     names, places = placed({m: results.columns[model, m, metric] for m in recipe.methods})
     if places is None:
         return None
-    statistic, p = friedman(places)
     means = dict(zip(names, places.mean(0).tolist(), strict=True))
-    return Ranks(model, metric, means, len(places), statistic, p, critical_difference(len(names), len(places)))
+    critical = critical_difference(len(names), len(places))
+    return Ranks(model, metric, means, len(places), *friedman(places), critical)
+
+
+def leading_method(columns: Mapping[str, Evaluation]) -> str | None:
+    """The method with the best number on the images that all methods with a value share; None without values."""
+    columns = {method: column for method, column in columns.items() if column.count}
+    if not columns:
+        return None
+    shared = _shared(columns)
+    sign = 1 if next(iter(columns.values())).higher_is_better else -1
+    return max(columns, key=lambda method: sign * mean_on(columns[method], shared))
+
+
+def _shared(columns: Mapping[str, Evaluation]) -> Tensor:
+    """Images [B] on which all columns have a value; those of any column where there are none."""
+    exist = torch.stack([column.exist for column in columns.values()])
+    return exist.all(0) if bool(exist.all(0).any()) else exist.any(0)
 
 
 def critical_difference(methods: int, images: int, alpha: float = ALPHA) -> float:
@@ -180,7 +187,7 @@ def critical_difference(methods: int, images: int, alpha: float = ALPHA) -> floa
 
 @cache
 def _studentized(methods: int, alpha: float) -> float:
-    """The range of so many standard normal numbers that is passed with probability alpha; an integral, and slow."""
+    """Upper quantile of the studentized range; cached because the integral is slow."""
     from scipy.stats import studentized_range
 
     return float(studentized_range.ppf(1 - alpha, methods, math.inf))
@@ -188,7 +195,7 @@ def _studentized(methods: int, alpha: float) -> float:
 
 def extremes(values: Tensor, higher_is_better: bool, count: int) -> tuple[Sequence[int], Sequence[int]]:
     """The images with the best and the worst values, at most `count` of each, best and worst first."""
-    known = values.isfinite().nonzero().flatten()
-    order = known[(-values[known] if higher_is_better else values[known]).argsort(stable=True)].tolist()
+    defined = values.isfinite().nonzero().flatten()
+    order = defined[(-values[defined] if higher_is_better else values[defined]).argsort(stable=True)].tolist()
     count = min(count, len(order) // 2)
     return order[:count], order[::-1][:count]

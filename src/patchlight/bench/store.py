@@ -39,8 +39,8 @@ from patchlight.bench.rows import (
 )
 from patchlight.core.errors import PatchlightError
 from patchlight.core.extras import missing_extra
-from patchlight.core.files import check_writable, write_whole
-from patchlight.core.progress import Progress, telling
+from patchlight.core.files import check_writable, write_atomic
+from patchlight.core.progress import Progress, show_progress
 
 try:
     from filelock import FileLock, Timeout
@@ -129,7 +129,7 @@ class Store:
                         "--shard of as many"
                     )
             about = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-            write_whole(folder / "owner.json", json.dumps(about).encode())
+            write_atomic(folder / "owner.json", json.dumps(about).encode())
             try:
                 yield
             finally:
@@ -265,7 +265,7 @@ class Store:
         """Write the files of a key: first its maps, then its rows, whose file says that it is done."""
         for name, data, suffix in (("maps", maps, "safetensors"), ("units", rows, "parquet")):
             place = (folder or self.folder) / name
-            write_whole(place / f"{key}-{checksum(data)}.{suffix}", data, durable=True)
+            write_atomic(place / f"{key}-{checksum(data)}.{suffix}", data, durable=True)
 
     def maps(self, model: str, images: Collection[str]) -> Maps:
         """What every method made of these images for a model."""
@@ -302,7 +302,7 @@ class Store:
         files = self.files()
 
         def tables() -> Iterator[Any]:
-            with telling(progress, "reading units") as tell:
+            with show_progress(progress, "reading units") as tell:
                 for i, own in enumerate(files.values()):
                     table = own.table()
                     damaged = [own.rows] if table is None else []

@@ -1,4 +1,4 @@
-"""The tables of a run: what is counted and compared, as Markdown, LaTeX and CSV."""
+"""The tables of a run as Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
 from patchlight.bench.rows import TIMING
-from patchlight.bench.statistics import SIGNS, Gap, Ranks, TableCell, cells, gaps, ranks
+from patchlight.bench.statistics import SIGNS, Gap, Ranks, TableCell, method_gaps, rank_methods, table_cells
 from patchlight.bench.store import Store
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import cell as csv_cell
+from patchlight.core.files import csv_cell
 from patchlight.core.statistics import FEWEST, Mark
 from patchlight.study.spec import MetricSpec
 
 LEGEND = (
-    "Best in bold, where Friedman's test tells the methods apart at 5 %; † statistically tied with it (paired "
-    "bootstrap over images); [95 % interval]; s/image: seconds of an explanation (/ n: of a pass that n methods share)"
+    "Best in bold, if Friedman's test separates the methods at 5 %; † statistically tied with it (paired bootstrap "
+    "over images); [95 % interval]; s/image: seconds per explanation (/ n: of a pass that n methods share)"
 )
-GAPS = "On the same images; [95 % interval of the paired bootstrap over images]; ▲ better at 5 %, ▼ worse"
+SHARED_ONLY = "Ranks, marks and differences use only the images that all compared methods have"
+GAPS = "On shared images; [95 % interval of the paired bootstrap over images]; ▲ better at 5 %, ▼ worse"
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A cell in words: its number, the interval and half its width, the paper's number; "" where there is none."""
+class CellText:
+    """A cell as text; each part is empty where it does not apply.
+
+    `half` is half the width of the interval, `count` is "n = N" where N differs from the table's number of images, and
+    `details` is the tooltip.
+    """
 
     mean: str
     mark: Mark
@@ -39,12 +44,13 @@ class Shown:
     high: str
     half: str
     published: str
-    told: str
+    count: str
+    details: str
 
 
 @dataclass(frozen=True, eq=False)
-class Gathered:
-    """A run with its statistics."""
+class RunTables:
+    """A run with its statistics. `incomplete` is a sentence, empty for a complete run."""
 
     store: Store
     manifest: Manifest
@@ -52,6 +58,7 @@ class Gathered:
     results: Results
     cells: tuple[TableCell, ...]
     notes: tuple[str, ...]
+    incomplete: str = ""
 
     @cached_property
     def by_key(self) -> dict[tuple[str, str, str], TableCell]:
@@ -59,172 +66,202 @@ class Gathered:
 
     @cached_property
     def ranks(self) -> dict[tuple[str, str], Ranks]:
-        """The methods' ranks, by model and metric, where there are any."""
-        found = {(m, n): ranks(self.results, self.recipe, m, n) for m in self.models for n in self.recipe.metrics}
-        return {key: value for key, value in found.items() if value is not None}
+        """The methods' ranks by model and metric, where they exist."""
+        keys = [(model, metric) for model in self.models for metric in self.recipe.metrics]
+        ranks = {key: rank_methods(self.results, self.recipe, *key) for key in keys}
+        return {key: value for key, value in ranks.items() if value is not None}
 
     @property
     def models(self) -> list[str]:
         return list(self.results.images)
 
-    def higher(self, metric: str) -> bool:
-        return self.results.columns[self.models[0], next(iter(self.recipe.methods)), metric].higher_is_better
-
     def arrow(self, metric: str) -> str:
-        return "↑" if self.higher(metric) else "↓"
+        return self.results.columns[self.models[0], next(iter(self.recipe.methods)), metric].arrow
 
     def number(self, value: float, metric: str, sign: str = "") -> str:
-        """A value as its table shows it; with sign="+" a difference."""
-        return scaled(value, self.recipe.metrics[metric], sign)
+        """Format a value of a metric; `sign="+"` is for differences."""
+        return format_value(value, self.recipe.metrics[metric], sign)
 
-    def shown(self, model: str, method: str, metric: str) -> Shown:
-        """A cell as its table shows it; the paper's number is printed scaled already."""
+    def badge(self, method: str) -> str:
+        """ "ignores the class" for such a method in a run that explains the images' labels."""
+        asks = self.recipe.target == "label" and self.recipe.methods[method].request.ignores_class
+        return "ignores the class" if asks else ""
+
+    def images(self, model: str) -> int:
+        """The number of images behind the means of a model's table; single cells may have fewer."""
+        return max((c.images for c in self.cells if c.model == model), default=0)
+
+    def count(self, model: str, images: int) -> str:
+        """`n = N` where a cell has another number of images than its table."""
+        return "" if images == self.images(model) else f"n = {images}"
+
+    def text(self, model: str, method: str, metric: str) -> CellText:
+        """A cell as its table shows it; published numbers are scaled already."""
         cell = self.by_key[model, method, metric]
         sides = ("", "", "")
         if cell.low == cell.low:
             low, high = cell.low, cell.high
             sides = self.number(low, metric), self.number(high, metric), self.number((high - low) / 2, metric)
-        return Shown(
+        left_out = {"undefined": cell.undefined, "failed": cell.failed}
+        return CellText(
             "failed" if math.isnan(cell.mean) and cell.failed else self.number(cell.mean, metric),
             cell.mark,
             *sides,
             "" if cell.published is None else f"{cell.published:.{self.recipe.metrics[metric].digits}f}",
-            f"{cell.images} images"
-            + (f", {cell.undefined} undefined" if cell.undefined else "")
-            + (f", {cell.failed} failed" if cell.failed else ""),
+            self.count(model, cell.images) if cell.images else "",
+            ", ".join([images_text(cell.images), *(f"{n} {why}" for why, n in left_out.items() if n)]),
         )
 
     def seconds(self, model: str, method: str) -> float:
-        """Seconds an explanation takes, per image; of a shared pass, its own."""
+        """Seconds per explanation; for a shared pass, those of the whole pass."""
         return self.by_key[model, method, next(iter(self.recipe.metrics))].explain_seconds
 
-    def seconds_shown(self, model: str, method: str) -> str:
-        """The same in words, with how many methods share the pass."""
+    def seconds_text(self, model: str, method: str) -> str:
+        """The same as text, with the number of methods that share the pass."""
         shared = self.by_key[model, method, next(iter(self.recipe.metrics))].shared_by
-        return seconds_shown(self.seconds(model, method)) + (f" / {shared}" if shared > 1 else "")
+        seconds = self.seconds(model, method)
+        return ("–" if math.isnan(seconds) else f"{seconds:.3g}") + (f" / {shared}" if shared > 1 else "")
 
-    def counted(self, model: str) -> str:
-        """How many images count in the means, and of how many."""
-        total = len(self.results.images[model])
-        used = max((c.images for c in self.cells if c.model == model), default=total)
-        return _images(total) if used == total else f"{used} of {_images(total)}"
+    def caption(self, model: str) -> str:
+        """The images of a model's table, and how to read its cells."""
+        total, used = len(self.results.images[model]), self.images(model)
+        images = images_text(total) if used == total else f"{used} of {images_text(total)}"
+        cells = [c for c in self.cells if c.model == model]
+        published = "; (the paper's number)" if any(c.published is not None for c in cells) else ""
+        fewer = "; n: images of a cell with fewer images" if any(c.images not in (0, used) for c in cells) else ""
+        return f"{images}. {LEGEND}{published}{fewer}."
 
-    def undefined(self, model: str) -> list[str]:
-        """The metrics that by their protocol have no value for some images, which do not count."""
-        total = _images(len(self.results.images[model]))
+    def undefined_lines(self, model: str) -> list[str]:
+        """The metrics that are undefined on some images by their protocol."""
+        total = images_text(len(self.results.images[model]))
         most = {n: max(self.by_key[model, m, n].undefined for m in self.recipe.methods) for n in self.recipe.metrics}
-        return [f"{n}: {count} of {total} without a value by its protocol" for n, count in most.items() if count]
+        return [f"{n}: undefined on {count} of {total} by its protocol" for n, count in most.items() if count]
 
 
-def scaled(value: float, metric: MetricSpec, sign: str = "") -> str:
-    """A value of a metric as tables show it; with sign="+" a difference."""
-    return "–" if math.isnan(value) else f"{value * metric.scale:{sign}.{metric.digits}f}"
+def read_tables(folder: str | Path) -> RunTables:
+    """Read a run and compute its statistics.
 
-
-def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Rows as CSV, without formulas and NaN."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows([_plain(value) for value in row] for row in rows)
-    return out.getvalue()
-
-
-def gather(folder: str | Path) -> Gathered:
-    """Read a run and compute its statistics; refused where nothing is done yet."""
+    Raises:
+        PatchlightError: If no unit of the run is done.
+    """
     store = Store(folder)
     manifest, results = store.manifest(), store.results(progress=True)
     recipe = manifest.resolved
     if not results.images:
         why = f": {results.notes[0]}" if results.notes else ""
         raise PatchlightError(f"no unit of the run in '{folder}' is done yet{why}")
-    notes = [*manifest.notes, *results.notes, *_stand_ins(recipe)]
-    done = sum(len(column) - column.undone for column in results.columns.values())
-    if done < manifest.values:
-        notes.append(f"the run is not complete: {manifest.values - done} of {manifest.values} values still to be done")
+    incomplete = manifest.incomplete(results.done)
+    cells = tuple(table_cells(results, recipe))
+    recorded = [note for note in manifest.notes if note != incomplete]  # an export records that it is incomplete
+    notes = [*recorded, *results.notes, *_stand_ins(recipe)]
     if manifest.quick:
-        notes.append("made with the recipe's quick settings: good for a look, not for a claim")
-    found = tuple(cells(results, recipe))
-    notes += _too_few(found)
-    return Gathered(store, manifest, recipe, results, found, tuple(notes))
-
-
-def _too_few(found: Sequence[TableCell]) -> list[str]:
-    """Where there are too few images to say how sure a number is."""
-    short = {c.model: c.images for c in found if 0 < c.images < FEWEST}
-    return [
-        f"{_images(count)} of {model} {'is' if count == 1 else 'are'} too few for intervals, ranks and a best method; "
-        f"{FEWEST} or more are needed"
-        for model, count in short.items()
-    ]
+        notes.append("measured with the recipe's quick settings: good for a first look, not for a claim")
+    for model in results.images:
+        fewest = min((c.images for c in cells if c.model == model and c.images), default=FEWEST)
+        if fewest < FEWEST:
+            needs = f"intervals, ranks and a best method need at least {FEWEST} images"
+            notes.append(f"{needs}; some cells of {model} have only {fewest}")
+    return RunTables(
+        store, manifest, recipe, results, cells, tuple(notes), incomplete and f"{incomplete}. {SHARED_ONLY}"
+    )
 
 
 def _stand_ins(recipe: Recipe) -> list[str]:
-    """What was used in place of what the recipe names."""
-    found = [
+    """Notes on models and data that replace those of the recipe."""
+    notes = [
         f"{label} stands in for the recipe's model '{model.stands_for}'"
         + (", whose published numbers are shown beside it" if model.stands_for in recipe.published else "")
         for label, model in recipe.models.items()
         if model.stands_for
     ]
     if recipe.data.stands_for:
-        found.append(f"'{recipe.data.kind}' data stand in for the recipe's '{recipe.data.stands_for}'")
-    return found
+        notes.append(f"'{recipe.data.kind}' data stand in for the recipe's '{recipe.data.stands_for}'")
+    return notes
 
 
-def as_csv(run: Gathered) -> str:
+def format_value(value: float, metric: MetricSpec, sign: str = "") -> str:
+    """Format a value of a metric as tables show it; `sign="+"` is for differences."""
+    return "–" if math.isnan(value) else f"{value * metric.scale:{sign}.{metric.digits}f}"
+
+
+def format_gap(gap: Gap, metric: MetricSpec) -> str:
+    """A difference with its interval and its sign."""
+    low, high = format_value(gap.low, metric), format_value(gap.high, metric)
+    interval = "" if math.isnan(gap.low) else f" [{low}, {high}]"
+    return f"{format_value(gap.difference, metric, '+')}{interval}{SIGNS[gap.standing]}"
+
+
+def images_text(count: int) -> str:
+    return f"{count} image{'s' if count != 1 else ''}"
+
+
+def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Rows as CSV. NaN becomes empty, and text that a spreadsheet would run as a formula is escaped."""
+
+    def plain(value: Any) -> Any:
+        return "" if value is None or (isinstance(value, float) and math.isnan(value)) else csv_cell(value)
+
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows(map(plain, row) for row in rows)
+    return out.getvalue()
+
+
+def as_csv(run: RunTables) -> str:
     """A line for each model, method and metric, unscaled and in full precision; timing columns last."""
     names = [f.name for f in fields(TableCell) if f.name not in (*TIMING, "published")]
     rows = []
     for cell in run.cells:
-        placed = run.ranks.get((cell.model, cell.metric))
-        rank = placed.means.get(cell.method) if placed else None
+        ranks = run.ranks.get((cell.model, cell.metric))
+        rank = ranks.means.get(cell.method) if ranks else None
         scale = run.recipe.metrics[cell.metric].scale
-        printed = None if cell.published is None else float(f"{cell.published / scale:.12g}")
-        last = [printed, rank, *(getattr(cell, name) for name in TIMING)]
+        published = None if cell.published is None else float(f"{cell.published / scale:.12g}")
+        last = [published, rank, *(getattr(cell, name) for name in TIMING)]
         rows.append([*(getattr(cell, name) for name in names), *last])
     return csv_text([*names, "published", "rank", *TIMING], rows)
 
 
-def _plain(value: Any) -> Any:
-    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else csv_cell(value)
-
-
-def as_markdown(run: Gathered, against: str | None = None) -> str:
-    """A table for each model, then the differences to the method `against`, ranks and failures."""
+def as_markdown(run: RunTables, against: str | None = None) -> str:
+    """A table for each model, the differences to the method `against`, ranks, failures and notes."""
     lines = [f"# {run.recipe.name}", ""]
+    lines += [f"**{run.incomplete}.**", ""] if run.incomplete else []
     lines += [f"{run.recipe.paper}", ""] if run.recipe.paper else []
     metrics, methods = list(run.recipe.metrics), list(run.recipe.methods)
+    head = [f"{n} {run.arrow(n)}" for n in metrics]
     for model in run.models:
-        printed = any(c.published is not None for c in run.cells if c.model == model)
-        legend = LEGEND + ("; (the paper's number)" if printed else "")
-        lines += [f"## {_markdown(model)}", "", f"{run.counted(model)}. {legend}.", ""]
-        head = ["method", *(f"{n} {run.arrow(n)}" for n in metrics), "s/image"]
-        cells = {m: [_markdown_cell(run.shown(model, m, n)) for n in metrics] for m in methods}
-        lines += markdown_table(head, [[m, *cells[m], run.seconds_shown(model, m)] for m in methods])
-        undefined = [f"- {_markdown(line)}." for line in run.undefined(model)]
+        lines += [f"## {_markdown(model)}", "", run.caption(model), ""]
+        names = {m: f"{m} ({badge})" if (badge := run.badge(m)) else m for m in methods}
+        rows = [[names[m], *(_markdown_cell(run.text(model, m, n)) for n in metrics)] for m in methods]
+        seconds = [run.seconds_text(model, m) for m in methods]
+        lines += markdown_table(["method", *head, "s/image"], [[*row, s] for row, s in zip(rows, seconds, strict=True)])
+        undefined = [f"- {_markdown(line)}." for line in run.undefined_lines(model)]
         lines += ["", *undefined, *([""] if undefined else [])]
-        lines += [*_gap_lines(run, model, against), *_rank_lines(run, model)]
+        if against is not None:
+            gaps = method_gaps(run.results, run.recipe, model, against)
+            rows = [
+                [names[m], *(_gap_cell(run, model, gaps[m, n], n) for n in metrics)] for m in methods if m != against
+            ]
+            lines += [f"{GAPS}.", "", *markdown_table([f"difference to {against}", *head], rows), ""]
+        lines += _rank_lines(run, model)
     lines += [f"- {count} values failed: {_markdown(reason)}." for reason, count in run.results.failures.items()]
     lines += [f"- Note: {_markdown(note)}." for note in run.notes]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _images(count: int) -> str:
-    return f"{count} image{'s' if count != 1 else ''}"
-
-
-def seconds_shown(seconds: float) -> str:
-    return "–" if math.isnan(seconds) else f"{seconds:.3g}"
-
-
-def _markdown_cell(cell: Shown) -> str:
+def _markdown_cell(cell: CellText) -> str:
     number = {"best": f"**{cell.mean}**", "tied": f"{cell.mean}†", "": cell.mean}[cell.mark]
     interval = f" [{cell.low}, {cell.high}]" if cell.low else ""
-    return f"{number}{interval}{_in_brackets(cell)}"
+    count = f" ({cell.count})" if cell.count else ""
+    return f"{number}{interval}{_published(cell)}{count}"
 
 
-def _in_brackets(cell: Shown) -> str:
+def _gap_cell(run: RunTables, model: str, gap: Gap, metric: str) -> str:
+    count = run.count(model, gap.images)
+    return format_gap(gap, run.recipe.metrics[metric]) + (f" ({count})" if count else "")
+
+
+def _published(cell: CellText) -> str:
     """The paper's number beside ours, where we have one."""
     return f" ({cell.published})" if cell.published and cell.mean not in ("failed", "–") else ""
 
@@ -237,36 +274,23 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
 
 
 def _markdown(text: str) -> str:
-    """Words on one line of Markdown, in which neither a table nor HTML can begin."""
+    """Text on one line, escaped so that it cannot start a table cell or HTML."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _gap_lines(run: Gathered, model: str, against: str | None) -> list[str]:
-    if against is None:
-        return []
-    found = gaps(run.results, run.recipe, model, against)
-    metrics = list(run.recipe.metrics)
-
-    def cell(gap: Gap, metric: str) -> str:
-        interval = "" if math.isnan(gap.low) else f" [{run.number(gap.low, metric)}, {run.number(gap.high, metric)}]"
-        return f"{run.number(gap.difference, metric, '+')}{interval}{SIGNS[gap.standing]}"
-
-    rows = [[m, *(cell(found[m, n], n) for n in metrics)] for m in run.recipe.methods if m != against]
-    head = [f"difference to {against}", *(f"{n} {run.arrow(n)}" for n in metrics)]
-    return [f"{GAPS}.", "", *markdown_table(head, rows), ""]
-
-
-def _rank_lines(run: Gathered, model: str) -> list[str]:
-    found = {n: run.ranks[model, n] for n in run.recipe.metrics if (model, n) in run.ranks}
-    if not found:
+def _rank_lines(run: RunTables, model: str) -> list[str]:
+    ranks = {n: run.ranks[model, n] for n in run.recipe.metrics if (model, n) in run.ranks}
+    if not ranks:
         return []
     rows = [
-        [method, *(f"{r.means[method]:.2f}" if method in r.means else "–" for r in found.values())]
+        [method, *(f"{r.means[method]:.2f}" if method in r.means else "–" for r in ranks.values())]
         for method in run.recipe.methods
     ]
-    rows.append(["critical difference", *(f"{r.critical:.2f}" for r in found.values())])
-    rows.append(["Friedman p", *(f"{r.p:.2g}" for r in found.values())])
-    return [*markdown_table(["mean rank", *found], rows), ""]
+    rows.append(["critical difference", *(f"{r.critical:.2f}" for r in ranks.values())])
+    rows.append(["Friedman p", *(f"{r.p:.2g}" for r in ranks.values())])
+    if run.incomplete:
+        rows.append(["shared images", *(str(r.images) for r in ranks.values())])
+    return [*markdown_table(["mean rank", *ranks], rows), ""]
 
 
 _LATEX = str.maketrans(
@@ -276,18 +300,20 @@ _LATEX = str.maketrans(
 )
 
 
-def as_latex(run: Gathered) -> str:
+def as_latex(run: RunTables) -> str:
     """A booktabs table for each model: mean and half-width of its interval, best bold, tied best with a dagger."""
-    out = [r"% mean $\pm$ half of the 95 % bootstrap interval over images; bold: best; dagger: tied with it"]
+    out = [f"% {run.incomplete}"] if run.incomplete else []
+    out += [r"% mean $\pm$ half of the 95 % bootstrap interval over images; bold: best; dagger: tied with it"]
     for model in run.models:
         metrics = list(run.recipe.metrics)
         out += [r"\begin{tabular}{l" + "r" * len(metrics) + "r}", r"\toprule"]
         head = [f"{_latex(n)} {_latex(run.arrow(n))}" for n in metrics]
         out += [" & ".join([_latex(model), *head, "s/image"]) + r" \\", r"\midrule"]
         for method in run.recipe.methods:
-            numbers = [_latex_cell(run.shown(model, method, n)) for n in metrics]
-            seconds = _latex(run.seconds_shown(model, method))
-            out.append(" & ".join([_latex(method), *numbers, seconds]) + r" \\")
+            numbers = [_latex_cell(run.text(model, method, n)) for n in metrics]
+            seconds = _latex(run.seconds_text(model, method))
+            name = _latex(method) + (rf" {{\scriptsize ({badge})}}" if (badge := run.badge(method)) else "")
+            out.append(" & ".join([name, *numbers, seconds]) + r" \\")
         out += [r"\bottomrule", r"\end{tabular}", ""]
     return "\n".join(out)
 
@@ -296,9 +322,10 @@ def _latex(text: str) -> str:
     return text.translate(_LATEX)
 
 
-def _latex_cell(cell: Shown) -> str:
+def _latex_cell(cell: CellText) -> str:
     if cell.mean in ("failed", "–"):
         return "--"
     number = {"best": rf"\textbf{{{cell.mean}}}", "tied": rf"{cell.mean}$^\dagger$", "": cell.mean}[cell.mark]
     half = rf" {{\scriptsize$\pm${cell.half}}}" if cell.half else ""
-    return f"{number}{half}{_in_brackets(cell)}"
+    count = rf" {{\scriptsize ({cell.count})}}" if cell.count else ""
+    return f"{number}{half}{_published(cell)}{count}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.progress import Watcher, watched
+from patchlight.core.progress import Watcher, watch
 
 
 class Budget:
@@ -48,7 +48,7 @@ class Budget:
         begin = monotonic()
         limit = self.seconds
         try:
-            with watched(Watcher(cancelled=lambda: limit is not None and monotonic() - begin > limit)):
+            with watch(Watcher(cancelled=lambda: limit is not None and monotonic() - begin > limit)):
                 yield lambda: monotonic() - begin
         finally:
             self.last = monotonic() - begin

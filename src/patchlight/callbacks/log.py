@@ -26,8 +26,8 @@ from patchlight.core.drawing import figure_picture
 from patchlight.core.drawing.pictures import MAX_ROWS
 from patchlight.core.errors import Cancelled, LogSkipped, PatchlightError, first_line, integer, warn
 from patchlight.core.images import to_batch
-from patchlight.core.registry import Asked, resolve_all
-from patchlight.core.targets import ScoreName, Target, Targets, resolve_targets, score_of
+from patchlight.core.registry import Selection, resolve_all
+from patchlight.core.targets import ScoreName, Target, Targets, resolve_targets, target_scores
 from patchlight.engine import explain
 from patchlight.methods.requests import Request, check_supported, resolve
 from patchlight.metrics.base import METRICS, MetricRequest, resolve_metric
@@ -71,8 +71,8 @@ class TrainingLog:
         writer: Any = None,
         *,
         every: int = 100,
-        method: Asked = "genatt",
-        metric: Asked | None = "ins-del",
+        method: Selection = "auto",
+        metric: Selection | None = "ins-del",
         target: Target = None,
         budget: float | None = 0.1,
         seconds: float | None = None,
@@ -166,7 +166,7 @@ class TrainingLog:
         against = None if first.against is None else first.against[:, None]
         score: ScoreName = "probability" if self.vit.probable else "logit"
         logits = self.vit.logits(self.images).float().cpu()
-        scores = score_of(logits, Targets(first.target[:, None], against), score, self.vit.outputs)
+        scores = target_scores(logits, Targets(first.target[:, None], against), score, self.vit.outputs)
         return {f"patchlight/{score}": float(scores.mean())}
 
     def _measure(self, label: str, maps: Attributions) -> dict[str, float]:

@@ -150,17 +150,18 @@ def report(
         return
     with progress("reading the run"):
         from patchlight.bench.html import write_html
-        from patchlight.bench.tables import as_csv, as_latex, as_markdown, gather
+        from patchlight.bench.tables import as_csv, as_latex, as_markdown, read_tables
 
-        gathered = gather(folder)
+        tables = read_tables(folder)
     if html is not None:
         with progress("writing the report"):
-            write_html(gathered, html)
+            write_html(tables, html)
         say(f"wrote {html}")
     if latex or csv or html is None:
-        print(as_latex(gathered) if latex else as_csv(gathered) if csv else as_markdown(gathered, against), end="")
-    for note in gathered.notes if latex or csv or html is not None else ():  # Markdown has them
-        say(f"note: {note}")
+        print(as_latex(tables) if latex else as_csv(tables) if csv else as_markdown(tables, against), end="")
+    if latex or csv or html is not None:  # Markdown contains the notes
+        for note in filter(None, (tables.incomplete, *tables.notes)):
+            say(f"note: {note}")
 
 
 def _conclude(summary: Summary, out: Path) -> None:

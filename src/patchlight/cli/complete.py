@@ -51,7 +51,7 @@ def complete_metrics(incomplete: str) -> list[Offer]:
 
 def complete_model(incomplete: str) -> list[Offer]:
     """The models that are known by a name."""
-    return _beginning(incomplete, ((name, "") for name in [*table()["models"], "hf:", "torchvision:"]))
+    return _beginning(incomplete, ((name, "") for name in [*table("models")["models"], "hf:", "torchvision:"]))
 
 
 def complete_kind(incomplete: str) -> list[Offer]:
@@ -61,17 +61,17 @@ def complete_kind(incomplete: str) -> list[Offer]:
 
 def complete_recipe(incomplete: str) -> list[Offer]:
     """The bundled recipes of the benchmark."""
-    from patchlight.core.recipes import bundled
+    from patchlight.core.recipes import bundled_recipes
 
-    return _beginning(incomplete, ((name, "") for name in bundled("bench")))
+    return _beginning(incomplete, ((name, "") for name in bundled_recipes("bench")))
 
 
 def complete_training_recipe(ctx: typer.Context, incomplete: str) -> list[Offer]:
     """The bundled recipes of the explainer that is to be trained."""
-    from patchlight.core.recipes import bundled
+    from patchlight.core.recipes import bundled_recipes
 
     command = ctx.parent.info_name if ctx.parent is not None else None
-    return _beginning(incomplete, ((name, "") for name in bundled(command or "")))
+    return _beginning(incomplete, ((name, "") for name in bundled_recipes(command or "")))
 
 
 def complete_setting(ctx: typer.Context, incomplete: str) -> list[Offer]:

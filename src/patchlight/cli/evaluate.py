@@ -20,7 +20,7 @@ from patchlight.cli.common import (
 from patchlight.cli.complete import complete_methods, complete_metrics, complete_preset
 from patchlight.cli.options import AsJson, DataKind, Force, ImageList, ModelOptions, Seed, Settings, command
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import check_writable, write_whole
+from patchlight.core.files import check_writable, write_atomic
 
 if TYPE_CHECKING:
     from patchlight.study.files import MeasuredFiles
@@ -103,7 +103,7 @@ def evaluate(
     else:
         _print(measured, vit.name, len(log.errors))
     if csv_file is not None:
-        write_whole(csv_file, measured.to_csv().encode(errors="surrogateescape"))
+        write_atomic(csv_file, measured.to_csv().encode(errors="surrogateescape"))
         say(f"Wrote {csv_file}")
     if log.errors:
         raise typer.Exit(SOME_FAILED)

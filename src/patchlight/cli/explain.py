@@ -187,14 +187,14 @@ def _print(done: WrittenFiles, about: dict[str, Any], as_json: bool) -> None:
         return
     from rich.table import Table
 
-    from patchlight.core.drawing import in_words, short
+    from patchlight.core.drawing import describe_prediction, short
 
     table = Table(title=f"Predictions of {done.model}", title_justify="left", title_style="bold")
     for heading in ("image", "prediction", "then", "explained"):
         table.add_column(heading, overflow="fold")
     for image in done.images[:TABLE_ROWS]:
         words = [
-            in_words((p["label"], p.get("probability", p.get("score"))), "probability" in p)
+            describe_prediction((p["label"], p.get("probability", p.get("score"))), "probability" in p)
             for p in image["predictions"]
         ]
         explained = short(image["target"]["label"])

@@ -113,10 +113,10 @@ def _check(path: Path, numbers: Path | None, images: list[Path] | None, force: b
 
 
 def _check_settings(row: dict[str, Any], own: dict[str, Any]) -> None:
-    from patchlight.core.registry import settings_of, settled
+    from patchlight.core.registry import resolve_settings, settings_of
     from patchlight.report.figures import FIGURES
 
-    settled(row["name"], settings_of(FIGURES[row["name"]].function), {}, own)
+    resolve_settings(row["name"], settings_of(FIGURES[row["name"]].function), {}, own)
 
 
 def _rows(plugins: bool) -> list[dict[str, Any]]:

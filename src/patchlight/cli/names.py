@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import cache_folder, write_whole
+from patchlight.core.files import cache_folder, write_atomic
 from patchlight.core.plugins import GROUP
 
 PACKAGE = Path(__file__).parents[1]
@@ -21,17 +21,20 @@ Row = dict[str, Any]
 
 
 @cache
-def table() -> dict[str, Any]:
-    """Methods, metrics, figures, kinds of data and models, from the cache or from the registries."""
+def table(kind: Literal["registries", "models"] = "registries") -> dict[str, Any]:
+    """Methods, metrics, figures and kinds of data, or the models, from the cache or collected again.
+
+    Models have a table of their own, because collecting them imports timm.
+    """
     key, place = _key(), hashlib.sha256(str(PACKAGE).encode()).hexdigest()[:8]
-    path = cache_folder() / f"names-{place}.json"  # one file for each installation
+    path = cache_folder() / f"names-{kind}-{place}.json"  # one file for each installation
     with contextlib.suppress(OSError, ValueError, KeyError):
         cached: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if cached["key"] == key:
             return cached
-    text = json.dumps({"key": key, **from_registries()})
+    text = json.dumps({"key": key, **(from_registries() if kind == "registries" else _models())})
     with contextlib.suppress(PatchlightError):  # a read-only home: they are collected again next time
-        write_whole(path, text.encode())
+        write_atomic(path, text.encode())
     collected: dict[str, Any] = json.loads(text)
     return collected
 
@@ -48,7 +51,6 @@ def find_row(rows: Sequence[Row], name: str) -> Row | None:
 
 def from_registries() -> dict[str, Any]:
     """The table, collected from the registries."""
-    from patchlight.anatomy.load import list_models
     from patchlight.cli.figure import figure_rows
     from patchlight.data import KINDS
     from patchlight.study.catalogue import method_rows, metric_rows
@@ -58,8 +60,13 @@ def from_registries() -> dict[str, Any]:
         "metrics": metric_rows(),
         "figures": figure_rows(),
         "data": sorted(KINDS),
-        "models": list_models(),
     }
+
+
+def _models() -> dict[str, Any]:
+    from patchlight.anatomy.load import list_models
+
+    return {"models": list_models()}
 
 
 def _key() -> str:

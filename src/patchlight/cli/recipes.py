@@ -108,10 +108,10 @@ def list_recipes(
 
 def recipe_rows() -> list[dict[str, Any]]:
     """Every bundled recipe of the benchmark: whose it is, its metrics, models by label, data, and counts."""
-    from patchlight.core.recipes import bundled
+    from patchlight.core.recipes import bundled_recipes
 
     rows = []
-    for name, file in bundled("bench").items():
+    for name, file in bundled_recipes("bench").items():
         recipe = tomllib.loads(file.read_text(encoding="utf-8"))
         rows.append(
             {

@@ -55,8 +55,8 @@ def compare(
         print_json(comparing.as_json(found))
         return
     print(comparing.as_csv(found) if csv else comparing.as_markdown(found), end="")
-    for one in found.differences if csv else ():  # Markdown has them
-        say(f"note: {one.told}")
+    for note in (*found.incomplete, *(one.text for one in found.differences)) if csv else ():  # Markdown contains them
+        say(f"note: {note}")
 
 
 @command
@@ -103,4 +103,4 @@ def tell_unused(source: Path, out: Path, summary: Summary) -> None:
     if summary.reused or not summary.now:
         return
     told = differences(Store(source).manifest(), Store(out).manifest(), f"'{source}'", f"'{out}'")
-    say(f"note: nothing of '{source}' could be used" + "".join(f"; {one.told}" for one in told if one.apart))
+    say(f"note: nothing of '{source}' could be used" + "".join(f"; {one.text}" for one in told if one.incompatible))

@@ -86,18 +86,18 @@ def models(
 ) -> None:
     """List the models that can be loaded by name."""
     with progress("loading the names"):
-        known = names()["models"]
-    from patchlight.core.registry import matching as matching_names
+        known = names("models")["models"]
+    from patchlight.core.registry import match_names
 
-    matching = matching_names(known, pattern)
-    if not matching:
+    matches = match_names(known, pattern)
+    if not matches:
         raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, known)}")
     if as_json:
-        print_json(matching)
+        print_json(matches)
         return
-    for model in matching:
+    for model in matches:
         print(model)
-    say(f"{len(matching)} models; also hf:NAME (transformers), open_clip:NAME and torchvision:NAME")
+    say(f"{len(matches)} models; also hf:NAME (transformers), open_clip:NAME and torchvision:NAME")
 
 
 def catalogue() -> Any:

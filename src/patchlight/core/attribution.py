@@ -1,45 +1,35 @@
-"""The result: raw signed scores with their provenance. Upsampling, masking and colouring are steps of the reader."""
+"""Results of explaining: the maps of one method (`Attribution`) and of several (`Attributions`)."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
+import operator
 import platform
-import secrets
-import shutil
-import tempfile
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from numpy.typing import NDArray
 from torch import Tensor
 
 from patchlight import __version__
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import write_whole
-from patchlight.core.frames import frame, stacked
-from patchlight.core.images import MAX_PIXELS, Preprocess
-from patchlight.core.photos import MOST
+from patchlight.core.frames import make_frame, stack_frames
+from patchlight.core.images import Picture, Preprocess
+from patchlight.core.photos import MOST, as_picture
 from patchlight.core.resize import Upsampling, at_size
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from pandas import DataFrame
+    from PIL.Image import Image
 
     from patchlight.core.drawing.shown import ShownFigure
-
-_FORMAT = 1
-_ABOUT, _SCORES = "attribution.json", "scores.safetensors"
-_TENSORS, _UNSAVED = ("scores", "target", "against", "error"), ("photos",)
-_HEADER = 2**16
-"""Bytes that a header of these four tensors never needs."""
 
 
 @cache
@@ -54,17 +44,52 @@ def _installed() -> tuple[tuple[str, str], ...]:
 
 
 def versions() -> dict[str, str]:
-    """The versions an attribution was made with."""
+    """The installed versions of Patchlight and the libraries that its numbers depend on."""
     return dict(_installed())
+
+
+class _NoSuchImage(PatchlightError, IndexError):
+    """An index out of range; an IndexError, so that a loop over an attribution ends."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attribution:
-    """Scores of image regions for a class: what a method said, untouched.
+    """Maps of one method: a raw, signed score for each image region, with what the maps were made from.
 
-    `scores` is CPU float32 [B,h,w] at the method's own resolution (the patch grid, or pixels where `level` is
-    "pixel"), raw and signed; [B,T,h,w] when several classes an image were asked for. `target` [B] or [B,T] holds the
-    classes, `against` the classes they were contrasted with, `labels` and `against_labels` their names.
+    `pl.explain` returns one. Upsampling, masking and colouring are separate steps.
+
+    Args:
+        scores: CPU float32 [B,h,w] at the method's own resolution; [B,T,h,w] for several classes per image.
+        target: The explained classes [B] or [B,T].
+        method: The name of the method.
+        model: The name of the model.
+        image_size: Height and width of the model's input.
+        level: Whether scores belong to patches ("token") or pixels ("pixel").
+        score: What was explained: "logit", "probability", "cosine" or the name of a function.
+        settings: The settings of the method.
+        against: The classes that `target` was contrasted with, or None.
+        labels: The names of the classes in `target`.
+        against_labels: The names of the classes in `against`.
+        head: The question, if it was not the model's own classifier: the head's kind and content.
+        seed: The random seed.
+        precision: "full", "tf32", "bf16" or "fp16"; two joined by "+" if float16 overflowed for some images;
+            empty if unknown.
+        versions: Versions of Python and of the libraries.
+        preprocess: How images were prepared, which says where the map lies on an image.
+        extent: The pixels (rows, columns) that the scores cover, from the top left, if not the whole image.
+        weights: A hash of the model's weights; empty if unknown.
+        images: A hash of each preprocessed image; empty if unknown.
+        error: The standard error of each score, for sampling methods; NaN where unknown.
+        samples: How many masks, coalitions or noises were sampled for each image; empty for other methods.
+        facts: Further numbers of the method, by name, one per image: "masks" of ViT-CX after clustering.
+        ignores_class: Whether the method gives every class the same map; False in files that do not say.
+        photos: Small pictures of the first images (at most 16) as uint8 [3,h,w], for display; not saved.
+
+    Example:
+        >>> att = pl.explain(vit, "cat.jpg", target="tabby")                                    # doctest: +SKIP
+        >>> att.show()                                                                          # doctest: +SKIP
+        >>> att.numpy().shape                                                                   # doctest: +SKIP
+        (1, 14, 14)
     """
 
     scores: Tensor
@@ -79,31 +104,22 @@ class Attribution:
     labels: tuple[str, ...] = ()
     against_labels: tuple[str, ...] = ()
     head: dict[str, Any] = field(default_factory=dict)
-    """What was asked of the model, where that is not its own classifier: the head's kind and what it was made of."""
     seed: int = 0
     precision: str = ""
-    """The precision it was computed in: "full", "tf32", "bf16" or "fp16"; two joined by "+" where float16 was too small
-    for some images; empty where not known."""
     versions: dict[str, str] = field(default_factory=dict)
     preprocess: Preprocess | None = None
-    """How the images were shown to the model, so that the heat can be laid where it belongs."""
     extent: tuple[int, int] | None = None
-    """The pixels (rows, columns) that the scores lie on, from the top left, where those are not the whole image."""
     weights: str = ""
-    """The hash of the model's weights, and `images` of each image as the model saw it; empty where not known."""
     images: tuple[str, ...] = ()
     error: Tensor | None = None
-    """Of a method that draws, the standard error of each of its scores, of the same shape; NaN where not known."""
     samples: tuple[int, ...] = ()
-    """How many masks, coalitions or noises were drawn for each image; empty where a method draws none."""
     facts: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Other numbers that the method reports, by name one for each image: "masks" of ViT-CX, after clustering."""
+    ignores_class: bool = False
     photos: tuple[Tensor, ...] = ()
-    """What the model saw of the first images, small, for display alone: uint8 [3,h,w], at most 16; not saved."""
 
     @property
     def covers(self) -> tuple[float, float]:
-        """The share of the image's height and width that the scores lie on; above 1 where it was padded."""
+        """The share of the image's height and width that the scores cover; above 1 if the image was padded."""
         rows, columns = self.extent or self.image_size
         return rows / self.image_size[0], columns / self.image_size[1]
 
@@ -113,51 +129,70 @@ class Attribution:
         return self.scores.shape[-2], self.scores.shape[-1]
 
     @property
-    def explained(self) -> tuple[str, ...]:
-        """The names of the classes explained, one per map."""
+    def target_names(self) -> tuple[str, ...]:
+        """The name of the explained class, for each map."""
         return self.labels or tuple(f"class {int(i)}" for i in self.target.flatten())
 
     @property
-    def opposed(self) -> tuple[str, ...]:
-        """The names of the classes these are contrasted with; none where there is no contrast."""
+    def against_names(self) -> tuple[str, ...]:
+        """The name of the class that each map is contrasted with; empty without a contrast."""
         if self.against is None:
             return ()
         return self.against_labels or tuple(f"class {int(i)}" for i in self.against.flatten())
 
     @property
-    def named(self) -> tuple[str, ...]:
-        """What each map is about, in words: "a", or "a against b"."""
-        if not self.opposed:
-            return self.explained
-        return tuple(f"{a} against {b}" for a, b in zip(self.explained, self.opposed, strict=True))
+    def captions(self) -> tuple[str, ...]:
+        """What each map explains: "cat", or "cat against dog"."""
+        if not self.against_names:
+            return self.target_names
+        return tuple(f"{a} against {b}" for a, b in zip(self.target_names, self.against_names, strict=True))
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def __getitem__(self, images: int | slice) -> Attribution:
-        """The attribution of one image (still with a batch axis) or of a slice of them."""
-        if isinstance(images, int):
-            if not -len(self) <= images < len(self):
-                raise IndexError(f"image {images} of {len(self)}")
-            images = slice(images % len(self), images % len(self) + 1)
-        per_image = max(len(self.labels) // max(len(self), 1), 1)
+        """The attribution of one image (still with a batch axis) or of a slice of images."""
+        if not isinstance(images, slice):
+            place = self._place(operator.index(images))
+            images = slice(place, place + 1)
         rows = range(len(self))[images]
-        labels = tuple(name for i in rows for name in self.labels[i * per_image : (i + 1) * per_image])
-        changed = {"scores": self.scores[images], "target": self.target[images], "labels": labels}
-        changed |= {"images": self.images[images], "photos": _leading(self.photos, rows)}
-        changed |= {"samples": self.samples[images], "error": None if self.error is None else self.error[images]}
-        changed |= {"facts": {name: values[images] for name, values in self.facts.items()}}
-        if self.against is not None:
-            changed |= {"against": self.against[images], "against_labels": self.against_labels[images]}
-        return replace(self, **changed)  # type: ignore[arg-type]
+        per_image = max(len(self.labels) // max(len(self), 1), 1)
+        pick = images if rows.step > 0 else list(rows)  # torch has no slices with a negative step
+
+        def part(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[pick]
+
+        return replace(
+            self,
+            scores=self.scores[pick],
+            target=self.target[pick],
+            against=part(self.against),
+            error=part(self.error),
+            labels=tuple(name for i in rows for name in self.labels[i * per_image : (i + 1) * per_image]),
+            against_labels=self.against_labels[images],
+            images=self.images[images],
+            samples=self.samples[images],
+            facts={name: values[images] for name, values in self.facts.items()},
+            photos=tuple(self.photos[i] for i in takewhile(lambda i: i < len(self.photos), rows)),
+        )
+
+    def _place(self, index: int) -> int:
+        """The position of an image, counted from the end if negative."""
+        if not -len(self) <= index < len(self):
+            raise _NoSuchImage(f"there is no image {index}; this attribution has {len(self)}")
+        return index % len(self)
 
     @staticmethod
-    def joined(parts: Sequence[Attribution]) -> Attribution:
-        """The attributions of one method and model, for several batches of images, as one."""
+    def concat(parts: Sequence[Attribution]) -> Attribution:
+        """Join attributions of several batches of images into one.
+
+        Args:
+            parts: Attributions of the same method, model and resolution.
+        """
         if len({(p.method, p.model, p.weights, p.scores.shape[1:], p.against is None) for p in parts}) != 1:
-            told = ", ".join(map(repr, parts)) or "none"
             raise PatchlightError(
-                f"attributions of one method, model, resolution and kind of target can be joined; given: {told}"
+                "only attributions of one method, model, resolution and kind of target can be joined; given: "
+                + (", ".join(map(repr, parts)) or "none")
             )
         against = [part.against for part in parts if part.against is not None]
         error = [part.error for part in parts if part.error is not None]
@@ -176,61 +211,142 @@ class Attribution:
                 for name in parts[0].facts
                 if all(name in part.facts for part in parts)
             },
-            photos=_joined_photos(parts),
+            photos=_leading_photos(parts),
         )
 
+    def numpy(self) -> NDArray[np.float32]:
+        """A copy of the scores as an array [B,h,w], or [B,T,h,w] for several classes per image.
+
+        Example:
+            >>> heat = att.numpy()[0]                                                           # doctest: +SKIP
+        """
+        return self.scores.numpy().copy()
+
     def upsample(self, size: int | tuple[int, int] | None = None, upsampling: Upsampling = "bilinear") -> Tensor:
-        """Scores at another resolution, the model's input size by default: [..., H, W]."""
+        """Scores at another resolution [..., H, W].
+
+        Args:
+            size: Height and width, or one number for both; by default the model's input size.
+            upsampling: "bilinear", "bicubic" or "nearest".
+        """
         size = self.image_size if size is None else (size, size) if isinstance(size, int) else size
         return at_size(self.scores, size, self.covers, upsampling)
 
     def top_patches(self, k: int = 10) -> Tensor:
-        """The k highest-scoring cells as (row, column), best first: [..., k, 2]. Ties keep reading order."""
+        """The highest-scoring cells as (row, column), best first [..., k, 2]; ties keep reading order.
+
+        Args:
+            k: The number of cells.
+        """
         cells = self.grid[0] * self.grid[1]
         if not 1 <= k <= cells:
-            raise PatchlightError(f"there are {cells} cells; {k} cannot be picked")
+            raise PatchlightError(f"k is {k}, but a map has {cells} cells; give 1 to {cells}")
         order = self.scores.flatten(-2).sort(stable=True, dim=-1, descending=True).indices[..., :k]
         return torch.stack([order // self.grid[1], order % self.grid[1]], -1)
 
     def mask(self, fraction: float = 0.2) -> Tensor:
-        """True on the highest-scoring `fraction` of the cells (rounded, at least one)."""
+        """A mask that is True on the highest-scoring cells.
+
+        Args:
+            fraction: The share of the cells (rounded, at least one cell).
+        """
         if not 0 < fraction <= 1:
-            raise PatchlightError(f"fraction {fraction} is not in (0, 1]")
+            raise PatchlightError(f"fraction is {fraction}; give a number above 0, at most 1")
         best = self.top_patches(max(1, round(fraction * self.grid[0] * self.grid[1])))
         flat = torch.zeros(*self.scores.shape[:-2], self.grid[0] * self.grid[1], dtype=torch.bool)
         return flat.scatter(-1, best[..., 0] * self.grid[1] + best[..., 1], True).view(self.scores.shape)
 
-    def overlay(self, image: Any, index: int = 0, **options: Any) -> Any:
-        """A PIL picture of image `index`'s heat over `image` (a PIL image, a path or a [C,H,W] tensor).
+    def overlay(self, image: Picture | Tensor | None = None, index: int = 0, **options: Any) -> Image:
+        """One map as heat over its photograph, as a PIL image. For several classes, the first is shown.
 
-        The image is cut as the model saw it. Of several classes the first is shown. Options as in
-        `patchlight.core.drawing.overlay`.
+        Args:
+            image: The photograph: a PIL image, a path or a preprocessed [C,H,W] tensor. It is cropped as the model
+                saw it. By default the small copy that `explain` kept of the first 16 images.
+            index: Which image of the batch.
+            options: See `patchlight.core.drawing.overlay`.
+
+        Example:
+            >>> att.overlay().save("heat.png")                                                  # doctest: +SKIP
         """
         from patchlight.core.drawing import overlay
 
-        if not -len(self) <= index < len(self):
-            raise PatchlightError(f"there is no image {index}; this attribution has {len(self)}")
-        if isinstance(image, Tensor):
-            if self.preprocess is None or image.ndim != 3:
-                raise PatchlightError("give the picture itself, or one preprocessed [C,H,W] tensor of this model")
-            image = self.preprocess.picture(image)
-        scores = self.scores[index]
-        options = {"preprocess": self.preprocess, "covers": self.covers, **options}
+        place = self._place(index)
+        if image is None and place >= len(self.photos):
+            raise PatchlightError(f"no photograph was kept for image {index}; give it as `image`")
+        if isinstance(image, Tensor) and (self.preprocess is None or image.ndim != 3):
+            raise PatchlightError("give `image` as a picture, or as one preprocessed [C,H,W] tensor of this model")
+        scores = self.scores[place]
+        options = {"covers": self.covers, **options}
+        if image is None:
+            photo = self.photos[place]
+            image = as_picture(photo, max(photo.shape))
+        elif isinstance(image, Tensor):
+            image = self.preprocess.picture(image)  # type: ignore[union-attr]
+        else:
+            options = {"preprocess": self.preprocess, **options}  # pictures and tensors are cropped already
         return overlay(scores if scores.ndim == 2 else scores[0], image, self.image_size, **options)
+
+    def plot(self, ax: Axes | None = None, index: int = 0, image: Picture | Tensor | None = None) -> Axes:
+        """Draw one map into matplotlib axes, over its photograph if there is one.
+
+        Args:
+            ax: The axes; by default those of a new figure of pyplot.
+            index: Which image of the batch; for several classes, the first is drawn.
+            image: As in `overlay`.
+
+        Returns:
+            The axes.
+
+        Example:
+            >>> figure, axes = plt.subplots(1, 2)                                               # doctest: +SKIP
+            >>> att.plot(axes[0]), other.plot(axes[1])                                          # doctest: +SKIP
+        """
+        from patchlight.core.drawing import heat_picture
+
+        if ax is None:
+            from matplotlib import pyplot
+
+            ax = pyplot.subplots()[1]
+        place = self._place(index) * (self.target.numel() // len(self))
+        ax.imshow(heat_picture(self, place) if image is None else self.overlay(image, index))
+        ax.set_title(f"{self.method}: {self.captions[place]}", parse_math=False)
+        ax.set_axis_off()
+        return ax
+
+    def figure(self, path: str | Path | None = None) -> ShownFigure:
+        """A figure of the maps over the photographs that were kept: see `Attributions.figure`.
+
+        Args:
+            path: A file to write the figure to as well; its suffix is the format.
+        """
+        return Attributions({self.method: self}).figure(path)
+
+    def show(self) -> None:
+        """Show the maps: in a notebook below the cell, else in the image viewer.
+
+        Without a screen, a PNG file is written to the temporary folder and its path is printed.
+
+        Example:
+            >>> pl.explain(vit, "cat.jpg").show()                                               # doctest: +SKIP
+        """
+        from patchlight.core.display import show
+        from patchlight.core.drawing.shown import ShownFigure
+
+        show(self, lambda: self.figure() if self.photos else self.plot(ShownFigure().subplots()).figure)
 
     def to_frame(self) -> DataFrame:
         """A pandas table with a row per cell: image, method, target, label, against, row, column, score and error."""
         height, width = self.grid
         maps, cells = self.target.numel(), height * width
         image = np.repeat(np.arange(len(self)), maps // max(len(self), 1))
-        contrast = {"against": np.repeat(np.array(self.opposed, dtype=object), cells)} if self.opposed else {}
-        return frame(
+        against = self.against_names
+        return make_frame(
             {
                 "image": np.repeat(image, cells),
                 "method": self.method,
                 "target": np.repeat(self.target.flatten().numpy(), cells),
-                "label": np.repeat(np.array(self.explained, dtype=object), cells),
-                **contrast,
+                "label": np.repeat(np.array(self.target_names, dtype=object), cells),
+                **({"against": np.repeat(np.array(against, dtype=object), cells)} if against else {}),
                 "row": np.tile(np.repeat(np.arange(height), width), maps),
                 "column": np.tile(np.arange(width), maps * height),
                 "score": self.scores.flatten().numpy(),
@@ -239,85 +355,41 @@ class Attribution:
         )
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
-        """Write scores (safetensors) and provenance (JSON) as a new folder, whole or not at all.
+        """Write scores (safetensors) and metadata (JSON) to a new folder, completely or not at all.
 
-        An existing folder is refused; `force=True` replaces an attribution in it. The JSON says which file holds the
-        scores, so that the old attribution is there until the moment the new one is.
+        Args:
+            folder: A folder that does not exist yet.
+            force: Replace an attribution that is in the folder.
+
+        Returns:
+            The folder.
+
+        Example:
+            >>> pl.Attribution.load(att.save("maps/cat"))                                       # doctest: +SKIP
         """
-        folder = Path(folder)
-        self._check_finite(f"'{folder}'")
-        if folder.exists() and not (force and (folder / _ABOUT).is_file()):
-            raise PatchlightError(f"'{folder}' exists already; choose another folder, or force=True to replace it")
-        replaced = _scores_file(folder) if folder.exists() else None
-        try:
-            if replaced is None:
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-                try:
-                    self._write(part, _SCORES)
-                    part.chmod(0o755)
-                    os.rename(part, folder)
-                finally:
-                    shutil.rmtree(part, ignore_errors=True)
-            else:
-                self._write(folder, f"scores-{secrets.token_hex(4)}.safetensors")
-                replaced.unlink(missing_ok=True)
-        except OSError as error:
-            raise PatchlightError(f"'{folder}' cannot be written: {error.strerror or error}") from error
-        return folder
+        from patchlight.core.attribution_files import write_attribution
 
-    def files(self, scores: str = _SCORES) -> dict[str, bytes]:
-        """The contents of the files that `save` writes, by their names: the scores, then the JSON that names them."""
-        from safetensors.torch import save
-
-        self._check_finite("this attribution")
-        tensors = {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
-        about = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*_TENSORS, *_UNSAVED)}
-        about["preprocess"] = None if self.preprocess is None else asdict(self.preprocess)
-        text = json.dumps({"format": _FORMAT, "tensors": scores, **about}, indent=1, default=repr)
-        return {
-            scores: save({name: tensor.contiguous() for name, tensor in tensors.items()}),
-            _ABOUT: (text + "\n").encode(),
-        }
-
-    def _check_finite(self, what: str) -> None:
-        if not bool(self.scores.isfinite().all()) or (self.error is not None and bool(self.error.isinf().any())):
-            raise PatchlightError(f"the scores hold NaN or infinity; {what} is not written, since it would not load")
-
-    def _write(self, folder: Path, scores: str) -> None:
-        """The scores under that name, then the JSON that names them."""
-        try:
-            for name, data in self.files(scores).items():
-                write_whole(folder / name, data)
-        finally:
-            if _scores_file(folder) != folder / scores:
-                (folder / scores).unlink(missing_ok=True)
+        return write_attribution(self, Path(folder), force)
 
     @staticmethod
     def load(folder: str | Path) -> Attribution:
-        """Read back what `save` wrote; whatever is not that is refused in one sentence."""
-        from safetensors import SafetensorError
+        """Read an attribution that `save` wrote.
 
-        folder = Path(folder)
-        try:
-            about = _read_about(folder / _ABOUT)
-            found = Attribution(**_read_tensors(folder / about.pop("tensors")), **about)
-            _check_fit(found)
-            return found
-        except FileNotFoundError as error:
-            raise PatchlightError(
-                f"'{folder}' holds no attribution ({Path(error.filename).name} is missing)"
-            ) from error
-        except OSError as error:
-            raise PatchlightError(f"'{folder}' cannot be read: {error.strerror or error}") from error
-        except (ValueError, KeyError, SafetensorError) as error:  # a KeyError is a type of number that torch has not
-            raise PatchlightError(f"'{folder}' is damaged: {_told(error)}") from error
+        Args:
+            folder: The folder that was given to `save`.
+
+        Raises:
+            PatchlightError: If the folder holds no attribution, or a damaged one.
+        """
+        from patchlight.core.attribution_files import read_attribution
+
+        return read_attribution(Path(folder))
 
     def __repr__(self) -> str:
         grid = "x".join(map(str, self.grid))
-        first = self[:4].named  # not of all: there may be many
-        named = ", ".join(dict.fromkeys(first[:3])) + ("…" if len(first) > 3 else "")
-        return f"<Attribution by {self.method} of {self.model} for {named}: {len(self)} image(s), {grid} {self.level}s>"
+        first = self[:4].captions  # only the first: there may be many
+        names = ", ".join(dict.fromkeys(first[:3])) + ("…" if len(first) > 3 else "")
+        return f"<Attribution by {self.method} of {self.model} for {names}: {len(self)} image(s), {grid} {self.level}s>"
 
     def _repr_html_(self) -> str:
         from patchlight.core.drawing import heat_html
@@ -326,17 +398,64 @@ class Attribution:
 
 
 class Attributions(dict[str, Attribution]):
-    """What several methods say of the same images, by their labels: a dict that a notebook shows as a table."""
+    """Maps of several methods for the same images: a dict by method, which a notebook shows as a table.
+
+    `pl.explain` with a list of methods returns one.
+
+    Example:
+        >>> maps = pl.explain(vit, "cat.jpg", ["genatt", "tis"])                                # doctest: +SKIP
+        >>> maps["tis"].top_patches(5)                                                          # doctest: +SKIP
+    """
 
     def to_frame(self) -> DataFrame:
-        """The tables of all, below each other; `method` is the label."""
-        return stacked(att.to_frame().assign(method=label) for label, att in self.items())
+        """The pandas tables of all methods in one; `method` is the key in this dict."""
+        return stack_frames(att.to_frame().assign(method=label) for label, att in self.items())
 
     def figure(self, path: str | Path | None = None) -> ShownFigure:
-        """The maps over the small photographs kept of the first images; `pl.figure` takes the images themselves."""
+        """A figure of the maps over the small photographs that were kept of the first images.
+
+        `pl.figure` takes the images themselves.
+
+        Args:
+            path: A file to write the figure to as well; its suffix is the format.
+        """
         from patchlight.core.drawing import photo_figure
 
         return photo_figure(self, path)
+
+    def show(self) -> None:
+        """Show the maps side by side: see `Attribution.show`."""
+        from patchlight.core.display import show
+
+        show(self, self.figure)
+
+    def save(self, folder: str | Path, force: bool = False) -> Path:
+        """Write each attribution to its own folder below `folder`.
+
+        Args:
+            folder: A folder that does not exist yet.
+            force: Replace attributions that are in the folder.
+
+        Returns:
+            The folder.
+
+        Example:
+            >>> pl.Attributions.load(maps.save("maps/"))                                        # doctest: +SKIP
+        """
+        from patchlight.core.attribution_files import write_attributions
+
+        return write_attributions(self, Path(folder), force)
+
+    @staticmethod
+    def load(folder: str | Path) -> Attributions:
+        """Read the attributions that `save` wrote, in alphabetical order.
+
+        Args:
+            folder: The folder that was given to `save`.
+        """
+        from patchlight.core.attribution_files import read_attributions
+
+        return Attributions(read_attributions(Path(folder)))
 
     def _repr_html_(self) -> str:
         from patchlight.core.drawing import maps_html
@@ -344,119 +463,11 @@ class Attributions(dict[str, Attribution]):
         return maps_html(self)
 
 
-def _joined_photos(parts: Sequence[Attribution]) -> tuple[Tensor, ...]:
-    """The photographs of the first images of several attributions, as far as there are some without a gap."""
+def _leading_photos(parts: Sequence[Attribution]) -> tuple[Tensor, ...]:
+    """The photographs of several attributions, up to the first image that has none."""
     photos: list[Tensor] = []
     for part in parts:
         photos.extend(part.photos)
         if len(part.photos) < len(part):
             break
     return tuple(photos[:MOST])
-
-
-def _leading(photos: tuple[Tensor, ...], rows: range) -> tuple[Tensor, ...]:
-    """The photographs of the first of these images, as far as there are some without a gap."""
-    return tuple(photos[i] for i in takewhile(lambda i: i < len(photos), rows))
-
-
-@cache
-def _schema() -> type[BaseModel]:
-    """What attribution.json holds: every field but the tensors, by its own type."""
-    hints = get_type_hints(Attribution)
-    own: dict[str, Any] = {}
-    for f in fields(Attribution):
-        if f.name not in (*_TENSORS, *_UNSAVED):
-            own[f.name] = (hints[f.name], ... if f.default is MISSING and f.default_factory is MISSING else None)
-    named = Annotated[str, Field(pattern=r"^scores(-[0-9a-f]+)?\.safetensors$")]
-    return create_model(
-        "About",
-        __config__=ConfigDict(extra="forbid", strict=True),
-        format=(Literal[1], ...),
-        tensors=(named, _SCORES),
-        **own,
-    )
-
-
-def _read_about(path: Path) -> dict[str, Any]:
-    """The checked fields of an attribution.json; those that are not there have the default of the dataclass."""
-    _check_bytes(path)
-    read = _schema().model_validate_json(path.read_bytes())
-    return {"tensors": _SCORES} | {name: getattr(read, name) for name in read.model_fields_set if name != "format"}
-
-
-def _read_tensors(path: Path) -> dict[str, Any]:
-    """The tensors of an attribution, read only after a look at what the file's header declares."""
-    from safetensors.torch import load
-
-    _check_bytes(path)
-    shape = _declared_shape(path)
-    if len(shape) not in (3, 4) or 0 in shape or shape[-2] * shape[-1] > MAX_PIXELS:
-        raise ValueError(f"scores have shape {shape}, which is no map of an image")
-    tensors: dict[str, Any] = load(path.read_bytes())  # by its bytes, since safetensors opens no path that is not UTF-8
-    if not {"scores", "target"} <= set(tensors) <= set(_TENSORS):
-        raise ValueError(f"{path.name} holds {', '.join(sorted(tensors))}; it must hold scores and target")
-    return tensors
-
-
-def _declared_shape(path: Path) -> list[int]:
-    """The shape of the scores by a safetensors header: its length in 8 bytes, then JSON of names, types and shapes."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(min(length, _HEADER))
-    try:
-        return [int(side) for side in json.loads(text)["scores"]["shape"]]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path.name} has no header that declares scores") from error
-
-
-def _check_bytes(path: Path) -> None:
-    """Refuse a file that would take more memory than the machine has."""
-    size = path.stat().st_size
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else size
-    if size > memory:
-        raise ValueError(f"{path.name} has {size >> 30} GiB, and this machine {memory >> 30} GiB of memory")
-
-
-def _check_fit(att: Attribution) -> None:
-    """Refuse values that do not belong together."""
-    shape = tuple(att.scores.shape[:-2])
-    classes = [("target", att.target), *([("against", att.against)] if att.against is not None else [])]
-    for name, index in classes:
-        if tuple(index.shape) != shape or index.is_floating_point() or index.is_complex() or bool((index < 0).any()):
-            raise ValueError(f"{name} is not one class index for each of the maps {list(att.scores.shape)}")
-    for name, labels in (("labels", att.labels), ("against_labels", att.against_labels)):
-        if len(labels) not in (0, math.prod(shape)):
-            raise ValueError(f"{name} are {len(labels)} names for {math.prod(shape)} maps")
-    for name, values in (("scores", att.scores), ("errors", att.scores if att.error is None else att.error)):
-        if values.shape != att.scores.shape:
-            raise ValueError(f"{name} have shape {list(values.shape)}, and scores {list(att.scores.shape)}")
-        known = values if name == "scores" else values.nan_to_num(posinf=torch.inf)  # an error may not be known
-        if not values.is_floating_point() or not bool(known.isfinite().all()):
-            raise ValueError(f"{name} are not finite numbers")
-    if len(att.samples) not in (0, len(att)):
-        raise ValueError(f"samples are {len(att.samples)} counts for {len(att)} images")
-    for name, numbers in att.facts.items():
-        if len(numbers) != len(att) or not all(map(math.isfinite, numbers)):
-            raise ValueError(f"facts.{name} is not one finite number for each of {len(att)} images")
-    for name, size in (("image_size", att.image_size), ("extent", att.extent or att.image_size)):
-        if min(size) < 1 or math.prod(size) > MAX_PIXELS:
-            raise ValueError(f"{name} is {list(size)}")
-    if att.preprocess is not None and att.preprocess.size != att.image_size:
-        raise ValueError(f"image_size is {list(att.image_size)}, but preprocess.size {list(att.preprocess.size)}")
-
-
-def _scores_file(folder: Path) -> Path:
-    """The file that holds the scores of the attribution in a folder, as its JSON says."""
-    try:
-        return folder / str(_read_about(folder / _ABOUT)["tensors"])
-    except (OSError, ValueError):
-        return folder / _SCORES
-
-
-def _told(error: Exception) -> str:
-    """What is wrong, and where, in one line."""
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        return " ".join(f"{_ABOUT}: {where}: {first['msg']}".replace(": :", ":").split())
-    return " ".join(str(error).split())

@@ -21,7 +21,7 @@ class PatchlightError(ValueError):
     """A request that cannot be met: one sentence that says what was given and what would work."""
 
     def __init__(self, sentence: object = "") -> None:
-        super().__init__(spelled(str(sentence)))
+        super().__init__(escape_surrogates(str(sentence)))
 
 
 class Unsupported(PatchlightError):
@@ -65,14 +65,14 @@ class LogSkipped(UserWarning):
 
 
 class Cancelled(BaseException):
-    """Who watches the work (`progress.watched`) asked to stop; nothing that handles errors may take it for one."""
+    """Who watches the work (`progress.watch`) asked to stop; nothing that handles errors may take it for one."""
 
 
 _HEARD: ContextVar[list[str] | None] = ContextVar("heard", default=None)
 
 
 @contextlib.contextmanager
-def hearing() -> Iterator[list[str]]:
+def collect_warnings() -> Iterator[list[str]]:
     """Inside, Patchlight's warnings of this thread are put into a list, and not told."""
     heard: list[str] = []
     before = _HEARD.set(heard)
@@ -103,10 +103,10 @@ def warn(words: str, category: type[Warning]) -> None:
     warnings.warn_explicit(words, category, line.f_code.co_filename, line.f_lineno, module, registry)
 
 
-def spelled(name: str) -> str:
+def escape_surrogates(name: str) -> str:
     """A file name as text that can be written anywhere: bytes that are not UTF-8 are spelled out.
 
-    >>> spelled("b\\udcff.png")
+    >>> escape_surrogates("b\\udcff.png")
     'b\\\\xff.png'
     """
     try:
@@ -150,7 +150,7 @@ def integer(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
     return number
 
 
-def known_keywords(function: Callable[P, R], advice: str = "") -> Callable[P, R]:
+def check_keywords(function: Callable[P, R], advice: str = "") -> Callable[P, R]:
     """Have a function refuse a misspelt keyword with the nearest one; `advice` is for what is none."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
 
@@ -173,5 +173,13 @@ def _listed(names: list[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its kind where it says nothing."""
+    """The first line of an error's message, or its type if the message is empty.
+
+    For pydantic's `ValidationError` this is the first problem with the key that has it.
+    """
+    from pydantic_core import ValidationError  # imported here: this module is loaded by every command
+
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        return " ".join(": ".join(filter(None, (".".join(map(str, problem["loc"])), problem["msg"]))).split())
     return (str(error).splitlines() or [type(error).__name__])[0]

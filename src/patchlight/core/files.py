@@ -23,7 +23,7 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(users or "~/.cache").expanduser() / "patchlight"
 
 
-def write_whole(path: str | Path, data: bytes, durable: bool = False) -> Path:
+def write_atomic(path: str | Path, data: bytes, durable: bool = False) -> Path:
     """Write `data` under a temporary name beside `path`, then rename: nobody ever meets half a file.
 
     `durable` has it on the disk before the rename, so that not even a power cut leaves an empty one.
@@ -69,7 +69,7 @@ def finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def cell(value: Any) -> Any:
+def csv_cell(value: Any) -> Any:
     """A value as a cell of a CSV file: text that a spreadsheet would take for a formula gets a ' before it.
 
     >>> cell("=1+1"), cell(-1.5)

@@ -20,7 +20,7 @@ Stamp = tuple[list[tuple[int, int]], bytes]
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[Stamp, str]] = WeakKeyDictionary()
 
 
-def digest_of(value: Any) -> str:
+def json_digest(value: Any) -> str:
     """Sixteen hexadecimal digits of the SHA-256 of a value's JSON, keys sorted."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -48,9 +48,9 @@ def identity(vit: Anatomy) -> str:
     return hashlib.sha256(f"{weights} {told}".encode()).hexdigest()[:16]
 
 
-def of_tensor(values: Tensor) -> str:
+def hash_tensor(values: Tensor) -> str:
     """The hash of one tensor."""
-    return of_images(values[None])[0]
+    return hash_images(values[None])[0]
 
 
 def stamp(model: nn.Module) -> Stamp:
@@ -80,7 +80,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def of_images(images: Tensor) -> tuple[str, ...]:
+def hash_images(images: Tensor) -> tuple[str, ...]:
     """The hash of each preprocessed image of a batch [B,C,H,W]."""
     about = repr((str(images.dtype), tuple(images.shape[1:]))).encode()
     return tuple(_hashed(about, row) for row in _sums(images.detach().flatten(1)).cpu())

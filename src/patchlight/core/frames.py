@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-def frame(columns: Mapping[str, Any]) -> DataFrame:
+def make_frame(columns: Mapping[str, Any]) -> DataFrame:
     """A table of columns, in that order; a column that is one value has it in every row."""
     return _pandas().DataFrame(dict(columns))
 
 
-def stacked(frames: Iterable[DataFrame]) -> DataFrame:
+def stack_frames(frames: Iterable[DataFrame]) -> DataFrame:
     """Tables below each other, their rows numbered through."""
     return _pandas().concat(list(frames), ignore_index=True)
 

@@ -57,12 +57,11 @@ class Preprocess:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "strict": True}
 
     def __post_init__(self) -> None:
-        sides = (*self.size, self.crop_pct)
-        sane = all(math.isfinite(side) and side > 0 for side in sides)
-        if not sane or math.prod(self.size) / self.crop_pct**2 > MAX_PIXELS:
+        sane = all(1 <= side <= MAX_PIXELS for side in self.size) and 0 < self.crop_pct <= min(self.size)
+        if not sane or math.prod(side / self.crop_pct for side in self.size) > MAX_PIXELS:
             raise PatchlightError(f"images of size {list(self.size)}, cut out at {self.crop_pct}, cannot be made")
         colours = (*self.mean, *self.std)
-        if len(self.mean) != len(self.std) or not all(map(math.isfinite, colours)) or 0 in self.std:
+        if not 0 < len(self.mean) == len(self.std) or not all(map(math.isfinite, colours)) or 0 in self.std:
             raise PatchlightError(f"mean {self.mean} and std {self.std} are not a finite pair of each channel's")
 
     def crop(self, image: Image.Image) -> Image.Image:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int | None], None]
 """Called with how much is done and of how much; None where only the end will tell."""
-Tell = Callable[[float, int | None], None]
+Update = Callable[[float, int | None], None]
 """The same, of work that may be done in part."""
 PATIENCE = 2.0
 """Seconds before a bar is shown."""
@@ -31,12 +31,14 @@ _SHOWN = threading.Lock()
 
 @dataclass
 class Watcher:
-    """Who watches the work of a thread: `tell` hears of the forwards done and to do, `cancelled` says whether to stop.
+    """Follows the forward passes of a thread, and may stop them.
 
-    What is to do is known a list of variants at a time, so that it grows with the rounds of a method.
+    Args:
+        report: Called with the number of passes done and their total, which grows with each round of a method.
+        cancelled: Returns whether to stop.
     """
 
-    tell: Callable[[int, int], None] = lambda done, total: None
+    report: Callable[[int, int], None] = lambda done, total: None
     cancelled: Callable[[], bool] = lambda: False
     done: int = 0
     total: int = 0
@@ -49,7 +51,7 @@ class Watcher:
     def advance(self, count: int) -> None:
         """So many of them are done."""
         self.done += count
-        self.tell(self.done, self.total)
+        self.report(self.done, self.total)
 
     def check(self) -> None:
         """Stop here, where that is wanted."""
@@ -60,13 +62,13 @@ class Watcher:
 _WATCHED: ContextVar[Watcher | None] = ContextVar("watched", default=None)
 
 
-def watching() -> Watcher:
+def current_watcher() -> Watcher:
     """Who watches what this thread does; nobody, where nobody does."""
     return _WATCHED.get() or Watcher()
 
 
 @contextlib.contextmanager
-def watched(watch: Watcher) -> Iterator[None]:
+def watch(watch: Watcher) -> Iterator[None]:
     """Inside, every chunk of variants and every pass is told to `watch`, and stops where it says so."""
     before = _WATCHED.set(watch)
     try:
@@ -90,13 +92,13 @@ def bar(words: str) -> Iterator[Bar]:
         TimeRemainingColumn(),
     )
     shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with alone(), shown:
+    with exclusive_bar(), shown:
         shown.add_task(words, total=None)
         yield shown
 
 
 @contextlib.contextmanager
-def telling(progress: Progress | bool | None, words: str) -> Iterator[Tell]:
+def show_progress(progress: Progress | bool | None, words: str) -> Iterator[Update]:
     """A function to call with the images done and their number as work proceeds.
 
     Args:
@@ -121,7 +123,7 @@ def _silent(done: float, total: int | None) -> None:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[bool]:
+def exclusive_bar() -> Iterator[bool]:
     """Whether there is no other bar; while this lasts, no other comes."""
     mine = _SHOWN.acquire(blocking=False)
     try:
@@ -132,9 +134,9 @@ def alone() -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _late_bar(words: str) -> Iterator[Tell]:
+def _late_bar(words: str) -> Iterator[Update]:
     """A bar on a terminal or in a notebook after PATIENCE, unless the work is over by then or there is another bar."""
-    with alone() as mine:
+    with exclusive_bar() as mine:
         lock = threading.Lock()
         now: tuple[float, int | None] = 0, None
         shown: Any = None

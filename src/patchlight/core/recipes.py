@@ -24,8 +24,8 @@ KINDS = ("bench", "diffmask", "shapley")
 """The commands that take recipes; each has its bundled ones in the folder of its name."""
 DEEPEST = 16
 """Tables and lists inside each other, at most; a recipe has five."""
-Whole = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
-Many = Annotated[int, Field(strict=True, ge=1)]
+Int64 = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+PositiveInt = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
@@ -62,7 +62,7 @@ def short_for(key: str) -> Any:
     return model_validator(mode="before")(lambda value: {key: value} if isinstance(value, str) else value)
 
 
-def bundled(kind: str = "bench") -> dict[str, Traversable]:
+def bundled_recipes(kind: str = "bench") -> dict[str, Traversable]:
     """The recipes that come with the package, by name, of those that `patchlight KIND` takes."""
     files = (resources.files("patchlight") / "recipes" / kind).iterdir()
     return dict(sorted((file.name.removesuffix(".toml"), file) for file in files if file.name.endswith(".toml")))
@@ -70,14 +70,14 @@ def bundled(kind: str = "bench") -> dict[str, Traversable]:
 
 def find_recipe(given: str | Path, kind: str = "bench") -> Traversable:
     """The file of a recipe: a bundled one by its name, or a path, which ends with .toml or has a slash in it."""
-    known = bundled(kind)
+    known = bundled_recipes(kind)
     if not _is_path(given) and str(given) in known:
         return known[str(given)]
     if _is_path(given) and Path(given).exists():
         return Path(given)
     name = Path(given).name.removesuffix(".toml")
     told = f"no recipe at '{given}'" if _is_path(given) else f"no bundled recipe is called '{given}'"
-    other = next((k for k in KINDS if k != kind and name in bundled(k)), None)
+    other = next((k for k in KINDS if k != kind and name in bundled_recipes(k)), None)
     if other is not None:
         raise PatchlightError(f"{told} for `patchlight {kind}`; that is a recipe of `patchlight {other}`")
     raise PatchlightError(f"{told}; {nearest(name, [*known, *(file.name for file in Path().glob('*.toml'))])}")

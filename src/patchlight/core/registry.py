@@ -82,12 +82,12 @@ class Registry(Mapping[str, N], Generic[N]):
 
     def find(self, name: str) -> N:
         """The one of that name or alias; else an error that says which names are near."""
-        entry = self.named(name)
+        entry = self.lookup(name)
         if entry is None:
             raise PatchlightError(f"no {self.noun} is called '{name}'; {nearest(name, [*self, *self._aliases])}")
         return entry
 
-    def named(self, name: str) -> N | None:
+    def lookup(self, name: str) -> N | None:
         """The one of that name or alias, where there is one."""
         self._load()
         return self._entries.get(self._aliases.get(name, name))
@@ -118,16 +118,16 @@ def _redefines(entry: Named, old: Named) -> bool:
     return (new.__module__, new.__qualname__) == (before.__module__, before.__qualname__)
 
 
-class Told(Protocol):
+class TableRow(Protocol):
     """A line of a table: its words by the headings they stand under."""
 
     def cells(self) -> dict[str, str]: ...
 
 
-T = TypeVar("T", bound=Told)
+T = TypeVar("T", bound=TableRow)
 
 
-class Listed(list[T]):
+class TableList(list[T]):
     """A list that a notebook shows as a table."""
 
     def _repr_html_(self) -> str:
@@ -156,17 +156,17 @@ class Setting:
             return self._adapter.validate_python(value)
         except ValidationError as error:
             found = error.errors()
-            reason = found[0]["msg"] if len(found) == 1 else f"give {in_words(self.kind)}"
+            reason = found[0]["msg"] if len(found) == 1 else f"give {describe_type(self.kind)}"
             raise PatchlightError(f"setting {self.name}={value!r} of '{owner}' is not valid: {reason}") from error
 
     def __str__(self) -> str:
-        return f"{in_words(self.kind)} = {self.default!r}"
+        return f"{describe_type(self.kind)} = {self.default!r}"
 
 
 @cache
 def settings_of(function: Callable[..., Any]) -> Mapping[str, Setting]:
     """The settings of a function: all its parameters but the first."""
-    hints, lines = get_type_hints(function, include_extras=True), described(function)[1]
+    hints, lines = get_type_hints(function, include_extras=True), split_docstring(function)[1]
     own = list(inspect.signature(function).parameters.values())[1:]
     kinds = {p.name: hints.get(p.name, Any) for p in own}
     return {p.name: Setting(p.name, k := kinds[p.name], p.default, lines.get(p.name) or _description(k)) for p in own}
@@ -179,7 +179,7 @@ def _description(kind: Any) -> str:
 
 
 @cache
-def described(function: Callable[..., Any]) -> tuple[str, Mapping[str, str]]:
+def split_docstring(function: Callable[..., Any]) -> tuple[str, Mapping[str, str]]:
     """A Google-style docstring without its section `Args:`, and that section's text for each argument."""
     text = inspect.getdoc(function) or ""
     section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", text, re.MULTILINE)
@@ -190,7 +190,7 @@ def described(function: Callable[..., Any]) -> tuple[str, Mapping[str, str]]:
     return rest.strip(), {name: " ".join(line.split()) for name, line in lines}
 
 
-def accepted(function: Callable[..., Any], settings: Settings) -> dict[str, Any]:
+def filter_settings(function: Callable[..., Any], settings: Settings) -> dict[str, Any]:
     """Those of the settings that the function takes."""
     return {key: settings[key] for key in settings_of(function) if key in settings}
 
@@ -217,7 +217,7 @@ class Entry:
     @property
     def text(self) -> str:
         """The function's docstring without its arguments, which `Setting.text` has."""
-        return described(self.function)[0]
+        return split_docstring(self.function)[0]
 
     def preset(self, name: Any) -> Settings:
         """The settings of a preset; none for None."""
@@ -244,7 +244,7 @@ def make_decorator(
     return decorator
 
 
-def settled(
+def resolve_settings(
     owner: str, known: Mapping[str, Setting], start: Settings, given: Settings, also: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The values of all `known` settings: defaults, `start` over them, and what was given, each checked.
@@ -265,12 +265,12 @@ def _near_setting(key: str, known: Mapping[str, Setting], also: Sequence[str]) -
     return hint if hint.startswith("did") or not known else f"its settings: {', '.join(known)}"
 
 
-Asked = str | Sequence[str] | Mapping[str, Mapping[str, Any] | str]
+Selection = str | Sequence[str] | Mapping[str, Mapping[str, Any] | str]
 """A name, a list of names, or a dict of names and settings, or of free labels and names."""
 
 
 def resolve_all(
-    asked: Asked | Sequence[R], settings: Settings, kind: type[R], noun: str, resolve: Callable[[str, Settings], R]
+    asked: Selection | Sequence[R], settings: Settings, kind: type[R], noun: str, resolve: Callable[[str, Settings], R]
 ) -> list[R]:
     """What was asked, each resolved from its name and settings (`settings` belong to all), if it is not yet."""
     if isinstance(asked, list | tuple) and asked and all(isinstance(one, kind) for one in asked):
@@ -290,24 +290,24 @@ def resolve_all(
     return [resolve(label, own) for label, own in labelled.items()]
 
 
-def in_words(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """A type in words: "int >= 1 or 'all' or None"."""
     origin, inside = get_origin(kind), get_args(kind)
     if hasattr(kind, "__metadata__"):
         signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
         limits = [m for field_info in kind.__metadata__ for m in getattr(field_info, "metadata", ())]
         told = [f"{sign} {getattr(m, name)}" for m in limits for name, sign in signs.items() if hasattr(m, name)]
-        return " ".join([in_words(kind.__origin__), " and ".join(told)]).strip()
+        return " ".join([describe_type(kind.__origin__), " and ".join(told)]).strip()
     if origin is Literal:
         return " | ".join(map(repr, inside))
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(map(in_words, inside)))
+        return " or ".join(dict.fromkeys(map(describe_type, inside)))
     if origin is list:
-        return f"list of {in_words(inside[0])}"
+        return f"list of {describe_type(inside[0])}"
     return "None" if kind is NoneType else kind.__name__ if isinstance(kind, type) else str(kind)
 
 
-def matching(names: Iterable[str], pattern: str) -> list[str]:
+def match_names(names: Iterable[str], pattern: str) -> list[str]:
     """The names with `pattern` in them, or like it where it has wildcards.
 
     >>> matching(["deit_tiny", "vit_tiny"], "deit*"), matching(["deit_tiny", "vit_tiny"], "vit")

@@ -16,7 +16,7 @@ from patchlight.core.errors import PatchlightError, nearest
 Label = int | str
 
 
-class Names(list[str]):
+class UnsplitLabels(list[str]):
     """Labels that are whole, sentences say: a comma in one does not stand between two names of a class."""
 
 
@@ -40,7 +40,7 @@ class Outputs:
     bias: float = 0.0
 
     @property
-    def alone(self) -> bool:
+    def independent(self) -> bool:
         """Whether each class is a yes or no by itself."""
         return self.kind in ("sigmoid", "binary")
 
@@ -95,7 +95,7 @@ class Targets:
         return self[begin : begin + length] if of is not None else self.repeat(length)
 
     @staticmethod
-    def joined(parts: Sequence[Targets]) -> Targets:
+    def concat(parts: Sequence[Targets]) -> Targets:
         """The targets of several batches of images as one."""
         against = [part.against for part in parts if part.against is not None]
         index = torch.cat([part.index for part in parts])
@@ -189,7 +189,7 @@ def class_index(value: Any, classes: int, labels: Sequence[str] | None) -> int:
         raise PatchlightError(f"target '{value}' is a name but this model has no labels; give an index, or load labels")
     word = value.strip().casefold()
     exact = [i for i, label in enumerate(labels) if label.casefold() == word]
-    parts = [[label] if isinstance(labels, Names) else label.split(",") for label in labels]
+    parts = [[label] if isinstance(labels, UnsplitLabels) else label.split(",") for label in labels]
     named = exact or [i for i, names in enumerate(parts) if word in (n.strip().casefold() for n in names)]
     if len(named) == 1:
         return named[0]
@@ -209,7 +209,7 @@ def _pair(target: tuple[Any, ...]) -> tuple[Any, Any]:
     return target[0], target[1]
 
 
-def predicted(logits: Tensor, outputs: Outputs) -> Targets:
+def top_classes(logits: Tensor, outputs: Outputs) -> Targets:
     """The model's own prediction, the largest output; of a binary one, label 1 where it is positive."""
     if outputs.kind == "binary":
         return Targets((logits > 0).long().cpu())
@@ -221,7 +221,7 @@ def probabilities(logits: Tensor, outputs: Outputs) -> Tensor:
     _check_probable(logits, outputs)
     if outputs.kind == "cosine":
         return (1 + cosines(logits, outputs)) / 2
-    return _of_both_labels(logits, outputs).sigmoid() if outputs.alone else logits.softmax(-1)
+    return _of_both_labels(logits, outputs).sigmoid() if outputs.independent else logits.softmax(-1)
 
 
 def log_probabilities(logits: Tensor, outputs: Outputs) -> Tensor:
@@ -229,7 +229,7 @@ def log_probabilities(logits: Tensor, outputs: Outputs) -> Tensor:
     _check_probable(logits, outputs)
     if outputs.kind == "cosine":
         return probabilities(logits, outputs).clamp_min(0).log()
-    return F.logsigmoid(_of_both_labels(logits, outputs)) if outputs.alone else logits.log_softmax(-1)
+    return F.logsigmoid(_of_both_labels(logits, outputs)) if outputs.independent else logits.log_softmax(-1)
 
 
 def cosines(logits: Tensor, outputs: Outputs) -> Tensor:
@@ -244,7 +244,7 @@ def kl_divergence(clean: Tensor, other: Tensor, outputs: Outputs) -> Tensor:
     reason = outputs.no_divergence(clean.shape[-1])
     if reason is not None:
         raise PatchlightError(f"KL compares distributions over the classes of a model: {reason}; 'deletion' works")
-    if outputs.alone:
+    if outputs.independent:
         clean, other = (torch.cat([-logits, logits], -1) for logits in (clean, other))
         outputs = Outputs("sigmoid")
     log_p, log_q = (log_probabilities(logits, outputs) for logits in (clean, other))
@@ -265,7 +265,7 @@ def _of_both_labels(values: Tensor, outputs: Outputs) -> Tensor:
 SCORES = "give 'logit', 'probability', 'cosine' or a callable of the logits"
 
 
-def score_of(logits: Tensor, targets: Targets, score: Score, outputs: Outputs) -> Tensor:
+def target_scores(logits: Tensor, targets: Targets, score: Score, outputs: Outputs) -> Tensor:
     """The explained number s [B,T]: a logit, probability or cosine, or what a callable makes of the logits.
 
     A binary output has two labels: 1 scores +y and 0 scores -y. A pair scores s_a - s_b.

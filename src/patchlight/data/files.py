@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchlight.core.errors import PatchlightError, nearest, spelled
+from patchlight.core.errors import PatchlightError, escape_surrogates, nearest
 from patchlight.core.images import list_images, open_mask
 from patchlight.data.base import Data, Sample, Sources, bare, existing_folder, look_up, read_pairs, register_data
 from patchlight.data.coco import Scene, read_coco
@@ -51,7 +51,7 @@ def open_files(
     root = existing_folder(path, "images")
     given = _places(root, {"labels": labels, "boxes": boxes, "masks": masks, "coco": coco})
     folder = root / "images" if given and (root / "images").is_dir() else root
-    paths = {spelled(p.relative_to(folder).as_posix()): p for p in list_images(folder)}
+    paths = {escape_surrogates(p.relative_to(folder).as_posix()): p for p in list_images(folder)}
     if "masks" in given:
         within = existing_folder(given["masks"], "masks").resolve()
         paths = {name: p for name, p in paths.items() if within not in p.resolve().parents}
@@ -73,7 +73,7 @@ def open_files(
 
 
 def _pngs(folder: Path) -> dict[str, Path]:
-    return {bare(spelled(p.relative_to(folder).as_posix())): p for p in sorted(folder.rglob("*.png"))}
+    return {bare(escape_surrogates(p.relative_to(folder).as_posix())): p for p in sorted(folder.rglob("*.png"))}
 
 
 def _places(root: Path, options: Mapping[str, Place]) -> dict[str, Path]:

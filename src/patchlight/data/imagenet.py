@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from patchlight.core.errors import PatchlightError, spelled
+from patchlight.core.errors import PatchlightError, escape_surrogates
 from patchlight.core.images import list_images
 from patchlight.data.base import (
     Data,
@@ -54,7 +54,7 @@ def open_imagenet(path: str | Path, labels: str | Path | None = None, boxes: str
     """
     root = existing_folder(path, "ImageNet's validation images")
     paths = list_images(first_existing(root / name for name in IMAGE_FOLDERS) or root)
-    images = {spelled(p.stem): p for p in paths}
+    images = {escape_surrogates(p.stem): p for p in paths}
     if len(images) < len(paths):
         raise PatchlightError(f"'{root}' has {len(paths) - len(images)} images of the same name in different folders")
     places = (root, root.parent)
@@ -113,7 +113,7 @@ def _sources(image: Path, label: int, boxes: Note | Path | None) -> Sources:
     if boxes is None:
         return Sources([image], label)
     if isinstance(boxes, Path):
-        return Sources([image, boxes / f"{spelled(image.stem)}.xml"], label, known={"boxes"})
+        return Sources([image, boxes / f"{escape_surrogates(image.stem)}.xml"], label, known={"boxes"})
     return Sources([image], label, [boxes.boxes, boxes.size], {"boxes"} if boxes.boxes else set())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from patchlight.core.errors import PatchlightError, nearest, spelled
+from patchlight.core.errors import PatchlightError, escape_surrogates, nearest
 from patchlight.core.images import list_images
 from patchlight.data.base import Data, Sources, existing_folder, read_text, register_data
 
@@ -26,7 +26,7 @@ def open_mura(path: str | Path, split: str = "valid", part: str | None = None) -
         named = [line.partition("/")[2] if line.startswith("MURA") else line for line in lines]
         paths = {name: root / name for name in named}
     elif (root / split).is_dir():
-        paths = {spelled(p.relative_to(root).as_posix()): p for p in list_images(root / split)}
+        paths = {escape_surrogates(p.relative_to(root).as_posix()): p for p in list_images(root / split)}
     else:
         raise PatchlightError(f"'{root}' has neither {listed.name} nor a folder '{split}'; give the folder MURA-v1.1")
     names = list(paths)

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from patchlight.core.errors import PatchlightError, spelled
+from patchlight.core.errors import PatchlightError, escape_surrogates
 from patchlight.core.extras import missing_extra
-from patchlight.core.fingerprints import digest_of
+from patchlight.core.fingerprints import json_digest
 from patchlight.core.images import list_images, open_mask
 from patchlight.data.base import (
     Data,
@@ -48,9 +48,9 @@ def open_imagenet_s(path: str | Path, split: str = "validation", categories: str
     folder, masks = root / split, root / f"{split}-segmentation"
     for needed in (folder, masks):
         existing_folder(needed, f"ImageNet-S ({needed.name})")
-    paths = {spelled(p.stem): p for p in list_images(folder)}
+    paths = {escape_surrogates(p.stem): p for p in list_images(folder)}
     table = _class_table(_categories(root, masks, categories))
-    values, known = digest_of(table.tolist()), {"labels", "masks"}  # the class is the mask's to tell, by the table
+    values, known = json_digest(table.tolist()), {"labels", "masks"}  # the class is the mask's to tell, by the table
     sources = {
         name: Sources([p, (masks / p.relative_to(folder)).with_suffix(".png")], values=values, known=known)
         for name, p in paths.items()
@@ -95,7 +95,7 @@ def open_pets(path: str | Path, split: str = "all") -> Data:
     trimaps = first_existing((root / "trimaps", root / "annotations" / "trimaps"))
     if trimaps is None:
         raise PatchlightError(f"'{root}' has no folder trimaps or annotations/trimaps")
-    paths = {spelled(p.stem): p for p in list_images(images)}
+    paths = {escape_surrogates(p.stem): p for p in list_images(images)}
     listed = root / "annotations" / f"{'list' if split == 'all' else split}.txt"
     names = list(paths)
     if listed.is_file():

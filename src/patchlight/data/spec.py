@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.recipes import Many, Spec
+from patchlight.core.recipes import PositiveInt, Spec
 from patchlight.data import KINDS, Data, open_data, read_list
 
 
@@ -29,7 +29,7 @@ class DataSpec(Spec):
     list: str | None = None
     skip: Annotated[int, Field(strict=True, ge=0)] = 0
     every: Annotated[int, Field(strict=True, ge=1)] = 1
-    images: Many | None = None
+    images: PositiveInt | None = None
     pick: Literal["spread", "first", "random"] = "spread"
     stands_for: str = ""
 
@@ -42,7 +42,7 @@ class DataSpec(Spec):
     def at(self, given: str) -> DataSpec:
         """The data at `DIR` or `KIND:DIR`. Another kind has neither these options nor this list of images."""
         kind, path = kind_and_path(given)
-        if kind == "" or KINDS.find(kind) is KINDS.named(self.kind):
+        if kind == "" or KINDS.find(kind) is KINDS.lookup(self.kind):
             return self.model_copy(update={"path": path})
         return self.model_copy(
             update={"kind": kind, "path": path, "options": {}, "list": None, "stands_for": self.kind}
@@ -86,4 +86,4 @@ class DataSpec(Spec):
 def kind_and_path(given: str) -> tuple[str, str]:
     """`KIND:DIR` as kind and path; the kind of a plain `DIR` is empty."""
     kind, _, path = given.partition(":")
-    return (kind, path) if KINDS.named(kind) is not None and ":" in given else ("", given)
+    return (kind, path) if KINDS.lookup(kind) is not None and ":" in given else ("", given)

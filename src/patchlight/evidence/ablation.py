@@ -18,10 +18,10 @@ from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
-from patchlight.core.progress import watching
+from patchlight.core.progress import current_watcher
 from patchlight.core.registry import Setting
 from patchlight.core.resize import to_pixels
-from patchlight.core.targets import Score, Targets, score_of
+from patchlight.core.targets import Score, Targets, target_scores
 from patchlight.evidence.fills import Filling, painted
 from patchlight.evidence.precision import PRECISION, Decided, Precision, chosen, free_memory, tf32
 
@@ -128,7 +128,7 @@ class Rendered:
 class Ablation:
     """How variants are scored: chunk size (None: from free memory), precision, compilation.
 
-    Whoever watches this thread (`progress.watched`) hears of every chunk, and can stop between two.
+    Whoever watches this thread (`progress.watch`) hears of every chunk, and can stop between two.
     """
 
     vit: Anatomy
@@ -144,7 +144,7 @@ class Ablation:
         lists = list(variants) if isinstance(variants, Sequence) else [variants]
         total = sum(len(v.owner) for v in lists)
         out: Tensor | None = None
-        done, watch = 0, watching()
+        done, watch = 0, current_watcher()
         watch.begin(total)
         with contextlib.ExitStack() as inside:
             inside.enter_context(torch.inference_mode(False))
@@ -175,7 +175,7 @@ class Ablation:
         """One number per variant and class [V,T]: several classes cost no further forwards."""
         lists = list(variants) if isinstance(variants, Sequence) else [variants]
         owner = torch.cat([v.owner.cpu() for v in lists])
-        return score_of(self.logits(lists), targets[owner], score, self.vit.outputs)
+        return target_scores(self.logits(lists), targets[owner], score, self.vit.outputs)
 
     def _chunks(self, variants: Variants, embedded: Tensor, runs: _Runs) -> Iterator[tuple[int, int, Tensor]]:
         """(begin, stop, logits) of each chunk; on out-of-memory the chunk is halved and tried again."""
@@ -189,7 +189,7 @@ class Ablation:
         forward: Forward = (_first if first else _blocks) if fine else (_first_forward if first else _forward)
         forward = _compiled(runs.decides, forward) if self.compile and around is None else forward
         while begin < total:
-            watching().check()
+            current_watcher().check()
             stop = min(begin + size, total)
             try:
                 tokens, positions = variants.tokens(runs.embeds, images, embedded, slice(begin, stop))

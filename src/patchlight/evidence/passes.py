@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported
-from patchlight.core.progress import watching
-from patchlight.core.targets import Score, Target, Targets, predicted, resolve_targets
+from patchlight.core.progress import current_watcher
+from patchlight.core.targets import Score, Target, Targets, resolve_targets, top_classes
 from patchlight.evidence.courses import LocalScores, OneHead
 from patchlight.evidence.precision import Decided, free_memory, lowered, rounding
 from patchlight.evidence.record import EndBias
@@ -103,7 +103,7 @@ def run_pass(
     backward at all. In bf16 and fp16 the products of the embedding and the blocks are in such a type, the tokens
     between them and the readout are not, and on CUDA attention stays fused whoever looks at it.
     """
-    watching().check()
+    current_watcher().check()
     vit = vit.wide()
     runs = lowered(vit, precision, products=True)
     with torch.inference_mode(False), vit.steady(), runs.steady():
@@ -132,7 +132,7 @@ def run_pass(
 
 def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: Decided) -> Targets:
     """The predicted classes; where rounding may have changed one, it is looked up in full."""
-    found = predicted(logits, vit.outputs)
+    found = top_classes(logits, vit.outputs)
     if precision == "full" or vit.outcomes == 1:
         return found
     if logits.shape[1] == 1:  # label 1 against 0
@@ -142,7 +142,7 @@ def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: De
         gap, limit = first - second, _CLOSE * logits.abs().amax(1)
     close = (~(gap >= limit)).nonzero().flatten()  # and where the logits are lost
     if len(close):
-        found.index[close.to(found.index.device)] = predicted(vit.logits(images[close]), vit.outputs).index
+        found.index[close.to(found.index.device)] = top_classes(vit.logits(images[close]), vit.outputs).index
     return found
 
 

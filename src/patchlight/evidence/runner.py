@@ -14,8 +14,8 @@ from torch import Tensor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.windows import Merging
 from patchlight.core.errors import PatchlightError, Unsupported
-from patchlight.core.progress import watching
-from patchlight.core.targets import Score, Targets, score_of
+from patchlight.core.progress import current_watcher
+from patchlight.core.targets import Score, Targets, target_scores
 from patchlight.evidence.precision import HALF, Decided, casting
 from patchlight.evidence.record import BACKWARD, TAPPED, EndBias, Evidence, Record
 from patchlight.evidence.rows import has_tiles
@@ -103,7 +103,7 @@ class Runner:
         return self.scores
 
     def scored(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
-        return score_of(logits, targets, score, self.vit.outputs)
+        return target_scores(logits, targets, score, self.vit.outputs)
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
         vit = self.vit
@@ -113,7 +113,7 @@ class Runner:
         with self.running(pixels, self.records[PIXELS], frozenset(), in_block=False):
             x = self.embed(x).to(vit.dtype) if tokens is None else tokens
         for layer in range(vit.depth):
-            watching().check()
+            current_watcher().check()
             if layer == self._end_of_stage:
                 x = self._feature_map(x)
             x = self._merge(layer, x)
@@ -253,7 +253,7 @@ class Runner:
 
     def _hook(self, layer: int) -> Callable[[Tensor], None]:
         def arrived(gradient: Tensor) -> None:
-            watching().check()
+            current_watcher().check()
             self._gradient(layer, gradient)
 
         return arrived

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.registry import Settings
-from patchlight.core.targets import Outputs, log_probabilities, score_of
+from patchlight.core.targets import Outputs, log_probabilities, target_scores
 from patchlight.evidence.ablation import Count
 from patchlight.evidence.record import Record
 from patchlight.evidence.rules import PLAIN
@@ -126,6 +126,6 @@ def atman(
     targets = ask.targets[variants.owner]
     values = logits if plain else log_probabilities(logits, vit.outputs)
     score, outputs = (ask.score, vit.outputs) if plain else ("logit", Outputs())
-    scores = score_of(values, targets, score, outputs).view(count, each, -1)
+    scores = target_scores(values, targets, score, outputs).view(count, each, -1)
     lost: Tensor = (scores[:, :1] - scores[:, 1:]).mT.unflatten(-1, vit.grid)
     return lost

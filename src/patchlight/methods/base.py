@@ -148,7 +148,7 @@ class Estimate:
         )
 
     @staticmethod
-    def joined(parts: Sequence[Estimate]) -> Estimate:
+    def concat(parts: Sequence[Estimate]) -> Estimate:
         """The maps of several batches of images as one."""
         errors = [part.error for part in parts if part.error is not None]
         counts = [part.samples for part in parts if part.samples is not None]
@@ -294,9 +294,9 @@ class Method(Entry):
     adapts: Callable[[Settings, Anatomy], Settings] | None = None
 
     @property
-    def class_specific(self) -> bool:
-        """Whether another class has another map."""
-        return True
+    def ignores_class(self) -> bool:
+        """Whether every class gets the same map, with default settings."""
+        return False
 
     @property
     def composition(self) -> Composition | None:
@@ -381,10 +381,10 @@ class LayerMap(ReadsBlocks):
         return {**super().settings(composition), **CAPTURED}
 
     @property
-    def class_specific(self) -> bool:
-        """Whether it reads a gradient, with its default settings."""
+    def ignores_class(self) -> bool:
+        """Whether it reads no gradient, with its default settings."""
         defaults = {key: setting.default for key, setting in self.settings(self.combine).items()}
-        return bool(self.needed(defaults) & BACKWARD)
+        return not self.needed(defaults) & BACKWARD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,17 +392,13 @@ class OwnPasses(ReadsBlocks):
     """A method that runs passes of its own: a function of an Ask with one class per image, to maps [B,h,w] or Estimate.
 
     With `combine` it returns a Pass with the maps of the blocks `ask.layers`. `ruled`: backward rules apply to its
-    passes; else it has its own. `agnostic`: it looks at no class. `every_class`: its function is given all classes at
-    once, and gives [B,T,h,w] without any gradient.
+    passes; else it has its own. `ignores_class`: every class gets the same map. `every_class`: its function is given
+    all classes at once, and gives [B,T,h,w] without any gradient.
     """
 
     ruled: bool = True
-    agnostic: bool = False
+    ignores_class: bool = False
     every_class: bool = False
-
-    @property
-    def class_specific(self) -> bool:
-        return not self.agnostic
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, warn
-from patchlight.core.registry import accepted
+from patchlight.core.registry import filter_settings
 from patchlight.core.statistics import constant
-from patchlight.core.targets import Score, Targets, predicted
+from patchlight.core.targets import Score, Targets, top_classes
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.graphs import captured
 from patchlight.evidence.passes import Pass, run_pass, surely_predicted
@@ -48,7 +48,7 @@ def estimate(
         targets, maps = run(vit, batch, targets, members)
         found.update(zip(group, map(Estimate, maps), strict=True))
     if targets is None:
-        targets = predicted(vit.logits(batch), vit.outputs)
+        targets = top_classes(vit.logits(batch), vit.outputs)
     ask = Ask(vit, batch, targets, "logit", seed, PLAIN, together=_shared_reads(requests, vit))
     by_class: ByClass = {}
     for i, request in enumerate(requests):
@@ -161,7 +161,7 @@ def _rule_and_score(requests: Sequence[Request]) -> tuple[Rule, Score]:
 
 def job(request: Request, vit: Anatomy) -> LayerJob:
     """What a pass has to compute for a layer map."""
-    function, own = request.method.function, accepted(request.method.function, request.settings)
+    function, own = request.method.function, filter_settings(request.method.function, request.settings)
     layers = (PIXELS,) if request.level == "pixel" else _blocks(request, vit)
     return LayerJob(lambda e: function(e, **own), request.needs, layers, request.method.name)
 
@@ -181,7 +181,7 @@ def finish(request: Request, vit: Anatomy, seen: Pass, of: int = 0, target: int 
     assert request.composition is not None
     combine = request.composition.function
     maps = LayerMaps(values, vit, seen.row(vit, target), seen.end(target), _tail(request))
-    result = combine(maps, **accepted(combine, request.settings))
+    result = combine(maps, **filter_settings(combine, request.settings))
     adds_end = isinstance(request.method, LayerMap) and request.method.adds_end
     end = maps.end_bias() if adds_end and request.settings.get("include_bias", True) else None
     result = result if end is None else result + end
@@ -193,7 +193,7 @@ def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
     own = request.method.composition
     if own is None or "start" not in own.settings:
         return None
-    given = accepted(own.function, request.settings)
+    given = filter_settings(own.function, request.settings)
     # a tail is no sum of tails
     settings = {key: value for key, value in given.items() if key not in ("start", "terms")}
     return lambda maps, start: own.function(maps, start=start, **settings)
@@ -241,14 +241,14 @@ def _answer(request: Request, ask: Ask, by_class: ByClass) -> Estimate:
     def of(t: int) -> Estimate:
         return _call(request, replace(ask, targets=ask.targets.column(t), shared=by_class.setdefault(t, {})))
 
-    if not method.class_specific and not vit.rows_differ:
+    if method.ignores_class and not vit.rows_differ:
         return Estimate.stacked([of(0)] * ask.targets.count)
     return Estimate.stacked([of(t) for t in range(ask.targets.count)])
 
 
 def _call(request: Request, ask: Ask) -> Estimate:
     function = request.method.function
-    result: Tensor | Pass | Estimate = function(ask, **accepted(function, request.settings))
+    result: Tensor | Pass | Estimate = function(ask, **filter_settings(function, request.settings))
     if isinstance(result, Estimate):
         return result
     return Estimate(finish(request, ask.vit, result) if isinstance(result, Pass) else result)

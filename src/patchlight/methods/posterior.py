@@ -191,6 +191,7 @@ def _depends(settings: Settings) -> object:
 @ablates(
     "posterior",
     paper="Patchlight",
+    aliases=("best",),
     stochastic=True,
     exact=False,
     cost="the prior's forward and backward, 1 + samples (128) forwards of half the tokens, and a k-means",

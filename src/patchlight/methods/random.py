@@ -10,7 +10,7 @@ from torch import Tensor
 from patchlight.methods.base import Ask, own_passes
 
 
-@own_passes("random", paper="baseline", agnostic=True, stochastic=True, nonnegative=True, cost="none")
+@own_passes("random", paper="baseline", ignores_class=True, stochastic=True, nonnegative=True, cost="none")
 def random(ask: Ask) -> Tensor:
     """Uniform noise on the patch grid, drawn anew for every image: from `seed` and a checksum of its pixels.
 

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.contract import Affine, Ends, Parts, affine, linear
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.progress import watching
+from patchlight.core.progress import current_watcher
 from patchlight.core.registry import Settings
-from patchlight.core.targets import score_of
+from patchlight.core.targets import target_scores
 from patchlight.evidence.passes import Pass
 from patchlight.evidence.precision import Decided, rounding
 from patchlight.methods.base import Ask, Level, own_passes
@@ -253,7 +253,7 @@ class Relevance:
             self.embedded, self.positions = _embedded(ends, self.images)
             x = self.embedded + self.positions
             for layer in range(vit.depth):
-                watching().check()
+                current_watcher().check()
                 inside, y = self.block(layer, self.exact)(x, self.rows(layer))
                 if self.full:
                     self.tokens[layer] = x
@@ -279,9 +279,9 @@ class Relevance:
         with torch.enable_grad():
             n = _norm(self.ends.norm, x)[:, 0]
             logits = head(n)
-            target = score_of(logits, self.ask.targets, "logit", self.vit.outputs)
+            target = target_scores(logits, self.ask.targets, "logit", self.vit.outputs)
             (row,) = torch.autograd.grad(target.sum(), logits, retain_graph=True)
-            scores = score_of(logits, self.ask.targets, self.ask.score, self.vit.outputs)
+            scores = target_scores(logits, self.ask.targets, self.ask.score, self.vit.outputs)
             (g,) = torch.autograd.grad(scores.sum(), x)
         n = n.detach()
         carried = (n * (row @ head.weight)).clamp(min=0)
@@ -297,7 +297,7 @@ class Relevance:
         """
         R, g, y = R.to(self.like), None if g is None else g.to(self.like), self.last.to(self.like)
         for layer in reversed(range(first, self.vit.depth)):
-            watching().check()
+            current_watcher().check()
             block, G, rows = self.block(layer, self.like), None, self.rows(layer)
             further = down or layer > first
             with torch.no_grad(), rounding(self.vit, "full" if self.full else "tf32"):

@@ -11,8 +11,8 @@ from torch import nn
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported, nearest
-from patchlight.core.registry import Listed, Settings, settled
-from patchlight.core.targets import SCORES, Score, ScoreName
+from patchlight.core.registry import Settings, TableList, resolve_settings
+from patchlight.core.targets import SCORES, Score, ScoreName, Targets
 from patchlight.evidence.precision import HALF, Decided, chosen
 from patchlight.evidence.record import ATTENTION, BACKWARD
 from patchlight.evidence.rules import PLAIN, RULES, Rule
@@ -28,6 +28,9 @@ from patchlight.methods.base import (
     OwnPasses,
     ReadsBlocks,
 )
+
+AUTO = ("fullgrad-plus.libra", "decompx.plus", "genatt", "fullgrad-plus", "gradcam", "grad", "posterior")
+"""What `method="auto"` means: the first of these that works on the model. All but the last take one pass."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Request:
     """What the setting comes to on a model: `auto` is decided."""
     course: Course = WHOLE
     """What the pass it is computed in explains."""
+    choices: tuple[Request, ...] = field(default=(), repr=False)
+    """What "auto" chooses from once the model is known."""
     resolved_for: tuple[Anatomy, bool] | None = field(default=None, repr=False, compare=False)
     """The model that settings, score, precision and course were decided for, and whether float16 overflows there."""
 
@@ -59,6 +64,10 @@ class Request:
         now = (vit, vit.overflows)
         if self.resolved_for is not None and self.resolved_for[0] is vit and self.resolved_for[1] == vit.overflows:
             return self
+        if self.choices:
+            suited = [choice.suited(vit) for choice in self.choices]
+            chosen = next((choice for choice in suited if refusal(choice, vit) is None), suited[0])
+            return replace(chosen, label=self.label)
         adapts, method = self.method.adapts, self.method
         settings = self.settings if adapts is None else {**self.settings, **adapts(self.settings, vit)}
         unscored = self.score == "probability" and vit.outputs.no_probability(vit.classes) is not None
@@ -89,6 +98,14 @@ class Request:
         """Whether it reads a gradient there."""
         return bool(self.needs & BACKWARD)
 
+    @property
+    def ignores_class(self) -> bool:
+        """Whether every class gets the same map: the method reads no gradient and nothing else of the class."""
+        if not self.in_pass:
+            return self.method.ignores_class
+        rows_differ = self.resolved_for is not None and self.resolved_for[0].rows_differ
+        return not self.backward and not (rows_differ and isinstance(self.method, LayerMap) and self.method.matrix)
+
 
 def _precision(method: Method, settings: Settings, vit: Anatomy) -> Decided:
     auto = "tf32" if vit.overflows and method.precision == "fp16" else method.precision
@@ -102,12 +119,18 @@ def resolve(
 ) -> Request:
     """Read a method's name and settings, or say what is wrong with them.
 
-    A setting `method` names the method, and `label` is then free: one method can be asked with several settings.
-    `options` are the caller's own keywords, of which a wrong setting may be a misspelling.
+    Args:
+        label: What the result is called, and the method's name unless a setting `method` has it. "auto" is the first of
+            `AUTO` that takes the settings and works on the model; `Request.suited` chooses it.
+        settings: The method's settings; `method`, `preset` and `score` may be among them.
+        score: The number to explain; None: the method's default.
+        options: Keywords of the caller. A wrong setting may be a misspelling of one.
     """
     given = dict(settings or {})
     asked = str(given.pop("method", label))
     base, *words = asked.split(".")
+    if base == "auto":
+        return _resolve_auto(label, asked, given, score, options)
     if base not in METHODS and (base in COMPOSITIONS or (base in RULES and base != "plain")):
         raise PatchlightError(f"'{base}' is no method but follows one, as in 'ixg.{base}'")
     method = METHODS.find(base)
@@ -123,7 +146,7 @@ def resolve(
     start = {key: value for key, value in start.items() if key in known}
     if isinstance(method, LayerMap) and {**start, **given}.get("level") == "pixel":
         _check_pixels(name, composed, given)
-    values = settled(name, known, start, given, ["preset", "score", *options])
+    values = resolve_settings(name, known, start, given, ["preset", "score", *options])
     own_score = given_score or start_score or score or method.score
     if not callable(own_score) and own_score not in get_args(ScoreName):
         raise PatchlightError(f"score {own_score!r} is not known; {SCORES}")
@@ -131,12 +154,30 @@ def resolve(
     return Request(label, name, method, composition, rule, values, own_score, chosen_score)
 
 
+def _resolve_auto(label: str, asked: str, settings: Settings, score: Score | None, options: Sequence[str]) -> Request:
+    """A request for the first method of `AUTO` that takes the settings; the others are its `choices`."""
+    if asked != "auto":
+        raise PatchlightError(
+            f"'{asked}' does not exist: 'auto' chooses the composition and the rule; use 'auto' alone"
+        )
+    choices: list[Request] = []
+    errors: list[PatchlightError] = []
+    for name in AUTO:
+        try:
+            choices.append(resolve(name, settings, score, options))
+        except PatchlightError as error:
+            errors.append(error)
+    if not choices:
+        raise errors[0]
+    return replace(choices[0], label=label, name="auto", choices=tuple(choices))
+
+
 def _behind(asked: str, words: Sequence[str]) -> tuple[str | None, str | None]:
     """The composition and the rule that stand behind a name."""
     composed: str | None = None
     ruled: str | None = None
     for word in words:
-        rule, composition = RULES.named(word), COMPOSITIONS.named(word)
+        rule, composition = RULES.lookup(word), COMPOSITIONS.lookup(word)
         if rule is not None and rule is not PLAIN:
             if ruled is not None:
                 raise PatchlightError(f"'{asked}' has two backward rules, '{ruled}' and '{word}'; give one")
@@ -157,7 +198,7 @@ def _rule(method: Method, ruled: str | None) -> Rule:
         return RULES[own]
     if isinstance(method, OwnPasses) and not method.ruled:
         raise PatchlightError(f"'{method.name}' has relevance rules of its own; '{ruled}' cannot replace them")
-    if isinstance(method, Ablates) or not method.class_specific or _without_gradient(method):
+    if isinstance(method, Ablates) or method.ignores_class or _without_gradient(method):
         raise PatchlightError(f"'{method.name}' uses no gradient, so the backward rule '{ruled}' changes nothing")
     if own not in ("plain", ruled):
         raise PatchlightError(f"'{method.name}' has its own backward rule ({own}); '{ruled}' cannot replace it")
@@ -191,6 +232,7 @@ def _check_pixels(name: str, composed: str | None, given: Settings) -> None:
 
 def refusal(request: Request, vit: Anatomy) -> str | None:
     """Why this model cannot be explained with this method; None when it can."""
+    request = request.suited(vit) if request.choices else request
     method, needs = request.method, request.needs
     unscored = _no_score(request, vit)
     if unscored is not None:
@@ -207,7 +249,7 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
     if request.rule.name != "plain" and vit.can_rule is not None:
         return f"the backward rule '{request.rule.name}' does not hold for {vit.name}: {vit.can_rule}"
     forward = isinstance(method, Ablates) or _without_gradient(method)
-    differentiates = needs & BACKWARD or (method.class_specific and not forward)
+    differentiates = needs & BACKWARD or not (method.ignores_class or forward)
     if differentiates and vit.gradient is not None:
         return f"no gradient flows through {vit.name}: {vit.gradient}"
     if needs & ATTENTION and vit.attention is not None:
@@ -269,7 +311,7 @@ def _one_grid(request: Request, method: Method, vit: Anatomy) -> str | None:
 def _reads_blocks(request: Request) -> bool:
     """Whether a method looks inside the model; one that scores variants says so itself, in `refuses`."""
     method = request.method
-    inside = request.in_pass or (isinstance(method, OwnPasses) and not method.agnostic)
+    inside = request.in_pass or (isinstance(method, OwnPasses) and not method.ignores_class)
     return inside and (request.level == "token" or (isinstance(method, OwnPasses) and not method.ruled))
 
 
@@ -281,6 +323,21 @@ def check_supported(request: Request, vit: Anatomy) -> None:
         if request.name in others:  # it is the settings that do not
             raise Unsupported(f"'{request.name}' does not work with these settings: {reason}")
         raise Unsupported(f"'{request.name}' does not work here: {reason}; these do: {', '.join(others)}")
+
+
+def check_contrast(request: Request, targets: Targets | None, vit: Anatomy) -> None:
+    """Raise Unsupported where a method that ignores the class is to show one class against another.
+
+    The random baseline may: it is what other methods are compared with.
+    """
+    request = request.suited(vit)
+    if targets is None or targets.against is None or not request.ignores_class or request.name == "random":
+        return
+    others = [f"'{name}'" for name in AUTO if refusal(resolve(name), vit) is None][:3]
+    raise Unsupported(
+        f"'{request.name}' ignores the class, so it cannot show one class against another; "
+        f"these methods can: {', '.join(others)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -305,7 +362,7 @@ class MethodInfo:
         return {"method": self.name, **works, **told, "settings": ", ".join(self.settings)}
 
 
-def list_methods(vit: Anatomy | nn.Module | None = None) -> Listed[MethodInfo]:
+def list_methods(vit: Anatomy | nn.Module | None = None) -> TableList[MethodInfo]:
     """All methods; with a model, which of them work on it and why the others do not.
 
     >>> "genatt" in [m.name for m in list_methods()]
@@ -315,7 +372,7 @@ def list_methods(vit: Anatomy | nn.Module | None = None) -> Listed[MethodInfo]:
         from patchlight.anatomy.load import wrap
 
         vit = wrap(vit)
-    rows: Listed[MethodInfo] = Listed()
+    rows: TableList[MethodInfo] = TableList()
     for name, method in METHODS.items():
         reason = refusal(resolve(name), vit) if vit is not None else None
         own = method.settings(method.composition)

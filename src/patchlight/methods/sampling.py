@@ -71,7 +71,7 @@ def in_rounds(
         if len(images) == 0:
             break
     back = torch.cat([some for some, _ in done]).argsort()
-    return Estimate.joined([found for _, found in done]).select(back)
+    return Estimate.concat([found for _, found in done]).select(back)
 
 
 def stability(before: Tensor, now: Tensor) -> Tensor:

@@ -316,7 +316,7 @@ def vit_cx(
 
             return jackknife(fit, len(masks), masks)
 
-        return Estimate.joined([of(i, image) for i, image in enumerate(images.tolist())])
+        return Estimate.concat([of(i, image) for i, image in enumerate(images.tolist())])
 
     return replace(in_rounds(ask, samples, tolerance, score, estimate, first=1), facts={"masks": counts.cpu()})
 

@@ -20,11 +20,20 @@ from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, UndefinedMetric, Unsupported, warn
-from patchlight.core.frames import frame, stacked
-from patchlight.core.registry import Entry, Listed, Registry, Setting, Settings, in_words, settings_of, settled
+from patchlight.core.frames import make_frame, stack_frames
+from patchlight.core.registry import (
+    Entry,
+    Registry,
+    Setting,
+    Settings,
+    TableList,
+    describe_type,
+    resolve_settings,
+    settings_of,
+)
 from patchlight.core.resize import Upsampling, to_cells, to_pixels
 from patchlight.core.statistics import FEWEST, SIGNS, Mark, Resamples, percentiles
-from patchlight.core.targets import Targets, predicted
+from patchlight.core.targets import Targets, top_classes
 from patchlight.evidence.ablation import ABLATION, Ablation, Unit
 
 if TYPE_CHECKING:
@@ -117,7 +126,7 @@ class Measure:
         if which == "prediction":
             rounded = self.ablation.rounds
             logits = _once(self.clean, "full", lambda: self.vit.logits(self.images)) if rounded else self.logits()
-            return predicted(logits, self.vit.outputs)
+            return top_classes(logits, self.vit.outputs)
         return self.targets
 
     def upsampled(self, upsampling: Upsampling = "bilinear") -> Tensor:
@@ -289,9 +298,9 @@ def register_metric(
     return register
 
 
-def list_metrics() -> Listed[MetricInfo]:
+def list_metrics() -> TableList[MetricInfo]:
     """All metrics: name, paper, direction, bounds, annotations needed, cost and settings."""
-    rows: Listed[MetricInfo] = Listed()
+    rows: TableList[MetricInfo] = TableList()
     for name, entry in METRICS.items():
         defaults = {key: setting.default for key, setting in entry.settings.items()}
         settings = {key: str(setting) for key, setting in entry.settings.items()}
@@ -351,7 +360,7 @@ def resolve_metric(label: str, settings: Settings | None = None, options: Sequen
     preset = given.pop("preset", None)
     start = entry.preset(preset)
     said = {key: _said(entry, preset, key, value) for key, value in given.items()}
-    return MetricRequest(label, entry, settled(entry.name, entry.settings, start, said, ["preset", *options]))
+    return MetricRequest(label, entry, resolve_settings(entry.name, entry.settings, start, said, ["preset", *options]))
 
 
 def _said(entry: Metric, preset: Any, key: str, value: Any) -> Any:
@@ -360,7 +369,7 @@ def _said(entry: Metric, preset: Any, key: str, value: Any) -> Any:
         return value
     value = entry.words.get(str(preset), {}).get(key, {}).get(value, value)
     meant = {other: words[key][value] for other, words in entry.words.items() if value in words.get(key, {})}
-    if meant and f"'{value}'" not in in_words(entry.settings[key].kind):
+    if meant and f"'{value}'" not in describe_type(entry.settings[key].kind):
         choices = " or ".join(f"{said!r} (preset '{other}')" for other, said in meant.items())
         raise PatchlightError(
             f"setting {key}={value!r} of '{entry.name}' is a word of its presets {', '.join(meant)}; without one give "
@@ -446,7 +455,7 @@ class Evaluation:
         return intervals({"": self}, Resamples(len(self), samples, seed), confidence)[""]
 
     @staticmethod
-    def joined(parts: Sequence[Evaluation]) -> Evaluation:
+    def concat(parts: Sequence[Evaluation]) -> Evaluation:
         """The evaluations of one metric, with the same settings, on several batches of images as one."""
         curves = [part.curve for part in parts if part.curve is not None]
         return replace(
@@ -471,7 +480,7 @@ class Evaluation:
         """A pandas table with a row per image: image, metric, value, and the reason where there is no value."""
         images = range(len(self))
         reasons = self.reasons or ("",) * len(self)
-        return frame({"image": images, "metric": self.metric, "value": self.values.numpy(), "reason": reasons})
+        return make_frame({"image": images, "metric": self.metric, "value": self.values.numpy(), "reason": reasons})
 
     def _repr_html_(self) -> str:
         return Evaluations({self.metric: self})._repr_html_()
@@ -505,7 +514,7 @@ class Evaluations(dict[str, Any]):
                 if self.by == "method":
                     part.insert(1, "method", method)
                 parts.append(part)
-        return stacked(parts)
+        return stack_frames(parts)
 
     def _repr_html_(self) -> str:
         return evaluations_html(self.table)

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.core.resize import Upsampling
-from patchlight.core.targets import ScoreName, score_of
+from patchlight.core.targets import ScoreName, target_scores
 from patchlight.evidence.fills import Fill, fill_images, painted
 from patchlight.methods.base import Level
 from patchlight.metrics.base import Measure, Measured, register_metric
@@ -105,4 +105,4 @@ def completeness_error(
 
 
 def _score(ask: Measure, images: Tensor, score: ScoreName) -> Tensor:
-    return score_of(ask.vit.logits(images), ask.targets, score, ask.vit.outputs)[:, 0].double()
+    return target_scores(ask.vit.logits(images), ask.targets, score, ask.vit.outputs)[:, 0].double()

@@ -17,7 +17,7 @@ from torch import Tensor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import Unsupported
 from patchlight.core.resize import Upsampling, to_pixels
-from patchlight.core.targets import Targets, score_of
+from patchlight.core.targets import Targets, target_scores
 from patchlight.evidence.ablation import Count, RankRanges, TokenSubsets, Unit
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
@@ -148,7 +148,7 @@ def scored(logits: Tensor, targets: Targets, ask: Measure, score: MeasuredScore 
     points = logits.shape[1]
     against = None if targets.against is None else targets.against.repeat_interleave(points, 0)
     each = Targets(targets.index.repeat_interleave(points, 0), against)
-    return score_of(logits.flatten(0, 1), each, score, ask.vit.outputs).view(-1, points)
+    return target_scores(logits.flatten(0, 1), each, score, ask.vit.outputs).view(-1, points)
 
 
 def span(score: str) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from patchlight.core.resize import Upsampling
 from patchlight.core.statistics import tie_ends
-from patchlight.core.targets import predicted
+from patchlight.core.targets import top_classes
 from patchlight.metrics.base import Measure, Measured, Sums, register_metric
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -389,7 +389,7 @@ def top1_loc(
     """
     assert ask.labels is not None
     overlaps, reasons = _overlaps(ask, np.array([threshold]), components, upsampling)
-    right = predicted(ask.vit.logits(ask.images), ask.vit.outputs).index[:, 0] == ask.labels.cpu()
+    right = top_classes(ask.vit.logits(ask.images), ask.vit.outputs).index[:, 0] == ask.labels.cpu()
     return Measured(_defined((overlaps[:, 0] >= iou) & right, reasons), reasons=reasons)
 
 

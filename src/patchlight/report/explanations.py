@@ -20,7 +20,7 @@ from patchlight.core.drawing.charts import PALETTE, SOFT, Band, Line, line_chart
 from patchlight.core.drawing.heat import blend, is_signed, robust_scale
 from patchlight.core.drawing.page import data_url, render_page
 from patchlight.core.drawing.pictures import colour_bar, percent, short
-from patchlight.core.errors import PatchlightError, spelled
+from patchlight.core.errors import PatchlightError, escape_surrogates
 from patchlight.core.statistics import constant
 from patchlight.methods.requests import list_methods
 from patchlight.study.faithfulness import sanity_words
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from patchlight.anatomy.opened import Anatomy
-    from patchlight.study.faithfulness import Trial, Truth
+    from patchlight.study.faithfulness import Faithfulness, Trial
 
 SURE, CLOSE, LEFT = 0.5, 0.1, 0.5
 """Below which probability, and within which of the second class, a model is called unsure; and how much of the first
@@ -62,7 +62,7 @@ class Explained:
     predictions: Sequence[tuple[str, float]]
     maps: Mapping[str, Attribution]
     trial: Trial
-    truths: Mapping[str, Truth]
+    truths: Mapping[str, Faithfulness]
     failures: Mapping[str, str] = field(default_factory=dict)
     sanity: Mapping[str, float] = field(default_factory=dict)
     sha256: str = ""
@@ -86,7 +86,7 @@ class TestedMap:
     about: str
     colour: str
     dash: str
-    truth: Truth
+    truth: Faithfulness
     sanity: str
 
 
@@ -138,9 +138,9 @@ def section_of(image: Explained) -> ImageSection:
         raise PatchlightError(f"a report needs at least one map; none was made{f' ({why})' if why else ''}")
     first, trial = next(iter(image.maps.values())), image.trial
     probable = trial.vit.probable
-    quantity = f"{quantity_word(trial)} of {first.named[0]}"
+    quantity = f"{trial.quantity_words} of {first.captions[0]}"
     return ImageSection(
-        name=spelled(image.name),
+        name=escape_surrogates(image.name),
         photo=data_url(image.picture.convert("RGB")),
         size=image.picture.size,
         pixels=(trial.image.shape[-1], trial.image.shape[-2]),
@@ -148,7 +148,7 @@ def section_of(image: Explained) -> ImageSection:
             (label, percent(value) if probable else f"{value:.3g}", value if probable else None)
             for label, value in image.predictions
         ],
-        asked=first.named[0],
+        asked=first.captions[0],
         shown=[_tested_map(image, name, *line_style(place)) for place, name in enumerate(image.maps)],
         charts=_charts(trial, image.truths, quantity),
         quantity=quantity,
@@ -164,11 +164,6 @@ def section_of(image: Explained) -> ImageSection:
         sha256=image.sha256,
         signed=any(is_signed(att.scores) for att in image.maps.values()),
     )
-
-
-def quantity_word(trial: Trial) -> str:
-    """What the curves show of the class asked about."""
-    return "similarity, (1 + cosine) / 2," if trial.quantity == "similarity" else trial.quantity
 
 
 def report_html(sections: Sequence[ImageSection], made: Provenance) -> str:
@@ -224,8 +219,8 @@ def made_by(
         "Versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
     }
     removed = removed_words(trial.unit, str(trial.fill))
-    said = tuple(map(spelled, left_out))
-    return Provenance(first.model, removed, facts, rows, spelled(command), tuple(warnings), said)
+    said = tuple(map(escape_surrogates, left_out))
+    return Provenance(first.model, removed, facts, rows, escape_surrogates(command), tuple(warnings), said)
 
 
 def _own_classes(vit: Anatomy) -> str:
@@ -251,7 +246,7 @@ def _tested_map(image: Explained, name: str, colour: str, dash: str) -> TestedMa
     heat = blend(image.picture, att.scores[0], robust_scale(att.scores[0]), covers=att.covers)
     sanity = sanity_words(image.sanity[name]) if name in image.sanity else ""
     variable = f"var(--m{PALETTE.index(colour)})"
-    return TestedMap(name, data_url(heat), f"for {att.named[0]}", variable, dash, image.truths[name], sanity)
+    return TestedMap(name, data_url(heat), f"for {att.captions[0]}", variable, dash, image.truths[name], sanity)
 
 
 def _notes(image: Explained, first: Attribution) -> list[str]:
@@ -265,10 +260,10 @@ def _notes(image: Explained, first: Attribution) -> list[str]:
         found.append(
             f"The model hardly decides between {short(label)} ({percent(top)}) and {short(rival)} ({percent(second)})."
         )
-    if first.explained[0] != label:
+    if first.target_names[0] != label:
         found.append(
-            f"The maps are about {first.explained[0]}, which is not what the model predicts ({label}): they show what "
-            "speaks for that class, not why the model said what it said."
+            f"The maps are about {first.target_names[0]}, which is not what the model predicts ({label}): they show "
+            "what speaks for that class, not why the model said what it said."
         )
     for name, att in image.maps.items():
         if bool(constant(att.scores.flatten(1)).any()) and att.scores[0].numel() > 1:
@@ -276,15 +271,15 @@ def _notes(image: Explained, first: Attribution) -> list[str]:
     whole, empty = (float(image.trial.random.deletion[0, i]) for i in (0, -1))
     if whole > 0 and empty > LEFT * whole:
         found.append(
-            f"With every patch removed the value for {first.named[0]} is still {_number(empty)} of {_number(whole)}: "
-            "the curves tell little on this image."
+            f"With every patch removed the value for {first.captions[0]} is still {_number(empty)} of {_number(whole)}"
+            ": the curves tell little on this image."
         )
     if not any(truth.better for truth in image.truths.values()):
         found.append("No method is better than random on this image: do not read its maps as reasons.")
     return found
 
 
-def _charts(trial: Trial, truths: Mapping[str, Truth], quantity: str) -> list[CurveChart]:
+def _charts(trial: Trial, truths: Mapping[str, Faithfulness], quantity: str) -> list[CurveChart]:
     """Deletion and insertion on one scale: a line per method, and random orders as their mean and a band."""
     x = (trial.removed / trial.removed[-1]).tolist()
     curves = [trial.random, *(truth.curves for truth in truths.values())]

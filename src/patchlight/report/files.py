@@ -15,14 +15,14 @@ from patchlight.core.attribution import Attribution
 from patchlight.core.drawing import figure_format
 from patchlight.core.drawing.pictures import FORMATS, MAX_ROWS
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import check_writable, write_whole
+from patchlight.core.files import check_writable, write_atomic
 from patchlight.core.images import SUFFIXES, list_images
 from patchlight.core.targets import Target, Targets, read_class
 from patchlight.methods.requests import Request, check_supported, refusal
 from patchlight.metrics.base import on_grid
 from patchlight.report.explanations import Explained, ImageSection, made_by, report_html, section_of
 from patchlight.report.pictures import figure
-from patchlight.study.faithfulness import Trial, truths
+from patchlight.study.faithfulness import Trial, run_trial
 from patchlight.study.files import ExplainedFile, ExplainOptions, FileLog, explain_files
 
 
@@ -186,7 +186,7 @@ def write_explanations(
             first = first or (one.maps, trial)
         advance(len(done.images) + len(done.log.errors))
     if task.figure is not None and rows:
-        together = {name: Attribution.joined([one.maps[name] for one in rows]) for name in done.methods}
+        together = {name: Attribution.concat([one.maps[name] for one in rows]) for name in done.methods}
         figure(
             [one.picture for one in rows],
             together,
@@ -199,7 +199,7 @@ def write_explanations(
         known = [words for words in done.log.warnings if "the map of image" not in words]  # its section says which one
         left_out = [sentence for _, sentence in done.log.errors]
         page = report_html(sections, made_by(*first, task.command, known, left_out))
-        write_whole(task.report, page.encode(errors="backslashreplace"))
+        write_atomic(task.report, page.encode(errors="backslashreplace"))
         done.written.append(str(task.report))
     return done
 
@@ -209,7 +209,7 @@ def _tested(one: ExplainedFile, name: str, vit: Anatomy, seed: int) -> tuple[Ima
     att = next(iter(one.maps.values()))
     against = None if att.against is None else att.against[:, None]
     trial = Trial(vit, one.tensor, Targets(att.target[:, None], against), seed=seed)
-    tests = truths(trial, {name: on_grid(att.scores, vit)[0] for name, att in one.maps.items()})
+    tests = run_trial(trial, {name: on_grid(att.scores, vit)[0] for name, att in one.maps.items()})
     digest = hashlib.sha256(one.path.read_bytes()).hexdigest()
     return section_of(Explained(name, one.picture, one.predictions, one.maps, trial, tests, sha256=digest)), trial
 
@@ -233,5 +233,5 @@ def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy,
         "maps": saved,
     }
     if att.against is not None:
-        about["against"] = {"index": int(att.against[0]), "label": att.opposed[0]}
+        about["against"] = {"index": int(att.against[0]), "label": att.against_names[0]}
     return about

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.load import wrap
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.pictures import Prediction, maps_figure
-from patchlight.core.errors import known_keywords
+from patchlight.core.errors import check_keywords
 from patchlight.core.images import Picture
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from patchlight.core.drawing.shown import ShownFigure
 
 
-@known_keywords
+@check_keywords
 def figure(
     images: Picture | Tensor | Sequence[Picture],
     maps: Attribution | Mapping[str, Attribution] | Sequence[Attribution],

@@ -8,7 +8,7 @@ from typing import Any
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
-from patchlight.core.registry import described, in_words
+from patchlight.core.registry import describe_type, split_docstring
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import COMPOSITIONS, METHODS
 from patchlight.methods.requests import list_methods, resolve
@@ -46,11 +46,11 @@ def composed_row(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]
     row = next(row for row in rows if row["name"] == request.method.name)
     text = row["text"]
     if composition is not None and composition is not request.method.composition:
-        text += f"\n\n.{composition.name}: {described(composition.function)[0]}"
+        text += f"\n\n.{composition.name}: {split_docstring(composition.function)[0]}"
     if request.rule.name != "plain":
         text += f"\n\nBackward rule {request.rule.name}: {request.rule.paper}"
     kinds = request.method.settings(composition)
-    settings = {key: f"{in_words(setting.kind)} = {request.settings[key]!r}" for key, setting in kinds.items()}
+    settings = {key: f"{describe_type(setting.kind)} = {request.settings[key]!r}" for key, setting in kinds.items()}
     texts = {key: setting.text for key, setting in kinds.items()}
     return {**row, "name": request.name, "settings": settings, "setting_texts": texts, "text": text}
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.attribution import Attributions
-from patchlight.core.errors import integer, known_keywords
-from patchlight.core.fingerprints import identity, of_images
-from patchlight.core.frames import frame
+from patchlight.core.errors import check_keywords, integer
+from patchlight.core.fingerprints import hash_images, identity
+from patchlight.core.frames import make_frame
 from patchlight.core.photos import MOST, Photos
 from patchlight.core.progress import Progress
-from patchlight.core.registry import Asked, resolve_all
+from patchlight.core.registry import Selection, resolve_all
 from patchlight.core.statistics import FEWEST, SIGNS, Mark, Resamples
 from patchlight.core.targets import Score, Target, Targets
 from patchlight.engine import attribution_of, default_batch_size
@@ -51,7 +51,7 @@ R = TypeVar("R")
 
 def _telling(function: Callable[P, R]) -> Callable[P, R]:
     """Say where a setting that is given as a keyword belongs."""
-    return known_keywords(function, "settings stand by their metric or method: metrics={'deletion': {'steps': 28}}")
+    return check_keywords(function, "settings stand by their metric or method: metrics={'deletion': {'steps': 28}}")
 
 
 @_telling
@@ -59,8 +59,8 @@ def _telling(function: Callable[P, R]) -> Callable[P, R]:
 def compare(
     vit: Anatomy | nn.Module,
     images: Any,
-    methods: Asked,
-    metrics: Asked = "ins-del",
+    methods: Selection,
+    metrics: Selection = "ins-del",
     target: Target = None,
     *,
     labels: Any = None,
@@ -107,7 +107,7 @@ class _First:
         if room.stop <= 0:
             return
         self.photos.see(batch[room])
-        self.hashes.extend(of_images(batch[room]))
+        self.hashes.extend(hash_images(batch[room]))
         self.targets.append(targets[room])
         for label, own in maps.items():
             self.scores.setdefault(label, []).append(own[room].detach().float().cpu())
@@ -120,7 +120,7 @@ class _First:
             "images": tuple(self.hashes),
             "photos": tuple(self.photos.kept),
         }
-        targets = Targets.joined(self.targets)
+        targets = Targets.concat(self.targets)
         found = ((r, Estimate(torch.cat(self.scores[r.label])[:, None])) for r in requests)
         return Attributions((r.label, attribution_of(self.vit, r, maps, targets, seed, of)) for r, maps in found)
 
@@ -175,7 +175,7 @@ class Comparison:
         pairs, cells = list(self.cells), list(self.cells.values())
         found = all_intervals(self.cells)
         intervals = [found[pair] for pair in pairs]
-        return frame(
+        return make_frame(
             {
                 "method": [method for method, _ in pairs],
                 "metric": [name for _, name in pairs],

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap, PatchlightError
-from patchlight.core.files import write_whole
+from patchlight.core.files import write_atomic
 from patchlight.core.images import Preprocess
 from patchlight.data.counting import PATCH, SIDE, CountingGrids, counting_grids
 from patchlight.engine import explain
@@ -253,14 +253,14 @@ def run(
         size, seed, task.device, task.distractors, lambda step, right: tell(f"ViT step {step}: {right:.1%} right")
     )
     weights = {name: value.cpu().contiguous() for name, value in vit.model.state_dict().items()}
-    write_whole(out / "vit.safetensors", save(weights))
+    write_atomic(out / "vit.safetensors", save(weights))
     tell("training DiffMask")
     loader = loader_of(counting_grids(6000, seed, "train", task.distractors), settings.batch_size, task.device)
     explainer = train(vit, loader, settings, callback, out / "diffmask", resume=False)
     held = counting_grids(task.grids, seed, "test", task.distractors)
     rows = judge_methods(vit, explainer, held, seed, lambda name: tell(f"judging {name}"))
-    write_whole(out / "verdicts.json", json.dumps([asdict(r) for r in rows], indent=1).encode() + b"\n")
-    write_whole(out / "verdicts.md", table(rows).encode())
+    write_atomic(out / "verdicts.json", json.dumps([asdict(r) for r in rows], indent=1).encode() + b"\n")
+    write_atomic(out / "verdicts.md", table(rows).encode())
     return CountingResult(rows, explainer)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.progress import Progress
-from patchlight.core.registry import Asked, resolve_all
+from patchlight.core.registry import Selection, resolve_all
 from patchlight.core.targets import Target
 from patchlight.metrics.base import Evaluation, Evaluations, MetricRequest, resolve_metric
 from patchlight.study.run import BATCH, MeasureOptions, Outcome, measure
@@ -22,7 +22,7 @@ def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,
     maps: Mapping[str, Any] | list[str],
-    metric: Asked = ...,
+    metric: Selection = ...,
     target: Target = ...,
     **options: Any,
 ) -> Evaluations: ...
@@ -44,7 +44,7 @@ def evaluate(
     vit: Anatomy | nn.Module,
     images: Any,
     maps: Any,
-    metric: Asked | Sequence[MetricRequest] = "ins-del",
+    metric: Selection | Sequence[MetricRequest] = "ins-del",
     target: Target = None,
     *,
     labels: Any = None,

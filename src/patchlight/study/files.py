@@ -18,9 +18,9 @@ from torch import Tensor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.heat import seen
-from patchlight.core.errors import NotFinite, PatchlightError, nearest, spelled
-from patchlight.core.files import cell
-from patchlight.core.fingerprints import of_images
+from patchlight.core.errors import NotFinite, PatchlightError, escape_surrogates, nearest
+from patchlight.core.files import csv_cell
+from patchlight.core.fingerprints import hash_images
 from patchlight.core.images import open_image
 from patchlight.core.statistics import constant
 from patchlight.core.targets import Target, read_class
@@ -187,7 +187,7 @@ class MeasuredFiles:
             for metric, one in own.items():
                 for name, value, reason in zip(self.names[method], one.values.tolist(), one.reasons, strict=True):
                     known = "" if value != value else value
-                    lines.writerow([cell(each) for each in (name, method, metric, known, reason)])
+                    lines.writerow([csv_cell(each) for each in (name, method, metric, known, reason)])
         return text.getvalue()
 
 
@@ -218,7 +218,7 @@ def find_maps(
         raise PatchlightError(f"no folder of maps at '{folder}'; `patchlight explain … --save {folder}` writes one")
     found: dict[str, dict[str, Path]] = {}
     for about in sorted(folder.rglob("attribution.json")):
-        image = spelled(about.parent.parent.relative_to(folder).as_posix())
+        image = escape_surrogates(about.parent.parent.relative_to(folder).as_posix())
         found.setdefault(image, {})[about.parent.name] = about.parent
     if not found:
         raise PatchlightError(f"no maps in '{folder}'; `patchlight explain … --save {folder}` writes them")
@@ -226,7 +226,7 @@ def find_maps(
     stems = Counter(_stem(name) for name in data.names)
     for name in data.names:
         keys = (name, _stem(name)) if stems[_stem(name)] == 1 else (name,)
-        match = next((found.pop(key) for key in map(spelled, keys) if key in found), None)
+        match = next((found.pop(key) for key in map(escape_surrogates, keys) if key in found), None)
         if match is not None:
             saved[name] = match
     if not saved:
@@ -272,7 +272,7 @@ def measure_files(
                         log.warn(f"{metric} of {method} has no value for '{name}': {reason}")
         advance((len(batch.names) + len(batch.failures)) * len(task.methods))
     evaluations = {
-        method: {metric: Evaluation.joined(each) for metric, each in own.items()} for method, own in parts.items()
+        method: {metric: Evaluation.concat(each) for metric, each in own.items()} for method, own in parts.items()
     }
     if not any(evaluations.values()):
         raise PatchlightError(f"nothing could be measured: {log.errors[0][1]}")
@@ -303,7 +303,7 @@ def _maps(task: MeasureTask, vit: Anatomy, batch: Batch, log: FileLog) -> dict[s
     if task.saved is None:
         made = explain(vit, batch.images, task.requests, task.classes(vit, batch), seed=task.seed, finite=False)
         return {method: (list(range(len(batch.names))), maps) for method, maps in made.items()}
-    shown = of_images(vit.place(batch.images))
+    shown = hash_images(vit.place(batch.images))
     loaded: dict[str, tuple[list[int], Attribution]] = {}
     for method in task.methods:
         rows: list[int] = []
@@ -327,7 +327,7 @@ def _maps(task: MeasureTask, vit: Anatomy, batch: Batch, log: FileLog) -> dict[s
             except PatchlightError as error:
                 log.fail(name, str(error))
         if rows:
-            loaded[method] = rows, Attribution.joined(each)
+            loaded[method] = rows, Attribution.concat(each)
     return loaded
 
 

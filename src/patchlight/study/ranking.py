@@ -14,34 +14,44 @@ SAMPLES, ALPHA = 2000, 0.05
 
 
 def compared(columns: Mapping[str, Evaluation], resamples: Resamples | None = None) -> dict[str, Mark]:
-    """Which method is best, and which are statistically tied with it.
+    """Mark the best method and those statistically tied with it.
 
-    None is marked where Friedman's test does not tell the methods apart at 5 %, or has fewer than six images to do so.
-    A method is tied where the 95 % interval of its paired bootstrap difference to the best contains 0: both are
-    resampled on the same images, those on which both have a value.
+    Only images on which every method has a value are compared. Nothing is marked when Friedman's test does not
+    separate the methods at 5 %, or when fewer than six images are shared. A method is tied when the 95 % interval of
+    its paired bootstrap difference to the best contains 0.
     """
-    means = {m: column.mean for m, column in columns.items()}
-    exist = {m: mean for m, mean in means.items() if mean == mean}
-    _, ranks = placed({m: columns[m] for m in exist})
-    if ranks is None or friedman(ranks)[1] > ALPHA:
-        return dict.fromkeys(columns, "")
-    sign = 1.0 if columns[next(iter(exist))].higher_is_better else -1.0
-    best = max(exist, key=lambda m: sign * exist[m])
+    with_value = {m: column for m, column in columns.items() if column.mean == column.mean}
+    _, ranks = placed(with_value)
     marks: dict[str, Mark] = dict.fromkeys(columns, "")
+    if ranks is None or friedman(ranks)[1] > ALPHA:
+        return marks
+    shared = torch.stack([column.exist for column in with_value.values()]).all(0)
+    numbers = {m: mean_on(column, shared) for m, column in with_value.items()}
+    sign = 1.0 if columns[next(iter(numbers))].higher_is_better else -1.0
+    best = max(numbers, key=lambda m: sign * numbers[m])
     resamples = resamples or Resamples(len(columns[best]), SAMPLES)
-    differences = paired_differences(columns[best], {m: columns[m] for m in exist}, resamples)
-    for method in exist:
+    differences = paired_differences(columns[best], with_value, resamples, shared)
+    for method, number in numbers.items():
         low, high = percentiles(differences[method])
-        if method == best or exist[method] == exist[best]:
+        if method == best or number == numbers[best]:
             marks[method] = "best"
         elif low <= 0 <= high:
             marks[method] = "tied"
     return marks
 
 
-def paired_differences(best: Evaluation, others: Mapping[str, Evaluation], resamples: Resamples) -> dict[str, Tensor]:
-    """The data set's number of the best less that of each other [S], on the same images: those where both have one."""
-    both = {m: best.exist & other.exist for m, other in others.items()}
+def mean_on(column: Evaluation, images: Tensor) -> float:
+    """The data set's number on some images [B], given as a mask."""
+    if not bool((column.exist & ~images).any()):
+        return column.mean
+    return float(column.resampled(images.double()[None])[0])
+
+
+def paired_differences(
+    best: Evaluation, others: Mapping[str, Evaluation], resamples: Resamples, images: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The best method's number minus that of each other [S], on the same images: `images`, or those both have."""
+    both = {m: best.exist & other.exist if images is None else images for m, other in others.items()}
     first = resamples.numbers([(best, both[m]) for m in others])
     second = resamples.numbers([(other, both[m]) for m, other in others.items()])
     return {m: a - b for m, a, b in zip(others, first, second, strict=True)}

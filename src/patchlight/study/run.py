@@ -15,11 +15,11 @@ from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
-from patchlight.core.errors import PatchlightError, UndefinedMetric, integer, spelled, warn
+from patchlight.core.errors import PatchlightError, UndefinedMetric, escape_surrogates, integer, warn
 from patchlight.core.images import Note, in_batches
-from patchlight.core.progress import Progress, telling
+from patchlight.core.progress import Progress, show_progress
 from patchlight.core.statistics import constant
-from patchlight.core.targets import Target, Targets, predicted, resolve_targets
+from patchlight.core.targets import Target, Targets, resolve_targets, top_classes
 from patchlight.data import Batch
 from patchlight.engine import explain
 from patchlight.methods.requests import Request, refusal
@@ -131,7 +131,7 @@ def _together(
 
 def reason_of(error: Exception) -> str:
     """An error as one sentence; the type of an unexpected one comes first."""
-    text = spelled(" ".join(str(error).split())) or type(error).__name__
+    text = escape_surrogates(" ".join(str(error).split())) or type(error).__name__
     return text if isinstance(error, PatchlightError) else f"{type(error).__name__}: {text}"
 
 
@@ -223,7 +223,7 @@ def study_batch(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if target is None:
-            target = predicted(vit.logits(batch.images), vit.outputs).index[:, 0]
+            target = top_classes(vit.logits(batch.images), vit.outputs).index[:, 0]
         explained = explain_each(
             vit,
             batch.images,
@@ -369,7 +369,7 @@ def measure(
     annotations = checked_annotations(given, count, vit, read)
     undefined: dict[str, dict[int, str]] = {label: {} for label in sources}
     begin = 0
-    with telling(options.progress, "measuring") as tell:
+    with show_progress(options.progress, "measuring") as tell:
         for images_of_batch in batches:
             batch = vit.place(images_of_batch)
             part = slice(begin, begin + len(batch))
@@ -426,7 +426,7 @@ def _classes(
 ) -> dict[str, Targets]:
     """By label, the classes asked about: those given, those that its maps explain, or the prediction."""
     known = {label: targets or source.targets for label, source in sources.items()}
-    guess = None if all(known.values()) else predicted(vit.logits(batch), vit.outputs)
+    guess = None if all(known.values()) else top_classes(vit.logits(batch), vit.outputs)
     return {
         label: guess if classes is None else classes.part(part.start, len(batch), count)  # type: ignore[misc]
         for label, classes in known.items()

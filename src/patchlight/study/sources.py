@@ -14,10 +14,10 @@ from torch import Tensor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.errors import PatchlightError
-from patchlight.core.fingerprints import identity, of_images
+from patchlight.core.fingerprints import hash_images, identity
 from patchlight.core.targets import Score, ScoreName, Targets, resolve_targets
 from patchlight.methods.maps import estimate
-from patchlight.methods.requests import Request, check_supported, resolve
+from patchlight.methods.requests import Request, check_contrast, check_supported, resolve
 from patchlight.metrics.base import MapFunction, MetricRequest, checked_maps
 
 
@@ -60,6 +60,8 @@ def computed_maps(
     """What methods make of images, without their warnings: a metric has its own for maps that say nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        for request in requests:
+            check_contrast(request, targets, vit)
         return [BatchMaps(one.maps[:, 0], one.facts) for one in estimate(vit, images, requests, targets, seed)[1]]
 
 
@@ -156,7 +158,7 @@ def check_model(maps: Attribution, vit: Anatomy) -> None:
 def check_images(sources: Iterable[Source], part: slice, batch: Tensor) -> None:
     """Refuse images that are not those the maps were made of; nothing is known of older maps."""
     known = [source.images[part] for source in sources if source.images]
-    seen = of_images(batch) if known else ()
+    seen = hash_images(batch) if known else ()
     for explained in known:
         wrong = next((i for i, (one, other) in enumerate(zip(explained, seen, strict=False)) if one != other), None)
         if wrong is not None:

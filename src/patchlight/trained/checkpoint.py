@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import write_whole
+from patchlight.core.files import write_atomic
 
 Parts = Mapping[str, Mapping[str, Tensor]]
 """Named tensors, by the part of a training they belong to."""
@@ -22,7 +22,7 @@ def write_checkpoint(path: Path, about: Mapping[str, Any], parts: Parts) -> None
     from safetensors.torch import save
 
     tensors = {f"{a}/{b}": t.detach().cpu().contiguous() for a, part in parts.items() for b, t in part.items()}
-    write_whole(path, save(tensors, {"about": json.dumps(about)}))
+    write_atomic(path, save(tensors, {"about": json.dumps(about)}))
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], Parts]:
@@ -64,4 +64,4 @@ def cut_metrics(path: Path, step: int, restarts: int = 0) -> None:
         attempt = int(values.get("restarts", 0))
         return attempt < restarts or (attempt == restarts and float(values["step"]) <= step)
 
-    write_whole(path, ("\n".join([head, *filter(is_before, rows)]) + "\n").encode())
+    write_atomic(path, ("\n".join([head, *filter(is_before, rows)]) + "\n").encode())

@@ -12,15 +12,36 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.errors import PatchlightError
-from patchlight.core.files import write_whole
+from patchlight.core.errors import PatchlightError, first_line
+from patchlight.core.files import write_atomic
 from patchlight.core.fingerprints import fingerprint, stamp
 from patchlight.core.registry import Settings
 
 Network = TypeVar("Network", bound=nn.Module)
+
+
+class _Model(BaseModel, extra="forbid"):
+    """What must agree between the model an explainer was made for and the one it explains."""
+
+    name: str
+    blocks: int
+    patch_grid: tuple[int, int]
+    prefix_tokens: int
+    classes: int
+    image_size: tuple[int, int]
+
+
+class _Header(BaseModel, extra="allow"):
+    """The JSON file of an explainer; the keys that are not listed here are the options of its network."""
+
+    kind: str
+    format: int
+    model: _Model
+    about: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,39 +122,39 @@ class Explainer(ABC, Generic[Network]):
         folder = Path(folder)
         state = self.network.state_dict()
         tensors = {name: value.detach().to("cpu", self.stored).contiguous() for name, value in state.items()}
-        write_whole(folder / f"{self.weights}.safetensors", save({**tensors, "signature": self.signature}))
+        write_atomic(folder / f"{self.weights}.safetensors", save({**tensors, "signature": self.signature}))
         known = {"format": self.format, "kind": self.kind, "model": self.model, **self.options()}
         text = json.dumps({**known, "about": self.about}, indent=1)
-        write_whole(folder / f"{self.kind}.json", text.encode() + b"\n")
+        write_atomic(folder / f"{self.kind}.json", text.encode() + b"\n")
         return folder
 
     @classmethod
     def read(cls, folder: str | Path, vit: Anatomy | None = None) -> Self:
         """The explainer in a folder; with a model, one that was made for another is refused."""
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         folder = Path(folder)
         try:
-            about = json.loads((folder / f"{cls.kind}.json").read_text(encoding="utf-8"))
-            tensors = load_file(folder / f"{cls.weights}.safetensors")
-            if about["kind"] != cls.kind:
-                raise PatchlightError(f"'{folder}' holds an explainer of another kind, '{about['kind']}'")
-            if about["format"] != cls.format:
-                age = "an earlier" if about["format"] < cls.format else "a later"
+            header = _Header.model_validate_json((folder / f"{cls.kind}.json").read_bytes())
+            if header.kind != cls.kind:
+                raise PatchlightError(f"'{folder}' holds an explainer of another kind, '{header.kind}'")
+            if header.format != cls.format:
+                age = "an earlier" if header.format < cls.format else "a later"
                 raise PatchlightError(
-                    f"'{folder}' was made by {age} Patchlight (format {about['format']}, this one reads {cls.format}); "
+                    f"'{folder}' was made by {age} Patchlight (format {header.format}, this one reads {cls.format}); "
                     "train it again, or explain with that version"
                 )
-            model = {k: tuple(v) if isinstance(v, list) else v for k, v in about["model"].items()}
-            signed = tensors.pop("signature")
-            network = cls.build({k: v.float() for k, v in tensors.items()}, about)
+            tensors = load_file(folder / f"{cls.weights}.safetensors")
+            signed = tensors.pop("signature").float()
+            network = cls.build({k: v.float() for k, v in tensors.items()}, header.model_extra or {})
         except FileNotFoundError as error:
             name = Path(error.filename).name
             raise PatchlightError(f"'{folder}' holds no {cls.title} explainer ({name} is missing)") from error
-        except (json.JSONDecodeError, SafetensorError, KeyError, TypeError, RuntimeError, NotADirectoryError) as error:
-            raise PatchlightError(f"the explainer in '{folder}' is damaged: {str(error).splitlines()[0]}") from error
-        explainer = cls(network.requires_grad_(False).eval(), model, signed, about["about"])
+        except PatchlightError:
+            raise
+        except Exception as error:  # torch meets damaged weights with every kind of exception
+            raise PatchlightError(f"the explainer in '{folder}' is damaged: {first_line(error)}") from error
+        explainer = cls(network.requires_grad_(False).eval(), header.model.model_dump(), signed, header.about)
         if vit is not None and (reason := explainer.mismatch(vit)) is not None:
             raise PatchlightError(f"'{folder}' does not fit {vit.name}: {reason}")
         return explainer

@@ -23,7 +23,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, TrainingWarning, Unsupported, warn
 from patchlight.core.extras import missing_extra
 from patchlight.core.files import check_writable
-from patchlight.core.progress import Progress, Tell, telling
+from patchlight.core.progress import Progress, Update, show_progress
 from patchlight.evidence.precision import Precision, rounding
 from patchlight.trained.batches import check_data, epoch_of, length_of
 from patchlight.trained.checkpoint import Parts, append_metrics, cut_metrics, read_checkpoint, write_checkpoint
@@ -131,7 +131,7 @@ def train_steps(learner: Learner[Report], run: TrainingRun, words: str = "traini
     if run.out is not None:
         check_writable(run.out)
         loop.resume(run.out, run.resume)
-    with telling(run.progress if run.devices.main else False, words) as tell:
+    with show_progress(run.progress if run.devices.main else False, words) as tell:
         loop.go(tell)
     return {**loop.last, **({"failed_attempts": loop.failed} if loop.failed else {})}
 
@@ -165,7 +165,7 @@ class _Loop(Generic[Report]):
     def seed(self) -> int:
         return fresh_seed(self.settings.seed, len(self.failed))
 
-    def go(self, tell: Tell) -> None:
+    def go(self, tell: Update) -> None:
         """All steps from where the run stands."""
         while self.step < self.steps:
             try:
@@ -173,7 +173,7 @@ class _Loop(Generic[Report]):
             except Diverged as failure:
                 self._restart(str(failure))
 
-    def _epoch(self, tell: Tell) -> None:
+    def _epoch(self, tell: Update) -> None:
         """The steps that are left of an epoch."""
         every = self.settings.checkpoint_steps
         epoch = self.step // self.epoch_length if self.epoch_length else 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patchlight.core.attribution import Attribution
-from patchlight.core.errors import PatchlightError, hearing
+from patchlight.core.errors import PatchlightError, collect_warnings
 from patchlight.evidence.ablation import Ablation, PixelMasks, TokenSubsets
 from patchlight.evidence.fills import fill_images
 from patchlight.evidence.passes import run_pass
@@ -22,7 +22,7 @@ from patchlight.study.evaluate import evaluate
 from patchlight.study.faithfulness import Curves, sanity_words
 from patchlight.study.run import Outcome, explain_each
 from patchlight.web import schemas
-from patchlight.web.jobs import RunningJob, in_words
+from patchlight.web.jobs import RunningJob, describe_error
 from patchlight.web.service import JobInput, ModelService, ResolvedQuestion, TimedMap, is_quick, quantity_of
 
 
@@ -70,7 +70,7 @@ def explain(given: JobInput[Any], job: RunningJob) -> dict[str, Attribution]:
 
     for name, method in given.methods.items():
         if isinstance(method, PatchlightError):
-            fail(name, in_words(method))
+            fail(name, describe_error(method))
         elif (cached := service.cached_map(question, method, seed)) is not None:
             add(name, cached)
         else:
@@ -91,7 +91,7 @@ def explain(given: JobInput[Any], job: RunningJob) -> dict[str, Attribution]:
 
     target = question.index if question.against is None else (question.index, question.against)
     quick_first = sorted(missing.values(), key=lambda one: not is_quick(one))
-    with hearing() as said:
+    with collect_warnings() as said:
         explain_each(
             question.vit,
             question.image.tensor,
@@ -115,9 +115,9 @@ def _map_result(label: str, found: TimedMap) -> schemas.MapResult:
         error=None if att.error is None else att.error[0].tolist(),
         level=att.level,
         target=int(att.target[0]),
-        target_label=att.explained[0],
+        target_label=att.target_names[0],
         against=None if att.against is None else int(att.against[0]),
-        against_label=att.opposed[0] if att.opposed else None,
+        against_label=att.against_names[0] if att.against_names else None,
         settings={key: value for key, value in att.settings.items() if key not in ("chunk", "precision", "compile")},
         seed=att.seed,
         seconds=round(found.seconds, 3),
@@ -166,12 +166,12 @@ def measure(given: JobInput[schemas.MeasureRequest], job: RunningJob) -> None:
 def _sanity(question: ResolvedQuestion, att: Attribution, seed: int) -> tuple[float | None, str]:
     """The similarity of a map to those of the model with its layers randomised."""
     try:
-        with hearing():
+        with collect_warnings():
             found = evaluate(
                 question.vit, question.image.tensor, att, "randomisation", seed=seed, progress=False, current=True
             )
     except PatchlightError as error:
-        return None, in_words(error)
+        return None, describe_error(error)
     value = float(found.values[0])
     return schemas.digits(value), sanity_words(value)
 

@@ -20,7 +20,7 @@ from patchlight.evidence.fills import Painted
 from patchlight.web import answers, schemas
 from patchlight.web.files import make_file
 from patchlight.web.images import NotFound
-from patchlight.web.jobs import RunningJob, in_words
+from patchlight.web.jobs import RunningJob, describe_error
 from patchlight.web.service import JobInput, ModelService
 
 LOG = logging.getLogger("patchlight.web")
@@ -250,7 +250,7 @@ def _static(app: FastAPI) -> None:
 
 async def _failure(request: Request, error: Exception) -> JSONResponse:
     """Every failure is one sentence, with its status."""
-    status, sentence = getattr(error, "status", 400), in_words(error)
+    status, sentence = getattr(error, "status", 400), describe_error(error)
     headers = {"retry-after": "1"} if status == 429 else {}
     if isinstance(error, RequestValidationError):
         status, sentence = 422, _validation_words(error)

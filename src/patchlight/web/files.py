@@ -11,10 +11,11 @@ from collections.abc import Mapping
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
+from patchlight.core.attribution_files import attribution_bytes
 from patchlight.core.drawing import figure_bytes, seen_figure
 from patchlight.metrics.base import on_grid
 from patchlight.report.explanations import Explained, made_by, report_html, section_of
-from patchlight.study.faithfulness import Trial, truths
+from patchlight.study.faithfulness import Trial, run_trial
 from patchlight.web.answers import explain
 from patchlight.web.jobs import RunningJob
 from patchlight.web.schemas import FileRequest
@@ -60,7 +61,7 @@ def arrays(maps: Mapping[str, Attribution]) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as made:
         for label, att in maps.items():
-            for name, data in att.files().items():
+            for name, data in attribution_bytes(att).items():
                 entry = zipfile.ZipInfo(f"{label}/{name}", _LONG_AGO)
                 entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
                 made.writestr(entry, data)
@@ -71,7 +72,7 @@ def report(given: JobInput[FileRequest], maps: Mapping[str, Attribution], job: R
     """The maps with their test, and how all of it was made, as one HTML file."""
     question, request = given.question, given.request
     trial = given.service.trial(question, request)
-    tested = truths(trial, {name: on_grid(att.scores, question.vit)[0] for name, att in maps.items()})
+    tested = run_trial(trial, {name: on_grid(att.scores, question.vit)[0] for name, att in maps.items()})
     section = section_of(
         Explained(
             name=request.name,

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from patchlight.core.errors import Cancelled, PatchlightError
-from patchlight.core.progress import Watcher, watched
+from patchlight.core.progress import Watcher, watch
 from patchlight.web.schemas import JobProgress, JobStatus, Kind
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Control:
         if self.stop.is_set():
             raise Cancelled("cancelled")
         try:
-            with watched(Watcher(tell, lambda: self.stop.is_set() or self.late)):
+            with watch(Watcher(tell, lambda: self.stop.is_set() or self.late)):
                 return function()
         except Cancelled:
             if self.stop.is_set() or not self.late:
@@ -182,7 +182,7 @@ class RunningJob:
         except (Cancelled, asyncio.CancelledError):
             self.status.state, self.status.error = "cancelled", "cancelled"
         except Exception as error:
-            self.status.state, self.status.error = "failed", in_words(error)
+            self.status.state, self.status.error = "failed", describe_error(error)
             if not isinstance(error, PatchlightError):
                 LOG.error("a job of kind '%s' failed", self.status.kind, exc_info=error)
         del self._task  # an error holds all that was computed with, and a job is kept for long
@@ -191,7 +191,7 @@ class RunningJob:
         self.tell("end", self.status.model_dump_json())
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """One sentence for the client; an unexpected error is named by its kind alone."""
     if isinstance(error, PatchlightError):
         return " ".join(str(error).split())

@@ -20,9 +20,9 @@ from patchlight import __version__
 from patchlight.anatomy.heads import Texts
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
-from patchlight.core.errors import NoClassifier, PatchlightError, Unsupported, hearing
+from patchlight.core.errors import NoClassifier, PatchlightError, Unsupported, collect_warnings
 from patchlight.core.registry import Setting
-from patchlight.core.targets import Targets, class_index, cosines, predicted
+from patchlight.core.targets import Targets, class_index, cosines, top_classes
 from patchlight.engine import explain
 from patchlight.evidence.fills import Painted
 from patchlight.methods.base import Ablates
@@ -163,7 +163,7 @@ class ModelService:
     def _warm(self) -> None:
         """Do once what the first visitor would wait for: the list of methods, and a pass."""
         image = torch.zeros(1, self.vit.channels, *self.vit.preprocess.size)
-        with contextlib.suppress(PatchlightError), hearing():
+        with contextlib.suppress(PatchlightError), collect_warnings():
             works = {info.name for info in self._listed if info.supported}
             requests = [resolve(name) for name in FIRST if name in works]
             explain(self.vit, image, [one for one in requests if is_quick(one)], progress=False)
@@ -203,7 +203,7 @@ class ModelService:
         logits = self._image_logits(vit, image, texts)
         if not bool(logits.isfinite().all()):
             raise PatchlightError(f"{vit.name} gives NaN or infinity for this image, so nothing can be asked about it")
-        index = int(predicted(logits, vit.outputs).index[0, 0])
+        index = int(top_classes(logits, vit.outputs).index[0, 0])
         if question.target is not None:
             index = class_index(question.target, vit.outcomes, vit.labels)
         targets = Targets(torch.tensor([[index]]))

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 from PIL import Image
 
 from patchlight.anatomy.load import wrap
-from patchlight.core.errors import NoClassifier, PatchlightError, integer, known_keywords
+from patchlight.core.errors import NoClassifier, PatchlightError, check_keywords, integer
 from patchlight.core.images import Picture, open_image
 from patchlight.core.targets import Target, resolve_targets
 from patchlight.methods.requests import check_supported, resolve
@@ -71,7 +71,7 @@ class View:
         )
 
 
-@known_keywords
+@check_keywords
 def show(
     vit: Anatomy | nn.Module,
     image: Picture | None = None,

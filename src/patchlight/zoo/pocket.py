@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from patchlight.zoo.vit import PocketViT
 
 HERE = Path(__file__).resolve().parent
 DESCRIPTION = HERE / "pocket.json"
@@ -42,14 +42,19 @@ def check_file() -> bool:
     return hashlib.sha256(WEIGHTS.read_bytes()).hexdigest() == str(description()["sha256"])
 
 
-def build(trained: bool = True) -> nn.Module:
-    """The model with its trained weights, or random ones: a timm ``VisionTransformer``, float32, to evaluate."""
-    import safetensors.torch
-    from timm.models.vision_transformer import VisionTransformer
+def build(trained: bool = True) -> PocketViT:
+    """Build the model, in float32 and evaluation mode.
 
-    model: nn.Module = VisionTransformer(**description()["architecture"])
-    if not trained:
-        return model.eval()
-    weights = safetensors.torch.load_file(WEIGHTS)
-    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
+    Args:
+        trained: Whether to load the trained weights; otherwise they are random.
+    """
+    import safetensors.torch
+
+    from patchlight.zoo.vit import PocketViT
+
+    shared = ("qkv_bias", "class_token", "global_pool")  # what every PocketViT has
+    model = PocketViT(**{key: value for key, value in description()["architecture"].items() if key not in shared})
+    if trained:
+        weights = safetensors.torch.load_file(WEIGHTS)
+        model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
     return model.eval()

@@ -1,12 +1,12 @@
 """Pictures: heat over an image, figures of many methods, and what notebooks show. Drawn without a display."""
 
 from patchlight.core.drawing.heat import overlay, robust_scale
-from patchlight.core.drawing.notebook import figure_html, heat_html, maps_html, table_html
+from patchlight.core.drawing.notebook import figure_html, heat_html, heat_picture, maps_html, table_html
 from patchlight.core.drawing.pictures import (
+    describe_prediction,
     figure_bytes,
     figure_format,
     figure_picture,
-    in_words,
     maps_figure,
     percent,
     photo_figure,
@@ -15,12 +15,13 @@ from patchlight.core.drawing.pictures import (
 )
 
 __all__ = [
+    "describe_prediction",
     "figure_bytes",
     "figure_format",
     "figure_html",
     "figure_picture",
     "heat_html",
-    "in_words",
+    "heat_picture",
     "maps_figure",
     "maps_html",
     "overlay",

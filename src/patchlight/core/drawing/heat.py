@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from patchlight.core.errors import PatchlightError, known_keywords, nearest
+from patchlight.core.errors import PatchlightError, check_keywords, nearest
 from patchlight.core.images import Picture, Preprocess, open_image
 from patchlight.core.resize import Upsampling, at_size
 
@@ -127,7 +127,7 @@ def blend(
     return Image.fromarray((255 * (rgb * opacity + grey * (1 - opacity))).round().astype(np.uint8))
 
 
-@known_keywords
+@check_keywords
 def overlay(
     scores: Tensor,
     image: Picture,

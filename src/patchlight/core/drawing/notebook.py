@@ -73,7 +73,7 @@ def heat_html(att: Attribution) -> str:
     cells = [
         f'<figure style="display:inline-block;margin:2px;width:{WIDTH}px;vertical-align:top">'
         f"{_image(att, i, signed, SHARP)}<figcaption>{escape(label)}</figcaption></figure>"
-        for i, label in enumerate(att.named[:SHOWN])
+        for i, label in enumerate(att.captions[:SHOWN])
     ]
     more = f"<p>and {len(maps) - SHOWN} more</p>" if len(maps) > SHOWN else ""
     ends = "blue against, red for" if signed else "dark lowest, bright highest"
@@ -90,14 +90,14 @@ def maps_html(maps: Mapping[str, Attribution]) -> str:
     first = next(iter(shown.values()))
     signed = {label: is_signed(att.scores) for label, att in shown.items()}
     rows = []
-    for i, word in enumerate(first.named[:ROWS]):
+    for i, word in enumerate(first.captions[:ROWS]):
         photo = _photo(first, i, WIDTH)
         picture = _img(photo, "jpeg", "photograph") if photo is not None else ""
         cells = [Html(_image(att, i, signed[label], WIDTH)) for label, att in shown.items()]
         rows.append([Html(f'<div style="width:{WIDTH}px">{picture}{escape(word)}</div>'), *cells])
     left = [
         f"{len(maps) - COLUMNS} more methods" if len(maps) > COLUMNS else "",
-        f"{len(first.named) - ROWS} more maps of each" if len(first.named) > ROWS else "",
+        f"{len(first.captions) - ROWS} more maps of each" if len(first.captions) > ROWS else "",
     ]
     below = f"each map by its own 99th percentile; {', '.join(filter(None, left))}".rstrip("; ")
     return table_html([first.model, *shown], rows, below=below)
@@ -109,14 +109,19 @@ def figure_html(fig: ShownFigure, words: str) -> str:
     return f'<img alt="{escape(words)}" style="width:{fig.page_size[0]}px;max-width:100%" src="{source}">'
 
 
-def _image(att: Attribution, i: int, signed: bool, side: int) -> str:
-    """Map number i over its photograph, or its colours alone."""
+def heat_picture(att: Attribution, i: int, signed: bool | None = None, side: int = SHARP) -> Image.Image:
+    """Map number i over its photograph, or only its colours if no photograph was kept."""
     scores = att.scores.reshape(-1, *att.grid)[i]
+    signed = is_signed(att.scores) if signed is None else signed
     photo = _photo(att, i, side)
-    words = att.named[i]
     if photo is None:
-        return _img(_colours(scores, att, signed), "png", words)
-    return _img(blend(photo, scores, robust_scale(scores, signed), covers=att.covers), "jpeg", words)
+        return _colours(scores, att, signed)
+    return blend(photo, scores, robust_scale(scores, signed), covers=att.covers)
+
+
+def _image(att: Attribution, i: int, signed: bool, side: int) -> str:
+    kind = "png" if _photo(att, i, side) is None else "jpeg"
+    return _img(heat_picture(att, i, signed, side), kind, att.captions[i])
 
 
 def _photo(att: Attribution, i: int, side: int) -> Image.Image | None:

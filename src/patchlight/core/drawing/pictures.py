@@ -20,7 +20,7 @@ from torch import Tensor
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.heat import GREY, blend, is_signed, robust_scale, seen, tint
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import write_whole
+from patchlight.core.files import write_atomic
 from patchlight.core.images import Picture, Preprocess, open_image
 from patchlight.core.photos import SIDE, as_picture
 
@@ -100,13 +100,13 @@ def _figure(
     if path is not None:
         figure_format(path)
     _check_counts(maps, len(pictures))
-    alike = len({att.named for att in maps.values()}) == 1
+    alike = len({att.captions for att in maps.values()}) == 1
     columns = [column for name, att in maps.items() for column in _columns(name, att, alike)]
     headings = _headings([c.title for c in columns] if titles is None else titles, len(columns))
     labels = _row_labels(images, next(iter(maps.values())), predictions, vit, alike)
     fig = _drawn(columns, headings, pictures, labels)
     if path is not None:
-        write_whole(path, figure_bytes(fig, path))
+        write_atomic(path, figure_bytes(fig, path))
     return fig
 
 
@@ -230,9 +230,9 @@ def figure_picture(fig: Figure) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(pixels))
 
 
-def in_words(prediction: Prediction, probable: bool = True) -> str:
+def describe_prediction(prediction: Prediction, probable: bool = True) -> str:
     """
-    >>> in_words(("tabby, tabby cat", 0.871)), in_words(("this cat", 0.871), probable=False)
+    >>> describe_prediction(("tabby, tabby cat", 0.871)), describe_prediction(("this cat", 0.871), probable=False)
     ('tabby 87 %', 'this cat 0.871')
     """
     if isinstance(prediction, str):
@@ -312,11 +312,11 @@ def _columns(name: str, att: Attribution, alike: bool) -> list[_Column]:
     """A column per class; its heading names the class where there are several, or the maps are not of the same ones."""
     signed = is_signed(att.scores)
     if att.scores.ndim == 3:
-        own = short(att.explained[0]) + "".join(f"\nagainst {short(other)}" for other in att.opposed[:1])
-        word = own if len(set(att.named)) == 1 else "various classes"
+        own = short(att.target_names[0]) + "".join(f"\nagainst {short(other)}" for other in att.against_names[:1])
+        word = own if len(set(att.captions)) == 1 else "various classes"
         return [_Column(name if alike else f"{name}\n{word}", att.scores, signed, att.covers)]
     several = att.scores.shape[1]
-    named = [set(att.explained[t::several]) for t in range(several)]
+    named = [set(att.target_names[t::several]) for t in range(several)]
     words = [short(labels.pop()) if len(labels) == 1 else f"({t + 1})" for t, labels in enumerate(named)]
     return [_Column(f"{name}\n{word}", att.scores[:, t], signed, att.covers) for t, word in enumerate(words)]
 
@@ -350,11 +350,11 @@ def _row_labels(
     probable = vit is None or vit.probable
     several = _several_words(att) if alike else []
     if several:
-        words = [""] * len(att) if predictions is None else [in_words(p, probable) for p in predictions]
+        words = [""] * len(att) if predictions is None else [describe_prediction(p, probable) for p in predictions]
         return [_wrapped(f"{one} {more}".strip()) for one, more in zip(words, several, strict=True)]
     one_class = alike and att.scores.ndim == 3
-    explained = [short(label) for label in att.explained] if one_class else [""] * len(att)
-    opposed = [f"against {short(label)}" for label in att.opposed if one_class] or [""] * len(att)
+    explained = [short(label) for label in att.target_names] if one_class else [""] * len(att)
+    opposed = [f"against {short(label)}" for label in att.against_names if one_class] or [""] * len(att)
     if predictions is None:
         return ["\n".join(map(_wrapped, filter(None, words))) or " " for words in zip(explained, opposed, strict=True)]
     if len(predictions) != len(att):
@@ -362,7 +362,7 @@ def _row_labels(
     labels = []
     for prediction, one, other in zip(predictions, explained, opposed, strict=True):
         told = isinstance(prediction, str) or short(prediction[0]) == one
-        lines = [in_words(prediction, probable), f"for {one}" if one and (other or not told) else "", other]
+        lines = [describe_prediction(prediction, probable), f"for {one}" if one and (other or not told) else "", other]
         labels.append("\n".join(map(_wrapped, filter(None, lines))))
     return labels
 
@@ -372,7 +372,7 @@ def _several_words(att: Attribution) -> list[str]:
     if att.scores.ndim != 4:
         return []
     count = att.scores.shape[1]
-    rows = [tuple(map(short, att.explained[r * count : (r + 1) * count])) for r in range(len(att))]
+    rows = [tuple(map(short, att.target_names[r * count : (r + 1) * count])) for r in range(len(att))]
     return (
         [", ".join(f"({t + 1}) {label}" for t, label in enumerate(row)) for row in rows] if len(set(rows)) > 1 else []
     )

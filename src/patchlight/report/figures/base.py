@@ -18,9 +18,9 @@ from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.drawing import figure_bytes, figure_format
 from patchlight.core.errors import PatchlightError, integer
-from patchlight.core.files import check_writable, write_whole
-from patchlight.core.progress import Progress, telling
-from patchlight.core.registry import Entry, Listed, Registry, make_decorator, settings_of, settled
+from patchlight.core.files import check_writable, write_atomic
+from patchlight.core.progress import Progress, show_progress
+from patchlight.core.registry import Entry, Registry, TableList, make_decorator, resolve_settings, settings_of
 from patchlight.core.targets import Target
 from patchlight.report.figures.drawing import Drawing, read_drawing
 from patchlight.report.figures.numbers import check_numbers_path, write_numbers
@@ -83,7 +83,7 @@ class FigureInfo:
         return {"figure": self.name, "paper's": self.paper, "what it shows": self.shows, "needs": needs}
 
 
-def list_figures() -> Listed[FigureInfo]:
+def list_figures() -> TableList[FigureInfo]:
     """All figures: name, the paper's own, what it shows, what it needs, and its settings."""
 
     def info(entry: FigureEntry) -> FigureInfo:
@@ -98,7 +98,7 @@ def list_figures() -> Listed[FigureInfo]:
         paper, _, which = entry.name.partition("-")
         return paper, int(which) if which.isdecimal() else 1000, which
 
-    return Listed(info(entry) for entry in sorted(FIGURES.values(), key=place))
+    return TableList(info(entry) for entry in sorted(FIGURES.values(), key=place))
 
 
 def draw(
@@ -131,7 +131,7 @@ def draw(
     >>> draw("skipplus-2", vit, "photos/", "fig.pdf", shown=2)      # doctest: +SKIP
     """
     entry = FIGURES.find(name)
-    values = settled(entry.name, settings_of(entry.function), {}, settings, _OPTIONS)
+    values = resolve_settings(entry.name, settings_of(entry.function), {}, settings, _OPTIONS)
     if path is not None:
         figure_format(path)
         check_writable(path)
@@ -139,7 +139,7 @@ def draw(
         check_numbers_path(numbers)
         check_writable(numbers)
     vit = wrap(vit)
-    with telling(progress, f"drawing {entry.name}"):
+    with show_progress(progress, f"drawing {entry.name}"):
         known = {"labels": labels, "boxes": boxes, "masks": masks}
         drawing = read_drawing(vit, images, known, values.get("shown"))
     drawing = replace(
@@ -154,7 +154,7 @@ def draw(
     _check_needs(entry, drawing)
     fig: ShownFigure = entry.function(drawing, **values)
     if path is not None:
-        write_whole(path, figure_bytes(fig, path))
+        write_atomic(path, figure_bytes(fig, path))
     if numbers is not None:
         write_numbers(fig, numbers)
     return fig

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap
-from patchlight.core.progress import Progress, telling
+from patchlight.core.progress import Progress, show_progress
 from patchlight.data.counting import SIDE, CountingGrids, counting_grids
 from patchlight.engine import explain
 from patchlight.evidence.ablation import Count
@@ -38,7 +38,7 @@ def train_task(size: CountingSize, seed: int = 0, progress: Progress | bool = Tr
     """A ViT that counts red patches, and the gates beside it."""
     settings = gate_settings(size, seed=seed)
     most = size.vit_steps + size.steps
-    with telling(progress, "training on the counting task") as tell:
+    with show_progress(progress, "training on the counting task") as tell:
         vit = train_counter(size, seed, tell=lambda step, right: tell(step, most))
         loader = loader_of(counting_grids(6000, seed, "train"), settings.batch_size)
         return vit, train(vit, loader, settings, lambda p: tell(size.vit_steps + p.step, most))

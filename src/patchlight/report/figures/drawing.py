@@ -21,7 +21,7 @@ from patchlight.core.errors import DegenerateMap, PatchlightError, warn
 from patchlight.core.images import list_images, open_image, to_batch
 from patchlight.core.progress import Progress
 from patchlight.core.statistics import FEWEST, constant
-from patchlight.core.targets import Target, predicted, resolve_targets
+from patchlight.core.targets import Target, resolve_targets, top_classes
 from patchlight.data import Data, Sample
 from patchlight.data.base import load_batch
 from patchlight.engine import default_batch_size, explain
@@ -127,7 +127,7 @@ class Drawing:
     @property
     def predictions(self) -> Tensor:
         """The classes [B] that the model predicts."""
-        return predicted(self.logits, self.vit.outputs).index[:, 0]
+        return top_classes(self.logits, self.vit.outputs).index[:, 0]
 
     @property
     def classes(self) -> Tensor:

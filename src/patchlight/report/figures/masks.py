@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.targets import Targets, score_of
+from patchlight.core.targets import Targets, target_scores
 from patchlight.evidence.rules import PLAIN
 from patchlight.methods.base import Ask
 from patchlight.methods.cams import NORM1, feature_maps
@@ -87,7 +87,7 @@ class Impact:
         image = self.ask.images * mask
         if noisy:
             image = image + (1 - mask) * self.sigma * draws(self.ask)(torch.tensor([index]))
-        score = score_of(self.ask.vit.logits(image), self.ask.targets, self.ask.score, self.ask.vit.outputs)
+        score = target_scores(self.ask.vit.logits(image), self.ask.targets, self.ask.score, self.ask.vit.outputs)
         return image[0], float(score.flatten()[0])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import cell, finite_or_none, write_whole
+from patchlight.core.files import csv_cell, finite_or_none, write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,9 +94,9 @@ def write_numbers(figure: Figure, path: str | Path) -> Path:
     check_numbers_path(path)
     rows = [finite_or_none(asdict(number)) for number in numbers_of(figure)]
     if Path(path).suffix.lower() == ".json":
-        return write_whole(path, (json.dumps(rows, indent=1, ensure_ascii=False) + "\n").encode())
+        return write_atomic(path, (json.dumps(rows, indent=1, ensure_ascii=False) + "\n").encode())
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([f.name for f in fields(FigureNumber)])
-    writer.writerows([["" if value is None else cell(value) for value in row.values()] for row in rows])
-    return write_whole(path, out.getvalue().encode())
+    writer.writerows([["" if value is None else csv_cell(value) for value in row.values()] for row in rows])
+    return write_atomic(path, out.getvalue().encode())

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from matplotlib.figure import Figure
 
-from patchlight.core.recipes import bundled
+from patchlight.core.recipes import bundled_recipes
 from patchlight.report.figures import counting as counting  # registers its layout
 from patchlight.report.figures import vitcx as vitcx
 from patchlight.report.figures.base import register_figure
@@ -25,7 +25,7 @@ def methods_of(table: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "recipe" not in table:
         return dict(table)
-    methods = tomllib.loads(bundled("bench")[table["recipe"]].read_text(encoding="utf-8"))["methods"]
+    methods = tomllib.loads(bundled_recipes("bench")[table["recipe"]].read_text(encoding="utf-8"))["methods"]
     patterns, without = table.get("labels", ["*"]), table.get("without", [])
     taken = [label for label in methods if any(fnmatchcase(label, pattern) for pattern in patterns)]
     return {label: methods[label] for label in taken if label not in without}
@@ -56,7 +56,7 @@ def figure_function(figure: Mapping[str, Any]) -> Callable[..., Figure]:
 
 
 def _register_all() -> None:
-    for file in bundled("figures").values():
+    for file in bundled_recipes("figures").values():
         figures = tomllib.loads(file.read_text(encoding="utf-8"))
         paper = figures.pop("paper")
         for name, figure in figures.items():

@@ -21,7 +21,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.weights import read_weights
 from patchlight.core.errors import DegenerateMap, PatchlightError
 from patchlight.core.images import Preprocess
-from patchlight.core.progress import telling
+from patchlight.core.progress import show_progress
 from patchlight.core.resize import to_pixels
 from patchlight.core.statistics import spearman
 from patchlight.core.targets import Targets
@@ -80,7 +80,7 @@ def faithful(steps: int) -> dict[str, dict[str, Any]]:
 def each_image(drawing: Drawing, function: Callable[[int, Tensor], Any], words: str) -> list[Any]:
     """What a function makes of every image, with a progress bar."""
     made = []
-    with telling(drawing.progress, words) as tell:
+    with show_progress(drawing.progress, words) as tell:
         for i, image in enumerate(drawing.images):
             made.append(function(i, image))
             tell(i + 1, len(drawing))

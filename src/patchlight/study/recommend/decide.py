@@ -1,4 +1,4 @@
-"""The verdict on finished cells. It depends on nothing else: equal cells give equal verdicts."""
+"""Turn the cells of a race into a verdict. Equal cells give equal verdicts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ import numpy as np
 
 from patchlight.core.statistics import FEWEST
 from patchlight.study.recommend.panel import AGREEMENT, RANDOM
-from patchlight.study.recommend.race import ALPHA, Pair, Race, paired
-from patchlight.study.recommend.record import MODEL, UNTRAINED, RaceRecord, hardly_falls
-from patchlight.study.recommend.verdict import MethodResult, Status, Undecided, Verdict
+from patchlight.study.recommend.race import ALPHA, COMPARED, Pair, Race, paired
+from patchlight.study.recommend.record import BLANKED, MODEL, UNTRAINED, RaceRecord
+from patchlight.study.recommend.verdict import (
+    BlankEffect,
+    MethodResult,
+    Status,
+    Undecided,
+    Verdict,
+    hardly_changes,
+)
 
 SANITY, SENSITIVITY = "randomisation", "max-sensitivity"
 CHEAPER = 2
-"""How many times less a quick method must take."""
+"""How many times less time a quick method must take."""
 
 
 def race_of(record: RaceRecord) -> Race:
-    """The race so far: a map's score is the mean of the deciding metrics, with the sign at which more is better.
+    """The race so far. A map's score is the mean of the deciding metrics, signed so that higher is better.
 
-    Where a method gives no map that can be scored, it counts as the random one does there.
+    A map that is not usable has the score of the random map of the same image.
     """
     lower, deciding = set(record.about["lower_is_better"]), record.about["deciding"]
     each = [(-1 if label in lower else 1, record.values(label)) for label in deciding]
@@ -54,12 +61,13 @@ def decide(record: RaceRecord) -> Verdict:
     """The verdict on finished cells."""
     race = race_of(record)
     leading = next(iter(race.candidates), None)
-    falls = {name: record.values(name).get(MODEL) for name in _metrics(record, MODEL)}
-    fall = {name: fmean(values.values()) for name, values in falls.items() if values}
+    blanked = _blanked(record)
+    scores = record.values("score").get(MODEL, {})
     untrained, uncompared = _untrained(record, race, leading)
-    nothing = hardly_falls(fall, race.worth) or (untrained is not None and not untrained.surely_above(race.worth))
-    above = {m: None if (shown := race.above_random(m)) is None else shown and not nothing for m in race.standing}
-    best = leading if leading is not None and above[leading] else None
+    used = not hardly_changes(blanked, race.worth) if untrained is None else untrained.surely_above(race.worth)
+    above = {method: race.above_random(method) for method in race.standing}
+    compared = _compared(record, race, leading)
+    best = leading if leading is not None and above[leading] and used and len(compared) >= COMPARED else None
     judge = _Judge(record, race, best, above)
     rows = tuple(map(judge.result, race.standing))
     return Verdict(
@@ -68,10 +76,12 @@ def decide(record: RaceRecord) -> Verdict:
         leading=leading,
         quick=_quick(rows, best),
         rows=rows,
+        compared=compared,
         undecided=tuple(judge.undecided(rows, best or leading)),
         sanity={row.method: row.others[SANITY] for row in rows if SANITY in row.others and row.method != race.floor},
         disagreements=tuple(judge.disagreements()),
-        fall=fall,
+        score=fmean(scores.values()) if scores else math.nan,
+        blanked=blanked,
         untrained=untrained,
         uncompared=uncompared,
         looks=tuple(race.looks),
@@ -84,7 +94,7 @@ def decide(record: RaceRecord) -> Verdict:
 
 @dataclass(frozen=True)
 class _Judge:
-    """What is said of the methods of a race, given the best of them and which are above random."""
+    """The results of the methods of a race, given the best one and those that beat random."""
 
     record: RaceRecord
     race: Race
@@ -93,21 +103,23 @@ class _Judge:
 
     @cached_property
     def others(self) -> dict[str, dict[str, dict[int, float]]]:
-        """By metric and method, values by place; all metrics but the sole deciding one."""
+        """By metric and method, values by place, without a metric that decides alone."""
         about = self.record.about
         hidden = {UNTRAINED, *(about["deciding"] if len(about["deciding"]) == 1 else ())}
         order = {name: place for place, name in enumerate([*about["metrics"], AGREEMENT])}
-        names = sorted(_metrics(self.record), key=lambda name: (order.get(name, len(order)), name))
+        names = sorted(
+            {c.metric for _, c in self.record.cells() if c.method}, key=lambda name: (order.get(name, len(order)), name)
+        )
         return {name: self.record.values(name) for name in names if name not in hidden}
 
     @cached_property
     def undefined(self) -> list[tuple[str, int]]:
-        """Methods and places without a value that decides."""
+        """Methods and places without a deciding value."""
         cells = [item for metric in self.record.about["deciding"] for item in self.record.cells(metric)]
         return sorted({(cell.method, place) for place, cell in cells if cell.value is None})
 
     def seconds(self, method: str, measuring: bool = False) -> float:
-        """The median time of explaining an image, and of scoring it too; NaN where it is not known."""
+        """The median seconds of explaining an image, and with `measuring` of scoring it too; NaN if unknown."""
         deciding = self.record.about["deciding"]
         times = [
             [c.explain_seconds for _, c in self.record.cells(deciding[0], method) if c.explain_seconds is not None]
@@ -149,6 +161,7 @@ class _Judge:
             sum(lost == method for lost, _ in self.undefined),
             {name: fmean(own) for name, own in others.items()},
             {name: len(own) for name, own in others.items()},
+            method in self.record.about.get("ignores_class", ()),
         )
 
     def status(self, method: str) -> Status:
@@ -168,7 +181,7 @@ class _Judge:
         return "tied" if self.above[method] else "undecided"
 
     def undecided(self, rows: Sequence[MethodResult], first: str | None) -> list[Undecided]:
-        """The best (or leading) against each that may still be better, easiest to settle first."""
+        """The best (or leading) method against each one that may still be better, the easiest to settle first."""
         race, pairs = self.race, list[Undecided]()
         for row in rows:
             if first is None or row.method == first or row.status in ("worse", "best"):
@@ -184,7 +197,7 @@ class _Judge:
         return sorted(pairs, key=lambda pair: (pair.seconds, pair.second))
 
     def disagreements(self) -> list[str]:
-        """Where another metric surely prefers another method to the best."""
+        """Metrics that significantly prefer another method to the best."""
         about, best = self.record.about, self.best
         lower = {*about["lower_is_better"], *(f"deletion {label.removeprefix('srg ')}" for label in about["deciding"])}
         names = [name for name in self.others if name not in (SANITY, SENSITIVITY, AGREEMENT)]
@@ -200,12 +213,12 @@ class _Judge:
             if rivals:
                 rival = min(rivals, key=lambda m: (-race.pair(m, best).mean, m))
                 pair = race.pair(rival, best)
-                lines.append(f"{name} prefers {rival} (better by {pair.mean:.3f} on {pair.images} images)")
+                lines.append(f"{name} prefers {rival} (by {pair.mean:.3f} on {pair.images} images)")
         return lines
 
 
 def _quick(rows: Sequence[MethodResult], best: str | None) -> str | None:
-    """Of those tied with the best that cost about the least, and less than it, the highest; else the highest cheap."""
+    """The highest of the cheapest methods tied with the best, else the highest cheap one, else the best itself."""
     if best is None:
         return None
     limit = next(row.seconds for row in rows if row.method == best) / CHEAPER
@@ -215,15 +228,29 @@ def _quick(rows: Sequence[MethodResult], best: str | None) -> str | None:
     return next((row.method for row in (*(r for r in tied if r.seconds <= 2 * least), *cheap)), best)
 
 
-def _metrics(record: RaceRecord, method: str | None = None) -> list[str]:
-    """The metrics that have cells, of one method or of all but the model itself."""
-    return list(
-        dict.fromkeys(c.metric for _, c in record.cells() if (c.method == method if method is not None else c.method))
-    )
+def _compared(record: RaceRecord, race: Race, leading: str | None) -> tuple[str, ...]:
+    """The methods, without random ones, that share at least six images with the leading one and random."""
+    if leading is None or race.floor not in race.scores:
+        return ()
+    shared = race.scores[leading].keys() & race.scores[race.floor].keys()
+    specs = record.about["methods"]
+    real = [method for method in race.standing if specs[method]["method"] != RANDOM]
+    return tuple(method for method in real if len(shared & race.scores[method].keys()) >= FEWEST)
+
+
+def _blanked(record: RaceRecord) -> dict[str, BlankEffect]:
+    """By fill, the change of the score without the image: its mean magnitude, so that rises do not cancel falls."""
+    effects = {}
+    for metric in dict.fromkeys(c.metric for _, c in record.cells(method=MODEL) if c.metric.startswith(BLANKED)):
+        changes = list(record.values(metric).get(MODEL, {}).values())
+        if changes:
+            signs = [sum(change < 0 for change in changes), sum(change > 0 for change in changes)]
+            effects[metric.removeprefix(f"{BLANKED} ")] = BlankEffect(fmean(map(abs, changes)), *signs)
+    return effects
 
 
 def _untrained(record: RaceRecord, race: Race, leading: str | None) -> tuple[Pair | None, str]:
-    """The leader's scores against those on an untrained copy; or why there are none, or fewer than six."""
+    """The leading method's scores against those on an untrained copy; or why there is no such comparison."""
     if leading is None:
         return None, ""
     here, copied = race.scores[leading], dict(record.cells(UNTRAINED, leading))
@@ -232,7 +259,7 @@ def _untrained(record: RaceRecord, race: Race, leading: str | None) -> tuple[Pai
     if len(shared) >= FEWEST:
         return paired(np.array([here[p] for p in shared]), np.array([there[p] for p in shared])), ""
     if not copied:
-        return None, "there was no time for it"
+        return None, "there was not enough time"
     reason = next((cell.reason for cell in copied.values() if cell.reason), "")
-    few = f"only {len(there)} of {len(copied)} images have a score there, fewer than {FEWEST}"
+    few = f"only {len(there)} of {len(copied)} images have a score there, and at least {FEWEST} are needed"
     return None, reason or few

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
-from patchlight.core.fingerprints import of_images
+from patchlight.core.fingerprints import hash_images
 from patchlight.core.images import in_batches, list_images, to_batch
 from patchlight.data import Data
 
@@ -78,7 +78,7 @@ class Gallery:
         return self.vit.place(torch.stack([self._prepared(place) for place in places]))
 
     def hash(self, place: int) -> str:
-        return of_images(self.batch([place]))[0]
+        return hash_images(self.batch([place]))[0]
 
     def _prepare(self, place: int) -> Tensor:
         return to_batch([self.source(place)], self.vit.preprocess, self.vit.channels)[0]

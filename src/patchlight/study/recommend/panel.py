@@ -9,10 +9,11 @@ from typing import Any
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
-from patchlight.core.registry import Asked, resolve_all
-from patchlight.methods.base import METHODS, Ablates, LayerMap
+from patchlight.core.registry import Selection, resolve_all
+from patchlight.methods.base import METHODS
 from patchlight.methods.requests import Request, refusal, resolve
 from patchlight.metrics.base import MetricRequest, resolve_metric
+from patchlight.study.cost import duration, explain_forwards
 
 RANDOM = "random"
 AGREEMENT = "agreement"
@@ -60,7 +61,7 @@ class Panel:
         return 1 if metric is None or metric.metric.rises(metric.settings) else -1
 
 
-def choose_metrics(asked: Asked | None, vit: Anatomy, affordable: float = math.inf) -> Panel:
+def choose_metrics(asked: Selection | None, vit: Anatomy, affordable: float = math.inf) -> Panel:
     """The metrics named, of which the first decides; by default SRG over two fills, and the others where they exist.
 
     If only few forward passes are `affordable`, SRG is measured in fewer steps.
@@ -95,7 +96,7 @@ def choose_metrics(asked: Asked | None, vit: Anatomy, affordable: float = math.i
     return Panel(metrics, deciding, agreement=True)
 
 
-def choose_methods(asked: Asked | None, vit: Anatomy) -> tuple[dict[str, Request], dict[str, str]]:
+def choose_methods(asked: Selection | None, vit: Anatomy) -> tuple[dict[str, Request], dict[str, str]]:
     """The methods by label in order of worth, `random` among them, and why others cannot take part.
 
     Those that were named must all be known; those of them that do not work on the model are left out.
@@ -151,11 +152,11 @@ def sampled(request: Request, seconds: float, allowed: float) -> Request | str:
         return request
     own = int(request.settings[setting])
     most = max(own, MOST_SAMPLES.get(base, 0))
-    each = seconds * forwards(request) / own
+    each = seconds * explain_forwards(request) / own
     if own == most and each * own <= allowed:
         return request
     if each * least > allowed:
-        return f"its maps would take about {each * least:.2g} s each with only {least} {setting}"
+        return f"one map would take about {duration(each * least)} even with only {least} {setting}"
     count = least
     while 2 * count * each <= allowed and 2 * count <= most:
         count *= 2
@@ -163,23 +164,6 @@ def sampled(request: Request, seconds: float, allowed: float) -> Request | str:
         return request
     label = f"{request.label}({setting}={count})"
     return replace(request, label=label, settings={**request.settings, setting: count})
-
-
-def forwards(request: Request, vit: Anatomy | None = None) -> float:
-    """About how many forwards of the whole image a map costs, before that is measured."""
-    base, settings = request.name.split(".")[0], request.settings
-    samples = float(settings.get("samples", settings.get("steps", 1)))
-    patches = 196 if vit is None else vit.grid[0] * vit.grid[1]
-    known = {
-        **dict.fromkeys(("tis", "posterior", "kernel-shap"), 4 + samples / 2),
-        **dict.fromkeys(("rise", "lime", "hsic"), samples),
-        **dict.fromkeys(("ig", "smoothgrad"), 3 * samples),
-        **dict.fromkeys(("occlusion", "pami", "atman"), float(patches)),
-        **{"bt-h": 2 * samples, "bt-t": 2 * samples, "tam": 2 * samples, "score-cam": 400.0, "vit-cx": 200.0},
-        **{"alti": 20.0, "globenc": 12.0, "lrp": 12.0, "transatt": 12.0, "gradcam-aug": 20.0, RANDOM: 0.05},
-    }
-    kind = 4.0 if isinstance(request.method, LayerMap) else 100.0 if isinstance(request.method, Ablates) else 10.0
-    return known.get(base, kind)
 
 
 def method_spec(request: Request) -> Spec:

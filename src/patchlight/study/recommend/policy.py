@@ -1,36 +1,69 @@
-"""Where the time goes: an opening over all methods, more images for fewer of them, then the other metrics."""
+"""How the budget is spent: six images of every method, more images for the leading ones, then the other metrics."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import FEWEST
+from patchlight.study.cost import duration, plural
 from patchlight.study.recommend.decide import SANITY, SENSITIVITY, decide, race_of, random_of
 from patchlight.study.recommend.gallery import HELD
 from patchlight.study.recommend.panel import AGREEMENT
-from patchlight.study.recommend.race import Race, looks
-from patchlight.study.recommend.words import duration
+from patchlight.study.recommend.race import COMPARED, Race, looks
 from patchlight.study.recommend.work import EXPLANATION, MARGIN, RaceWorker
 
 RACE = 0.75
-"""Of the budget, what the race has before the other metrics have their turn."""
-PANEL, OPENING = 4, 0.35
-"""Of the budget, what the first six images of all methods may take; of methods that were named, or so few, more."""
+"""Share of the budget for the race, before the other metrics."""
+OPENING = 0.35
+"""Share of the budget for the first six images of all methods, unless the methods were named."""
 DEAR = 0.1
-"""Of the budget, what six maps of one method may take; what is dearer is left out unless it was named."""
+"""Share of the budget for six maps of one method; more expensive methods are left out unless they were named."""
 FINALISTS, FEW, SOME = 5, 4, 16
-"""Methods that the other metrics look at; images for metrics that explain many times, and for those that do not. With
-fewer than the latter no race ends by itself, however clear it is."""
+"""Number of methods that the other metrics measure, and of images for metrics that explain often and for others. A race
+does not end early on fewer images than the last."""
 COPIED = 12
-"""Images for the leader's score on an untrained copy of the model."""
+"""Images for the leading method's score on an untrained copy of the model."""
+NO_TIME = "not enough time"
+
+
+@dataclass(frozen=True)
+class RacePlan:
+    """The estimated course of a race.
+
+    Attributes:
+        methods: Number of methods besides random.
+        fitting: How many of them are expected to fit into the budget.
+        images: Number of images.
+        seconds: Estimated time of six images of all methods.
+        budget: The budget in seconds.
+    """
+
+    methods: int
+    fitting: int
+    images: int
+    seconds: float
+    budget: float
+
+    def __str__(self) -> str:
+        most = plural(self.images, "image")
+        skipped = self.methods - self.fitting
+        rest = f" Not enough time for {plural(skipped, 'method')}." if skipped else ""
+        few = f" A recommendation needs at least {COMPARED} methods." if self.fitting < COMPARED else ""
+        return (
+            f"Plan: {plural(self.fitting, 'method')} and random on up to {most}, within {duration(self.budget)}. The "
+            f"first {min(FEWEST, self.images)} images of all {plural(self.methods, 'method')} would take about "
+            f"{duration(self.seconds)}; the cheapest start.{rest}{few}"
+        )
 
 
 class Policy:
-    """What is done when; `named`: whether the methods were named by the user, and so may take more of the time."""
+    """The order of the work. Methods that the user named (`named`) may take more of the time."""
 
     def __init__(self, worker: RaceWorker, named: bool) -> None:
-        self.named = named
+        self.named, self._start = named, worker.clock.spent
         self.worker, self.gallery, self.record, self.clock = worker, worker.gallery, worker.record, worker.clock
         self.deciding = worker.panel.deciding
         self.floor = random_of(self.record)
@@ -56,7 +89,7 @@ class Policy:
 
     @property
     def _reserved(self) -> float:
-        """Seconds for comparing the leader, or another one, with what it is on an untrained model."""
+        """Seconds reserved for the comparison of the leading method with an untrained copy of the model."""
         alive = self._alive(self.race)
         return MARGIN**2 * self.worker.seconds_new(alive[0], COPIED) if alive else 0.0
 
@@ -65,39 +98,64 @@ class Policy:
         if alive and self.race.count(alive[0]) >= FEWEST:
             self.worker.untrained(alive[0], self.gallery.first(COPIED))
 
-    def _opening(self) -> None:
-        """Six images for `random`, the cheapest method, and in order of worth all that a share of the time allows.
+    def plan(self) -> RacePlan:
+        """The estimated course of the race, before anything is measured."""
+        six, chosen = self.gallery.planned(FEWEST), list[str]()
+        order = self._in_order(six[:1])
+        for label in order:
+            if len(chosen) < 2 or not self._shortage(label, six, chosen):
+                chosen.append(label)
+        seconds = sum(self._seconds(label, six) for label in order)
+        return RacePlan(len(order) - 1, len(chosen) - 1, len(self.gallery), seconds, self.clock.budget)
 
-        A method's first image tells what it takes.
+    @property
+    def comparison_seconds(self) -> float:
+        """Estimated budget for random and the three cheapest methods on six images, larger than this one; or NaN."""
+        able = [m for m in self.worker.panel.methods if m not in self.record.left_out or m in self.record.set_aside]
+        costs = sorted(self.worker.seconds_new(m, FEWEST) for m in able if m != self.floor)[:COMPARED]
+        if len(costs) < COMPARED:
+            return math.nan
+        work = self.worker.seconds_new(self.floor, FEWEST) + sum(costs) + costs[0]
+        return max(MARGIN**2 * work + self._start + 1.0, 1.5 * self.clock.budget)  # this budget was too small
+
+    def _opening(self) -> None:
+        """Measure six images of random, the three cheapest methods, and as many others as a share of the time allows.
+
+        The first image of a method shows what it costs.
         """
         first, six = self.gallery.first(1), self.gallery.first(FEWEST)
         chosen: list[str] = []
         for label in self._in_order(first):
-            surely = len(chosen) < 2
-            if surely or self._fits(label, six, chosen):
+            certain = len(chosen) < 2
+            if certain or self._fits(label, six, chosen):
                 self.worker.fill(label, first, self.deciding)
-                if label not in self.record.left_out and (surely or self._fits(label, six, chosen)):
+                if label not in self.record.left_out and (certain or self._fits(label, six, chosen)):
                     chosen.append(label)
-        self.worker.fall(first)
+        self.worker.blank(first)
         takes = MARGIN * sum(self._seconds(label, six) for label in chosen)
         for places in [six] if takes < self.clock.left else [[place] for place in six]:
-            for label in chosen:  # image by image where time is short: so all have seen the same ones
+            for label in chosen:  # image by image if time is short, so that all methods share the same images
                 self.worker.fill(label, places, self.deciding)
-        self.worker.fall(six)
+        self.worker.blank(six)
 
     def _fits(self, label: str, six: Sequence[int], chosen: Sequence[str]) -> bool:
-        """Whether there is time for six images of it beside those of others; else it is left out."""
+        """Whether there is time for six images of a method besides those chosen; if not, it is left out."""
+        if reason := self._shortage(label, six, chosen):
+            self.record.leave_out(label, reason, for_time=True)
+        return not reason
+
+    def _shortage(self, label: str, six: Sequence[int], chosen: Sequence[str]) -> str:
+        """Why there is no time for six images of a method; empty if there is."""
         takes, others = self._seconds(label, six), sum(self._seconds(other, six) for other in chosen)
-        share = RACE if self.named or len(chosen) < PANEL else OPENING
-        dear = (RACE if self.named else DEAR) * self.clock.budget
-        if len(six) * self.worker.cost(label, EXPLANATION) > dear:
-            self.record.leave_out(label, f"six images of it would take about {duration(takes)}", for_time=True)
-        elif self.clock.spent + others + takes > share * self.clock.budget:
-            self.record.leave_out(label, "no time was left for it", for_time=True)
-        return label not in self.record.left_out
+        if len(chosen) <= COMPARED:  # random and three methods: without them there is no comparison at all
+            return "" if MARGIN * (others + takes) <= self.clock.left else NO_TIME
+        if len(six) * self.worker.cost(label, EXPLANATION) > (RACE if self.named else DEAR) * self.clock.budget:
+            return f"six images would take about {duration(takes)}"
+        share = RACE if self.named else OPENING
+        return NO_TIME if self.clock.spent + others + takes > share * self.clock.budget else ""
 
     def _in_order(self, first: Sequence[int]) -> list[str]:
-        """`random`, the cheapest method, and the others in order of worth; the first two must fit on one image."""
+        """Random, the three cheapest methods, and the others in order of worth."""
         left_out = self.record.left_out
         takes = {label: self._seconds(label, first) for label in self.worker.panel.methods if label not in left_out}
         if self.floor not in takes or len(takes) < 2:
@@ -105,23 +163,25 @@ class Policy:
             methods = self.worker.panel.methods
             reasons = "; ".join(f"{label}: {reason}" for label, reason in left_out.items() if label in methods)
             raise PatchlightError(
-                f"{lost} was left out before, so nothing can be compared with random ({reasons}); begin in another "
-                "folder"
+                f"{lost} was left out in an earlier run, so there is nothing to compare with random ({reasons}); use "
+                "another folder"
             )
-        cheapest = min((label for label in takes if label != self.floor), key=lambda label: takes[label])
-        needed = MARGIN * (takes[self.floor] + takes[cheapest])
+        real = [label for label in takes if label != self.floor]
+        least = max(min(takes[label] for label in real), 1e-9)
+        cheap = sorted(real, key=lambda label: round(math.log2(max(takes[label] / least, 1.0))))[:COMPARED]
+        needed = MARGIN * (takes[self.floor] + takes[cheap[0]])
         if needed > self.clock.left:
             total = needed + self.clock.spent + max(self.clock.reserve, 1.0)
             raise PatchlightError(
-                f"a budget of {duration(self.clock.budget)} is too small for one image under random and {cheapest}: "
-                f"that takes about {duration(total)} here"
+                f"a budget of {duration(self.clock.budget)} is too small for one image of random and {cheap[0]}; give "
+                f"at least {duration(total)}"
             )
-        return list(dict.fromkeys([self.floor, cheapest, *takes]))
+        return list(dict.fromkeys([self.floor, *cheap, *takes]))
 
     def _rounds(self, least: float = 0.0) -> None:
-        """More images for those that may be the best, until that is decided or time is over.
+        """Measure more images of the methods that may be the best, until that is decided or the time is over.
 
-        `least` seconds are kept, and always as many as comparing the leader with an untrained copy takes.
+        At least `least` seconds remain, and always enough to compare the leading method with an untrained copy.
         """
         while self.floor not in self.record.left_out:
             race, planned = self.race, looks(len(self.gallery))
@@ -136,16 +196,16 @@ class Policy:
             beats_random = len(alive) == 2 and race.beats(alive[0], self.floor, race.level_of_random)
             if len(alive) < 2 or (beats_random and ahead[0] > SOME):
                 return
-            for start in range(0, len(places), HELD):  # no more than are held: so each is read once for all methods
+            for start in range(0, len(places), HELD):  # as many as the cache holds: each is read once
                 some = places[start : start + HELD]
                 for label in alive:
                     filled = self.worker.fill(label, some, self.deciding, reserved)
                     if not filled and label not in self.record.left_out:
                         return
-                self.worker.fall(some)
+                self.worker.blank(some)
 
     def _alive(self, race: Race) -> list[str]:
-        """`random`, and those that may be the best and were not set aside, highest first; of those alike only one."""
+        """Random, and the methods that may be the best, highest first; only one of several equal ones."""
         best: list[str] = []
         for method in race.candidates:
             if method not in self.record.left_out and not any(race.same(method, better) for better in best):
@@ -153,7 +213,7 @@ class Policy:
         return [*best[:1], self.floor, *best[1:]] if best else []
 
     def _that_fit(self, alive: Sequence[str], places: Sequence[int], share: float, room: float) -> list[str]:
-        """The first of them whose next round fits into an equal share of the time; leader, random and one other."""
+        """The methods with time for another round; the leading one, random and one other may use all of it."""
         fitting: list[str] = []
         for label in alive:
             takes = MARGIN * self._seconds(label, places)
@@ -164,7 +224,7 @@ class Policy:
         return fitting
 
     def _use_the_rest(self) -> None:
-        """Where time is left: those that were set aside catch up with the leader, then those left out come in."""
+        """Use the remaining time: stopped methods catch up with the leading one, then methods left out are measured."""
         race, reserved = self.race, self._reserved
         alive = self._alive(race)
         if not alive:
@@ -175,11 +235,11 @@ class Policy:
         for label in self.worker.panel.methods:
             takes = MARGIN * self._seconds(label, self.gallery.planned(FEWEST))
             if label in self.record.set_aside and takes < self.clock.left - reserved:
-                self.record.take_in(label)
+                self.record.readmit(label)
                 self._catch_up(label, race.look(alive[0]), reserved)
 
     def _catch_up(self, label: str, most: int, reserved: float) -> None:
-        """More images for one method, until it is beaten, has `most` or time is over."""
+        """Measure more images of one method, until it is beaten, has `most` images or the time is over."""
         for count in sorted({min(n, most) for n in looks(len(self.gallery))}):
             places = self.gallery.planned(count)
             fits = MARGIN * self._seconds(label, places) <= self.clock.left - reserved
@@ -187,7 +247,7 @@ class Policy:
                 return
 
     def _look_closer(self) -> None:
-        """The other metrics, for the finalists: each has an equal share of the time that is left."""
+        """Measure the other metrics for the finalists; each gets an equal share of the remaining time."""
         race, panel = self.race, self.worker.panel
         alive = self._alive(race)
         if not alive:
@@ -205,7 +265,7 @@ class Policy:
             self._measure_in_turn(metric, methods, self.gallery.first(count), end)
 
     def _measure_in_turn(self, metric: str, methods: Sequence[str], places: Sequence[int], end: float) -> None:
-        """Image by image, so that all have the same ones, until `end` seconds are left."""
+        """Measure image by image, so that all methods share the same ones, until `end` seconds are left."""
         for place in places:
             for method in methods:
                 if not self.worker.fill(method, [place], [metric], end) and method not in self.record.left_out:

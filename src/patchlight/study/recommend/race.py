@@ -17,6 +17,10 @@ from scipy.special import stdtr, stdtrit
 from patchlight.core.statistics import FEWEST
 
 ALPHA = 0.05
+COMPARED = 3
+"""A best method needs a comparison of at least this many methods besides random, on shared images."""
+SENSITIVE = 10
+"""The class's score must change by this many times `worth` without the image, or the model hardly uses the image."""
 FARTHEST = 10**6
 """Images beyond which nobody will look."""
 Scores = Mapping[str, Mapping[int, float]]

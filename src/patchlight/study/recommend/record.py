@@ -1,81 +1,93 @@
-"""What a race has finished: measurements by the places of images, images that cannot be read, methods left out."""
+"""The measurements of a race, in memory or in a JSON lines file that a later run resumes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from patchlight.core.errors import PatchlightError
 from patchlight.study.cell import Cell
-from patchlight.study.store import CellStore, JsonLinesStore, MemoryStore
 
 FILE = "cells.jsonl"
 MODEL = ""
-"""The method of a cell about the model or the image alone."""
-FALL = "fall"
-"""The metric of the model itself: how far the class's score falls when a fill replaces the whole image."""
-FALLS = 10
-"""How many times `worth` it must fall, or there is nothing to explain."""
+"""The method of cells that describe the model or an image, not a map."""
+BLANKED = "blanked"
+"""The metric of cells with the change of the class's score when a fill replaces the whole image."""
 UNTRAINED = "untrained"
-"""The metric of a method's score on a copy of the model with random weights."""
+"""The metric of cells with a method's score on a copy of the model with random weights."""
 IMAGE_HASH, UNREADABLE = "image hash", "unreadable"
-"""The metrics of a cell whose note is an image's hash, and of one whose error says why an image cannot be read."""
-TAKES_PART = "takes part"
-"""The metric of a cell whose error says why a method is left out; its note is LACKS_TIME if more time would help."""
+"""The metrics of cells that hold an image's hash (as note), or the reason why it cannot be read (as error)."""
+PARTICIPATION = "takes part"
+"""The metric of cells that hold the reason why a method is left out (as error)."""
 LACKS_TIME = "lacks time"
-
-
-def hardly_falls(fall: Mapping[str, float], worth: float) -> bool:
-    """Whether the class's score hardly falls without the image, under any fill: then no map can be right about it."""
-    falls = [value for name, value in fall.items() if name.startswith(FALL)]
-    return bool(falls) and max(falls) < FALLS * worth
+"""The note of such a cell if the method would take part with more time."""
 
 
 class RaceRecord:
-    """The cells of a race in a store. A measured image is named by its place in the seeded order.
+    """Cells of a race. Measured images are identified by their place in the seeded order.
 
-    `failed` says by name why an image cannot be read, `left_out` by method why it is not followed; `set_aside` are
-    those left out only because time was short.
+    Attributes:
+        about: What the cells are about; the first line of the file.
+        failed: Why images cannot be read, by name.
+        left_out: Why methods do not take part, by label.
+        set_aside: The methods left out only for lack of time.
     """
 
-    def __init__(self, store: CellStore) -> None:
-        self.about: dict[str, Any] = dict(store.header)
+    def __init__(self, about: Mapping[str, Any], path: Path | None = None, cells: Iterable[Cell] = ()) -> None:
+        self.about: dict[str, Any] = dict(about)
         self.failed: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.set_aside: set[str] = set()
-        self._store = store
+        self._path = path
         self._measured: dict[tuple[int, str, str], Cell] = {}
-        for cell in store:
+        for cell in cells:
             self._index(cell)
 
     @staticmethod
     def begin(about: Mapping[str, Any], folder: Path | None = None) -> RaceRecord:
-        """A new record, in a folder or in memory."""
-        return RaceRecord(MemoryStore(about) if folder is None else JsonLinesStore.create(folder / FILE, about))
+        """Create an empty record, in a folder or in memory."""
+        record = RaceRecord(about, None if folder is None else folder / FILE)
+        record._append({"header": record.about})
+        return record
 
     @staticmethod
     def resume(folder: Path) -> RaceRecord | None:
-        """What an earlier run left in a folder; None where there is nothing."""
-        store = JsonLinesStore.resume(folder / FILE)
-        return None if store is None else RaceRecord(store)
+        """Read the record of an earlier run, or return None if there is none; an incomplete last line is dropped."""
+        path = folder / FILE
+        data = path.read_bytes() if path.exists() else b""
+        complete = data[: data.rfind(b"\n") + 1]
+        if not complete:
+            return None
+        try:
+            header, *lines = map(json.loads, complete.splitlines())
+            record = RaceRecord(header["header"], path, [Cell(**line) for line in lines])
+        except (ValueError, KeyError, TypeError) as error:
+            raise PatchlightError(f"'{path}' does not contain cells ({error}); choose another folder") from error
+        if len(complete) < len(data):
+            os.truncate(path, len(complete))
+        return record
 
     def add(self, place: int, method: str, metric: str, value: float | None = None, **rest: Any) -> None:
-        """Record what a metric says of a method's map; `rest` are further fields of the cell."""
+        """Add a measurement; `rest` are further fields of the cell."""
         self._add(Cell(str(place), method, metric, value, **rest))
 
     def fail(self, name: str, reason: str) -> None:
-        """Record an image that cannot be read."""
+        """Add an image that cannot be read."""
         if name not in self.failed:
             self._add(Cell(name, MODEL, UNREADABLE, error=reason))
 
     def leave_out(self, method: str, reason: str, for_time: bool = False) -> None:
-        """Follow a method no more; `for_time`: only because time is short."""
+        """Exclude a method; `for_time` if more time would admit it."""
         if method not in self.left_out:
-            self._add(Cell("", method, TAKES_PART, error=reason, note=LACKS_TIME if for_time else ""))
+            self._add(Cell("", method, PARTICIPATION, error=reason, note=LACKS_TIME if for_time else ""))
 
-    def take_in(self, method: str) -> None:
-        """Follow a method again that was left out for time."""
-        self._add(Cell("", method, TAKES_PART))
+    def readmit(self, method: str) -> None:
+        """Include a method again that was left out for lack of time."""
+        self._add(Cell("", method, PARTICIPATION))
 
     def __contains__(self, key: tuple[int, str, str]) -> bool:
         return key in self._measured
@@ -84,12 +96,12 @@ class RaceRecord:
         return len(self._measured)
 
     def cells(self, metric: str | None = None, method: str | None = None) -> Iterator[tuple[int, Cell]]:
-        """Places and cells, of one metric or method or of all, in an order that does not depend on the race."""
+        """Places and cells, optionally of one metric or method, in an order that does not depend on the race."""
         for key in sorted(k for k in self._measured if method in (None, k[1]) and metric in (None, k[2])):
             yield key[0], self._measured[key]
 
     def values(self, metric: str) -> dict[str, dict[int, float]]:
-        """By method, the values of a metric by place, where they exist."""
+        """By method, the existing values of a metric by place."""
         values: dict[str, dict[int, float]] = {}
         for place, cell in self.cells(metric):
             if cell.value is not None:
@@ -97,11 +109,23 @@ class RaceRecord:
         return values
 
     def _add(self, cell: Cell) -> None:
-        self._store.add(cell)
         self._index(cell)
+        required = ("image", "method", "metric")
+        fields = asdict(cell).items()
+        self._append({key: value for key, value in fields if key in required or value not in (None, "", {})})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                file.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        except OSError as error:
+            raise PatchlightError(f"'{self._path}' cannot be written: {error.strerror or error}") from error
 
     def _index(self, cell: Cell) -> None:
-        if cell.metric == TAKES_PART:
+        if cell.metric == PARTICIPATION:
             self.left_out.pop(cell.method, None)
             self.set_aside.discard(cell.method)
             if cell.error:

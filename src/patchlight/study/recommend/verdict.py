@@ -1,31 +1,51 @@
-"""The verdict: which explanation to trust, with the evidence."""
+"""The result of a race: which explanation to trust, with the evidence."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from patchlight.core.files import finite_or_none, write_whole
-from patchlight.core.frames import frame
-from patchlight.study.recommend.race import Pair
-from patchlight.study.recommend.record import hardly_falls
+from patchlight.core.files import finite_or_none, write_atomic
+from patchlight.core.frames import make_frame
+from patchlight.study.recommend.race import SENSITIVE, Pair
 from patchlight.study.recommend.words import as_html, as_text
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 Status = Literal["best", "tied", "worse", "behind", "undecided", "baseline"]
-"""`tied`: beats random and is not told apart from the best on half as many images at least, or surely nearer to it
-than is worth anything; `worse`: surely worse than another; `behind`: set aside for time before that was sure;
-`undecided`: not told apart from the best, nor from random."""
+"""`tied`: beats random, and no significant difference to the best on at least half as many images, or a difference
+significantly smaller than `worth`; `worse`: significantly worse than another method; `behind`: lower, and stopped for
+lack of time before that was significant; `undecided`: no significant difference to the best, nor to random."""
+
+
+@dataclass(frozen=True)
+class BlankEffect:
+    """The change of the class's score when a fill replaces the whole image.
+
+    Attributes:
+        change: Mean absolute change per image.
+        falls: Images on which the score falls.
+        rises: Images on which it rises: the model is surer without the image.
+    """
+
+    change: float
+    falls: int
+    rises: int
+
+
+def hardly_changes(blanked: Mapping[str, BlankEffect], worth: float) -> bool:
+    """Whether the class's score hardly changes without the image, under every fill."""
+    return bool(blanked) and max(effect.change for effect in blanked.values()) < SENSITIVE * worth
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """How one method stands: its score with a 95 % interval, its difference to the best with an adjusted one."""
+    """The result of one method: its score with a 95 % interval, and its difference to the best with a corrected one."""
 
     method: str
     status: Status
@@ -39,19 +59,26 @@ class MethodResult:
     difference_high: float
     above_random: bool | None
     random_p: float
-    """How likely such a difference to random is by chance, corrected for nothing."""
+    """The p-value of the difference to random, not corrected."""
     beaten_by: str
     undefined: int
-    """Images on which it gave no map that can be scored, and counts as random."""
+    """Number of images without a usable map; they are scored as random."""
     others: dict[str, float]
-    """The means of the other metrics."""
+    """Means of the other metrics."""
     counts: dict[str, int]
-    """Of how many images each of these is."""
+    """Number of images behind each of these means."""
+    ignores_class: bool = False
+    """Whether the method gives the same map for every class."""
+
+    @property
+    def name(self) -> str:
+        """The method with the badge that tables show."""
+        return f"{self.method} (ignores the class)" if self.ignores_class else self.method
 
 
 @dataclass(frozen=True)
 class Undecided:
-    """Two methods that are not told apart: by how much they differ now, and what would settle it."""
+    """Two methods without a significant difference, and the images and seconds that would settle it."""
 
     first: str
     second: str
@@ -63,11 +90,32 @@ class Undecided:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which explanation to trust, on these images: `best` (None where nothing is shown to beat random) and the rest.
+    """Which explanation to trust on these images. Equal cells give equal verdicts, apart from the run's own fields.
 
-    `quick` is a cheaper method: of the cheapest that are not told apart from the best the highest, else the highest
-    that beats random; the best itself where there is none. `methods` says how each is asked of `explain`.
-    `rows` stand in falling order of score. Equal cells give equal verdicts; `seconds` alone is of the run.
+    Attributes:
+        about: Model, images, metrics and methods of the race.
+        best: The best method. None if fewer than three methods were compared on at least six shared images, or if the
+            leading one does not beat random and an untrained copy of the model.
+        leading: The method with the highest score so far.
+        quick: A method that takes at most half the time of the best: the highest of the cheapest that are tied with it,
+            else the highest that beats random, else the best itself.
+        rows: Results by method, highest score first.
+        compared: The methods, besides random, that share at least six images with the leading one and random.
+        undecided: Pairs without a significant difference.
+        sanity: By method, the similarity of its maps to those of a randomised model.
+        disagreements: Metrics that prefer another method.
+        score: Mean score of the predicted class.
+        blanked: By fill, the change of that score without the image.
+        untrained: The leading method's score compared with its score on a copy of the model with random weights.
+        uncompared: Why there is no such comparison; empty if there is one, or nothing leads.
+        looks: Numbers of images after which methods were compared.
+        level: The one-sided significance level of one comparison.
+        confidence: How certain it is that the best method beats random.
+        left_out: Why methods did not take part.
+        failed: Why images could not be read.
+        seconds: Time of the run.
+        comparison_seconds: Estimated budget for a comparison of three methods.
+        page: Example maps as HTML.
     """
 
     about: dict[str, Any]
@@ -75,49 +123,49 @@ class Verdict:
     leading: str | None
     quick: str | None
     rows: tuple[MethodResult, ...]
+    compared: tuple[str, ...]
     undecided: tuple[Undecided, ...]
     sanity: dict[str, float]
     disagreements: tuple[str, ...]
-    fall: dict[str, float]
+    score: float
+    blanked: dict[str, BlankEffect]
     untrained: Pair | None
-    """The leading method's score above what it has on a copy of the model with weights drawn anew."""
     uncompared: str
-    """Why there is no such comparison; empty where there is one, or nothing leads."""
     looks: tuple[int, ...]
     level: float
     confidence: float
     left_out: dict[str, str]
     failed: dict[str, str]
     seconds: float = field(default=math.nan, compare=False)
+    comparison_seconds: float = field(default=math.nan, compare=False)
     page: str = field(default="", compare=False, repr=False)
-    """The example maps, as HTML."""
 
     @property
     def methods(self) -> dict[str, dict[str, Any]]:
-        """By label, the method and its settings: `pl.explain(vit, image, {best: verdict.methods[best]})`."""
+        """By label, the method and its settings, as in `pl.explain(vit, image, {best: verdict.methods[best]})`."""
         return dict(self.about["methods"])
 
     @property
     def images(self) -> int:
-        """The most images any method was scored on."""
+        """The largest number of images that a method was scored on."""
         return max((row.images for row in self.rows), default=0)
 
     @property
     def learnt(self) -> bool:
-        """Whether the leading method surely scores more here than on an untrained copy of the model."""
+        """Whether the leading method scores significantly more than on an untrained copy of the model."""
         return self.untrained is not None and self.untrained.surely_above(self.about["worth"])
 
     @property
     def blind(self) -> bool:
         """Whether the prediction hardly depends on the image."""
-        return hardly_falls(self.fall, self.about["worth"])
+        return hardly_changes(self.blanked, self.about["worth"])
 
     def row(self, method: str) -> MethodResult:
-        """How a method stands."""
+        """The result of a method."""
         return next(row for row in self.rows if row.method == method)
 
     def having(self, *statuses: Status) -> list[MethodResult]:
-        """The methods of these statuses."""
+        """The methods with these statuses."""
         return [row for row in self.rows if row.status in statuses]
 
     @property
@@ -125,19 +173,20 @@ class Verdict:
         """A pandas table with a row per method, highest score first."""
         others = list(dict.fromkeys(name for row in self.rows for name in row.others))
         columns: dict[str, list[Any]] = {key: [getattr(row, key) for row in self.rows] for key in _COLUMNS}
-        return frame(columns | {name: [row.others.get(name, math.nan) for row in self.rows] for name in others})
+        return make_frame(columns | {name: [row.others.get(name, math.nan) for row in self.rows] for name in others})
 
     def to_json(self) -> str:
-        """Everything but the seconds of the run, as JSON; what is not finite is null."""
-        values = {key: value for key, value in asdict(self).items() if key not in ("seconds", "page")}
+        """The verdict as JSON, without the run's own fields; numbers that are not finite become null."""
+        run = ("seconds", "comparison_seconds", "page")
+        values = {key: value for key, value in asdict(self).items() if key not in run}
         return json.dumps(finite_or_none(values), indent=1, ensure_ascii=False, allow_nan=False)
 
     def save(self, folder: str | Path) -> Path:
-        """Write verdict.json, verdict.txt and verdict.html, each whole or not at all."""
+        """Write verdict.json, verdict.txt and verdict.html, and return the path of the last."""
         folder = Path(folder)
-        write_whole(folder / "verdict.json", self.to_json().encode())
-        write_whole(folder / "verdict.txt", f"{self}\n".encode())
-        return write_whole(folder / "verdict.html", as_html(self).encode(errors="backslashreplace"))
+        write_atomic(folder / "verdict.json", self.to_json().encode())
+        write_atomic(folder / "verdict.txt", f"{self}\n".encode())
+        return write_atomic(folder / "verdict.html", as_html(self).encode(errors="backslashreplace"))
 
     def __str__(self) -> str:
         return as_text(self)
@@ -148,4 +197,15 @@ class Verdict:
         return as_html(self, "contents.html")
 
 
-_COLUMNS = ("method", "status", "score", "low", "high", "images", "difference", "seconds", "above_random")
+_COLUMNS = (
+    "method",
+    "status",
+    "score",
+    "low",
+    "high",
+    "images",
+    "difference",
+    "seconds",
+    "above_random",
+    "ignores_class",
+)

@@ -1,4 +1,4 @@
-"""What a verdict says: sentences, a table and a page."""
+"""A verdict as sentences, a table and a page."""
 
 from __future__ import annotations
 
@@ -11,53 +11,54 @@ from patchlight.core.drawing import table_html
 from patchlight.core.drawing.charts import Dot, dot_chart
 from patchlight.core.drawing.page import render_page
 from patchlight.core.statistics import FEWEST
+from patchlight.study.cost import duration, plural
 from patchlight.study.recommend.panel import AGREEMENT
-from patchlight.study.recommend.race import ALPHA
-from patchlight.study.recommend.record import FALL, FALLS
+from patchlight.study.recommend.race import ALPHA, COMPARED, SENSITIVE
 
 if TYPE_CHECKING:
     from patchlight.study.recommend.verdict import MethodResult, Undecided, Verdict
 
 MOST = 8
-"""Names that are listed; of more, how many."""
+"""Longer lists of names are cut to this many."""
 HOUR = 3600.0
 INSANE = 0.5
-"""Mean rank correlation with the maps of a randomised model above which a map hardly depends on what was learnt."""
+"""Maps with a higher mean rank correlation to those of a randomised model fail the sanity check."""
 COLOURS = {
     **{"best": "#0072b2", "tied": "#009e73", "worse": "#8a8a8a", "behind": "#b8a34a"},
     **{"undecided": "#555555", "baseline": "#d55e00"},
 }
-"""Of the statuses, which are told in words too."""
+"""Colours of the statuses in the chart, which also shows them in words."""
 
 
 def title(verdict: Verdict) -> str:
+    """Model, methods, images and metric in a line."""
     about = verdict.about
     readable = about["images"] - len(verdict.failed)
-    seen = f"{len(verdict.rows)} methods on {verdict.images} of {readable} image(s)"
-    return f"{about['model']}: {seen}, scored by {score_name(verdict)}"
+    measured = f"{plural(len(verdict.rows), 'method')} on {verdict.images} of {plural(readable, 'image')}"
+    return f"{about['model']}: {measured}, scored by {score_name(verdict)}"
 
 
 def score_name(verdict: Verdict) -> str:
-    """What decides, in words."""
+    """The deciding metrics in words."""
     lower = set(verdict.about["lower_is_better"])
-    each = [f"{name} (negative, as lower is better)" if name in lower else name for name in verdict.about["deciding"]]
+    each = [f"{name} (negated, as lower is better)" if name in lower else name for name in verdict.about["deciding"]]
     return each[0] if len(each) == 1 else f"the mean of {' and '.join(each)}"
 
 
 def sentences(verdict: Verdict) -> list[str]:
-    """The verdict, one statement a sentence or two."""
+    """The verdict as a list of statements."""
     parts = (_best, _near, _others, _beside, _more_time, _missing)
     return [line for part in parts for line in part(verdict) if line]
 
 
-def _names(words: str, names: Sequence[str], sign: str = ",") -> str:
-    """Words and the first names after them; nothing where there are no names."""
-    return f"{words}: {_listed(names, sign)}." if names else ""
+def _names(words: str, names: Sequence[str], separator: str = ",") -> str:
+    """Words and the first names after them; empty if there are no names."""
+    return f"{words}: {_listed(names, separator)}." if names else ""
 
 
-def _listed(names: Sequence[str], sign: str = ",") -> str:
-    more = f"{sign} and {len(names) - MOST} more" if len(names) > MOST else ""
-    return f"{sign} ".join(names[:MOST]) + more
+def _listed(names: Sequence[str], separator: str = ",") -> str:
+    more = f"{separator} and {len(names) - MOST} more" if len(names) > MOST else ""
+    return f"{separator} ".join(names[:MOST]) + more
 
 
 def _methods(rows: Sequence[MethodResult]) -> list[str]:
@@ -67,78 +68,107 @@ def _methods(rows: Sequence[MethodResult]) -> list[str]:
 def _best(verdict: Verdict) -> Iterator[str]:
     ahead = f" The highest mean so far is that of {verdict.leading}." if verdict.leading else ""
     if verdict.best is not None:
-        row, sure = verdict.row(verdict.best), 100 * min(verdict.confidence, 0.999)
+        row, certain = verdict.row(verdict.best), 100 * min(verdict.confidence, 0.999)
         yield (
-            f"Best: {row.method}, score {row.score:.3f} [{row.low:.3f}, {row.high:.3f}] on {row.images} images, "
-            f"{duration(row.seconds)} a map. That it beats random is {sure:.1f} % sure, corrected for all methods and "
-            "looks."
+            f"Best: {row.name}, score {row.score:.3f} [{row.low:.3f}, {row.high:.3f}] on {row.images} images, "
+            f"{duration(row.seconds)} per map. It beats random with {certain:.1f} % confidence, corrected for all "
+            "methods and looks."
         )
     elif verdict.images < FEWEST:
-        measured = f"{verdict.images} image(s) were measured, and from fewer than {FEWEST} nothing can be."
-        yield f"Nothing is decided: {measured}{ahead}"
-        return
-    else:
-        yield f"Nothing is shown to beat random, so no method is recommended.{ahead}"
-        yield from _fall(verdict)
-    if verdict.untrained is not None:
-        there = f"{verdict.untrained.mean:.3f} less than here, on {verdict.untrained.images} images"
         yield (
-            f"On a copy of the model with weights drawn anew {verdict.leading} scores {there}: what it finds here is "
-            f"{'' if verdict.learnt else 'not surely '}more than in a model that has learnt nothing."
+            f"No method is recommended: {plural(verdict.images, 'image')} measured, and a comparison needs at least "
+            f"{FEWEST}.{ahead}"
+        )
+        yield from _comparison(verdict)
+        return
+    elif len(verdict.compared) < COMPARED:
+        done = _listed(verdict.compared) or "no method"
+        yield (
+            f"No method is recommended: a recommendation needs {COMPARED} methods besides random on at least {FEWEST} "
+            f"shared images, and only {done} had them.{ahead}"
+        )
+        yield from _comparison(verdict)
+    else:
+        random = verdict.leading and verdict.row(verdict.leading).above_random
+        reason = f"{verdict.leading} beats random, but" if random else "No method is shown to beat random, so"
+        why = " it is not shown to use anything the model has learnt, so" if random else ""
+        yield f"{reason}{why} no method is recommended.{'' if random else ahead}"
+        yield from _blank(verdict)
+    if verdict.untrained is not None:
+        difference = verdict.untrained.mean
+        yield (
+            f"On a copy of the model with random weights {verdict.leading} scores {abs(difference):.3f} "
+            f"{'lower' if difference >= 0 else 'higher'} ({verdict.untrained.images} images): its maps "
+            f"{'depend' if verdict.learnt else 'are not shown to depend'} on what the model has learnt."
         )
     elif verdict.leading is not None:
         yield (
             f"{verdict.leading} was not compared with itself on an untrained copy of the model: {verdict.uncompared}. "
-            "So what it finds may be there without anything learnt."
+            "It is not shown that its maps depend on what the model has learnt."
         )
 
 
-def _fall(verdict: Verdict) -> Iterator[str]:
-    """What removing the whole image does, where nothing beats random."""
-    falls = {name.removeprefix(f"{FALL} "): value for name, value in verdict.fall.items() if name != "score"}
-    if falls:
-        each = " and ".join(f"{value:+.3f} under {fill}" for fill, value in falls.items())
-        least = FALLS * verdict.about["worth"]
-        none = f", less than {least:g}: the prediction hardly depends on the image, so no map can be right"
+def _comparison(verdict: Verdict) -> Iterator[str]:
+    """What a comparison would take."""
+    if verdict.about["images"] - len(verdict.failed) < FEWEST:
+        yield f"Give at least {FEWEST} images."
+    elif len(verdict.about["methods"]) <= COMPARED:
+        yield f"Name at least {COMPARED} methods besides random, or leave the methods out to compare all."
+    elif math.isfinite(verdict.comparison_seconds):
+        needed = duration(verdict.comparison_seconds)
+        yield f"A comparison of {COMPARED} methods needs a budget of about {needed} on this machine."
+
+
+def _blank(verdict: Verdict) -> Iterator[str]:
+    """What blanking the whole image does to the score."""
+    if verdict.blanked:
+        each = " and ".join(
+            f"{effect.change:.3f} under {fill} (falls on {plural(effect.falls, 'image')}, rises on {effect.rises})"
+            for fill, effect in verdict.blanked.items()
+        )
+        least = SENSITIVE * verdict.about["worth"]
         yield (
-            f"Removing the whole image lowers the class's score ({verdict.fall['score']:.3f} on average) by {each}"
-            f"{none if verdict.blind else ''}."
+            f"Blanking the whole image changes the class's score ({verdict.score:.3f} on average) by {each} on average"
+            + (f", less than {least:g}: the prediction hardly depends on the image." if verdict.blind else ".")
         )
 
 
 def _near(verdict: Verdict) -> Iterator[str]:
-    """What is about as good as the best, and what is cheaper."""
+    """Methods about as good as the best, and a cheaper one."""
     if verdict.best is None:
         return
     best, tied = verdict.row(verdict.best), verdict.having("tied")
     yield _names(
-        "Not told apart from it", [f"{row.method} ({row.difference:+.3f}, {_cost(row, best)})" for row in tied]
+        "No significant difference to it", [f"{row.name} ({row.difference:+.3f}, {_cost(row, best)})" for row in tied]
     )
     if not verdict.having("tied", "undecided", "behind"):
-        yield "No other method is level with it."
+        yield f"It is significantly better than the other {plural(len(verdict.compared) - 1, 'method')} compared."
     if verdict.quick and verdict.quick != verdict.best:
         quick, worth = verdict.row(verdict.quick), verdict.about["worth"]
         lower = quick.difference < -worth and quick.difference_low < quick.difference_high < 0
-        sure = "surely" if quick.beaten_by == best.method or lower else "which is not sure"  # worse may be by another
-        loses = f"loses {-quick.difference:.3f}, {sure}" if quick.difference < 0 else "loses nothing"
+        significant = quick.beaten_by == best.method or lower  # `worse` may be due to another method
+        loss = f"{-quick.difference:.3f} lower, {'' if significant else 'not '}significant"
         yield (
-            f"Quick: {quick.method} takes {duration(quick.seconds)} a map instead of {duration(best.seconds)} "
-            f"({_cost(quick, best)}) and {loses}."
+            f"Quick: {quick.name} takes {duration(quick.seconds)} per map instead of {duration(best.seconds)} "
+            f"({_cost(quick, best)}); its score is {loss if quick.difference < 0 else 'not lower'}."
         )
-    yield _names("Undecided, told apart neither from it nor from random", _methods(verdict.having("undecided")))
+    yield _names(
+        "Undecided, without a significant difference to it or to random", _methods(verdict.having("undecided"))
+    )
 
 
 def _cost(row: MethodResult, best: MethodResult) -> str:
     ratio = best.seconds / row.seconds if row.seconds > 0 else math.inf
     if 0.8 < ratio < 1.25:
-        return "as cheap"
-    return f"{ratio:.2g} times cheaper" if ratio > 1 else f"{1 / ratio:.2g} times dearer"
+        return "same cost"
+    times = max(ratio, 1 / ratio) if ratio > 0 else math.inf
+    return f"{times:.{0 if times >= 10 else 1}f} times {'cheaper' if ratio > 1 else 'slower'}"
 
 
 def _others(verdict: Verdict) -> Iterator[str]:
-    """What is worse than the best, and what is no better than random."""
-    yield _names("Surely worse", _methods(verdict.having("worse")))
-    yield _names("Behind, and set aside for time before that was sure", _methods(verdict.having("behind")))
+    """Methods that are worse than the best, and those that do not beat random."""
+    yield _names("Significantly worse", _methods(verdict.having("worse")))
+    yield _names("Lower, but stopped for lack of time before that was significant", _methods(verdict.having("behind")))
     if verdict.best is None:
         return
     no = [row for row in verdict.rows if row.above_random is False and row.status != "tied"]
@@ -146,32 +176,32 @@ def _others(verdict: Verdict) -> Iterator[str]:
     early = [row for row in no if row.random_p < ALPHA]
     for words, rows in (
         ("No better than random", [row for row in no if row not in early]),
-        ("Above random, but on too few images to be sure", early),
+        ("Above random, but on too few images to be significant", early),
     ):
         yield _names(words, [f"{row.method} ({row.score:+.3f}, {row.images} images)" for row in rows])
-    yield _names(f"Not compared with random, on fewer than {FEWEST} images", unknown)
+    yield _names(f"Not compared with random, for lack of {FEWEST} images", unknown)
     if not no and not unknown:
-        yield "All methods that were followed beat random."
+        yield "Every method tested beat random."
 
 
 def _beside(verdict: Verdict) -> Iterator[str]:
-    """What the other metrics say, and how sure all of it is."""
+    """The other metrics, and how statements are tested."""
     bad, good = (
         [f"{m} ({r:.2f})" for m, r in verdict.sanity.items() if (r > INSANE) is fails] for fails in (True, False)
     )
-    fails = _names("Fails the sanity check, its map stays much the same when the weights are drawn anew", bad)
+    fails = _names("Fails the sanity check (the map stays much the same with random weights)", bad)
     yield " ".join(filter(None, [fails, _names(f"Passes {'it' if bad else 'the sanity check'}", good)]))
     seeds = [f"{row.method} {row.others[AGREEMENT]:.2f}" for row in verdict.rows if AGREEMENT in row.others]
-    yield _names("Two seeds agree (rank correlation of the maps)", seeds)
+    yield _names("Agreement of two seeds (rank correlation of the maps)", seeds)
     if verdict.disagreements:
-        yield f"Other metrics disagree with the choice: {'; '.join(verdict.disagreements)}."
+        yield f"Other metrics disagree: {'; '.join(verdict.disagreements)}."
     elif verdict.best is not None and verdict.row(verdict.best).others:
-        yield "No other metric that was measured surely prefers another method."
+        yield "No other metric significantly prefers another method."
     if verdict.looks and verdict.images >= FEWEST:
         yield (
-            f"How sure: pairs are compared by paired t at {verdict.level:.1g}, which is 5 % over all pairs of "
-            f"{len(verdict.rows)} methods and {len(verdict.looks)} looks; a difference below "
-            f"{verdict.about['worth']:g} counts as none."
+            f"Statistics: paired t-tests at level {verdict.level:.1g}, which is 5 % over all pairs of "
+            f"{plural(len(verdict.rows), 'method')} and {plural(len(verdict.looks), 'look')}; differences below "
+            f"{verdict.about['worth']:g} do not count."
         )
 
 
@@ -191,54 +221,41 @@ def _more_time(verdict: Verdict) -> Iterator[str]:
         else:
             spent += pair.seconds
             (soon if spent <= HOUR else far).append(_pair(pair))
-    yield _names("Another hour would settle, by present differences and spreads", soon)
-    yield _names(f"More than these {readable} image(s) would be needed for", short)
-    yield _names("More than an hour would be needed for", far)
+    yield _names("Another hour would settle, if differences and spreads stay the same", soon)
+    yield _names(f"Would need more than these {plural(readable, 'image')}", short)
+    yield _names("Would need more than an hour", far)
     if alike:
-        yield _names(f"Nearer to {alike[0].first} than {worth:g}, so not worth settling", [u.second for u in alike])
+        yield _names(f"Within {worth:g} of {alike[0].first}, not worth settling", [pair.second for pair in alike])
 
 
 def _pair(pair: Undecided) -> str:
     images = f"about {pair.needed:.0f} images, {duration(pair.seconds)}"
-    return f"{pair.first} against {pair.second} ({images if math.isfinite(pair.needed) else 'no end in sight'})"
+    return f"{pair.first} against {pair.second} ({images if math.isfinite(pair.needed) else 'too close to estimate'})"
 
 
 def _missing(verdict: Verdict) -> Iterator[str]:
-    lost = [f"{row.method} ({row.undefined})" for row in verdict.rows if row.undefined]
-    yield _names("Gave no map that can be scored, and counts as random there, on so many images", lost)
+    unusable = [f"{row.method} ({plural(row.undefined, 'image')})" for row in verdict.rows if row.undefined]
+    yield _names("No usable map, scored as random", unusable)
     why: dict[str, list[str]] = {}
     for method, reason in verdict.left_out.items():
         why.setdefault(reason, []).append(method)
     yield _names("Left out", [f"{_listed(methods)} ({reason})" for reason, methods in why.items()], ";")
     failed = [f"{name} ({reason})" for name, reason in verdict.failed.items()]
-    yield _names(f"{len(failed)} image(s) could not be read and do not count", failed, ";")
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(0.0123), duration(75), duration(7300)
-    ('0.012 s', '1.2 min', '2 h')
-    """
-    if not math.isfinite(seconds):
-        return "an unknown time"
-    if seconds < 60:
-        return f"{seconds:.2g} s"
-    return f"{seconds / 60:.2g} min" if seconds < HOUR else f"{seconds / HOUR:.2g} h"
+    yield _names(f"{plural(len(failed), 'image')} could not be read and were skipped", failed, ";")
 
 
 def table(verdict: Verdict) -> list[list[str]]:
     """The headings, and a line per method."""
     others = list(dict.fromkeys(name for row in verdict.rows for name in row.others))
-    lines = [["method", "status", "score [95 %]", "images", "to the best", "s/map", "beats random", *others]]
+    lines = [["method", "status", "score [95 %]", "images", "vs best", "time per map", "beats random", *others]]
     for row in verdict.rows:
         interval = f" [{row.low:.3f}, {row.high:.3f}]" if math.isfinite(row.low) else ""
         apart = math.isfinite(row.difference) and row.method != verdict.best
         beats = {True: "yes", False: "no", None: ""}[row.above_random]
         numbers = [f"{row.others[name]:.3f}" if name in row.others else "" for name in others]
         score, difference = f"{row.score:.3f}{interval}", f"{row.difference:+.3f}" if apart else ""
-        lines.append(
-            [row.method, row.status, score, str(row.images), difference, f"{row.seconds:.2g}", beats, *numbers]
-        )
+        time = duration(row.seconds) if math.isfinite(row.seconds) else ""
+        lines.append([row.name, row.status, score, str(row.images), difference, time, beats, *numbers])
     return lines
 
 
@@ -258,7 +275,7 @@ def as_text(verdict: Verdict) -> str:
 
 
 def as_html(verdict: Verdict, template: str = "verdict.html") -> str:
-    """A page that opens offline, or with `contents.html` what a notebook shows of it."""
+    """A page that opens offline; with the template `contents.html`, the part that a notebook shows."""
     dots = [
         Dot(
             row.method,

@@ -17,15 +17,16 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import first_line
 from patchlight.core.files import finite_or_none
 from patchlight.core.statistics import FEWEST, spearman
-from patchlight.core.targets import ScoreName, Targets, predicted, score_of
+from patchlight.core.targets import ScoreName, Targets, target_scores, top_classes
 from patchlight.evidence.fills import fill_images, painted
 from patchlight.metrics.base import MetricRequest
 from patchlight.metrics.quantities import lacking
 from patchlight.metrics.sanity import random_parameters, twin
+from patchlight.study.cost import explain_forwards, measure_forwards
 from patchlight.study.evaluate import unwrapped
 from patchlight.study.recommend.gallery import Gallery
-from patchlight.study.recommend.panel import AGREEMENT, Panel, forwards
-from patchlight.study.recommend.record import FALL, MODEL, UNTRAINED, RaceRecord
+from patchlight.study.recommend.panel import AGREEMENT, Panel
+from patchlight.study.recommend.record import BLANKED, MODEL, UNTRAINED, RaceRecord
 from patchlight.study.run import MeasureOptions, measure
 from patchlight.study.sources import Source, computed_maps, maps_by
 
@@ -58,16 +59,6 @@ class Clock:
         return self.budget - self.reserve - self.spent
 
 
-def forward_seconds(vit: Anatomy, image: Tensor, most: float) -> float:
-    """Seconds of one forward of an image [1,C,H,W] among eight, the fastest of some that take `most` seconds in all."""
-    batch, found = image.repeat(GROUP, 1, 1, 1), list[float]()
-    while len(found) < 3 and (not found or sum(found) < most):
-        begun = time.monotonic()
-        vit.logits(batch).cpu()  # a GPU only queues the work: one waits for what it gives
-        found.append(time.monotonic() - begun)
-    return min(found) / GROUP
-
-
 class RaceWorker:
     """Explains and measures images by their places; every finished cell goes to the record.
 
@@ -96,15 +87,14 @@ class RaceWorker:
         if (method, metric) in self._costs:
             return median(self._costs[method, metric])
         if metric == EXPLANATION:
-            return self._forward * forwards(self.panel.methods[method], self.vit)
+            return self._forward * explain_forwards(self.panel.methods[method], self.vit)
         if metric == AGREEMENT:
             return self.cost(method, EXPLANATION)
         request = self.panel.metrics[metric]
         if request.metric.explains:
             return int(request.settings.get("samples", self.vit.depth + 3)) * self.cost(method, EXPLANATION)
         others = [median(seconds) for (_, other), seconds in self._costs.items() if other == metric]
-        steps = request.settings.get("steps", request.settings.get("points", 10)) or 100
-        return median(others) if others else self._forward * (2 * int(steps) + 2)
+        return median(others) if others else self._forward * measure_forwards(request)
 
     def seconds(self, method: str, places: Sequence[int], metrics: Sequence[str]) -> float:
         """Predicted seconds of what is missing of these cells."""
@@ -243,12 +233,12 @@ class RaceWorker:
         """The predicted class of each image."""
         unknown = [p for p in places if p not in self._classes]
         if unknown:
-            index = predicted(self.vit.logits(self.gallery.batch(unknown)), self.vit.outputs).index
+            index = top_classes(self.vit.logits(self.gallery.batch(unknown)), self.vit.outputs).index
             self._classes |= dict(zip(unknown, index.cpu(), strict=True))
         return Targets(torch.stack([self._classes[p] for p in places]).to(self.vit.device))
 
-    def fall(self, places: Sequence[int]) -> None:
-        """The class's score, and how far it falls under each fill of the whole image: 1 + fills forwards an image."""
+    def blank(self, places: Sequence[int]) -> None:
+        """Measure the class's score, and its change when each fill replaces the whole image."""
         requests = [self.panel.metrics[label] for label in self.panel.deciding]
         fills = {str(r.settings["fill"]): r.settings["fill"] for r in requests if "fill" in r.settings}
         some = [p for p in self._missing(MODEL, "score", places) if self.gallery.readable(p)]
@@ -258,12 +248,12 @@ class RaceWorker:
         every, nothing = torch.arange(len(batch)), torch.zeros_like(batch[:, :1], dtype=torch.bool)
 
         def scores(images: Tensor) -> Tensor:
-            return score_of(self.vit.logits(images), targets, score, self.vit.outputs).flatten()
+            return target_scores(self.vit.logits(images), targets, score, self.vit.outputs).flatten()
 
         columns = {"score": scores(batch)}
         for name, fill in fills.items():
             empty = painted(batch, fill_images(fill, batch, self.vit, self._seed), every, nothing)
-            columns[f"{FALL} {name}"] = columns["score"] - scores(empty)
+            columns[f"{BLANKED} {name}"] = scores(empty) - columns["score"]
         for label, column in columns.items():
             for place, value in zip(some, column.tolist(), strict=True):
                 self.record.add(place, MODEL, label, finite_or_none(value))

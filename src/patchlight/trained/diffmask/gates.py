@@ -183,7 +183,7 @@ class DiffMask(Explainer[Gates]):
 
     @staticmethod
     def build(weights: dict[str, Tensor], options: dict[str, Any]) -> Gates:
-        gates = Gates(len(weights["beta"]), len(weights["baseline"]), options["alpha"])
+        gates = Gates(len(weights["beta"]), len(weights["baseline"]), float(options["alpha"]))
         gates.load_state_dict(weights)
         return gates
 

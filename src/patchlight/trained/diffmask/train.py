@@ -200,7 +200,7 @@ class GateLearner(Learner[DiffMaskProgress]):
     def _numbers(self, now: MaskedBatch, clean: Tensor) -> Tensor:
         """What `columns` names: means over the images at the plain price."""
         logits, kl = now.logits, now.kl
-        same = (logits > 0) == (clean > 0) if self.vit.outputs.alone else logits.argmax(1) == clean.argmax(1)
+        same = (logits > 0) == (clean > 0) if self.vit.outputs.independent else logits.argmax(1) == clean.argmax(1)
         agreed = same.view(len(same), -1).to(kl).mean(1)
         told = torch.stack([kl, now.log_keep.exp().mean(-1), agreed, now.loss])
         return self.devices.mean((told if self.settings.prices == 1 else told[:, ::2]).mean(1).float())

@@ -250,7 +250,7 @@ class ViTShapley(Explainer[Networks]):
         hidden, width = weights["values.block.fc1.weight"].shape
         outcomes = len(weights["values.mlp.5.bias"])
         with torch.random.fork_rng(devices=[]):
-            values = Values(changes[1], width, options["heads"], hidden, outcomes)
+            values = Values(changes[1], width, int(options["heads"]), hidden, outcomes)
         networks = Networks(Surrogate(changes[0]), values)
         networks.load_state_dict(weights)
         return networks

@@ -147,7 +147,7 @@ class SurrogateLearner(CopyLearner[SurrogateProgress]):
         self.devices.backward(loss)
         self.optimiser.step(index)
         with torch.no_grad():
-            same = (masked > 0) == (clean > 0) if vit.outputs.alone else masked.argmax(1) == clean.argmax(1)
+            same = (masked > 0) == (clean > 0) if vit.outputs.independent else masked.argmax(1) == clean.argmax(1)
             untrained = kl_divergence(clean, before, vit.outputs).mean()
             return self.devices.mean(torch.stack([loss.detach(), untrained, same.float().mean()]))
 

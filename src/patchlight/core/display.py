@@ -1,0 +1,41 @@
+"""Shows a result on the screen: in a notebook, in the image viewer, or as a file if there is no screen."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+
+def show(result: Any, draw: Callable[[], Any]) -> None:
+    """Show a result.
+
+    Args:
+        result: What a notebook displays.
+        draw: Returns a matplotlib figure, which is shown outside of notebooks.
+    """
+    from patchlight.core.drawing import figure_picture
+
+    if _in_notebook():
+        sys.modules["IPython"].display.display(result)
+        return
+    picture = figure_picture(draw())
+    if has_screen():
+        picture.show()
+        return
+    handle, path = tempfile.mkstemp(prefix="patchlight-", suffix=".png")
+    with os.fdopen(handle, "wb") as file:
+        picture.save(file, "png")
+    print(f"No screen found; the picture is in {path}")
+
+
+def has_screen() -> bool:
+    """Whether a window can be opened."""
+    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def _in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    return "IPython" in sys.modules and hasattr(sys.modules["IPython"].get_ipython(), "kernel")

@@ -1,0 +1,78 @@
+"""Cost estimates before anything is measured, and durations in words."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from torch import Tensor
+
+from patchlight.anatomy.opened import Anatomy
+from patchlight.methods.base import Ablates, LayerMap
+from patchlight.methods.requests import Request
+from patchlight.metrics.base import MetricRequest
+
+BATCH = 8
+"""Images per forward pass when its time is measured."""
+
+
+def explain_forwards(request: Request, vit: Anatomy | None = None) -> float:
+    """About how many forward passes one map costs."""
+    base, settings = request.name.split(".")[0], request.settings
+    samples = float(settings.get("samples", settings.get("steps", 1)))
+    patches = 196 if vit is None else vit.grid[0] * vit.grid[1]
+    known = {
+        **dict.fromkeys(("tis", "posterior", "kernel-shap"), 4 + samples / 2),
+        **dict.fromkeys(("rise", "lime", "hsic"), samples),
+        **dict.fromkeys(("ig", "smoothgrad"), 3 * samples),
+        **dict.fromkeys(("occlusion", "pami", "atman"), float(patches)),
+        **{"bt-h": 2 * samples, "bt-t": 2 * samples, "tam": 2 * samples, "score-cam": 400.0, "vit-cx": 200.0},
+        **{"alti": 20.0, "globenc": 12.0, "lrp": 12.0, "transatt": 12.0, "gradcam-aug": 20.0, "random": 0.05},
+    }
+    kind = 4.0 if isinstance(request.method, LayerMap) else 100.0 if isinstance(request.method, Ablates) else 10.0
+    return known.get(base, kind)
+
+
+def measure_forwards(request: MetricRequest) -> float:
+    """About how many forward passes a metric needs per image, for metrics that do not explain images themselves."""
+    steps = request.settings.get("steps", request.settings.get("points", 10)) or 100
+    return 2 * int(steps) + 2
+
+
+def forward_seconds(vit: Anatomy, image: Tensor, most: float) -> float:
+    """Seconds per image of a forward pass, the fastest of at most three that together take about `most` seconds.
+
+    Args:
+        vit: The model.
+        image: One image [1,C,H,W], repeated to a batch of eight.
+        most: Stop repeating after this many seconds.
+    """
+    batch, times = image.repeat(BATCH, 1, 1, 1), list[float]()
+    while len(times) < 3 and (not times or sum(times) < most):
+        start = time.monotonic()
+        vit.logits(batch).cpu()  # a GPU queues the work; copying the result waits for it
+        times.append(time.monotonic() - start)
+    return min(times) / BATCH
+
+
+def duration(seconds: float) -> str:
+    """A duration in words.
+
+    >>> duration(0.0123), duration(7.25), duration(140), duration(7300)
+    ('12 ms', '7.2 s', '2.3 min', '2 h')
+    """
+    if not math.isfinite(seconds):
+        return "an unknown time"
+    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= 0.995 * size:
+            number = seconds / size
+            return f"{number:.1f}".removesuffix(".0") + f" {unit}" if number < 9.95 else f"{number:.0f} {unit}"
+    return "under 1 ms" if seconds < 0.0005 else f"{1000 * seconds:.0f} ms"
+
+
+def plural(count: float, noun: str) -> str:
+    """
+    >>> plural(1, "image"), plural(6, "image")
+    ('1 image', '6 images')
+    """
+    return f"{count:g} {noun}{'' if count == 1 else 's'}"
