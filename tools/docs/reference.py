@@ -11,7 +11,17 @@ from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Entry, Setting, describe_type
 from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.rules import RULES
-from patchlight.methods.base import CAPTURED, COMPOSITIONS, METHODS, PASSES, Ablates, LayerMap, Method, OwnPasses
+from patchlight.methods.base import (
+    CAPTURED,
+    COMPOSITIONS,
+    GROUPS,
+    METHODS,
+    PASSES,
+    Ablates,
+    LayerMap,
+    Method,
+    OwnPasses,
+)
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import METRICS, Metric
 from tools.docs import formulas
@@ -23,36 +33,6 @@ from tools.docs.words import as_blocks, as_markdown, code, table, toctree
 
 COMMON = {*ABLATION, *PASSES, *CAPTURED}
 """Settings that many have and `docs/methods.md` explains."""
-GROUPS: Mapping[str, str] = {
-    "attention": "Attention",
-    "tokentm": "Attention",
-    "transition": "Attention",
-    "eclip": "Attention",
-    "legrad": "Attention",
-    "gradients": "Gradients and decomposition",
-    "decompx": "Gradients and decomposition",
-    "decomposition": "Gradients and decomposition",
-    "relevance": "Relevance",
-    "cams": "Class activation maps",
-    "scorecam": "Class activation maps",
-    "random": "Baseline",
-}
-"""The heading of a method, by the module it lives in; all others score variants of the image."""
-MASKED = "Masks and removal"
-ORDER = (
-    "Attention",
-    "Gradients and decomposition",
-    "Class activation maps",
-    "Relevance",
-    MASKED,
-    "Trained beside the model",
-    "Baseline",
-)
-
-
-def group(method: Method) -> str:
-    module = method.function.__module__
-    return "Trained beside the model" if ".trained." in module else GROUPS.get(module.rpartition(".")[2], MASKED)
 
 
 def references() -> Any:
@@ -196,19 +176,24 @@ def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _heading(group: str) -> str:
+    return group[0].upper() + group[1:]
+
+
 def methods_index() -> str:
     parts = [
         "# All methods",
         "A page for each method that is registered. [Methods and their names](../../methods.md) explains how names "
         "compose; [Choose a method](../../howto/choose.md) says which to take.",
     ]
-    for heading in ORDER:
-        rows = (
+    for group in GROUPS:
+        rows = [
             (f"[{name}]({name}.md)", as_markdown(one.summary), as_markdown(one.cost), as_markdown(one.paper))
             for name, one in METHODS.items()
-            if group(one) == heading
-        )
-        parts += [f"## {heading}", table(("method", "what it shows", "cost", "paper"), rows)]
+            if one.group == group
+        ]
+        if rows:
+            parts += [f"## {_heading(group)}", table(("method", "what it shows", "cost", "paper"), rows)]
     parts += [formulas.symbols()]
     return "\n\n".join([*parts, toctree(METHODS)])
 
@@ -284,10 +269,10 @@ def gallery(photo: str = PHOTOS[0]) -> str:
         f'<div class="gallery"><a href="_static/methods/photo-{photo}.jpg"><img '
         f'src="_static/methods/photo-{photo}.jpg" alt="the photograph"><span>the photograph</span></a></div>',
     ]
-    for heading in ORDER:
-        names = [name for name, one in METHODS.items() if group(one) == heading]
-        tiles = "\n".join(tile(name, name) for name in names)
-        parts += [f"## {heading}", f'<div class="gallery">\n{tiles}\n</div>']
+    for group in GROUPS:
+        tiles = "\n".join(tile(name, name) for name, one in METHODS.items() if one.group == group)
+        if tiles:
+            parts += [f"## {_heading(group)}", f'<div class="gallery">\n{tiles}\n</div>']
     tiles = "\n".join(tile(name, name.split(".")[0]) for name in COMPOSED)
     parts += ["## With compositions and rules", f'<div class="gallery">\n{tiles}\n</div>']
     return "\n\n".join(parts) + "\n"

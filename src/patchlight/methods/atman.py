@@ -100,20 +100,22 @@ def atman(
     offset: Offset = "min",
     neighbours: Count | None = None,
 ) -> Tensor:
-    """Rise of the cross-entropy when a patch is suppressed: R_i = log p_c(clean) - log p_c(suppressed). Signed.
+    """How much the loss rises when attention to a patch is suppressed in every block.
 
-    For patch i the pre-softmax scores H of all heads and layers become (H - min_keys H) F, where F is `factor` in
-    column i, (1 - factor) (1 - cos) + factor in the columns of patches whose embeddings are similar, and 1 elsewhere,
-    the prefix tokens' columns always. With `factor=0` the patch is still seen, at the row's lowest score. A pair of
+        R_i = log p_c(image) - log p_c(patch i suppressed)
+
+    To suppress patch i, the pre-softmax scores H of all heads and blocks become (H - min_keys H) F. F is `factor` in
+    column i, (1 - factor) (1 - cos) + factor in the columns of patches with similar embeddings, and 1 elsewhere, always
+    in the columns of prefix tokens. With `factor=0` the patch is still seen, at the row's lowest score. A pair of
     classes is explained by log p_a - log p_b; score "logit", or a callable, by its drop. Presets: `code` (kappa 0.6),
-    `panda` (0.75), `blip` (no offset, factor 0.05, kappa 0.1, 150 neighbours). [B,h,w]; N + 1 forwards.
+    `panda` (0.75), `blip` (no offset, factor 0.05, kappa 0.1, 150 neighbours).
 
     Args:
         factor: What attention to the patch is multiplied by; the paper's suppression f is 1 - `factor`.
         kappa: Patches whose cosine with the patch is at least this are suppressed with it; above 1 there are none.
-        offset: "min" subtracts each row's lowest score first. "none" does not, so that negative scores gain attention
+        offset: "min" first subtracts each row's lowest score. "none" does not, so that negative scores gain attention
             when they are scaled towards 0.
-        neighbours: At most so many similar patches, the most similar first; None: all.
+        neighbours: Maximum number of similar patches, the most similar first; None: all.
     """
     vit, count = ask.vit, len(ask.images)
     with torch.no_grad(), vit.steady():

@@ -36,7 +36,12 @@ def read_from(b: Evidence) -> Tensor:
     cost="1 forward",
 )
 def rawatt(b: Evidence) -> Matrix:
-    """Attention of one block, mean over heads: M = mean_h A_l, its CLS row. Class-agnostic."""
+    """Attention of one block, averaged over its heads; ignores the class.
+
+        M = mean_h A_l
+
+    The map is the CLS row of M.
+    """
     return b.matrix("A")
 
 
@@ -68,11 +73,13 @@ def rollout(
     fusion: Literal["mean", "max", "min"] = "mean",
     discard: Annotated[float, Field(ge=0, lt=1)] = 0.0,
 ) -> Matrix:
-    """Attention rollout: the CLS row of prod_l N(M_l + I), M_l the heads fused. Class-agnostic.
+    """Attention rollout: attention with skip connections, multiplied over the blocks; ignores the class.
 
-    With `discard`, or heads fused by max or min, the matrix is written out; else only rows of it are computed where
-    that is faster. Presets: `chefer` starts at block 1 as that paper's scripts do, `vit-explain` discards 0.9 and
-    normalises along the wrong axis as that code does, `skipplus` does not normalise.
+        R = prod_l N(M_l + I),   M_l the fused heads of block l,   N divides each row by its sum
+
+    The map is the CLS row of R. With `discard`, or heads fused by max or min, the matrix is written out; otherwise only
+    rows of it are computed where that is faster. Presets: `chefer` starts at block 1 as that paper's scripts do,
+    `vit-explain` discards 0.9 and normalises along the wrong axis as that code does, `skipplus` does not normalise.
 
     Args:
         fusion: How the heads of a block become one matrix.
@@ -102,9 +109,11 @@ def rollout(
     presets={"bt": {"rectify": "mean"}},
 )
 def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Matrix:
-    """Gradient-weighted attention: the CLS row of prod_l (I + mean_h ReLU(A_l * G_l)).
+    """Gradient-weighted attention, accumulated over the blocks.
 
-    R <- R + E_l R from R = I, all blocks, no normalisation; [B,H,N,N] to [B,N,N]. One forward, one backward.
+        R <- R + mean_h ReLU(A_l * G_l) R,   R = I before the first block
+
+    The map is the CLS row of R; nothing is normalised. One forward and one backward pass.
 
     Args:
         rectify: "heads" takes the ReLU in each head. "mean" takes it after the mean over heads, as the copy in the BT
@@ -123,10 +132,12 @@ def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Matrix:
     composable="it is the sum over the blocks already; 'genatt.plus' and 'genatt.skipplus' are its layer maps summed",
 )
 def gradsam(b: Evidence) -> Matrix:
-    """Grad-SAM: sum_l mean_h ReLU(A_l * G_l), its CLS row, which is `genatt.plus`.
+    """Gradient-weighted attention, summed over the blocks.
 
-    `readout="tokens"` averages over all to-tokens in place of the CLS row, as the original does. One forward, one
-    backward.
+        R = sum_l mean_h ReLU(A_l * G_l)
+
+    The map is the CLS row of R, which is `genatt.plus`. `readout="tokens"` averages over all rows instead, as the
+    original does.
     """
     return b.matrix("relu(AG)")
 
@@ -147,11 +158,12 @@ def gradsam(b: Evidence) -> Matrix:
     ),
 )
 def attcam(b: Evidence, relu: bool = True) -> Matrix:
-    """AttCAM: each head of the last block weighted by its mean gradient, the CLS row of ReLU(mean_h w_h A_h).
+    """Grad-CAM on attention: the heads of the last block, weighted by their mean gradients.
 
-    w[h,i] = mean of G[h,i,j] over the patches j, for each to-token i; [B,H,N,N] to [B,N,N]. The default is Chefer's
-    form; preset `skipplus` has no ReLU, nor have the compositions `.plus`, `.skipplus` and `.rollout`. One forward, one
-    backward.
+        M = ReLU(mean_h w_h A_h),   w[h,i] = mean of G[h,i,j] over the patches j
+
+    The map is the CLS row of M. The default is Chefer's form; preset `skipplus` has no ReLU, nor have the compositions
+    `.plus`, `.skipplus` and `.rollout`.
 
     Args:
         relu: Whether only the positive part of the matrix is kept.
@@ -169,7 +181,11 @@ def attcam(b: Evidence, relu: bool = True) -> Matrix:
     matrix=True,
 )
 def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> Matrix:
-    """The gradient of one block's attention: the CLS row of mean_h G_l, or of mean_h |G_l| or mean_h ReLU(G_l).
+    """Gradient of the score with respect to one block's attention.
+
+        M = mean_h G_l,   or mean_h |G_l|,   or mean_h ReLU(G_l)
+
+    The map is the CLS row of M.
 
     Args:
         sign: What is averaged over the heads: G ("signed"), |G| ("abs") or ReLU(G) ("relu").
@@ -189,7 +205,10 @@ def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> 
     cost="1 forward",
 )
 def attnfrom(b: Evidence) -> Tensor:
-    """How much token j is read: AttnFrom_l[j] = mean over heads h and to-tokens i of A_l[h,i,j]. Class-agnostic."""
+    """Attention that each patch receives from all tokens in one block; ignores the class.
+
+    R_j = mean over heads h and tokens i of A_l[h,i,j]
+    """
     return read_from(b)
 
 
@@ -224,14 +243,16 @@ _PAIRS: dict[str, Mapping[str, Any]] = {"skipplus-code": {"pair": "output"}}
     presets=_PAIRS,
 )
 def attixg(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
-    """Input times gradient weighted by how much a token is read: AttnFrom_l * sum_d x g, [B,N]. Signed.
+    """Input times gradient of one block's tokens, weighted by the attention they receive.
 
-    Preset `skipplus-code` is `pair="output"` everywhere. One forward, one backward.
+        R_j = (mean_hi A_l[h,i,j]) (sum_d x[j,d] g[j,d])
+
+    The map is signed. Preset `skipplus-code` is `pair="output"` everywhere.
 
     Args:
         pair: Which tokens x are. "output": those that leave block l, as in the SkipPLUS code. "input": those that enter
-            block l, as in the SkipPLUS text and in AttCAT's own code. "auto": "output" under CLS pooling, "input" where
-            the classifier reads patches.
+            block l, as in the SkipPLUS text and in AttCAT's code. "auto": "output" under CLS pooling, "input" where the
+            classifier reads patches.
         last: Whether the last block's output counts; under CLS pooling it has no gradient on patches.
     """
     if pair == "input":
@@ -252,14 +273,14 @@ def attixg(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
     presets=_PAIRS,
 )
 def attcat(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
-    """AttCAT: sum over the blocks of AttnFrom_l * IxG_l as `attixg` has them, which is `attixg.plus`. Signed.
+    """Input times gradient weighted by attention, summed over the blocks.
 
-    Under CLS pooling these are the outputs of all blocks but the last, else the inputs of all blocks; preset
-    `skipplus-code` has the outputs everywhere.
+    This is `attixg.plus`: under CLS pooling the sum covers the outputs of all blocks but the last, otherwise the inputs
+    of all blocks; preset `skipplus-code` uses the outputs everywhere. The map is signed.
 
     Args:
         pair: Which tokens are weighted: those that enter a block ("input") or leave it ("output"); "auto" is "output"
-            under CLS pooling, else "input".
+            under CLS pooling, otherwise "input".
         last: Whether the last block's output counts; under CLS pooling it has no gradient on patches.
     """
     return attixg(b, pair, last)
@@ -273,5 +294,10 @@ def attcat(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
     composable="it is the sum over the blocks already; 'ixg.plus' and 'ixg.skipplus' are its layer maps summed",
 )
 def cat(b: Evidence) -> Tensor:
-    """CAT: sum over blocks l = 0..L-1 of sum_d x_l g_l at their inputs, which is `ixg.plus`. Signed."""
+    """Input times gradient, summed over the inputs of all blocks.
+
+        R_j = sum_l sum_d x_l[j,d] g_l[j,d]
+
+    The map is signed. This is `ixg.plus`.
+    """
     return token_ixg(b)

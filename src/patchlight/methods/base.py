@@ -32,6 +32,23 @@ Level = Literal["token", "pixel"]
 """The resolution of a map: one value for each patch token, or for each pixel."""
 Reads = frozenset[tuple[str, int]]
 """Parts of the evidence by letter and block, as ("y", 3)."""
+GROUPS: Mapping[str, str] = {
+    "attention": "attention eclip legrad tokentm transition",
+    "gradients": "gradients",
+    "decomposition": "decomposition decompx relevance",
+    "CAM": "cams scorecam",
+    "perturbation": "atman hsic lime occlusion pami posterior rise tis vitcx",
+    "Shapley": "shapley",
+    "trained": "trained.diffmask.method trained.shapley.method",
+    "baseline": "random",
+    "other": "",
+}
+"""The groups of method lists, in order, with the modules that register their methods; plugins are in "other"."""
+_GROUP_OF = {
+    f"patchlight.{name if '.' in name else f'methods.{name}'}": group
+    for group, names in GROUPS.items()
+    for name in names.split()
+}
 V = TypeVar("V")
 Needs = AbstractSet[str] | Callable[[Settings], AbstractSet[str]]
 
@@ -294,6 +311,11 @@ class Method(Entry):
     adapts: Callable[[Settings, Anatomy], Settings] | None = None
 
     @property
+    def group(self) -> str:
+        """The group of `GROUPS` that it is listed in."""
+        return _GROUP_OF.get(self.function.__module__, "other")
+
+    @property
     def ignores_class(self) -> bool:
         """Whether every class gets the same map, with default settings."""
         return False
@@ -418,18 +440,7 @@ class Ablates(Method):
         return {**super().settings(composition), **ABLATION}
 
 
-_ROOMS = (
-    "atman attention cams decomposition decompx eclip gradients hsic legrad lime occlusion pami posterior random "
-    "relevance rise scorecam shapley tis tokentm transition vitcx"
-)
-METHODS: Registry[Method] = Registry(
-    "method",
-    [
-        *(f"patchlight.methods.{room}" for room in _ROOMS.split()),
-        "patchlight.trained.diffmask.method",
-        "patchlight.trained.shapley.method",
-    ],
-)
+METHODS: Registry[Method] = Registry("method", list(_GROUP_OF))
 COMPOSITIONS: Registry[Composition] = Registry("composition", ["patchlight.methods.compositions"])
 
 

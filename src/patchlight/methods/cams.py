@@ -213,10 +213,12 @@ def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
     advice=degenerate_cam,
 )
 def gradcam(b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eigen: Eigen = False) -> Tensor:
-    """Grad-CAM on tokens: w_k = mean_i g_ik, map_i = sum_k w_k a_ik. Signed, no ReLU.
+    """Grad-CAM: the channels of one block, weighted by their mean gradients.
 
-    Presets: `skipplus` (input of the last block, CLS in the mean), `diffmask` (eigen; `gradcam-aug` adds its
-    augmentations).
+        R_i = sum_k w_k a_ik,   w_k = mean_i g_ik
+
+    The map is signed; there is no ReLU. Presets: `skipplus` (input of the last block, CLS in the mean), `diffmask`
+    (eigen; `gradcam-aug` adds its augmentations).
     """
     a, g = activations(b, layer)
     return apply_weights(a, counted(g, b, prefix).mean(1), b, eigen)
@@ -240,13 +242,15 @@ def gradcam_pp(
     eps: float = 1e-6,
     eigen: Eigen = False,
 ) -> Tensor:
-    """Grad-CAM++: alpha_ik = g^2 / (2 g^2 + (sum_j a_jk) g^3 + eps), w_k = sum_i alpha_ik ReLU(g_ik).
+    """Grad-CAM++: Grad-CAM whose weights favour patches with large positive gradients.
 
-    map_i = sum_k w_k a_ik. alpha is 0 where g is, and has a pole at g = -2 / sum_j a_jk: a channel near it amplifies
-    rounding (to 1 % of the map in float32).
+        R_i = sum_k w_k a_ik,   w_k = sum_i alpha_ik ReLU(g_ik),   alpha_ik = g^2 / (2 g^2 + (sum_j a_jk) g^3 + eps)
+
+    alpha is 0 where g is, and has a pole at g = -2 / sum_j a_jk: a channel near it amplifies rounding (to 1 % of the
+    map in float32).
 
     Args:
-        sign: "relu" weighs with the positive part of the gradient, "signed" with the gradient itself.
+        sign: "relu" weights by the positive part of the gradient, "signed" by the gradient itself.
         eps: Added to the denominator.
     """
     a, g = activations(b, layer)
@@ -269,9 +273,11 @@ def gradcam_pp(
 def xgradcam(
     b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: Eigen = False
 ) -> Tensor:
-    """XGradCAM: w_k = sum_i g_ik a_ik / (sum_j a_jk + eps), map_i = sum_k w_k a_ik. Signed.
+    """XGradCAM: the channels of one block, weighted by their normalised activation times gradient.
 
-    A ViT's channels may sum to nearly zero, where w_k explodes: see `xgradcam+`.
+        R_i = sum_k w_k a_ik,   w_k = sum_i g_ik a_ik / (sum_j a_jk + eps)
+
+    The map is signed. The channels of a ViT may sum to nearly zero, where w_k explodes; `xgradcam+` avoids that.
 
     Args:
         eps: Added to the denominator.
@@ -292,7 +298,11 @@ def xgradcam(
 def xgradcam_abs(
     b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: Eigen = False
 ) -> Tensor:
-    """XGradCAM+: w_k = sum_i g_ik |a_ik| / (sum_j |a_jk| + eps), map_i = sum_k w_k a_ik. Signed.
+    """XGradCAM with absolute activations in the weights, so that these stay finite.
+
+        R_i = sum_k w_k a_ik,   w_k = sum_i g_ik |a_ik| / (sum_j |a_jk| + eps)
+
+    The map is signed.
 
     Args:
         eps: Added to the denominator.
@@ -311,7 +321,12 @@ def xgradcam_abs(
     advice=degenerate_hirescam,
 )
 def hirescam(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False) -> Tensor:
-    """HiResCAM: map_i = sum_k g_ik a_ik, which at a block's input is IxG. Signed. `eigen=True` is EigenGradCAM."""
+    """HiResCAM: activation times gradient in one block, summed over the channels.
+
+        R_i = sum_k g_ik a_ik
+
+    The map is signed; at a block's input it is `ixg`. `eigen=True` is EigenGradCAM.
+    """
     if eigen:
         return principal(product(b, layer), b)
     return token_ixg(b) if _kind(b, layer) == "input" else product(b, layer).sum(-1)
@@ -326,7 +341,12 @@ def hirescam(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False) -> Tensor:
     advice=degenerate_cam,
 )
 def gradcam_elementwise(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False) -> Tensor:
-    """Element-wise Grad-CAM: map_i = sum_k ReLU(g_ik a_ik). Not negative, unless `eigen`."""
+    """Element-wise Grad-CAM: the positive part of activation times gradient in one block.
+
+        R_i = sum_k ReLU(g_ik a_ik)
+
+    The map is not negative, unless `eigen` is set.
+    """
     weighted = product(b, layer).relu()
     return principal(weighted, b) if eigen else weighted.sum(-1)
 
@@ -344,7 +364,11 @@ def layercam(
     eigen: Eigen = False,
     layer_norm: Literal["none", "max", "tanh"] = "none",
 ) -> Tensor:
-    """LayerCAM: map_i = sum_k ReLU(g_ik) a_ik. Signed, since a ViT's activations are.
+    """LayerCAM: activations of one block, weighted by the positive part of their gradients.
+
+        R_i = sum_k ReLU(g_ik) a_ik
+
+    The map is signed, because a ViT's activations are.
 
     Args:
         layer_norm: How a block's map is scaled before maps are summed over blocks. "max" divides by its largest
@@ -369,7 +393,10 @@ def layercam(
     cost="1 forward",
 )
 def eigencam(b: Evidence, layer: Layer = NORM1) -> Tensor:
-    """EigenCAM: the patches' activations on their first principal axis. Class-agnostic; the sign is a convention."""
+    """EigenCAM: activations of one block on their first principal axis; ignores the class.
+
+    The sign of the axis is a convention.
+    """
     return principal(b.read(_READS[_kind(b, layer)][0]), b)
 
 
@@ -383,9 +410,10 @@ def eigencam(b: Evidence, layer: Layer = NORM1) -> Tensor:
 def gradcam_aug(
     ask: Ask, layer: Layer = NORM1, prefix: Prefix = "exclude", eigen: Eigen = False, stretch: bool = False
 ) -> Tensor:
-    """Grad-CAM averaged over six augmentations: the image and its mirror image, each times 0.9, 1 and 1.1.
+    """Grad-CAM averaged over six augmented copies of the image.
 
-    Preset `diffmask`: stretched, with eigen smoothing, VISION DIFFMASK's baseline.
+    The copies are the image and its mirror image, each multiplied by 0.9, 1 and 1.1. Preset `diffmask`, the baseline of
+    VISION DIFFMASK, uses `stretch` and `eigen`.
 
     Args:
         stretch: First takes each map's positive part and stretches it to [0, 1], as the grad-cam library does.

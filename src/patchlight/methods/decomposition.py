@@ -145,14 +145,16 @@ _norms = partial(
 def attin(
     b: Evidence, vectors: Literal["attention", "residual", "norm"] = "attention", value_bias: bool = True
 ) -> Tensor:
-    """Norms of what attention moves: ||sum_h A_h[i,j] W_O^h v_j^h||, the row of the last block. Class-agnostic.
+    """Size of the vectors that attention moves to the CLS token in the last block; ignores the class.
 
-    b_O is left out. One forward.
+        M[i,j] = || sum_h A_h[i,j] W_O^h v_j^h ||
+
+    The map is the CLS row of M. The output bias b_O is left out.
 
     Args:
-        vectors: "attention": as above. "residual" adds x_i where i = j before the norm is taken. "norm" also puts the
-            vectors through the second norm's linear part, gamma (V - mean V) / std(u_i).
-        value_bias: Whether values keep their bias.
+        vectors: "attention" is the formula above. "residual" adds x_i to the vector where i = j. "norm" also applies
+            the linear part of the second norm, gamma (V - mean V) / std(u_i).
+        value_bias: Whether the values keep their bias.
     """
     w = head_vectors(b, value_bias)
     return l2_norms(b, w, skip=vectors != "attention", ffn="norm" if vectors == "norm" else "skip")
@@ -166,14 +168,16 @@ def attin(
     presets={"skipplus": {"ffn": "norm2", "rounding": "floor"}},
 )
 def globenc(b: Evidence, ffn: FFN = "skip", value_bias: bool = False) -> Tensor:
-    """GlobEnc: the CLS row of prod_l M_l, M_l[i,j] = ||V[i,j]||, the skip inside V. Class-agnostic.
+    """Norms of the vectors that tokens pass to each other, multiplied over the blocks; ignores the class.
 
-    V leaves out the MLP. The product has no identity added and no row normalised, so it may explode in deep models:
-    `scale` multiplies each matrix. Preset `skipplus` is the SkipPLUS authors' port, with its L // 2. One forward.
+        R = prod_l M_l,   M_l[i,j] = ||V[i,j]||,   V with the skip connection, without the MLP
+
+    The map is the CLS row of R. No identity is added and no row is normalised, so the product may explode in deep
+    models; `scale` multiplies each matrix. Preset `skipplus` is the port of the SkipPLUS authors, with its L // 2.
 
     Args:
-        ffn: "skip": V as it is. "norm2": V + LN2(V) in place of V, as the SkipPLUS authors' port.
-        value_bias: Whether V keeps the values' bias W_V beta + b_V; all other biases are left out.
+        ffn: "skip" uses V; "norm2" uses V + LN2(V), as the port of the SkipPLUS authors does.
+        value_bias: Whether V keeps the bias W_V beta + b_V of the values; all other biases are left out.
     """
     return l2_norms(b, head_vectors(b, value_bias), skip=True, ffn=ffn)
 
@@ -188,17 +192,19 @@ def globenc(b: Evidence, ffn: FFN = "skip", value_bias: bool = False) -> Tensor:
 def alti(
     b: Evidence, ffn: FFN = "skip", reference: Literal["attn_out", "block_out"] = "attn_out", value_bias: bool = False
 ) -> Tensor:
-    """ALTI: the CLS row of prod_l C_l, C_l[i,j] = ReLU(||y_i|| - ||y_i - V[i,j]||) in l1, rows summing to 1.
+    """How much each token contributes to each other token, multiplied over the blocks; ignores the class.
 
-    V as in `globenc`. Preset `skipplus`, the authors' port: y_i is the output of the block, V + LN2(V) stands for V,
-    and L // 2 begins the upper half; many rows are then zero. A row of zeros stays zero, with a warning. One forward;
-    memory in chunks.
+        R = prod_l C_l,   C_l[i,j] = ReLU(||y_i||_1 - ||y_i - V[i,j]||_1),   rows of C_l divided by their sum
+
+    The map is the CLS row of R. V is the same as in `globenc`. A row of zeros stays zero, with a warning. Preset
+    `skipplus` is the port of the SkipPLUS authors: y_i is the output of the block, V + LN2(V) replaces V, and the upper
+    half starts at L // 2; many rows are then zero.
 
     Args:
-        ffn: "skip": V as it is. "norm2": V + LN2(V) in place of V.
-        reference: What y_i is. "attn_out": the true token after attention and its skip. "block_out": the block's
-            output.
-        value_bias: Whether V keeps the values' bias.
+        ffn: "skip" uses V; "norm2" uses V + LN2(V).
+        reference: What y_i is: "attn_out", the token after attention and its skip connection, or "block_out", the
+            block's output.
+        value_bias: Whether V keeps the bias of the values.
     """
     y = b.u if reference == "attn_out" else b.y
     scores = (y.abs().sum(-1, keepdim=True) - l1_distances(b, head_vectors(b, value_bias), y, ffn)).clamp_(min=0)

@@ -18,11 +18,13 @@ from patchlight.methods.gradients import token_ixg
     rule="libra",
 )
 def decompx(b: Evidence) -> Tensor:
-    """DecompX: how much of the logit comes from each token that enters block `start`, biases apart. Signed.
+    """How much of the logit comes from each patch when the network is treated as linear.
 
-    With attention A, the norms' deviations and the ratios GELU(h)/h held constant, y_c = sum_j <J_s[j], x_s[j]> +
-    const: the map is a_j = <J_s[j], x_s[j]>. J_s for every s is the gradient under the `libra` rule, so one forward and
-    one backward replace N forwards for each start. `.plus` and `.skipplus` sum over starts. Of a gated MLP (SwiGLU)
-    each factor gets half of the product, so that the sum holds there too.
+        logit = sum_j a_j + const,   a_j = <J[j], x[j]>
+
+    x are the tokens that enter block `start`; the map is a, and biases are not part of it. Attention, the norms'
+    deviations and the ratios GELU(h)/h are held constant, so J is the gradient under the `libra` rule: one forward and
+    one backward pass replace N forwards per start. `.plus` and `.skipplus` sum over starts. In a gated MLP (SwiGLU)
+    each factor gets half of the product, so the sum holds there too.
     """
     return token_ixg(b)

@@ -85,21 +85,22 @@ def spatial_weights(q: Tensor, k: Tensor, prefix: int) -> Tensor:
 def grad_eclip(
     b: Evidence, cosine: Cosine = "raw", heads: Literal["model", "single"] = "model", attention: Attended = "auto"
 ) -> Tensor:
-    """Grad-ECLIP: H_j = lambda_j ReLU(sum_c w_c v_jc) of the last block, w = ds/do_CLS, o = A v before the projection.
+    """Values of the last block, weighted by their gradients and by how well the keys match the query.
 
-    lambda_j is the cosine of q_CLS and k_j over the whole width, min-max over the patches. sum_c w_c v_jc is sum_h
-    G_h[CLS,j], so no matrix of a head is written. Presets: `code` is the authors' notebook, `evaluation` their
-    evaluation, `wo-ksim` their form without lambda. Ours, and not the authors': without CLS pooling each row that is
-    read has its own lambda, and they are averaged as they are read (`readout`); `layer` may be another block. One
-    forward, one backward.
+        R_j = lambda_j ReLU(sum_c w_c v_jc),   w = ds/do_CLS,   o = A v before the output projection
+
+    lambda_j is the cosine of q_CLS and k_j over the whole width, min-max scaled over the patches. sum_c w_c v_jc is
+    sum_h G_h[CLS,j], so no matrix of a head is written. Presets: `code` is the authors' notebook, `evaluation` their
+    evaluation, `wo-ksim` their form without lambda. Two extensions are ours: without CLS pooling each row that is read
+    has its own lambda, and the rows are averaged as they are read (`readout`); `layer` may be another block.
 
     Args:
         cosine: Of queries and keys as they are ("raw", the paper), as the output projection maps them ("projected"), or
             lambda = 1 ("none").
         heads: "single" computes the last block, and with it the score, with one head of the whole width, as the
-            authors' code does: that explains another model.
-        attention: Whose query, keys and values are read: the block's, the pooler's of a model that pools by attention,
-            or ("auto") the latter where there is one.
+            authors' code does; that explains another model.
+        attention: Whose query, keys and values are read: the block's ("block"), the pooler's of a model that pools by
+            attention ("pooler"), or the pooler's where there is one ("auto").
     """
     weighed = (_flat(b.dO) @ _flat(b.v).mT).relu()
     if cosine != "none":

@@ -89,7 +89,9 @@ def degenerate_ixg(settings: Settings, vit: Anatomy) -> str | None:
     advice=degenerate_sum,
 )
 def grad(b: Evidence, reduce: Reduce = "l2") -> Tensor:
-    """The gradient's size: ||g_l[i]||_2 over the channels, at the input of block `start`, or of the image.
+    """Size of the score's gradient at each patch or pixel.
+
+        R_i = ||g_l[i]||_2   over the channels, at the input of block `start`, or of the image
 
     Args:
         reduce: How channels become one value: a norm ("l1", "l2", "l4", "linf"), "sum" (noise at token level),
@@ -109,9 +111,11 @@ def grad(b: Evidence, reduce: Reduce = "l2") -> Tensor:
     advice=degenerate_ixg,
 )
 def ixg(b: Evidence) -> Tensor:
-    """Input times gradient: sum over channels of x_l * g_l at the input of block `start`, or of the image. Signed.
+    """Input times gradient of the tokens or pixels.
 
-    At token level x_0 includes the position embedding. One forward, one backward.
+        R_i = sum_d x_l[i,d] g_l[i,d]   at the input of block `start`, or of the image
+
+    The map is signed. At token level x_0 includes the position embedding.
     """
     return token_ixg(b)
 
@@ -190,15 +194,17 @@ def smoothgrad(
     level: Level = "pixel",
     tolerance: Tolerance | None = None,
 ) -> Estimate:
-    """SmoothGrad: the mean of `samples` gradients at x + N(0, (sigma range)^2), then `reduce` over the channels.
+    """SmoothGrad: gradients averaged over noisy copies of the image.
 
-    The noise is sampled from `seed` alone, the same for every image. Presets: `idiap` (100 samples), `tis` and
-    `skipplus` (captum's noise tunnel, sigma 1), `bt`. One forward and one backward a sample.
+        R = reduce(mean_k grad s(x + e_k)),   e_k ~ N(0, (sigma range)^2)
+
+    The noise is sampled from `seed` alone, so it is the same for every image. Presets: `idiap` (100 samples), `tis` and
+    `skipplus` (captum's noise tunnel, sigma 1), `bt`. One forward and one backward pass per sample.
 
     Args:
         samples: Number of noisy gradients.
         sigma: Standard deviation of the noise.
-        relative: Whether sigma is a fraction of the image's range max - min, as in the paper; else it is absolute.
+        relative: Whether sigma is a fraction of the image's range max - min, as in the paper; otherwise it is absolute.
         base: What is averaged: the gradient ("signed"), its absolute value ("abs"), or noisy input times gradient
             ("ixg"; use it with reduce="sum").
         reduce: How channels become one value, as in `grad`.
@@ -278,10 +284,12 @@ def ig(
     integrand: str | None = None,
     level: Level = "token",
 ) -> Tensor:
-    """Integrated gradients: (x - x') * integral over [0,1] of grad s(x' + a (x - x')) da, summed over the channels.
+    """Integrated gradients: gradients averaged along the path from a baseline to the input.
 
-    x is x_0 (CLS and position embedding included), or the image at level="pixel". K = `steps` forwards, K backwards.
-    Near tokens of 0 the first norm's epsilon makes s change fast: a complete token map takes hundreds of steps.
+        R = (x - x') * integral over [0,1] of grad s(x' + a (x - x')) da,   summed over the channels
+
+    x is x_0 (CLS and position embedding included), or the image at level="pixel". Near tokens of 0 the epsilon of the
+    first norm makes s change fast, so a complete token map takes hundreds of steps.
 
     Args:
         steps: Number K of points on the path.
@@ -345,10 +353,13 @@ FULL = Composition(_with_later_biases, lambda depth, s: range(block_index(s["sta
     composed={"terms": "tail"},
 )
 def fullgrad(b: Evidence) -> tuple[Tensor, Tensor]:
-    """FullGrad on tokens: CAT_l + sum of the bias maps of blocks k >= l and of the final norm, l = `start`. Signed.
+    """Input times gradient of one block, plus the contributions of all later biases.
 
-    A bias b added to z has the map sum_d b_d (ds/dz)[i,d]. No absolute value, no scaling. Biases behind the pooling
-    belong to no token and are left out. `.plus` and `.skipplus` sum FullGrad(f_l), which counts late biases often.
+        R = CAT_l + sum of the bias maps of blocks k >= l and of the final norm,   l = `start`
+
+    A bias b added to z has the map sum_d b_d (ds/dz)[i,d]. No absolute value, no scaling: the map is signed. Biases
+    behind the pooling belong to no token and are left out. `.plus` and `.skipplus` sum the maps of several starts,
+    which counts late biases often.
     """
     return token_ixg(b), b.bias
 
@@ -366,9 +377,11 @@ def _bias_needs(settings: Settings) -> frozenset[str]:
     adds_end=True,
 )
 def fullgrad_plus(b: Evidence, include_bias: bool = True) -> Tensor:
-    """FullGrad+: sum over blocks of CAT_l and of each bias map once, with the final norm's. Signed.
+    """Input times gradient plus bias contributions, summed over the blocks.
 
-    PLUS by default (`start` 0); `.skipplus` covers the upper half. Without biases it is CAT.
+        R = sum_l CAT_l + the map of every bias once, the final norm's included
+
+    The map is signed. The sum covers all blocks; `.skipplus` covers the upper half. Without biases this is `cat`.
 
     Args:
         include_bias: Whether the maps of the biases are added.

@@ -74,19 +74,21 @@ def hsic(
     level: Level = "pixel",
     tolerance: Tolerance | None = None,
 ) -> Estimate:
-    """Hilbert-Schmidt independence criterion between a cell's mask and the score: dependence, not direction.
+    """How strongly the score depends on whether a cell is shown, without its direction.
 
-    Binary masks, quasi-random and shared by all images, are upsampled by nearest neighbour; y are the scores. HSIC_j is
-    that of `hsic_of`, with w the median of an image's y for a class. The map of cells is resized to the image
-    bicubically, which may ring below 0. Presets: `authors` (Latin hypercube, 7 x 7, 1536 masks), `xplique` (Sobol, 8 x
-    8, 500). One forward a mask, whatever the grid.
+        HSIC_j = sum((H K_j H) * (H L H)) / n,   K_j of the masks of cell j,   L of the scores
+
+    This is the Hilbert-Schmidt independence criterion between a cell's binary mask and the score. The masks are
+    quasi-random, the same for all images, and upsampled by nearest neighbour; L is a Gaussian kernel whose width w is
+    the median of an image's scores for a class. The map of cells is resized to the image bicubically, which may ring
+    below 0. Presets: `authors` (Latin hypercube, 7 x 7, 1536 masks), `xplique` (Sobol, 8 x 8, 500).
 
     Args:
         samples: Number of masks.
         grid: Cells along each side of a mask.
         sampler: A Sobol sequence, or a Latin hypercube ("lhs").
         fill: What hidden cells show.
-        floor: Smallest |w|: a median near 0 would make every output unlike every other.
+        floor: Smallest |w|: a median near 0 would make every score unlike every other.
         level: "pixel", or "token": the mean in each patch.
     """
     masks = draw_masks(samples, grid * grid, sampler, ask.seed)

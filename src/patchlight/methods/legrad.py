@@ -56,18 +56,19 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     constant="no head's gradient is positive there, so the ReLU leaves nothing",
 )
 def legrad(b: Evidence, readout: Readout = "tokens", attention: Attended = "auto") -> Tensor:
-    """LeGrad: the mean over blocks of mean_hi ReLU(G_l[h,i,j]), the attention gradient of each block's own score.
+    """LeGrad: positive attention gradients of each block's own score, averaged over the blocks.
 
-    s_l is the score that the readout gives for block l's output in place of the last, G_l = ds_l/dA_l; attention itself
-    is not multiplied in. The authors leave out the final norm of a model that pools by attention, and subtract what an
-    empty prompt shows, which is not done here. Preset `code` takes the last two blocks as the released code does, and
-    the paper all. What enters a block is constant, and no N x N matrix is kept: G_l = dO_l v_l^T. One forward, one
-    local backward.
+        R_j = mean_l mean_hi ReLU(G_l[h,i,j]),   G_l = ds_l/dA_l
+
+    s_l is the score that the readout gives for block l's output in place of the last; attention itself is not
+    multiplied in. The input of a block is constant, and no N x N matrix is kept: G_l = dO_l v_l^T. The authors leave
+    out the final norm of a model that pools by attention, and subtract what an empty prompt shows; neither is done
+    here. Preset `code` takes the last two blocks as the released code does; the paper takes all.
 
     Args:
         readout: What the head reads of a block's output: the mean of all "tokens", as the authors do, or of the
             "patches", the "cls" token, or what the model's own "pooling" reads.
-        attention: Whose attention has the gradient: the block's, the pooler's of a model that pools by attention, fed
-            with each block's output and read as it pools, or ("auto") the latter where there is one.
+        attention: Whose attention has the gradient: the block's ("block"), the pooler's of a model that pools by
+            attention, fed with each block's output ("pooler"), or the pooler's where there is one ("auto").
     """
     return b.positive_gradient

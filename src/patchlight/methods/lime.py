@@ -91,14 +91,16 @@ def lime(
     level: Level = "token",
     tolerance: Tolerance | None = None,
 ) -> Estimate:
-    """LIME: the coefficients of a ridge regression of f on which segments are shown.
+    """LIME: coefficients of a linear model that predicts the score from the segments shown.
 
-    z_i in {0,1}^S is Bernoulli(1/2) (the first all ones). Sample i weighs pi_i = sqrt(exp(-d_i^2 / width^2)) with the
-    cosine distance d_i of z_i to 1, and b minimises sum_i pi_i (f_i - b_0 - z_i b)^2 + ridge |b|^2, in float64.
-    Presets: `paper` (superpixels, 1000 samples, a map of pixels), `token`. Signed. One forward a sample.
+        min_b sum_i pi_i (f_i - b_0 - z_i b)^2 + ridge |b|^2,   pi_i = sqrt(exp(-d_i^2 / width^2))
+
+    z_i in {0,1}^S says which segments sample i shows: each with probability 1/2, in the first sample all. d_i is the
+    cosine distance of z_i to 1. The map is b, signed, fitted in float64. Presets: `paper` (superpixels, 1000 samples, a
+    map of pixels), `token`. One forward pass per sample.
 
     Args:
-        samples: Number of samples; patches are many, so there are more than the paper's 1000.
+        samples: Number of samples; there are more patches than superpixels, so the default is above the paper's 1000.
         unit: What a segment is: a "patch", a patch whose token is removed ("token"), or a quickshift superpixel
             ("pixel"; needs the extra `lime`).
         fill: What hidden segments show: their mean colour, or another fill.

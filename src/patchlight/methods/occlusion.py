@@ -48,13 +48,15 @@ def occlusion(
     fill: Fill = "zero",
     level: Level = "pixel",
 ) -> Tensor:
-    """Occlusion: R(w) = f(X) - f(X without window w); a place's value is the mean R of the windows that cover it.
+    """Drop of the score when a sliding window hides a part of the image.
 
-    The last window of a row is clipped to the image, as captum does. Preset `leave-one-out` removes tokens. Signed. One
-    forward per window and one for the image.
+        R(w) = f(X) - f(X without window w)
+
+    The value of a place is the mean R of the windows that cover it; the map is signed. The last window of a row is
+    clipped to the image, as captum does. Preset `leave-one-out` removes tokens.
 
     Args:
-        window: Size of a window in what `unit` says: rows and columns, or one number for both; None: one patch.
+        window: Size of a window in cells of `unit`: rows and columns, or one number for both; None: one patch.
         stride: Step between windows, likewise; None: the window.
         unit: What is hidden: "pixel" or "patch", which show `fill`, or "token": patches whose tokens are removed.
         fill: What hidden places show.

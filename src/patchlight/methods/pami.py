@@ -30,10 +30,12 @@ def pami(
     unit: Literal["token", "patch"] = "patch",
     fill: Fill = "blur-tis",
 ) -> Tensor:
-    """PAMI: S(x) = mean over the parts P that contain x of f(X on P, fill elsewhere).
+    """PAMI: mean score of the parts of the image that contain a patch, with the rest blurred.
 
-    Parts are square windows, no larger than the grid. No code of the authors is public: windows of 4, stride 1 and the
-    blur are this library's choices. Token maps [B,h,w]; one forward per part.
+        R(x) = mean over the parts P that contain x of f(X on P, fill elsewhere)
+
+    Parts are square windows, no larger than the grid. The authors published no code: windows of 4, stride 1 and the
+    blur are our choices.
 
     Args:
         windows: Patches along each side of a window; a list for several sizes.

@@ -211,25 +211,27 @@ def posterior(
     ridge: Ridge = 10.0,
     tolerance: Tolerance | None = None,
 ) -> Estimate:
-    """Posterior mean of each patch's effect on the score: a white-box map is the prior, scored masks the evidence.
+    """Effect of each patch on the score: a gradient map, corrected by the scores of masked images.
 
-    The score of an image under mask M_j [N] is taken as w_j = c + M_j.beta + noise, and beta ~ N(mu, tau^2 I) a priori,
-    with mu = a P, P the prior's map and a what fits the scores best. Then beta = mu + (Mc^T Mc + lambda I)^-1 Mc^T (wc
-    - Mc mu), Mc and wc centred over the masks, and lambda = sigma^2 / tau^2 = r tr(Mc^T Mc) / N with r = `ridge`. The
-    error is the posterior's standard deviation. Signed. Classes share the masks. No masks, or masks that are all the
-    same, give the prior; the error of fewer than three is not known.
+        w_j = c + M_j.beta + noise,   beta ~ N(mu, tau^2 I),   mu = a P
+        beta = mu + (Mc^T Mc + lambda I)^-1 Mc^T (wc - Mc mu),   lambda = sigma^2 / tau^2 = r tr(Mc^T Mc) / N
+
+    The map is the posterior mean of beta, signed: w_j is the score of the image under mask M_j [N], P the prior's map,
+    and a the factor that fits the scores best. Mc and wc are centred over the masks; r is `ridge`. The error is the
+    posterior's standard deviation. Classes share the masks. No masks, or masks that are all the same, give the prior;
+    with fewer than three the error is not known.
 
     Args:
         samples: Number of masks.
-        prior: The method whose map is the prior, or "none"; "auto" is 'fullgrad-plus.libra' where it works, else
-            another of one pass.
+        prior: The method whose map is the prior, or "none"; "auto" is 'fullgrad-plus.libra' where it works, otherwise
+            another one-pass method.
         masks: What a mask shows: the patches where a cluster of the blocks' "activations" is largest, as those of
             `tis`; where random coarse "grids" are; or any ("coalitions"). "auto": activations where the model has one
-            grid of tokens, else grids.
+            grid of tokens, otherwise grids.
         keep: Share of the patches that a mask shows.
         unit: "token" removes the other patches, "patch" paints them; "auto" removes where the model can.
         fill: What painted patches show.
-        ridge: The ratio r; "likelihood" averages over r from 0.1 to 100, weighed by the marginal likelihood for each
+        ridge: The ratio r; "likelihood" averages over r from 0.1 to 100, weighted by the marginal likelihood for each
             image and class, which shrinks less and is mostly worse.
     """
     known = prior_map(ask, _chosen_prior(prior, ask.vit))

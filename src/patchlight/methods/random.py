@@ -12,10 +12,10 @@ from patchlight.methods.base import Ask, own_passes
 
 @own_passes("random", paper="baseline", ignores_class=True, stochastic=True, nonnegative=True, cost="none")
 def random(ask: Ask) -> Tensor:
-    """Uniform noise on the patch grid, drawn anew for every image: from `seed` and a checksum of its pixels.
+    """Uniform random values: the baseline that every method has to beat.
 
-    One draw for all images would make every mean over a data set that of a single map. So it is as sensitive to its
-    input as a map can be.
+    The values are sampled for each image from `seed` and a checksum of its pixels. The same sample for all images would
+    make every mean over a data set that of a single map. So this map is as sensitive to its input as a map can be.
     """
 
     def one(image: Tensor) -> Tensor:

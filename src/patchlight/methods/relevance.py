@@ -390,13 +390,15 @@ def _attention_maps(ask: Ask, rules: Rules, gradient: bool) -> Pass:
     cost="2 forwards in float64 + relevance pass of about 4 forwards",
 )
 def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
-    """Layer-wise relevance propagation to the pixels, summed over colours. Signed.
+    """Layer-wise relevance propagation from the class's logit to the pixels.
 
-    Relevance 1 at the target's logit goes down by the alpha = 1 rule at linear maps, a / (a + b) at skips, half to each
-    factor at matrix products, z^B at the patch projection; norms, GELU, softmax and scales pass it on.
+    Relevance 1 at the target's logit is passed down by the alpha = 1 rule at linear maps, a / (a + b) at skip
+    connections, half to each factor at matrix products, and z^B at the patch projection; norms, GELU, softmax and
+    scales pass it on unchanged. The map is summed over colours and signed.
 
-    `precision="auto"` is `full` on CUDA too: signed relevance nearly cancels. Products rounded as in TF32: one image of
-    16 loses its order on `deit_tiny`: Spearman 0.997, and 0.11 with `rules="ours"`, where a skip's sum changes sign.
+    `precision="auto"` is `full` on CUDA too, because signed relevance nearly cancels. With products rounded as in TF32
+    one image of 16 loses its order on `deit_tiny`: Spearman 0.997, and 0.11 with `rules="ours"`, where the sum at a
+    skip connection changes sign.
 
     Args:
         rules: "orig": the paper's LRP baseline, which conserves nothing and reaches 1e9 and more. "ours": those of
@@ -424,9 +426,11 @@ def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
     cost="1 forward in float64 + relevance pass of the blocks read",
 )
 def partial_lrp(ask: Ask, rules: Rules = "orig") -> Pass:
-    """Relevance of one block's attention, the last by default: the CLS row of mean_h ReLU(R_A).
+    """Relevance of the last block's attention, averaged over its heads.
 
-    No gradient; the class enters through the one-hot start.
+        M = mean_h ReLU(R_A)
+
+    The map is the CLS row of M. No gradient is used; the class enters through the start of the relevance.
 
     Args:
         rules: "orig": the paper's LRP baseline, which conserves nothing. "ours": those of TransAtt, whose sum stays 1.
@@ -448,11 +452,13 @@ def partial_lrp(ask: Ask, rules: Rules = "orig") -> Pass:
     cost="2 forwards in float64 + 1 backward + relevance pass of about 3 forwards",
 )
 def transatt(ask: Ask, rules: Rules = "ours", gradient: bool = True) -> Pass:
-    """Transformer attribution: the CLS row of prod_l (I + mean_h ReLU(G_l * R_A,l)), from block `start`.
+    """Transformer attribution: relevance of attention times its gradient, accumulated over the blocks.
 
-    Nothing is normalised. R_A,l is the relevance of the attention [B,H,N,N] under the conserving rules, G_l the
-    gradient of the score. The library and the paper start at block 0 (default); preset `scripts` at block 1, as the
-    evaluation scripts do.
+        R = prod_l (I + mean_h ReLU(G_l * R_A,l))   from block `start` on
+
+    The map is the CLS row of R; nothing is normalised. R_A,l is the relevance of the attention [B,H,N,N] under the
+    conserving rules, G_l the gradient of the score. The library and the paper start at block 0 (default); preset
+    `scripts` at block 1, as the evaluation scripts do.
 
     Args:
         rules: "ours" conserve relevance. "orig" conserves nothing, and can lose the order of patches in TF32;

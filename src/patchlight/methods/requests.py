@@ -349,6 +349,8 @@ class MethodInfo:
     paper: str
     cost: str
     summary: str
+    group: str
+    """One of `patchlight.methods.base.GROUPS`."""
     settings: dict[str, str]
     """By name, type and default."""
     setting_texts: dict[str, str]
@@ -358,8 +360,8 @@ class MethodInfo:
 
     def cells(self) -> dict[str, str]:
         works = {} if self.supported is None else {"works": "yes" if self.supported else f"no: {self.reason}"}
-        told = {"paper": self.paper, "cost": self.cost, "what it shows": self.summary}
-        return {"method": self.name, **works, **told, "settings": ", ".join(self.settings)}
+        words = {"group": self.group, "what it shows": self.summary, "cost": self.cost, "paper": self.paper}
+        return {"method": self.name, **works, **words, "settings": ", ".join(self.settings)}
 
 
 def list_methods(vit: Anatomy | nn.Module | None = None) -> TableList[MethodInfo]:
@@ -385,6 +387,7 @@ def list_methods(vit: Anatomy | nn.Module | None = None) -> TableList[MethodInfo
                 method.paper,
                 method.cost,
                 method.summary,
+                method.group,
                 settings,
                 texts,
                 supported,

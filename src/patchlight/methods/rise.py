@@ -109,11 +109,13 @@ def rise(
     level: Level = "pixel",
     tolerance: Tolerance | None = None,
 ) -> Estimate:
-    """RISE: S(x) = 1/(N p) sum_i f(X * M_i) M_i(x), the score of the image under N = `samples` random masks.
+    """RISE: mean score of the random masks that show a pixel.
 
-    A mask is a binary grid, upsampled bilinearly to a canvas one cell larger than the image and cropped at a random
-    offset. Masks are the same for all images. N forwards. Presets: `paper` (the default: s 7, p 0.5, N 4000), `repo` (s
-    8, p 0.1, N 6000), `tis` (s 8, p 0.1, N 4000, logits), `vit-shapley` (tokens, p 0.5, N 2000, empirical).
+        R(x) = 1/(N p) sum_i f(X * M_i) M_i(x)
+
+    A mask M_i is a binary grid, upsampled bilinearly to a canvas one cell larger than the image and cropped at a random
+    offset. Masks are the same for all images. Presets: `paper` (the default: s 7, p 0.5, N 4000), `repo` (s 8, p 0.1, N
+    6000), `tis` (s 8, p 0.1, N 4000, logits), `vit-shapley` (tokens, p 0.5, N 2000, empirical).
 
     Args:
         samples: Number N of masks.

@@ -42,15 +42,16 @@ def score_cam(
     relu: bool = False,
     fill: Fill = "zero",
 ) -> Tensor:
-    """Score-CAM: alpha = softmax_k f(X * H_k), map = sum_k alpha_k A_k, H_k the k-th channel stretched to [0, 1].
+    """Score-CAM: the channels of one block, weighted by the score of the image masked by each of them.
 
-    H_k = minmax(Up(A_k)), Up bilinear with corners aligned; the score of an empty baseline, the same for all k, drops
-    out of the softmax. Signed like the other CAMs. Presets: `paper` (ReLU), `vit-cx` (scores, with probabilities).
-    Token maps [B,h,w]; D + 1 forwards.
+        R = sum_k alpha_k A_k,   alpha = softmax_k f(X * H_k),   H_k = minmax(Up(A_k))
+
+    Up is bilinear with corners aligned. The score of an empty baseline, the same for all k, drops out of the softmax.
+    The map is signed like those of the other CAMs. Presets: `paper` (ReLU), `vit-cx` (scores, with probabilities).
 
     Args:
-        weighting: "softmax": as above. "score": sum_k f(X * H_k) H_k, as ViT-CX describes it.
-        relu: Keeps the positive part of the map, which can be nothing, since a ViT's activations are signed.
+        weighting: "softmax" is the formula above. "score": sum_k f(X * H_k) H_k, as ViT-CX describes it.
+        relu: Keeps the positive part of the map, which can be empty, because a ViT's activations are signed.
         fill: What masked pixels show.
     """
     maps, _ = feature_maps(ask, layer)

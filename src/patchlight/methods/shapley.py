@@ -115,15 +115,17 @@ def kernel_shap(
     fill: Fill = "zero",
     tolerance: Tolerance | None = None,
 ) -> Estimate:
-    """Shapley values of the patches by constrained least squares: sum phi = v(all patches) - v(none), exactly. Signed.
+    """Shapley values of the patches, estimated from sampled coalitions.
 
-    Coalitions S of sizes 0 < k < d come with P(k) proportional to 1 / (k (d - k)) in antithetic pairs (S and its
-    complement), the same for all images; the solution is that of `constrained_values`, in float64. v(S) is the score of
-    the image with the patches of S. Presets `captum` and `xplique` are those libraries' sizes, the first too small for
-    most grids. [B,h,w]; n + 2 forwards.
+        phi = argmin sum_S (v(S) - v(none) - sum of phi over S)^2   subject to   sum phi = v(all) - v(none)
+
+    v(S) is the score of the image with the patches of S alone; the map is signed. Coalition sizes 0 < k < d are sampled
+    with probability proportional to 1 / (k (d - k)), in antithetic pairs (S and its complement), the same for all
+    images; the solution is exact, in float64. Presets `captum` and `xplique` are the sizes of those libraries; the
+    first is too small for most grids. n + 2 forward passes.
 
     Args:
-        samples: Number n of coalitions; it should be 10 d or more for d patches.
+        samples: Number n of coalitions; it should be at least 10 d for d patches.
         unit: What happens to the other patches. "token" removes them, and of the empty coalition the prefix tokens
             remain; "patch" paints `fill` in their place. "auto" removes tokens where the model can and its classifier
             reads prefix tokens alone.

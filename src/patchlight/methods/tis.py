@@ -124,23 +124,25 @@ def tis(
     stretch: bool = False,
     tolerance: Tolerance | None = None,
 ) -> Estimate:
-    """Mean score of the masks that show a patch: TIS_c = (sum_j w_j M_j) / (sum_j M_j), w_j = p_c(tokens of M_j).
+    """Transformer Input Sampling: mean score of the token subsets that contain a patch.
+
+        R = (sum_j w_j M_j) / (sum_j M_j),   w_j = p_c(tokens of M_j)
 
     The outputs of all L blocks are L*D points of dimension N (patches), and mask M_j [N] shows the patches where
     centroid j of their k-means is largest. The transformer runs on the prefix tokens and those patches alone, taken
     after the position embedding. A patch that no mask shows gets the image's lowest value. The k-means begins where the
     authors' code does after `numpy.random.seed(12345 + seed)`. Preset `authors`: empty clusters at zero, and the map
-    stretched to [0, 1]. 1 + samples len(keep) forwards, no backward.
+    stretched to [0, 1]. 1 + samples len(keep) forward passes, no backward pass.
 
     Args:
         samples: Number of centroids, at most one for each point.
         keep: Share of the patches that a mask shows; several shares pool their masks.
         unit: "token" removes the other patches. "patch" paints them after normalisation: the paper's ablation.
-        fill: What painted patches show; "noise" is uniform in [0, 1), one sample an image.
+        fill: What painted patches show; "noise" is uniform in [0, 1), one sample per image.
         inverted: Removes M_j instead, and the map is minus the mean score of what is left (ours).
         empty: Where an empty cluster starts again: at a far point ("reseed", ours) or at zero.
         standardise: Scales each point to variance 1 (ours).
-        iterations: Most iterations of the k-means.
+        iterations: Maximum number of iterations of the k-means.
         stretch: Whether the map is stretched to [0, 1].
     """
     points = activation_points(ask, standardise)

@@ -122,30 +122,30 @@ def tokentm(
     sign: Literal["relu", "signed"] = "relu",
     include_ffn: bool = True,
 ) -> Update:
-    """TokenTM, in a reconstructed reading: attention weighted by its gradient and by what it does to each token.
+    """TokenTM (reconstructed): attention weighted by its gradient and by how it changes each token.
 
         C_0     = diag(L(x_0))
         C_{l+1} = (I + diag(w_FFN)) (I + mean_h [ReLU(G_h) * (A_h diag(w_h))]) C_l        for each block l
         w_i     = L(E~_i) / L(E_i) * exp(cos(E_i, E~_i)) / sum_k exp(cos(E_k, E~_k)) * necc_scale
 
     The map is the CLS row of the last C. L is the Euclidean length of a token; E_i is token i before attention or the
-    MLP and E~_i after it; the softmax over tokens k is called NECC. One forward, one backward, and two extra
+    MLP and E~_i after it; the softmax over tokens k is called NECC. One forward and one backward pass, and two extra
     projections per block. Without NECC, lengths and MLP, and with `init="identity"`, this is `genatt`.
 
-    This is a reading, not the paper's own text: the main paper was not available. The formulas are reconstructed from
-    the paper's supplement, from summaries, and from two re-implementations that disagree. Both agree on C_0, w and the
-    order of the updates. Five choices are open: where E~ of attention is measured (`where`), the input of the value and
-    output maps (`ov_input`), whether E~ of the MLP includes the skip (`ffn_where`), how heads are combined
-    (`head_fusion`), and the scale of NECC (`necc_scale`).
+    This is a reconstruction: the main paper was not available. The formulas come from the paper's supplement, from
+    summaries, and from two re-implementations that disagree. Both agree on C_0, w and the order of the updates. Five
+    choices are open: where E~ of attention is measured (`where`), the input of the value and output maps (`ov_input`),
+    whether E~ of the MLP includes the skip (`ffn_where`), how heads are combined (`head_fusion`), and the scale of NECC
+    (`necc_scale`).
 
     Each preset is one reading. `third-party` (the defaults) is a re-implementation that cites the paper's equation
     numbers; `libragrad` is the one in the code of LibraGrad. The others change `third-party`: `ov-ln1`,
     `attention-residual`, `ffn-residual`, `mean-heads` and `necc-n` change one open choice each, `ov-ln1-necc-n` two.
-    None is ahead everywhere, so the default is the one that follows the paper's equation numbers. What each changes
-    against it, in points of mIoU in the segmentation test on 370 pets with `vit_tiny` and with `deit_tiny`: `ov-ln1`
-    +2.8 and +1.5, `attention-residual` +1.3 and +0.2, `ffn-residual` +0.2 and 0.0, `mean-heads` +1.9 and +0.1,
-    `necc-n` -22.2 and -6.8, `ov-ln1-necc-n` -5.4 and -0.8, `libragrad` +3.4 and +0.5 (`genatt` +3.8 and +2.7). The
-    results page tokentm-readings has all numbers, with intervals.
+    None is ahead everywhere, so the default is the one that follows the paper's equation numbers. Change against the
+    default, in points of mIoU in the segmentation test on 370 pets with `vit_tiny` and with `deit_tiny`: `ov-ln1` +2.8
+    and +1.5, `attention-residual` +1.3 and +0.2, `ffn-residual` +0.2 and 0.0, `mean-heads` +1.9 and +0.1, `necc-n`
+    -22.2 and -6.8, `ov-ln1-necc-n` -5.4 and -0.8, `libragrad` +3.4 and +0.5 (`genatt` +3.8 and +2.7). The results page
+    tokentm-readings has all numbers, with intervals.
 
     Args:
         where: Where E~ of attention is measured. "ov": the image E W_V W_O of each token under the value and output

@@ -102,18 +102,20 @@ def tam(
     first_state: bool = False,
     readout: Readout = "pooling",
 ) -> Tensor:
-    """Transition attention maps: the CLS row r of chained attention times an integrated gradient W of the last block.
+    """Transition attention maps: attention chained over the blocks, times an integrated gradient.
 
-    r = mean_h A_{L-1}[CLS]; r <- r + r mean_h A_l for l = L-2 down to `start`; W = mean_h ReLU(mean_k G_{L-1}(alpha_k *
-    image))[CLS] over alphas from 0 to 1, both included, the baseline a tensor of zeros; the map is r * W. Presets:
-    `tis` starts at block 0, `interpretdl` explains the probability. Without a CLS readout, each row the classifier
-    reads is treated so, and they are averaged.
+        r = mean_h A_{L-1}[CLS],   r <- r + r mean_h A_l   for l = L-2 down to `start`
+        W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image))[CLS]
+
+    The map is r * W. The alphas run from 0 to 1, both included, so the baseline is a tensor of zeros. Without a CLS
+    token, each row that the classifier reads is treated so, and the rows are averaged. Presets: `tis` starts at block
+    0, `interpretdl` explains the probability.
 
     Args:
         start: The first block; None: block 4, or the last of a shallower model.
         steps: Number of alphas.
-        with_integral: Whether the gradient is averaged over alphas; else it is that of the image alone.
-        first_state: Whether r stays what it is at the last block.
+        with_integral: Whether the gradient is averaged over alphas; otherwise it is that of the image alone.
+        first_state: Whether r keeps its value at the last block.
     """
     depth = ask.vit.depth
     first = depth - 1 if first_state else _first_block(start, 4, depth)
@@ -163,16 +165,18 @@ def bt_h(
     with_integral: bool = True,
     readout: Readout = "pooling",
 ) -> Tensor:
-    """Bidirectional transformer, head-wise: attention perception R times reasoning feedback W, their CLS row.
+    """Attention weighted head by head and accumulated over the blocks, times an integrated gradient.
 
-    R = prod_l (I + sum_h I_h A_h) from block `start` on, with I_h = mean_ij |A_h^T G_h| normalised over the heads of
-    each image; W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image)) as in `tam`. Presets: `tis` starts at block 0,
-    `interpretdl` explains the probability.
+        R = prod_l (I + sum_h I_h A_h),   I_h = mean_ij |A_h^T G_h|, normalised over the heads of each image
+        W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image))
+
+    The map is the CLS row of R times W; the paper calls R attention perception and W reasoning feedback. W is that of
+    `tam`. Presets: `tis` starts at block 0, `interpretdl` explains the probability.
 
     Args:
         start: The first block; None: block 3, or the last of a shallower model.
         steps: Number of alphas.
-        with_integral: Whether the gradient is averaged over alphas; else it is that of the image alone.
+        with_integral: Whether the gradient is averaged over alphas; otherwise it is that of the image alone.
     """
     first = _first_block(start, 3, ask.vit.depth)
     seen = _layer_pass(ask, _by_importance, {"A", "G"}, first)
@@ -199,16 +203,17 @@ def bt_t(
     with_integral: bool = True,
     readout: Readout = "pooling",
 ) -> Tensor:
-    """Bidirectional transformer, token-wise: attention perception |R| times reasoning feedback W, their CLS row.
+    """Attention weighted token by token and accumulated over the blocks, times an integrated gradient.
 
-    R = prod_l (I + mean_h A_l diag(nu_l)) from block `start` on, nu_j = ||v_j W_O^T|| / ||x_j|| with all heads' values,
-    their bias included, and the block's input before its norm; W as in `tam`. Presets: `tis` starts at block 0,
-    `interpretdl` at block 3 and explains the probability.
+        R = prod_l (I + mean_h A_l diag(nu_l)),   nu_j = ||v_j W_O^T|| / ||x_j||
+
+    The map is the CLS row of |R| times W of `tam`. The values v of all heads include their bias, and x is the block's
+    input before its norm. Presets: `tis` starts at block 0, `interpretdl` at block 3 and explains the probability.
 
     Args:
         start: The first block; None: block 6, or the last of a shallower model.
         steps: Number of alphas.
-        with_integral: Whether the gradient is averaged over alphas; else it is that of the image alone.
+        with_integral: Whether the gradient is averaged over alphas; otherwise it is that of the image alone.
     """
     first = _first_block(start, 6, ask.vit.depth)
     seen = _layer_pass(ask, lambda b: b.heads_mean * value_ratio(b)[:, None], {"A", "v", "x"}, first)

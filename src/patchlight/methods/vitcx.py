@@ -240,14 +240,16 @@ def vit_cx(
     random_masks: Count = 5000,
     tolerance: Tolerance | None = None,
 ) -> Estimate:
-    """Causal score of clustered feature maps, corrected for coverage: W(x) = sum_i s_i M_i(x) / sum_i M_i(x).
+    """ViT-CX: causal scores of masks that are made of clustered feature maps.
+
+        R(x) = sum_i s_i M_i(x) / sum_i M_i(x)
+        s_i = f(X M_i + e_i) - f(X + e_i) + f(X),   e_i = (1 - M_i) Z_i,   Z_i ~ N(0, sigma^2)
 
     Each of the D channels of `layer` is upsampled and stretched to [0, 1]; complete linkage on 1 - cosine merges close
-    ones, and a cluster's mask M_i [H,W] is its members' sum, stretched again. s_i = f(X M_i + e_i) - f(X + e_i) + f(X)
-    with e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2) after normalisation. Constant channels are left out; a pixel that no
-    mask covers gets 0. Maps [B,T,H,W]; the paper's is K times this one, the released code's 1/K. The number of masks K
-    of each image is in the attribution's `facts["masks"]`. 1 + 2 K samples forwards (1 + K without noise), no backward.
-    The error is that of masks, as if they had been sampled.
+    ones, and a cluster's mask M_i [H,W] is the sum of its members, stretched again. Constant channels are left out; a
+    pixel that no mask covers gets 0. The paper's map is K times this one, the released code's 1/K. The number K of
+    masks of each image is in the attribution's `facts["masks"]`. 1 + 2 K samples forward passes (1 + K without noise),
+    no backward pass. The error is that of masks, as if they had been sampled.
 
     Presets: `authors`, the released code, is the default; `paper` follows the text, with the output of the last block's
     attention module and the clusters' mean.
@@ -256,7 +258,7 @@ def vit_cx(
         distance: Channels closer than this are merged; None: 0.1, hierarchical 0.05.
         sigma: Standard deviation of the noise; 0 is variant 3.
         samples: Number of noises, over which s_i is averaged.
-        rescale: Whether a mask is its members' sum, stretched again; else it is their mean.
+        rescale: Whether a mask is the sum of its members, stretched again; otherwise it is their mean.
         variant: Of the paper's Table 2: 1 all maps, not clustered; 2 masks of RISE; 3 scores f(X M_i); 4 no coverage
             correction, sum_i s_i M_i; 5 as 3 and 4.
         random_masks: Number of RISE masks of variant 2.

@@ -44,10 +44,11 @@ def sparseness(
     level: Level = "pixel",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
-    """Gini index of the map: 0 when all pixels are equal, 1 - 1/n when one holds everything.
+    """Gini index of the map: 0 when all pixels are equal, near 1 when one pixel has everything.
 
-    G = sum_i (2i - n - 1) a_(i) / (n sum a), a_(1) <= … <= a_(n) the scores of the map. A constant map has 0. No
-    forward.
+        G = sum_i (2i - n - 1) a_(i) / (n sum a),   a_(1) <= … <= a_(n) the scores of the map
+
+    The largest value is 1 - 1/n. A constant map has 0.
 
     Args:
         shift: When the lowest score is subtracted: where there are negative ones, as the paper says, "always" (preset
@@ -84,10 +85,12 @@ def completeness_error(
     score: ScoreName = "logit",
     relative: bool = False,
 ) -> Measured:
-    """How far the map's sum is from what it explains: |sum of the map - (s(x) - s(baseline))|.
+    """How far the map's sum is from the score that it explains.
+
+        |sum of the map - (s(x) - s(baseline))|
 
     Integrated gradients and SHAP share out the difference to a baseline: give it (`zero` for `ig` at pixel level). The
-    map is the method's own, not upsampled; what it leaves out (prefix tokens, biases) is part of the error.
+    map is not upsampled; what it leaves out (prefix tokens, biases) is part of the error.
 
     Args:
         baseline: The fill of the baseline; None: its term is 0, the target of methods that share out the whole logit,

@@ -207,15 +207,15 @@ def insertion(
     upsampling: Upsampling = "bilinear",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Area under p(class) while the highest-ranked pixels of the image appear on the fill; higher is better.
+    """Area under the class's score while the highest-ranked pixels appear on the fill.
 
     Preset `rise`: 225 points, trapezoids, the predicted class, RISE's blur. Preset `tis`: 224 points without the bare
     fill, their mean, the true class; fills by its words (blur, random, black, mean). Preset `vit-shapley`: tokens one
-    by one, from none to all, the mean of the points, the true class. Curve [B,P] over the fraction shown. P forwards an
-    image.
+    by one, from none to all, the mean of the points, the true class. Curve [B,P] over the fraction shown. P forward
+    passes per image.
 
     Args:
-        steps: Each shows ceil(HW / steps) more pixels of the map's order; None: one each.
+        steps: Number of steps; each shows ceil(HW / steps) more pixels of the map's order; None: one pixel each.
         unit: What is shown step by step: pixels of the upsampled map, patches, or tokens.
         first: Whether the bare fill is a point too.
     """
@@ -247,12 +247,12 @@ def deletion(
     upsampling: Upsampling = "bilinear",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Area under p(class) while the highest-ranked pixels of the image give way to the fill; lower is better.
+    """Area under the class's score while the highest-ranked pixels are replaced by the fill.
 
     Presets as for `insertion`; `rise` deletes to `zero`, grey after normalisation.
 
     Args:
-        steps: Each removes ceil(HW / steps) more pixels of the map's order; None: one each.
+        steps: Number of steps; each removes ceil(HW / steps) more pixels of the map's order; None: one pixel each.
         unit: What is removed step by step: pixels of the upsampled map, patches, or tokens.
         first: Whether the clean image is a point too.
     """
@@ -289,10 +289,12 @@ def ins_del(
     upsampling: Upsampling = "bilinear",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Insertion less deletion, over the same fill (or `deletion_fill`); higher is better. Curve: their difference.
+    """Insertion minus deletion.
+
+    Both use the same fill, or deletion uses `deletion_fill`. Curve: their difference.
 
     Args:
-        steps: Each changes ceil(HW / steps) more pixels of the map's order; None: one each.
+        steps: Number of steps; each changes ceil(HW / steps) more pixels of the map's order; None: one pixel each.
         deletion_fill: The fill of the deletion; None: the same.
         unit: What is changed step by step: pixels of the upsampled map, patches, or tokens.
         first: Whether the first, unchanged image is a point too.

@@ -16,10 +16,10 @@ from patchlight.metrics.base import Measure, Measured, register_metric
     bounds=(-math.inf, math.inf),
 )
 def fact(ask: Measure, fact: str = "masks") -> Measured:
-    """A number that the method itself reports of each image, such as the number of masks of `vit-cx`.
+    """A number that the method itself reports for each image, such as the number of masks of `vit-cx`.
 
-    It describes the work of a method, and not how good a map is; where a table ranks, lower is better. A map that comes
-    without this number has no value. No forward.
+    It describes the work of a method, not how good a map is; where a table ranks, lower is better. A map without this
+    number has no value.
 
     Args:
         fact: Its name in the attribution's `facts`.

@@ -63,14 +63,15 @@ def srg(
     upsampling: Upsampling = "bilinear",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Symmetric relevance gain, AUC_LIF - AUC_MIF: the class's score, least important first less most important first.
+    """Symmetric relevance gain: removing the least important patches first minus the most important first.
 
-    MIF removes the k highest cells, LIF the k lowest, k from none to all; trapezoids over the share removed. A random
-    order has 0 and the negative of a map the negative value, whatever the fill: what the fill does to every order alike
-    cancels. On steps that divide the cells it is `ins-del` over one fill. Cells are averages of the map over a patch,
-    as the paper's are over its units. Preset `bluecher`: 15 counts that grow by one factor, the true class,
-    probabilities. Parts: the areas `mif` and `lif` and the curves `mif-curve` and `lif-curve` [B,P]; curve [B,P]: LIF -
-    MIF over the share removed.
+        AUC_LIF - AUC_MIF,   the areas under the class's score over the share removed
+
+    MIF removes the k highest cells, LIF the k lowest, k from none to all; trapezoids. A random order scores 0 and the
+    negative of a map the negative value, for every fill: what the fill does to all orders alike cancels. On steps that
+    divide the cells it is `ins-del` over one fill. Cells are averages of the map over a patch, as the paper's are over
+    its units. Preset `bluecher`: 15 counts that grow by one factor, the true class, probabilities. Parts: the areas
+    `mif` and `lif` and the curves `mif-curve` and `lif-curve` [B,P]; curve [B,P]: LIF - MIF over the share removed.
 
     Args:
         steps: Number of steps from none to all; None: each cell by itself.

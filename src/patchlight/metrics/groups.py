@@ -56,14 +56,15 @@ def saco(
     upsampling: Upsampling = "bilinear",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """SaCo: how far groups of pixels have the effect that their salience says; 1 in all pairs, -1 in none.
+    """SaCo: whether groups of pixels with more salience also have more effect on the score.
+
+        sum_{i<j} sigma_ij (s_i - s_j) / sum_{i<j} |s_i - s_j|,   sigma = 1 where d_i > d_j, -1 where d_i < d_j
 
     Pixels in the map's order are cut into K groups of equal size, places [iHW/K, (i+1)HW/K). s_i is the sum of the map
-    over a group, d_i = p(y|x) - p(y|x with that group alone replaced), and F = sum_{i<j} sigma_ij (s_i - s_j) /
-    sum_{i<j} |s_i - s_j|, sigma 1 where d_i > d_j and -1 where d_i < d_j: a Kendall tau weighted by salience. It reads
-    the values of the map and not only their order: a positive factor changes nothing, squaring does. A constant map has
-    no value. Parts: `tied`, the share of pairs of equal effect. Curve [B,K]: the effects d over the share of pixels
-    down to the end of each group.
+    over a group and d_i = p(y|x) - p(y|x with that group alone replaced). The value is a Kendall tau weighted by
+    salience: 1 if all pairs agree, -1 if none does. It reads the values of the map and not only their order: a positive
+    factor changes nothing, squaring does. A constant map has no value. Parts: `tied`, the share of pairs of equal
+    effect. Curve [B,K]: the effects d over the share of pixels down to the end of each group.
 
     Args:
         groups: Number K of groups.

@@ -116,13 +116,14 @@ def pointing_game(
     upsampling: Upsampling = "bilinear",
     region: Region | None = None,
 ) -> Measured:
-    """1 where the highest pixel of the map lies on the object, or within `tolerance` pixels of it; else 0.
+    """Whether the highest pixel of the map lies on the object.
 
-    The object is the union of all boxes, else the mask. Presets: `tis` (first maximum, half the image), `original` (15
-    px, all images), `quantus` (any maximum, all images). No forward.
+    The value is 1 on the object or within `tolerance` pixels of it, otherwise 0. The object is the union of all boxes,
+    or the mask. Presets: `tis` (first maximum, half the image), `original` (15 px, all images), `quantus` (any maximum,
+    all images).
 
     Args:
-        max_area: Images whose object covers this share or more are left out; None keeps all.
+        max_area: Images whose object covers at least this share are left out; None keeps all.
         tolerance: Pixels around the object that count as hits.
         tie: Which of equal maxima counts: one by the seed ("seeded"), the "first", or "any" may hit.
     """
@@ -154,12 +155,14 @@ def energy_pointing(
     upsampling: Upsampling = "bilinear",
     region: Region | None = None,
 ) -> Measured:
-    """Share of the map that lies on the object: sum over it of |map| over the sum of |map|.
+    """Share of the map that lies on the object.
 
-    A map of zeros counts as a constant one: its value is the object's share of the image. No forward.
+        sum over the object of |map| / sum of |map|
+
+    A map of zeros counts as a constant one: its value is the object's share of the image.
 
     Args:
-        max_area: Images whose object covers this share or more are left out; None keeps all.
+        max_area: Images whose object covers at least this share are left out; None keeps all.
         negative: Whether negative scores count by their size ("absolute") or not at all ("drop").
     """
     pixels, reasons = _object(ask, region, max_area)
@@ -207,10 +210,12 @@ def ap(
     upsampling: Upsampling = "nearest",
     unlabelled: Literal["leave-out", "background"] = "leave-out",
 ) -> Measured:
-    """Average precision of the map as a detector of the object's pixels: sum_n (R_n - R_{n-1}) P_n.
+    """Average precision of the map as a detector of the object's pixels.
+
+        sum_n (R_n - R_{n-1}) P_n,   recall R_n and precision P_n at the n-th threshold
 
     Only the order of the scores counts, and equal scores count as one threshold. A random map scores the object's share
-    of the image. No forward.
+    of the image.
 
     Args:
         unlabelled: Whether pixels marked -1 are left out, or are background (preset `skipplus`).
@@ -245,9 +250,10 @@ def _pixel_accuracy(sums: Sums) -> Tensor:
     combine=_pixel_accuracy,
 )
 def pixel_accuracy(ask: Measure) -> Measured:
-    """Share of labelled pixels on the right side: object where the map is above its mean, background elsewhere.
+    """Share of labelled pixels on the right side of the map's mean.
 
-    The data set's number is a micro average: correct over labelled pixels of all images. No forward.
+    A pixel counts as object where the map is above its mean, otherwise as background. The data set's number is a micro
+    average: correct over labelled pixels of all images.
     """
     positive, counted, reasons = _labelled(ask)
     correct = ((_foreground(ask) == positive) & counted).sum(1)
@@ -263,9 +269,9 @@ def _miou(sums: Sums) -> Tensor:
 
 @register_metric("miou", paper=_CHEFER, higher_is_better=True, needs={"masks"}, combine=_miou)
 def miou(ask: Measure) -> Measured:
-    """Mean of the two IoUs, of background and object, each I / U, of the map cut at its mean.
+    """Mean IoU of object and background, for the map cut at its mean.
 
-    The data set's number takes I and U over all images before it divides, as Chefer et al. do. No forward.
+    The data set's number sums intersections and unions over all images before it divides, as Chefer et al. do.
     """
     positive, counted, reasons = _labelled(ask)
     above = _foreground(ask)
@@ -277,9 +283,10 @@ def miou(ask: Measure) -> Measured:
 
 @register_metric("map", paper=_CHEFER, higher_is_better=True, needs={"masks"})
 def two_channel_ap(ask: Measure) -> Measured:
-    """Average precision over two channels at once: the map m in [0, 1] for the object and 1 - m for the background.
+    """Average precision of the map for the object and of its complement for the background.
 
-    2HW elements an image, so that it is the same for (m, mask) and (1 - m, 1 - mask). No forward.
+    The map m is scaled to [0, 1]; m and 1 - m are one list of 2HW elements, so that (m, mask) and (1 - m, 1 - mask)
+    have the same value.
     """
     positive, counted, reasons = _labelled(ask, both=True)
     maps = unit_range(ask.upsampled()).flatten(1)
@@ -291,7 +298,10 @@ def two_channel_ap(ask: Measure) -> Measured:
 
 @register_metric("f1", paper=_CHEFER, higher_is_better=True, needs={"masks"})
 def f1(ask: Measure) -> Measured:
-    """F1 of the object's pixels, the map cut at its mean: 2 TP / (2 TP + FP + FN), per image. No forward."""
+    """F1 score of the object's pixels, for the map cut at its mean.
+
+    2 TP / (2 TP + FP + FN)   for each image
+    """
     positive, counted, reasons = _labelled(ask)
     shown = _foreground(ask) & counted
     both = (shown & positive).sum(1).double()
@@ -359,12 +369,12 @@ def gt_known_loc(
     components: Components = "largest",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
-    """1 where the box around the map's heat meets one of the image's boxes with an IoU of at least `iou`.
+    """Whether the box around the map's highest region overlaps one of the image's boxes.
 
-    The map goes from 0 to 1. No forward.
+    The value is 1 where the IoU is at least `iou`, otherwise 0. The map is scaled to [0, 1].
 
     Args:
-        threshold: The heat is what is at least this (0.2, as for CAM).
+        threshold: The highest region is what is at least this (0.2, as for CAM).
         iou: The IoU that counts as a hit.
     """
     overlaps, reasons = _overlaps(ask, np.array([threshold]), components, upsampling)
@@ -381,10 +391,10 @@ def top1_loc(
     components: Components = "largest",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
-    """`gt-known-loc`, and the model must also predict the true label. One forward.
+    """`gt-known-loc`, counted only where the model predicts the true label.
 
     Args:
-        threshold: The heat is what is at least this.
+        threshold: The highest region is what is at least this.
         iou: The IoU that counts as a hit.
     """
     assert ask.labels is not None
@@ -408,12 +418,12 @@ def _max_box_acc(sums: Sums) -> Tensor:
     combine=_max_box_acc,
 )
 def max_box_acc(ask: Measure, components: Components = "largest", upsampling: Upsampling = "bilinear") -> Measured:
-    """MaxBoxAccV2: localisation accuracy at the best threshold, averaged over IoUs of 0.3, 0.5 and 0.7.
+    """MaxBoxAccV2: localisation accuracy at the best threshold, averaged over three IoUs.
 
-    Thresholds 0, .01, …, 1; the best for each IoU is chosen for the data set, so an image's own value is what it would
-    be alone, and their mean is above the data set's number. Curve [B,101]: hits, averaged over the IoUs. Boxes as for
-    `gt-known-loc`; preset `choe` takes every component's box, as the authors' code does. No forward; one labelling of
-    101 planes an image.
+    The IoUs are 0.3, 0.5 and 0.7; the thresholds 0, .01, …, 1. The best threshold for each IoU is chosen for the data
+    set, so the value of an image is what it would be alone, and the mean of these is above the data set's number. Curve
+    [B,101]: hits, averaged over the IoUs. Boxes as for `gt-known-loc`; preset `choe` takes every component's box, as
+    the authors' code does. One labelling of 101 planes per image.
     """
     levels = np.arange(STEPS) / (STEPS - 1)
     overlaps, reasons = _overlaps(ask, levels, components, upsampling)

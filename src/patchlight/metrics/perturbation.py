@@ -132,10 +132,10 @@ def perturbation(
     noise: tuple[float, float] = (0.0, 1.0),
     noise_seed: int | None = None,
 ) -> Measured:
-    """Accuracy (or a score, KL, -log p) averaged over levels of removal, highest (positive) or lowest parts first.
+    """Accuracy or another quantity, averaged while the highest (or lowest) parts are removed.
 
-    At each level, int(fraction * HW) pixels give way to the fill. Positive perturbation should raise KL and -log p, and
-    lower the others.
+    At each level, int(fraction * HW) pixels are replaced by the fill. Positive perturbation should raise KL and -log p,
+    and lower the others.
 
     Preset `chefer`: 9 levels of 10 % to 90 %, true black, accuracy against the true label, the mean. Preset `diffmask`:
     29 points of 1792 px (of 224 x 224), noise U(-1, 1) of seed 123, trapezoids of width 1, the predicted class; what
@@ -143,7 +143,7 @@ def perturbation(
 
     Args:
         direction: Whether the highest ("positive") or lowest ("negative") parts are removed first.
-        quantity: "accuracy" is 1 where the largest logit is the class's; "probability", "logit" and "cosine" are scores
+        quantity: "accuracy" is 1 where the class has the largest logit; "probability", "logit" and "cosine" are scores
             of the class; "kl" is KL(p_clean || p_k) over all classes; "nll" is -log p(class).
         points: Number of levels.
         low: The first fraction removed.
@@ -193,14 +193,16 @@ def road(
     target_class: TargetClass = "given",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
-    """ROAD, (LeRF - MoRF) / 2: least relevant removed first less most relevant, missing pixels imputed; higher wins.
+    """ROAD: removing the least relevant pixels first minus the most relevant first, with imputed pixels.
 
-    At each share p, MoRF removes the int(p HW) highest pixels and LeRF keeps them alone; means over the shares. Missing
-    pixels are the mean of their neighbours and a little noise, so that their shape tells the model less than a hole of
-    one colour does. On shares that are symmetric about a half, as 10 %, ..., 90 %, it is half of SRG's gap, random maps
-    have 0, and it is grad-cam's ROADCombined (preset `grad-cam`: logits). Those of preset `authors`, seven with
-    accuracy against the true label, are not, and their two curves are to be read by themselves. Parts: `morf` and
-    `lerf`; curve [B,P]: their half difference over the share.
+        (LeRF - MoRF) / 2
+
+    At each share p, MoRF removes the int(p HW) highest pixels and LeRF keeps them alone; both are means over the
+    shares. Missing pixels are the mean of their neighbours plus a little noise, so that their shape reveals less than a
+    hole of one colour does. On shares that are symmetric about a half, such as 10 %, ..., 90 %, it is half of the gap
+    of `srg`, random maps score 0, and it is grad-cam's ROADCombined (preset `grad-cam`: logits). The seven shares of
+    preset `authors`, with accuracy against the true label, are not symmetric; read its two curves separately. Parts:
+    `morf` and `lerf`; curve [B,P]: their half difference over the share.
 
     Args:
         shares: The shares p.
@@ -240,11 +242,12 @@ def auc(
     target_class: TargetClass = "prediction",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
-    """Area under accuracy while the top k % of the pixels are removed, k = 0, 5, ..., 100; lower is better.
+    """Area under the accuracy while the highest-ranked pixels are removed.
 
-    Trapezoids over [0, 1]; accuracy is whether the class is still the one predicted: by default the prediction on the
-    clean image, so that no labels are needed (the paper says only "accuracy"; its other two metrics name the predicted
-    class), with target_class="label" the true one. Curve [B,P] over the fraction removed.
+    The top 0, 5, ..., 100 % are removed; trapezoids over [0, 1]. Accuracy is whether the class is still the predicted
+    one: by default the prediction on the clean image, so that no labels are needed (the paper says only "accuracy"; its
+    other two metrics name the predicted class), with target_class="label" the true class. Curve [B,P] over the fraction
+    removed.
 
     Args:
         points: Number of levels from 0 to 100 %.
@@ -279,9 +282,11 @@ def aopc(
     upsampling: Upsampling = "bilinear",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Mean fall of p(class) over the levels of removal, 1/|K| sum_k [p(y|x) - p(y|x_k)]; higher is better.
+    """Mean drop of the class's probability while the highest-ranked pixels are removed.
 
-    K = {0, 5, ..., 100} per cent of the pixels; level 0 counts. Curve [B,P]: the fall at each level.
+        1/|K| sum_k [p(y|x) - p(y|x_k)],   K = {0, 5, ..., 100} per cent of the pixels
+
+    Level 0 counts. Curve [B,P]: the drop at each level.
 
     Args:
         points: Number of levels from 0 to 100 %.
@@ -311,9 +316,11 @@ def lodds(
     target_class: TargetClass = "prediction",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
-    """Mean log-odds over the levels of removal, -1/|K| sum_k log(p(y|x) / p(y|x_k)); lower is better.
+    """Mean log-odds of the class while the highest-ranked pixels are removed.
 
-    K as for `aopc`; probabilities are at least 1e-12. Curve [B,P]: log p(y|x_k) - log p(y|x).
+        -1/|K| sum_k log(p(y|x) / p(y|x_k)),   K as for `aopc`
+
+    Probabilities are at least 1e-12. Curve [B,P]: log p(y|x_k) - log p(y|x).
 
     Args:
         points: Number of levels from 0 to 100 %.
@@ -414,7 +421,7 @@ def token_deletion(
     target_class: TargetClass = "label",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Area under accuracy, or under the fall of p(class), while the highest patch tokens are really removed.
+    """Area under the accuracy, or under the drop of the class's probability, while the highest tokens are removed.
 
     At each fraction r the int(r N) highest of N patch tokens leave the sequence after the position embedding; prefix
     tokens stay, and the whole image is a further point at 0. The area is divided by the range of fractions, so that it
@@ -455,7 +462,7 @@ def token_insertion(
     target_class: TargetClass = "label",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Area under accuracy, or under the lack of p(class), while only the highest patch tokens are kept.
+    """Area under the accuracy, or under the missing probability, while only the highest tokens are kept.
 
     As `token-deletion`, with the int(r N) highest tokens kept and the whole image as the point at 1; preset `skipplus`
     subtracts `aopc` from 100.

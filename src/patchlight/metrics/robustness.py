@@ -45,19 +45,21 @@ def max_sensitivity(
     reseed: bool = False,
     chunk: Count | None = None,
 ) -> Measured:
-    """Largest relative change of the map under small noise: max_j ||Phi(x) - Phi(x + d_j)|| / ||Phi(x)||, j = 1..n.
+    """Largest relative change of the map under small noise on the image.
 
-    d_j ~ U(-radius, radius) for each value of the normalised image, the same for every image; the class stays. Phi is
-    the method's own map, not upsampled; a norm of 0 below counts as 1. Presets `tis` (captum's defaults) and `quantus`
-    (200 samples of radius 0.2): their values do not compare. n explanations an image.
+        max_j ||Phi(x) - Phi(x + d_j)|| / ||Phi(x)||,   d_j ~ U(-radius, radius),   j = 1..n
+
+    d_j is added to the normalised image and is the same for every image; the class stays. Phi is the map before
+    upsampling; a norm of 0 in the denominator counts as 1. Presets `tis` (captum's defaults) and `quantus` (200 samples
+    of radius 0.2) are not comparable.
 
     Args:
         samples: Number n of noises, sampled from the seed.
         radius: Largest change of a value of the normalised image.
         norm: The norm of maps and their changes.
-        reseed: Gives each explanation its own seed; else all have the same, so that a sampling method is not blamed for
-            it.
-        chunk: Explanations at once; None: what memory has room for.
+        reseed: Gives each explanation its own seed; otherwise all have the same, so that the randomness of a sampling
+            method does not count.
+        chunk: Explanations at once; None: as many as fit in memory.
     """
     batch, n = len(ask.images), samples
     first = ask.maps if ask.current else ask.explain(ask.vit, ask.images, ask.targets, ask.seed)

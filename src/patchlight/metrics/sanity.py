@@ -214,12 +214,13 @@ def randomisation(
     ssim_window: Window = "gaussian",
     cell: Count = 16,
 ) -> Measured:
-    """Similarity of the map to the maps of the same model with its layers randomised, averaged over the stages.
+    """Similarity of the map to the maps of the same model with randomised layers.
 
-    Stages: head, final norm, blocks from last to first, embedding. The class stays, weights are sampled from the seed,
-    and a copy of the model is used. A map that stays the same does not explain the model: lower is better. Curve
-    [B,S+1]: 1 before anything is random, then one value a stage. A constant map after a stage counts 0 for Spearman;
-    where the map itself is constant there is no value. depth + 3 explanations an image, shared by all similarities.
+    The mean over the stages: head, final norm, blocks from last to first, embedding. The class stays, weights are
+    sampled from the seed, and a copy of the model is used. A map that stays the same does not explain the model: lower
+    is better. Curve [B,S+1]: 1 before anything is random, then one value per stage. A constant map after a stage counts
+    0 for Spearman; where the map itself is constant there is no value. depth + 3 explanations per image, shared by all
+    similarities.
 
     Args:
         order: "cascading" keeps earlier stages random, "independent" randomises one at a time.
@@ -243,9 +244,9 @@ def random_floor(
     ssim_window: Window = "gaussian",
     cell: Count = 16,
 ) -> Measured:
-    """Similarity of the map to random ones, the mean of `samples`: what `randomisation` falls to. No forward.
+    """Mean similarity of the map to random maps: the floor of `randomisation`.
 
-    The maps are U(0, 1) at the map's own resolution, sampled from the seed.
+    The random maps are U(0, 1) at the map's resolution, sampled from the seed.
 
     Args:
         samples: Number of random maps.

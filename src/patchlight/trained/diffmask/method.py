@@ -68,11 +68,12 @@ def _product(
     constant="the gates keep or mask all of the image; train them longer, or with other settings",
 )
 def diffmask(b: Evidence, explainer: Any = None) -> tuple[Tensor, list[Tensor]]:
-    """Share of a patch that trained gates keep, such that the whole output distribution stays: m = prod_i E[z_i].
+    """Share of each patch that trained gates keep while the model's output stays the same; ignores the class.
 
-    u_i = alpha tanh(W2 tanh(W1 [h_0; h_i] + c1) + c2) + beta_i for the L + 2 states h_i (projected patches, inputs of
-    the blocks, output of the last), z_i ~ HardConcrete(u_i). The map is in [0, 1] and the same for every class. One
-    forward.
+        R = prod_i E[z_i],   z_i ~ HardConcrete(u_i),   u_i = alpha tanh(W2 tanh(W1 [h_0; h_i] + c1) + c2) + beta_i
+
+    There is a gate for each of the L + 2 states h_i: projected patches, inputs of the blocks, output of the last block.
+    The map is in [0, 1]. One forward pass.
 
     Args:
         explainer: A `pl.diffmask.DiffMask` or the folder of one; None: the one that comes with the bundled model.

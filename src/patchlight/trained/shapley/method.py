@@ -25,12 +25,14 @@ from patchlight.trained.shapley.networks import ViTShapley
     cost="1 or 2 forwards; trained once per model",
 )
 def vit_shapley(ask: Ask, explainer: Any = None) -> Tensor:
-    """Shapley values of the patches as a trained network gives them: sum phi = v(all) - v(none), exactly. Signed.
+    """Shapley values of the patches, predicted by a trained network.
 
-    phi = tanh(MLP(block(LN(x_L)))), of the model or of a copy that was trained for it, with one number added to every
-    patch's so that the sum holds; v(S) is the probability that the surrogate (a copy that was trained to do without
-    patches, or the model itself) gives a class on the patches of S alone, so other scores are not to be had. All
-    classes come from one pass. [B,T,h,w]; two forwards, or one where surrogate and backbone are the model itself.
+        phi = tanh(MLP(block(LN(x_L)))) + the constant that makes   sum phi = v(all) - v(none)
+
+    x_L are the tokens of the model, or of a copy that was trained for this. v(S) is the probability that the surrogate
+    (a copy that was trained to work without patches, or the model itself) gives a class on the patches of S alone, so
+    other scores are not available. All classes come from one pass; the map is signed. Two forward passes, or one where
+    surrogate and backbone are the model itself.
 
     Args:
         explainer: A `pl.shapley.ViTShapley` or the folder of one; None: the one that comes with the bundled model.
