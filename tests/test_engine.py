@@ -88,8 +88,25 @@ def test_tensors_pictures_and_paths_agree(tmp_path: Path) -> None:
         picture.save(paths[-1])
     tensor = torch.stack([vit.preprocess.tensor(p) for p in pictures])
     expected = pl.explain(vit, tensor).scores
-    for given in (pictures, paths, [str(p) for p in paths], list(tensor)):
+    measured = pl.evaluate(vit, tensor, "genatt", "sparseness").values
+    arrays = [np.asarray(picture) for picture in pictures]
+    floats = np.stack(arrays) / np.float32(255)
+    for given in (
+        pictures,
+        paths,
+        [str(p) for p in paths],
+        list(tensor),
+        arrays,
+        np.stack(arrays),
+        floats,
+    ):
         assert torch.equal(pl.explain(vit, given).scores, expected)
+        assert torch.equal(pl.evaluate(vit, given, "genatt", "sparseness").values, measured)
+    att = pl.explain(vit, arrays[0])
+    assert att.overlay().size == pl.explain(vit, str(paths[0])).overlay().size
+    assert np.array_equal(np.asarray(att.overlay(arrays[0])), np.asarray(att.overlay(pictures[0])))
+    compared = pl.compare(vit, np.stack(arrays), ["genatt", "random"], "sparseness")
+    assert torch.equal(compared.evaluations["genatt"]["sparseness"].values, measured)
     assert torch.allclose(pl.explain(vit, pictures[0]).scores, expected[:1], atol=1e-6)
     assert torch.allclose(pl.explain(vit, str(paths[0])).scores, expected[:1], atol=1e-6)
     assert torch.allclose(pl.explain(vit, tensor[0]).scores, expected[:1], atol=1e-6)
@@ -102,7 +119,17 @@ def test_tensors_pictures_and_paths_agree(tmp_path: Path) -> None:
         (torch.zeros(0, 3, 64, 64), "are empty"),
         (torch.zeros(1, 3, 64, 64, dtype=torch.uint8), "dtype torch.uint8; give a preprocessed"),
         (torch.full((1, 3, 64, 64), float("nan")), "NaN or infinity"),
-        (np.zeros((64, 64, 3)), "numpy array"),
+        (
+            np.zeros((64, 64, 5)),
+            r"an image array has shape \[64, 64, 5\]; give \[H,W,C\] or \[H,W\], C being 1, 3 or 4",
+        ),
+        (np.zeros((1, 3, 64, 64)), r"shape \[3, 64, 64\]; give \[H,W,C\]"),
+        (
+            np.zeros((64, 64, 3), np.int64),
+            "values of type int64; give uint8 values from 0 to 255, or floats from 0 to 1",
+        ),
+        (np.full((64, 64, 3), 255.0), "values from 255 to 255; give uint8"),
+        (np.full((64, 64, 3), np.nan), "values from nan to nan; give uint8"),
         ([], "no images"),
         ([3], "given as int"),
         ("nowhere.jpg", "no image at 'nowhere.jpg'"),

@@ -186,7 +186,7 @@ def test_one_and_five_channels(channels: int) -> None:
     if channels == 1:
         assert pl.explain(vit, photo, "genatt").scores.shape == (1, 4, 4)
         return
-    with pytest.raises(pl.PatchlightError, match=r"takes 5 channels, which a picture does not have; .*\[B,5,64,64\]"):
+    with pytest.raises(pl.PatchlightError, match=r"takes 5 channels, not pictures; .*\[B,5,64,64\]"):
         pl.explain(vit, photo, "genatt")
 
 
@@ -428,3 +428,15 @@ def test_adapters_are_part_of_the_model(kind: str) -> None:
     torch.testing.assert_close(vit.logits(batch), adapted(batch))
     assert (vit.logits(batch) - shared("vit").logits(batch)).abs().max() > 1e-3
     assert pl.explain(vit, batch, ["genatt", "tis", "ixg.libra"])["tis"].scores.isfinite().all()
+
+
+def test_load_takes_a_module_too() -> None:
+    model = build("vit").model
+    vit = pl.load(model, labels=[f"kind {i}" for i in range(7)])
+    assert vit.model is model
+    assert vit.label(2) == "kind 2"
+    assert pl.load(vit) is vit
+    with pytest.raises(pl.PatchlightError, match="belong to a model's name; a module is used as it is"):
+        pl.load(model, weights="weights.safetensors")
+    with pytest.raises(pl.PatchlightError, match="load takes a name or a module; int was given"):
+        pl.load(3)  # type: ignore[arg-type]

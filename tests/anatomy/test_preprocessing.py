@@ -84,7 +84,10 @@ def test_nothing_is_assumed_where_all_that_matters_is_given(recwarn: pytest.Warn
         ({"size": [64]}, r"'size.1': Field required"),
         ({"mean": ["a", 0.1, 0.2]}, r"'mean.0': .*not 'a'"),
         ({"std": [0.0, 0.1, 0.2]}, r"'std.0': .*greater than 0"),
-        ({"mean": [0.5], "std": [0.5, 0.5]}, r"mean \(0.5,\) and std \(0.5, 0.5\) are not a finite pair"),
+        (
+            {"mean": [0.5], "std": [0.5, 0.5]},
+            r"mean \(0.5,\) and std \(0.5, 0.5\) need one finite mean and std per channel",
+        ),
         ({"mean": [], "std": []}, r"'mean': "),
         ({"mean": [0.5] * 5, "std": [0.5] * 5}, r"have 5 numbers, but vit_tiny_patch16_224 takes images of 3 channel"),
         ({"crop_pct": 1.5}, r"'crop_pct': .*not 1.5"),

@@ -73,7 +73,7 @@ def test_picture_undoes_tensor() -> None:
 def test_unreadable(tmp_path: Path) -> None:
     for name, content in {"empty.jpg": b"", "text.png": b"not an image at all"}.items():
         (tmp_path / name).write_bytes(content)
-        assert "not an image that can be read" in refused(tmp_path / name)
+        assert "not a readable image" in refused(tmp_path / name)
     assert "no image at" in refused(tmp_path / "absent.png")
     assert "is a folder" in refused(tmp_path)
 

@@ -270,13 +270,13 @@ def test_streams_are_measured_against_maps_of_their_length() -> None:
         ((), "no images"),
         (Path("folder"), "is a folder; give the image files in it"),
         ("folder", "is a folder"),
-        ([np.zeros((64, 64, 3))], "given as ndarray"),
-        (3, "images are a int; give a tensor"),
-        (None, "images are None; give a tensor"),
-        ({"a": photo()}, "images are a dict; give a tensor"),
-        ({"a.png"}, "images are a set; give a tensor"),
-        (iter([3] * 2), "images are a int; give a tensor"),
-        (iter([{"pixel_values": 1}] * 2), "images are a dict; give a tensor"),
+        ([np.zeros((64, 64, 2))], "an image array has shape [64, 64, 2]; give [H,W,C]"),
+        (3, "images are a int; give paths"),
+        (None, "images are None; give paths"),
+        ({"a": photo()}, "images are a dict; give paths"),
+        ({"a.png"}, "images are a set; give paths"),
+        (iter([3] * 2), "images are a int; give paths"),
+        (iter([{"pixel_values": 1}] * 2), "images are a dict; give paths"),
         ([torch.zeros(3, 64, 64), torch.zeros(3, 32, 32)], "the shapes [3, 64, 64] and [3, 32, 32]"),
         ([torch.zeros(3, 64, 64), photo()], "given as Tensor"),
     ],
@@ -300,7 +300,7 @@ def test_five_bands_are_no_picture() -> None:
         lambda: replace(vit.preprocess, mean=(0.5,) * 5, std=(0.5,) * 5).picture(batch[0]),
         lambda: vit.preprocess.picture(batch[0, 0]),
     ):
-        refuses("is no picture, which is [1,H,W] or [3,H,W]; give the picture to show", ask)
+        refuses("is not a picture; give [1,H,W] or [3,H,W]", ask)
     refuses("takes 5 channels", vit.predict, photo())
     assert att.overlay(photo()).size == (256, 256)
     assert len(pl.figure([photo()] * 3, att, vit=vit).axes) == 7
@@ -328,5 +328,5 @@ def test_figures_of_a_list_and_of_one() -> None:
     for wrong in ([a, 3], {"a": a.scores}, 3, None, a.scores):
         refuses("give an Attribution, a list of them", pl.figure, batch, wrong)
     for wrong in (3, None):
-        refuses(f"images are {wrong}; give the paths, PIL images", pl.figure, wrong, a)
-    refuses("given as ndarray; give a path or a PIL image", a.overlay, np.zeros((8, 8, 3)))
+        refuses(f"images are {wrong}; give the images that", pl.figure, wrong, a)
+    refuses("an image array has shape [8]; give [H,W,C]", a.overlay, np.zeros(8))

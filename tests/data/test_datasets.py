@@ -156,12 +156,12 @@ def test_detection_targets_are_of_the_largest_objects_class() -> None:
 def test_what_is_refused() -> None:
     normalised = (to_tensor(PICTURE) - 0.5) / 0.25
     said = refused((normalised, 1))
-    assert said.startswith("the image of '000000' has values from -2 to 2; give a PIL image, a path, or pixels before")
-    assert "uint8 from 0 to 255, or floats from 0 to 1" in said
+    assert said.startswith("the image of '000000' has values from -2 to 2; give uint8")
+    assert "uint8 values from 0 to 255, or floats from 0 to 1" in said
     assert "values from 0 to 255" in refused(PIXELS.astype(np.float32))
     assert "from nan to nan" in refused(torch.full((3, 4, 4), torch.nan))
-    assert "has values of type torch.int64" in refused(torch.zeros(3, 4, 4, dtype=torch.long))
-    assert "has shape [4, 4, 3]; give [C,H,W] or [H,W]" in refused(torch.zeros(4, 4, 3))
+    assert "has values of type int64" in refused(torch.zeros(3, 4, 4, dtype=torch.long))
+    assert "has shape [5, 4, 3]; give [C,H,W] or [H,W]" in refused(torch.zeros(5, 4, 3))
     assert "has shape [3, 5, 6]; give [H,W,C] or [H,W]" in refused(np.zeros((3, 5, 6)))
     assert "the image of '000000' is a int" in refused(5)
     assert "has the keys 'pixel_values', 'label', and none is 'image'" in refused({"pixel_values": PICTURE, "label": 1})

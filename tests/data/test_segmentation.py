@@ -159,7 +159,7 @@ def test_bad_trimaps(pets: Path) -> None:
     told = dict(load_batch(data, [0, 1, 2], SAME).failures)
     assert "other values than 1 (animal)" in told["Birman_1"]
     assert "has no object in it" in told["beagle_7"]
-    assert "not an image that can be read" in told["Abyssinian_100"]
+    assert "not a readable image" in told["Abyssinian_100"]
 
 
 def test_the_real_trimaps() -> None:

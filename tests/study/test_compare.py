@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import patchlight as pl
+from patchlight.core.errors import LongRun
 from patchlight.metrics.base import Evaluations
 from tests.families import images, shared
 
@@ -107,9 +109,9 @@ def test_labels_that_do_not_come_are_missed() -> None:
     vit = shared("vit")
     batch = images(vit, 3)
     for given in (batch, list(batch), iter(batch)):
-        with pytest.raises(pl.PatchlightError, match="these come without: give a list"):
+        with pytest.raises(pl.PatchlightError, match="have no labels; give a list"):
             pl.evaluate(vit, given, "genatt", "sparseness", labels=True)
-    with pytest.raises(pl.PatchlightError, match="2 labels stand beside 3 images"):
+    with pytest.raises(pl.PatchlightError, match="2 labels were given for 3 images"):
         pl.evaluate(vit, iter([(batch, torch.tensor([0, 1]))]), "genatt", "sparseness", labels=True)
     with pytest.raises(pl.PatchlightError, match="target 7 is out of range"):
         pl.evaluate(vit, iter([(batch, torch.tensor([0, 1, 7]))]), "genatt", "sparseness", labels=True)
@@ -166,9 +168,9 @@ def test_compare_takes_names_under_labels_and_says_where_settings_belong() -> No
     batch = images(vit, 2)
     found = pl.compare(vit, batch, {"mine": "rollout"}, {"gini": "sparseness"})
     assert (found.methods, found.metrics) == (["mine"], ["gini"])
-    with pytest.raises(pl.PatchlightError, match=r"no option 'steps'; settings stand by their metric or method"):
+    with pytest.raises(pl.PatchlightError, match=r"no option 'steps'; give settings with their metric or method"):
         pl.compare(vit, batch, ["rollout"], "deletion", steps=2)  # type: ignore[call-arg]
-    with pytest.raises(pl.PatchlightError, match=r"no option 'preset'; did .*\? Settings stand by their metric"):
+    with pytest.raises(pl.PatchlightError, match=r"no option 'preset'; did .*\? Give settings with their metric"):
         pl.compare(vit, batch, ["rollout"], "deletion", preset="tis")  # type: ignore[call-arg]
     with pytest.raises(pl.PatchlightError, match="no option 'metric'; did you mean 'metrics'"):
         pl.compare(vit, batch, ["rollout"], metric="deletion")  # type: ignore[call-arg]
@@ -189,8 +191,8 @@ def test_the_table_says_direction_interval_best_and_ties() -> None:
     assert sorted(line[-1] for name, line in lines.items() if name in ("good", "alike")) == ["*", "†"]
     low, high = synthetic(values).evaluations["bad"]["score"].interval()
     assert lines["bad"].endswith(f"{values['bad'].mean():.4g} [{low:.4g}, {high:.4g}]")
-    assert "toy, 40 image(s)" in text
-    assert "statistically tied" in text
+    assert "toy, 40 images, mean" in text
+    assert "no significant difference to the best" in text
     assert repr(synthetic(values)) == text
     lower = synthetic(values, higher=False)
     assert lower.marks["bad", "score"] == "best"
@@ -199,10 +201,54 @@ def test_the_table_says_direction_interval_best_and_ties() -> None:
     assert list(frame.columns[:6]) == ["method", "metric", "mean", "low", "high", "count"]
     assert frame.set_index("method")["rank"]["bad"] == 1
     assert frame["mark"].tolist() == ["", "", "best"]
-    assert "not told apart (Friedman, 5 %) by score" in str(synthetic({"a": base, "b": base + 1e-3 * noise}))
+    assert "no significant differences by score (Friedman test, 5 %)" in str(
+        synthetic({"a": base, "b": base + 1e-3 * noise})
+    )
     few = str(synthetic({"a": base[:5], "b": base[:5] + 1}))
     assert "*" not in few
     assert "fewer than 6 images" in few
+
+
+def test_the_best_is_named_only_where_methods_differ() -> None:
+    base = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert synthetic({"bad": base - 0.2, "good": base + 0.1}).best == "good"
+    assert synthetic({"bad": base - 0.2, "good": base + 0.1}, higher=False).best == "bad"
+    assert synthetic({"a": base, "b": base.clone()}).best is None
+    assert synthetic({"a": base[:5], "b": base[:5] + 1}).best is None, "five images are too few"
+
+
+def test_methods_that_ignore_the_class_are_marked() -> None:
+    vit = shared("vit")
+    found = pl.compare(vit, images(vit, 2), ["genatt", "rollout", "random"], "sparseness")
+    assert found.ignores_class == ("rollout",)
+    for text in (str(found), found._repr_html_()):
+        assert "rollout (ignores the class)" in text
+        assert text.count("(ignores the class)") == 1
+    assert found.to_frame()["ignores_class"].tolist() == [False, True, False]
+
+
+def test_the_default_is_cheap_and_a_long_comparison_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = shared("vit")
+    monkeypatch.setattr("patchlight.study.compare.forward_seconds", lambda *about: 1.0)
+    with pytest.warns(LongRun, match=r"2 methods by 1 metric on 1 image will take about 2 min; fewer images"):
+        found = pl.compare(vit, images(vit, 1), ["genatt", "random"])
+    assert found.evaluations["genatt"]["ins-del"].settings["steps"] == 28
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LongRun)
+        pl.compare(vit, images(vit, 1), ["genatt", "random"], "sparseness")
+    monkeypatch.undo()
+    with pytest.warns(LongRun, match=r"on 90000 images will take about [\d.]+ (min|h)"), pytest.raises(StopIteration):
+        pl.compare(vit, _Endless(), ["genatt"])
+
+
+class _Endless(list[Any]):
+    """Many images, none of which can be read."""
+
+    def __len__(self) -> int:
+        return 90_000
+
+    def __getitem__(self, index: Any) -> Any:
+        raise StopIteration
 
 
 def test_the_figure_has_a_row_per_image_and_a_column_per_method(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
 
 
 def load(
-    name: str,
+    name: str | nn.Module | Anatomy,
     weights: str | Path | None = None,
     labels: str | Path | Sequence[str] | None = None,
     device: str | torch.device = "cpu",
@@ -144,7 +144,7 @@ def load(
     template: str | Sequence[str] = "{}",
     **options: Any,
 ) -> Anatomy:
-    """Load a model by name.
+    """Load a model by name; of a module you already have, `load` is the same as `wrap`.
 
     "pocket", any timm name, "hf:NAME" (hub name or local folder), "open_clip:NAME" (of its list, or a local folder), or
     "torchvision:NAME".
@@ -155,8 +155,12 @@ def load(
     `patch_size=`, …); `preprocess`, `head`, `texts`, `template`, `tokenizer`, `sigmoid`, `regression` and `stage` as in
     wrap. Of weights for another `img_size` the position tables are resampled.
     """
+    if isinstance(name, nn.Module | Anatomy):
+        if weights is not None or pretrained is not None or str(device) != "cpu":
+            raise PatchlightError("weights, pretrained and device belong to a model's name; a module is used as it is")
+        return wrap(name, head, texts, template, labels=labels, preprocess=preprocess, **options)
     if not isinstance(name, str):
-        raise PatchlightError(f"load takes a name; {type(name).__name__} was given (wrap takes models)")
+        raise PatchlightError(f"load takes a name or a module; {type(name).__name__} was given")
     family, rest = family_of(name)
     if isinstance(pretrained, str) and not family.tagged:
         raise PatchlightError(f"pretrained is {pretrained!r}; only open_clip's weights have tags, others True or False")

@@ -56,6 +56,10 @@ class UndefinedMetric(UserWarning):
     """A value that does not exist for an image, or says little, with the reason."""
 
 
+class LongRun(UserWarning):
+    """A call that will take more than a minute, with an estimate."""
+
+
 class TrainingWarning(UserWarning):
     """Training has drifted into one of its failures, with what to change."""
 

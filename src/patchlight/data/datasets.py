@@ -14,10 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from patchlight.core.errors import PatchlightError, first_line, nearest
-from patchlight.core.images import open_image
+from patchlight.core.images import GIVE_IMAGES, array_picture, open_image
 from patchlight.data.base import Data, Sample
 
-RANGES = "give a PIL image, a path, or pixels before any normalisation: uint8 from 0 to 255, or floats from 0 to 1"
 Objects = tuple[int | None, Tensor | None, Any]
 """A class, boxes [n,4], and a mask [H,W] as an array."""
 GIVEN = ("image", "label", "boxes", "mask", "labels", "masks")
@@ -99,22 +98,10 @@ def _picture(given: Any, name: str) -> Image.Image:
     if isinstance(given, Image.Image | str | Path):
         return open_image(given)
     if not isinstance(given, Tensor | np.ndarray):
-        raise PatchlightError(f"the image of '{name}' is a {type(given).__name__}; {RANGES}")
-    last = given.permute(1, 2, 0) if isinstance(given, Tensor) and given.ndim == 3 else given
-    pixels = _array(last.float() if isinstance(last, Tensor) and last.is_floating_point() else last)
-    if pixels.ndim == 2:
-        pixels = pixels[..., None]
-    if pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or 0 in pixels.shape:
-        shapes = "[C,H,W] or [H,W]" if isinstance(given, Tensor) else "[H,W,C] or [H,W]"
-        raise PatchlightError(f"the image of '{name}' has shape {list(given.shape)}; give {shapes}, C being 1 or 3")
-    if np.issubdtype(pixels.dtype, np.floating):
-        low, high = float(pixels.min()), float(pixels.max())
-        if not (low >= 0 and high <= 1):
-            raise PatchlightError(f"the image of '{name}' has values from {low:.3g} to {high:.3g}; {RANGES}")
-        pixels = (pixels * 255).round().astype(np.uint8)
-    if pixels.dtype != np.uint8:
-        raise PatchlightError(f"the image of '{name}' has values of type {given.dtype}; {RANGES}")
-    return Image.fromarray(np.ascontiguousarray(pixels.repeat(3 // pixels.shape[2], 2)))
+        raise PatchlightError(f"the image of '{name}' is a {type(given).__name__}; {GIVE_IMAGES}")
+    layout = "[C,H,W]" if isinstance(given, Tensor) else "[H,W,C]"
+    pixels = _array(given.float() if isinstance(given, Tensor) and given.is_floating_point() else given)
+    return open_image(array_picture(pixels, f"the image of '{name}'", layout))
 
 
 def _label(given: Any, name: str, labels: Sequence[str] | None) -> int | None:

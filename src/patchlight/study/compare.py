@@ -1,11 +1,11 @@
-"""`compare`: methods explain images, metrics measure the maps, and one table and one figure say how they stand."""
+"""`compare`: explain images with several methods, measure the maps, and show one table and one figure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.attribution import Attributions
-from patchlight.core.errors import check_keywords, integer
+from patchlight.core.errors import LongRun, check_keywords, integer, warn
 from patchlight.core.fingerprints import hash_images, identity
 from patchlight.core.frames import make_frame
+from patchlight.core.images import image_list
 from patchlight.core.photos import MOST, Photos
 from patchlight.core.progress import Progress
 from patchlight.core.registry import Selection, resolve_all
@@ -32,6 +33,7 @@ from patchlight.metrics.base import (
     resolve_metric,
     summaries,
 )
+from patchlight.study.cost import comparison_seconds, duration, forward_seconds, plural
 from patchlight.study.evaluate import unwrapped
 from patchlight.study.ranking import SAMPLES, compared, placed
 from patchlight.study.run import MeasureOptions, measure
@@ -44,23 +46,19 @@ if TYPE_CHECKING:
 
     from patchlight.core.drawing.shown import ShownFigure
 
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _telling(function: Callable[P, R]) -> Callable[P, R]:
-    """Say where a setting that is given as a keyword belongs."""
-    return check_keywords(function, "settings stand by their metric or method: metrics={'deletion': {'steps': 28}}")
+CHEAP = {"ins-del": {"steps": 28}}
+"""The default metric of `compare`: by default, `ins-del` itself has eight times as many steps."""
+LONG = 60.0
+"""Seconds above which `compare` warns before it starts."""
 
 
-@_telling
+@partial(check_keywords, advice="give settings with their metric or method: metrics={'deletion': {'steps': 28}}")
 @undisturbed
 def compare(
     vit: Anatomy | nn.Module,
     images: Any,
     methods: Selection,
-    metrics: Selection = "ins-del",
+    metrics: Selection | None = None,
     target: Target = None,
     *,
     labels: Any = None,
@@ -72,29 +70,65 @@ def compare(
     shown: int = 4,
     progress: Progress | bool = True,
 ) -> Comparison:
-    """Explain images with every method and measure the maps with every metric: one table, and one figure.
+    """Explain images with every method, measure the maps with every metric, and show both in one table and one figure.
 
-    `methods` and `metrics` are names, lists of names, or dicts of labels and settings, as `explain` and `evaluate` take
-    them; `images`, `target`, `labels`, `boxes`, `masks` and `progress` too. Images that come one after another (a
-    generator, a DataLoader) are explained by all methods and measured by all metrics batch by batch, and dropped:
-    what is kept is a number per image, and the maps and small photographs of the first `shown` images.
+    Images are worked on batch by batch, and only a number per image is kept, so a stream may have any length. A
+    comparison that will take more than a minute starts with a warning and an estimate.
 
-    >>> pl.compare(vit, loader, ["genatt", "rollout", "random"], ["insertion", "deletion"])      # doctest: +SKIP
+    Args:
+        vit: The model.
+        images: As in `explain`.
+        methods: Method names, or a dict of labels and settings, as in `explain`.
+        metrics: Metric names, or a dict of labels and settings, as in `evaluate`. Default: insertion minus deletion in
+            28 steps.
+        target: The classes to explain, as in `explain`.
+        labels: The true classes, as in `evaluate`.
+        boxes: Boxes of the objects, as in `evaluate`.
+        masks: Masks of the objects, as in `evaluate`.
+        score: What is explained: "logit", "probability", "cosine" or a function of the logits.
+        seed: Random seed.
+        batch_size: Images per batch.
+        shown: The number of images whose maps and small photographs are kept for the figure; at most 16.
+        progress: As in `explain`.
+
+    Example:
+        >>> comparison = pl.compare(vit, photos, ["genatt", "tis", "random"])                   # doctest: +SKIP
+        >>> comparison.best                                                                     # doctest: +SKIP
+        'tis'
     """
     vit = wrap(vit)
-    asked = resolve_all(methods, {}, Request, "method", lambda label, own: resolve(label, own, score))
-    wanted = resolve_all(metrics, {}, MetricRequest, "metric", resolve_metric)
-    first = _First(vit, Photos(vit.preprocess, min(integer("shown", shown, 0), MOST)))
+    requests = resolve_all(methods, {}, Request, "method", lambda label, settings: resolve(label, settings, score))
+    metric_requests = resolve_all(CHEAP if metrics is None else metrics, {}, MetricRequest, "metric", resolve_metric)
+    first = _FirstMaps(vit, Photos(vit.preprocess, min(integer("shown", shown, 0), MOST)))
     size = default_batch_size(vit) if batch_size is None else batch_size
     annotations = Annotations(labels, boxes, masks)
     options = MeasureOptions(target, annotations, seed, size, progress, note=first.photos.add, watch=first.see)
-    sources = {request.label: request for request in asked}
-    found = unwrapped(measure(vit, images, sources, dict.fromkeys(sources, wanted), options))
-    return Comparison(vit.name, {label: dict(own) for label, own in found.items()}, first.maps(asked, seed))
+    sources = {request.label: request for request in requests}
+    _warn_if_long(vit, images, requests, metric_requests)
+    evaluations = unwrapped(measure(vit, images, sources, dict.fromkeys(sources, metric_requests), options))
+    ignoring = [r.label for r in requests if r.suited(vit).ignores_class and r.name != "random"]
+    by_method = {label: dict(by_metric) for label, by_metric in evaluations.items()}
+    return Comparison(vit.name, by_method, first.maps(requests, seed), tuple(ignoring))
 
 
-class _First:
-    """The maps of the first images, as they come by."""
+def _warn_if_long(vit: Anatomy, images: Any, requests: Sequence[Request], metrics: Sequence[MetricRequest]) -> None:
+    """Warn if a comparison will take more than a minute; the number of images of a stream is not known."""
+    images = image_list(getattr(images, "dataset", images))  # a DataLoader counts batches, its data set images
+    count = 1 if isinstance(images, Tensor) and images.ndim == 3 else len(images) if hasattr(images, "__len__") else 1
+    if count * comparison_seconds(vit, requests, metrics, 1.0) < 20:  # forward passes: not worth timing one
+        return
+    blank = vit.place(torch.zeros(1, vit.channels, *vit.preprocess.size))
+    seconds = count * comparison_seconds(vit, requests, metrics, forward_seconds(vit, blank, 0.5))
+    if seconds > LONG:
+        what = f"{plural(len(requests), 'method')} by {plural(len(metrics), 'metric')} on {plural(count, 'image')}"
+        fine = next((m.metric.name for m in metrics if (m.settings.get("steps") or 0) > 28), None)
+        coarser = f", or fewer steps: metrics={{'{fine}': {{'steps': 28}}}}" if fine else ""
+        words = f"comparing {what} will take about {duration(seconds)}; fewer images or methods take less{coarser}"
+        warn(words, LongRun)
+
+
+class _FirstMaps:
+    """Collects the maps of the first images."""
 
     def __init__(self, vit: Anatomy, photos: Photos) -> None:
         self.vit, self.photos = vit, photos
@@ -115,90 +149,110 @@ class _First:
     def maps(self, requests: Sequence[Request], seed: int) -> Attributions:
         if not self.targets:
             return Attributions()
-        of = {
-            "weights": identity(self.vit),
-            "images": tuple(self.hashes),
-            "photos": tuple(self.photos.kept),
-        }
+        origin = {"weights": identity(self.vit), "images": tuple(self.hashes), "photos": tuple(self.photos.kept)}
         targets = Targets.concat(self.targets)
-        found = ((r, Estimate(torch.cat(self.scores[r.label])[:, None])) for r in requests)
-        return Attributions((r.label, attribution_of(self.vit, r, maps, targets, seed, of)) for r, maps in found)
+        estimates = ((r, Estimate(torch.cat(self.scores[r.label])[:, None])) for r in requests)
+        return Attributions((r.label, attribution_of(self.vit, r, e, targets, seed, origin)) for r, e in estimates)
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """How methods stand under metrics: `evaluations` by method and metric, and `maps` of the first images by method."""
+    """The result of `compare`: evaluations by method and metric, and maps of the first images.
+
+    Printing it shows a table with 95 % intervals that marks the best method and those without a significant
+    difference to it.
+
+    Args:
+        model: The name of the model.
+        evaluations: Evaluations by method and metric.
+        maps: The maps of the first images by method.
+        ignores_class: The methods that give every class the same map.
+    """
 
     model: str
     evaluations: dict[str, dict[str, Evaluation]]
     maps: Attributions
+    ignores_class: tuple[str, ...] = ()
 
     @property
     def methods(self) -> list[str]:
+        """The labels of the methods."""
         return list(self.evaluations)
 
     @property
     def metrics(self) -> list[str]:
+        """The labels of the metrics."""
         return list(next(iter(self.evaluations.values())))
 
     @property
+    def best(self) -> str | None:
+        """The best method by the first metric; None if the methods do not differ significantly (see `marks`)."""
+        return next((m for m in self.methods if self.marks[m, self.metrics[0]] == "best"), None)
+
+    @property
     def cells(self) -> dict[tuple[str, str], Evaluation]:
-        """By method and metric."""
+        """Evaluations by (method, metric)."""
         return {(method, name): self.evaluations[method][name] for method in self.methods for name in self.metrics}
 
     def column(self, metric: str) -> dict[str, Evaluation]:
-        """What one metric says of every method."""
-        return {method: own[metric] for method, own in self.evaluations.items()}
+        """The evaluations of one metric by method."""
+        return {method: by_metric[metric] for method, by_metric in self.evaluations.items()}
 
     @cached_property
     def marks(self) -> dict[tuple[str, str], Mark]:
-        """By method and metric: "best", "tied" with the best (paired bootstrap, 5 %), or nothing.
+        """By (method, metric): "best", "tied" (no significant difference to the best; paired bootstrap, 5 %) or "".
 
-        Nothing is marked where Friedman's test does not tell the methods apart, or fewer than six images have values.
+        Nothing is marked if Friedman's test finds no difference between the methods, or if fewer than six images have
+        values of all methods.
         """
         resamples = Resamples(max(map(len, self.cells.values()), default=0), SAMPLES)
-        found = {name: compared(self.column(name), resamples) for name in self.metrics}
-        return {(method, name): mark for name, marks in found.items() for method, mark in marks.items()}
+        by_metric = {name: compared(self.column(name), resamples) for name in self.metrics}
+        return {(method, name): mark for name, marks in by_metric.items() for method, mark in marks.items()}
 
     @cached_property
     def ranks(self) -> dict[tuple[str, str], float]:
-        """By method and metric: the mean rank, 1 the best, over images on which all have a value; none below six."""
-        found: dict[tuple[str, str], float] = {}
+        """By (method, metric): the mean rank, 1 being the best, over the images that all share; at least six."""
+        ranks: dict[tuple[str, str], float] = {}
         for name in self.metrics:
-            known, places = placed(self.column(name))
+            methods, places = placed(self.column(name))
             if places is not None:
-                found |= {(method, name): float(mean) for method, mean in zip(known, places.mean(0), strict=True)}
-        return found
+                ranks |= {(method, name): float(mean) for method, mean in zip(methods, places.mean(0), strict=True)}
+        return ranks
 
     def to_frame(self) -> DataFrame:
-        """A pandas table, a row per method and metric: mean, interval, images, direction, mark and mean rank."""
-        pairs, cells = list(self.cells), list(self.cells.values())
-        found = all_intervals(self.cells)
-        intervals = [found[pair] for pair in pairs]
-        return make_frame(
+        """A pandas table with a row per method and metric."""
+        intervals = all_intervals(self.cells)
+        rows = [
             {
-                "method": [method for method, _ in pairs],
-                "metric": [name for _, name in pairs],
-                "mean": [cell.mean for cell in cells],
-                "low": [low for low, _ in intervals],
-                "high": [high for _, high in intervals],
-                "count": [cell.count for cell in cells],
-                "higher_is_better": [cell.higher_is_better for cell in cells],
-                "mark": [self.marks[pair] for pair in pairs],
-                "rank": [self.ranks.get(pair, float("nan")) for pair in pairs],
+                "method": method,
+                "metric": metric,
+                "mean": cell.mean,
+                "low": intervals[method, metric][0],
+                "high": intervals[method, metric][1],
+                "count": cell.count,
+                "higher_is_better": cell.higher_is_better,
+                "mark": self.marks[method, metric],
+                "rank": self.ranks.get((method, metric), float("nan")),
+                "ignores_class": method in self.ignores_class,
             }
-        )
+            for (method, metric), cell in self.cells.items()
+        ]
+        return make_frame({key: [row[key] for row in rows] for key in rows[0]})
 
     def figure(self, path: str | Path | None = None) -> ShownFigure:
-        """The maps of the first images, a row per image and a column per method; with `path` it is written there."""
+        """A figure of the first images: a row per image and a column per method.
+
+        Args:
+            path: A file to write the figure to as well; its suffix is the format.
+        """
         return self.maps.figure(path)
 
     def __str__(self) -> str:
         rows = [["method", *(f"{name} {self._arrow(name)}" for name in self.metrics)]]
-        told = summaries(self.cells)
+        values = summaries(self.cells)
         for method in self.methods:
-            signs = {name: SIGNS[self.marks[method, name]] for name in self.metrics}
-            rows.append([method, *(f"{told[method, name]} {sign}".rstrip() for name, sign in signs.items())])
+            cells = (f"{values[method, name]} {SIGNS[self.marks[method, name]]}".rstrip() for name in self.metrics)
+            rows.append([self._name(method), *cells])
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join(
@@ -210,8 +264,14 @@ class Comparison:
     def _repr_html_(self) -> str:
         from patchlight.core.drawing import figure_html
 
-        table = evaluations_html(self.evaluations, self.marks, self._title, self._legend)
+        named = {self._name(method): by_metric for method, by_metric in self.evaluations.items()}
+        marks = {(self._name(method), name): mark for (method, name), mark in self.marks.items()}
+        table = evaluations_html(named, marks, self._title, self._legend)
         return table + (figure_html(self.figure(), "maps of the first images by method") if self.maps else "")
+
+    def _name(self, method: str) -> str:
+        """A method as tables name it."""
+        return f"{method} (ignores the class)" if method in self.ignores_class else method
 
     def _arrow(self, metric: str) -> str:
         return next(iter(self.evaluations.values()))[metric].arrow
@@ -219,17 +279,17 @@ class Comparison:
     @property
     def _title(self) -> str:
         images = len(next(iter(next(iter(self.evaluations.values())).values())))
-        return f"{self.model}, {images} image(s), mean [95 % interval]"
+        return f"{self.model}, {plural(images, 'image')}, mean [95 % interval]"
 
     @property
     def _legend(self) -> str:
-        """What the marks mean, and why some are missing."""
+        """The meaning of the marks, and why some are missing."""
         marked = {name for (_, name), mark in self.marks.items() if mark}
         few = [name for name in self.metrics if min(cell.count for cell in self.column(name).values()) < FEWEST]
         alike = [name for name in self.metrics if name not in marked and name not in few and len(self.methods) > 1]
         parts = [
-            "* best, † statistically tied with it (paired bootstrap, 5 %)" if marked else "",
-            f"methods are not told apart (Friedman, 5 %) by {', '.join(alike)}" if alike else "",
-            f"fewer than {FEWEST} images have a value, too few for intervals, of {', '.join(few)}" if few else "",
+            "* best, † no significant difference to the best (paired bootstrap, 5 %)" if marked else "",
+            f"no significant differences by {', '.join(alike)} (Friedman test, 5 %)" if alike else "",
+            f"fewer than {FEWEST} images have a value of {', '.join(few)}, too few for intervals" if few else "",
         ]
         return "; ".join(filter(None, parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -33,10 +34,28 @@ def explain_forwards(request: Request, vit: Anatomy | None = None) -> float:
     return known.get(base, kind)
 
 
-def measure_forwards(request: MetricRequest) -> float:
-    """About how many forward passes a metric needs per image, for metrics that do not explain images themselves."""
-    steps = request.settings.get("steps", request.settings.get("points", 10)) or 100
-    return 2 * int(steps) + 2
+def measure_seconds(request: MetricRequest, vit: Anatomy, forward: float, explanation: float) -> float:
+    """About how many seconds a metric needs for one image.
+
+    Args:
+        request: The metric.
+        vit: The model.
+        forward: Seconds of a forward pass.
+        explanation: Seconds of a map, for metrics that explain images themselves.
+    """
+    settings = request.settings
+    if request.metric.explains:
+        return int(settings.get("samples", vit.depth + 3)) * explanation
+    steps = settings.get("steps", settings.get("points", 10)) or 100
+    return (2 * int(steps) + 2) * forward if request.metric.ablates else forward
+
+
+def comparison_seconds(
+    vit: Anatomy, requests: Sequence[Request], metrics: Sequence[MetricRequest], forward: float
+) -> float:
+    """About how many seconds it takes to explain one image with all methods and measure the maps with all metrics."""
+    maps = [forward * explain_forwards(request, vit) for request in requests]
+    return sum(each + sum(measure_seconds(metric, vit, forward, each) for metric in metrics) for each in maps)
 
 
 def forward_seconds(vit: Anatomy, image: Tensor, most: float) -> float:
@@ -71,7 +90,8 @@ def duration(seconds: float) -> str:
 
 
 def plural(count: float, noun: str) -> str:
-    """
+    """A count and its noun.
+
     >>> plural(1, "image"), plural(6, "image")
     ('1 image', '6 images')
     """

@@ -18,7 +18,7 @@ from PIL import Image
 
 from patchlight.anatomy.load import wrap
 from patchlight.core.errors import NoClassifier, PatchlightError, check_keywords, integer
-from patchlight.core.images import Picture, open_image
+from patchlight.core.images import PICTURES, Picture, open_image
 from patchlight.core.targets import Target, resolve_targets
 from patchlight.methods.requests import check_supported, resolve
 from patchlight.web import check_extra
@@ -94,7 +94,7 @@ def show(
     check_extra()
     height, seed = integer("height", height, 100, 20_000), integer("seed", seed, 0, 2**31 - 1)
     port = integer("port", port, 0, 65_535)
-    if image is not None and not isinstance(image, Picture):
+    if image is not None and not isinstance(image, PICTURES):
         kind = type(image).__name__
         raise PatchlightError(f"image is a {kind}; give a path, a PIL image or the name of a bundled photograph")
     opened = _opened(vit)

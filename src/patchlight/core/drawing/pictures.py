@@ -21,7 +21,7 @@ from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.heat import GREY, blend, is_signed, robust_scale, seen, tint
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import write_atomic
-from patchlight.core.images import Picture, Preprocess, open_image
+from patchlight.core.images import Picture, Preprocess, image_list, open_image
 from patchlight.core.photos import SIDE, as_picture
 
 if TYPE_CHECKING:
@@ -293,10 +293,9 @@ def _picture(image: Picture | Tensor, att: Attribution, preprocess: Preprocess |
 
 
 def _listed(images: Any) -> list[Any]:
-    if isinstance(images, Picture) or (isinstance(images, Tensor) and images.ndim == 3):
-        return [images]
+    images = [images] if isinstance(images, Tensor) and images.ndim == 3 else image_list(images)
     if not isinstance(images, Iterable):
-        raise PatchlightError(f"images are {images!r}; give the paths, PIL images or tensor that the maps explain")
+        raise PatchlightError(f"images are {images!r}; give the images that the maps explain")
     return list(images)
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.fingerprints import hash_images
-from patchlight.core.images import in_batches, list_images, to_batch
+from patchlight.core.images import GIVE_IMAGES, image_list, in_batches, list_images, to_batch
 from patchlight.data import Data
 
 HELD = 256
@@ -91,9 +90,8 @@ def _opener(vit: Anatomy, images: Any) -> tuple[list[str], Callable[[int], Any]]
         return list(data.names), lambda i: data[i].image
     if isinstance(images, str | Path) and Path(images).is_dir():
         images = list_images(Path(images))
-    if isinstance(images, str | Path | Image.Image):
-        sources = [images]
-    elif isinstance(images, Sequence):
+    images = image_list(images)
+    if isinstance(images, Sequence):
         sources = list(images)
     elif isinstance(images, Tensor):
         sources = list(to_batch(images, vit.preprocess, vit.channels))
@@ -101,6 +99,6 @@ def _opener(vit: Anatomy, images: Any) -> tuple[list[str], Callable[[int], Any]]
         _, batches = in_batches(images, 16, vit.preprocess, vit.channels)
         sources = [image for batch in islice(batches, HELD // 16) for image in batch]
     if not sources:
-        raise PatchlightError("no images were given; give a folder, a tensor, PIL image(s) or path(s)")
+        raise PatchlightError(f"no images were given; {GIVE_IMAGES}, or a folder")
     names = [str(source) if isinstance(source, str | Path) else f"image {i}" for i, source in enumerate(sources)]
     return names, lambda i: sources[i]

@@ -22,7 +22,7 @@ from patchlight.evidence.fills import fill_images, painted
 from patchlight.metrics.base import MetricRequest
 from patchlight.metrics.quantities import lacking
 from patchlight.metrics.sanity import random_parameters, twin
-from patchlight.study.cost import explain_forwards, measure_forwards
+from patchlight.study.cost import explain_forwards, measure_seconds
 from patchlight.study.evaluate import unwrapped
 from patchlight.study.recommend.gallery import Gallery
 from patchlight.study.recommend.panel import AGREEMENT, Panel
@@ -91,10 +91,10 @@ class RaceWorker:
         if metric == AGREEMENT:
             return self.cost(method, EXPLANATION)
         request = self.panel.metrics[metric]
-        if request.metric.explains:
-            return int(request.settings.get("samples", self.vit.depth + 3)) * self.cost(method, EXPLANATION)
         others = [median(seconds) for (_, other), seconds in self._costs.items() if other == metric]
-        return median(others) if others else self._forward * measure_forwards(request)
+        if others and not request.metric.explains:
+            return median(others)
+        return measure_seconds(request, self.vit, self._forward, self.cost(method, EXPLANATION))
 
     def seconds(self, method: str, places: Sequence[int], metrics: Sequence[str]) -> float:
         """Predicted seconds of what is missing of these cells."""
