@@ -36,9 +36,9 @@ PARTS = {
 
 ABOUT = (
     "`better than random`: share of images, mean over methods; `effect`: paired t / sqrt(n), mean over methods; "
-    "`methods above random`: those with t > 2 on every model. The rest are Kendall's tau of the order of methods, without "
-    "random: with metrics of another kind, with the same metric over other fills, between models, and between random "
-    "halves of the images."
+    "`methods above random`: those with t > 2 on every model. The rest are Kendall's tau of the order of methods, "
+    "without random: with metrics of other kinds, with the same metric and other fills, between models, and between "
+    "random halves of the images."
 )
 Key = tuple[str, str]
 """A method and a metric."""
@@ -202,7 +202,8 @@ def as_markdown(runs: Mapping[str, Run], chance: str = "random") -> str:
     found = sorted(found, key=lambda one: -one.others if one.others == one.others else math.inf)
     methods = list(found[0].separations)
     images = ", ".join(f"{name} ({max(map(len, run.values.values()))} images)" for name, run in runs.items())
-    head = ["metric", "better than random", "effect", "methods above random", "other metrics", "fills", "models", "halves"]
+    head = ["metric", "better than random", "effect", "methods above random"]
+    head += ["other metrics", "fills", "models", "halves"]
     rows = [
         [
             one.metric,
