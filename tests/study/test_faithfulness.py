@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.load import wrap
-from patchlight.core.targets import Targets
+from patchlight.core.targets import Targets, UnsplitLabels
 from patchlight.evidence.fills import fill_images
-from patchlight.study.faithfulness import Trial, run_trial, sanity_words
+from patchlight.study.faithfulness import Hiding, Trial, run_trial, sanity_words
 from patchlight.zoo import pocket
 from tests.families import build, images
 
@@ -107,6 +107,65 @@ def test_a_contrast_is_a_difference_of_probabilities() -> None:
     trial = Trial(vit, vit.batch(CAT), pair, steps=2, randoms=2)
     assert trial.quantity_words == "difference of probabilities"
     assert "difference of probabilities, insertion minus deletion" in trial.of(torch.rand(*vit.grid)).words
+
+
+BEAGLE = Hiding(2, 20, 0.7, 0.12, 0.66, "beagle", "", "probability")
+SENTENCES = {
+    "Hiding the 20 strongest patches lowers 'beagle' from 70 % to 12 %; 20 random ones lower it to 66 %.": BEAGLE,
+    "Hiding the 20 strongest patches raises 'beagle' from 70 % to over 99 %; 20 random ones raise it to 75 %.": replace(
+        BEAGLE, after=0.999, random_after=0.75
+    ),
+    "Hiding the 20 strongest patches hardly changes 'beagle' (70 %); 20 random ones lower it to under 1 %.": replace(
+        BEAGLE, after=0.705, random_after=0.001
+    ),
+    "Hiding the strongest patch lowers 'beagle' from 70 % to 12 %; a random one hardly changes it.": replace(
+        BEAGLE, count=1, random_after=0.7
+    ),
+    "Hiding the strongest patch raises 'beagle' from 70 % to 80 %; a random one lowers it to 66 %.": replace(
+        BEAGLE, count=1, after=0.8
+    ),
+    "Hiding the 20 strongest patches lowers 'beagle' minus 'pug' (difference of probabilities) from 0.70 to -0.12; "
+    "20 random ones hardly change it.": replace(BEAGLE, after=-0.12, random_after=0.7, against="pug"),
+    "Hiding the 20 strongest patches lowers the similarity ((1 + cosine) / 2) to 'beagle' from 0.70 to 0.12; "
+    "20 random ones lower it to 0.66.": replace(BEAGLE, quantity="similarity"),
+    "Hiding the 20 strongest patches lowers 'a' minus 'b' (difference of similarities) from 0.70 to 0.12; "
+    "20 random ones lower it to 0.66.": replace(BEAGLE, label="a", against="b", quantity="similarity"),
+    "Hiding the 20 strongest patches raises 'output 3' from 0.0123 to 1.23e+04; 20 random ones hardly change it.": (
+        replace(BEAGLE, before=0.01234, after=12345.6, random_after=0.012341, label="output 3", quantity="output")
+    ),
+    "Hiding the 20 strongest patches gives no finite score, so it cannot be compared with hiding 20 random ones.": (
+        replace(BEAGLE, after=float("nan"))
+    ),
+}
+
+
+@pytest.mark.parametrize("words", SENTENCES)
+def test_hiding_in_one_sentence(words: str) -> None:
+    assert SENTENCES[words].words == words
+
+
+@pytest.mark.parametrize(("steps", "count"), [(64, 6), (16, 8), (3, 22)])
+def test_hiding_takes_the_step_nearest_to_a_tenth_of_the_patches(steps: int, count: int) -> None:
+    vit = pl.load("pocket")
+    assert vit.grid == (8, 8)
+    trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[3]])), steps=steps, randoms=3)
+    result = trial.of(pl.explain(vit, CAT, "posterior", target=3).scores[0])
+    hiding = trial.hiding(result)
+    assert (hiding.count, hiding.label, hiding.against, hiding.quantity) == (count, "cat", "", "probability")
+    deletion = dict(zip(trial.removed.tolist(), result.curves.deletion[0].tolist(), strict=True))
+    assert (hiding.before, hiding.after) == (deletion[0], deletion[count])
+    assert hiding.random_after == pytest.approx(float(trial.random.deletion[:, hiding.step].mean()))
+    assert hiding.words.startswith(f"Hiding the {count} strongest patches lowers 'cat' from ")
+
+
+def test_hiding_shortens_labels_but_not_texts_at_a_comma() -> None:
+    vit = wrap(build("vit").model, labels=["tabby, tabby cat", "x" * 50, *"cdefg"])
+    pair = Targets(torch.tensor([[0]]), torch.tensor([[1]]))
+    trial = Trial(vit, images(vit)[:1], pair, steps=4, randoms=2)
+    hiding = trial.hiding(trial.of(torch.rand(*vit.grid)))
+    assert (hiding.label, hiding.against) == ("tabby", "x" * 39 + "…")
+    vit.labels = UnsplitLabels(vit.labels or [])
+    assert trial.hiding(trial.of(torch.rand(*vit.grid))).label == "tabby, tabby cat"
 
 
 def test_few_random_orders_prove_nothing() -> None:

@@ -1,7 +1,7 @@
 """The faithfulness test of one image: remove patches in the order of each map, and compare with random orders.
 
 The numbers are those of the metric `ins-del` over patches. This test also gives the curves, the model's outputs at each
-step, an effect size, a rank among the maps shown, and a sentence.
+step, an effect size, a rank among the maps shown, what hiding a tenth of the patches does, and sentences about these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.targets import Targets
+from patchlight.core.drawing.pictures import percent, short
+from patchlight.core.targets import Targets, UnsplitLabels
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, MeasuredScore
@@ -29,6 +30,12 @@ STIRS = 0.02
 inconclusive."""
 MEDIUM, LARGE = 0.1, 0.3
 """Effects of at least this size are called medium and large; smaller ones are called small."""
+HIDDEN = 0.1
+"""The share of the patches whose hiding is described in words. It is fixed, so that nobody can choose the best step."""
+HARDLY = 0.01
+"""A score that changes by at most this much (an unbounded output: by this share of its size) "hardly changes"."""
+LETTERS = 40
+"""Longer labels are cut in sentences."""
 EffectSize = Literal["small", "medium", "large"]
 Quantity = Literal["probability", "similarity", "output"]
 
@@ -123,6 +130,71 @@ class Faithfulness:
             f"orders. Effect: {self.size} ({self.effect:+.2f}; {self.quantity}, insertion minus deletion: "
             f"{self.score:.3g} against {self.random_score:.3g} for random).{rank}"
         )
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """What hiding a map's strongest patches does to the score, compared with hiding as many random patches.
+
+    `Trial.hiding` reads it off the step that is nearest to 10 % of the patches (at least one patch; of two steps that
+    are equally near, the smaller).
+
+    Attributes:
+        step: Which step of the deletion curve this is.
+        count: Number of hidden patches.
+        before: The score with every patch visible.
+        after: The score without the `count` strongest patches of the map.
+        random_after: The score without `count` random patches, averaged over the random orders.
+        label: The class, shortened.
+        against: The class that it is contrasted with, shortened; empty if there is none.
+        quantity: What the scores are, of one class.
+    """
+
+    step: int
+    count: int
+    before: float
+    after: float
+    random_after: float
+    label: str
+    against: str
+    quantity: Quantity
+
+    @property
+    def words(self) -> str:
+        """One sentence, such as "Hiding the 20 strongest patches lowers 'beagle' from 70 % to 12 %; …"."""
+        hidden = "the strongest patch" if self.count == 1 else f"the {self.count} strongest patches"
+        random = "a random one" if self.count == 1 else f"{self.count} random ones"
+        if not all(map(math.isfinite, (self.before, self.after, self.random_after))):
+            return f"Hiding {hidden} gives no finite score, so it cannot be compared with hiding {random}."
+        score, before, after, random_after = (
+            self._score,
+            *map(self._number, (self.before, self.after, self.random_after)),
+        )
+        change, random_change = self._change(self.after), self._change(self.random_after)
+        strongest = f"{change}s {score} from {before} to {after}" if change else f"hardly changes {score} ({before})"
+        several = "" if self.count > 1 else "s"
+        chance = f"{random_change}{several} it to {random_after}" if random_change else f"hardly change{several} it"
+        return f"Hiding {hidden} {strongest}; {random} {chance}."
+
+    @property
+    def _score(self) -> str:
+        label = f"'{self.label}'"
+        if self.against:
+            several = {"probability": "probabilities", "similarity": "similarities", "output": "outputs"}[self.quantity]
+            return f"{label} minus '{self.against}' (difference of {several})"
+        return f"the similarity ((1 + cosine) / 2) to {label}" if self.quantity == "similarity" else label
+
+    def _number(self, value: float) -> str:
+        if self.quantity == "probability" and not self.against:
+            return percent(value).replace("< ", "under ").replace("> ", "over ")
+        return f"{value:.3g}" if self.quantity == "output" else f"{value:.2f}"
+
+    def _change(self, after: float) -> Literal["lower", "raise", ""]:
+        """The verb for the change from `before`; empty if the score hardly changes."""
+        size = max(abs(self.before), abs(after)) if self.quantity == "output" else 1.0
+        if abs(after - self.before) <= HARDLY * size:
+            return ""
+        return "lower" if after < self.before else "raise"
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +299,29 @@ class Trial:
             conclusive=spread >= STIRS * size > 0,
             quantity=self.quantity_words,
         )
+
+    def hiding(self, result: Faithfulness) -> Hiding:
+        """What hiding a tenth of the patches did in the test of one map, compared with random patches.
+
+        Args:
+            result: What `of` returned for the map.
+        """
+        removed = self.removed[1:]
+        step = 1 + int((removed - HIDDEN * int(removed[-1])).abs().argmin())
+        before, after = result.curves.deletion[0, [0, step]].tolist()
+        label, against = (
+            "" if index is None else _short_label(self.vit, int(index[0, 0]))
+            for index in (self.targets.index, self.targets.against)
+        )
+        random_after = float(self.random.deletion[:, step].mean())
+        return Hiding(step, int(self.removed[step]), before, after, random_after, label, against, self.quantity)
+
+
+def _short_label(vit: Anatomy, index: int) -> str:
+    """The first name of a class, at most `LETTERS` letters of it; a text is one name."""
+    label = vit.label(index)
+    name = label if isinstance(vit.labels, UnsplitLabels) else short(label)
+    return name if len(name) <= LETTERS else name[: LETTERS - 1].rstrip() + "…"
 
 
 def _is_rare(others: int, count: int) -> bool:
