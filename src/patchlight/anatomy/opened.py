@@ -126,10 +126,12 @@ class Anatomy(Readout):
 
     @property
     def net(self) -> Any:
+        """The module that is run."""
         return self.running.net
 
     @property
     def twin(self) -> Twin:
+        """The copy of the model that everything runs on."""
         return self.running.twin
 
     def watch(self) -> None:
@@ -291,10 +293,12 @@ class Anatomy(Readout):
 
     @property
     def device(self) -> torch.device:
+        """The device of the model's weights."""
         return next(self.model.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The floating-point type that the model computes in."""
         net: nn.Module = self.net
         return next(p for p in net.parameters() if p.is_floating_point()).dtype
 
@@ -309,6 +313,7 @@ class Anatomy(Readout):
         return tokens
 
     def check_droppable(self) -> None:
+        """Raise Unsupported if tokens cannot be dropped."""
         if self.can_drop is not None:
             raise Unsupported(f"{self.name} cannot drop tokens: {self.can_drop}")
 

@@ -108,10 +108,10 @@ def warn(words: str, category: type[Warning]) -> None:
 
 
 def escape_surrogates(name: str) -> str:
-    """A file name as text that can be written anywhere: bytes that are not UTF-8 are spelled out.
+    r"""A file name as text that can be written anywhere: bytes that are not UTF-8 are spelled out.
 
-    >>> escape_surrogates("b\\udcff.png")
-    'b\\\\xff.png'
+    >>> escape_surrogates("b\udcff.png")
+    'b\\xff.png'
     """
     try:
         name.encode()

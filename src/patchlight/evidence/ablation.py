@@ -47,7 +47,8 @@ class Variants(Protocol):
     """
 
     @property
-    def owner(self) -> Tensor: ...
+    def owner(self) -> Tensor:
+        """The image [n] that each variant is made of."""
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         """The tokens that enter block 0 for a part of the list, and their positions [n,k] where some were dropped."""
@@ -61,6 +62,7 @@ class TokenSubsets:
     keep: Tensor
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        """The tokens that are kept, and their positions."""
         vit.check_droppable()
         owner, keep = _there(self.owner[part], embedded), _there(self.keep[part], embedded)
         return vit.gather(embedded, keep, owner), keep
@@ -79,6 +81,7 @@ class PixelMasks:
     fill: Filling
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        """The tokens of the masked images."""
         owner = _there(self.owner[part], images)
         masks = self.masks[part].to(images, non_blocking=True)[:, None]
         if masks.shape[-2:] != images.shape[-2:]:
@@ -101,6 +104,7 @@ class RankRanges:
     fill: Filling
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        """The tokens of the images with a range of ranks replaced."""
         owner = _there(self.owner[part], images)
         begin, end = (_there(side[part], images)[:, None, None] for side in (self.begin, self.end))
         ranks = self.ranks[owner]
@@ -121,6 +125,7 @@ class Rendered:
     render: Callable[[slice], Tensor]
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        """The tokens of the rendered images."""
         return vit.embed(self.render(part)), None
 
 

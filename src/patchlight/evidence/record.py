@@ -55,6 +55,7 @@ class Record:
 
     @cached_property
     def parts(self) -> Any:
+        """The parts of the block."""
         return self.open_parts()
 
     def see(self, name: str, value: Tensor) -> None:
@@ -119,6 +120,7 @@ class Record:
             self.dO = gradient
 
     def end(self) -> EndBias:
+        """The bias at the end of the block."""
         return EndBias(self.seen.get("bias"), self.scalar_bias)
 
 
@@ -271,7 +273,7 @@ class Evidence:
         return (self.A if record.reach is None else record.seen["A"]).shape[1]
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b, in bfloat16 where attention stayed fused: for large products that need little precision."""
+        """Compute a @ b, in bfloat16 where attention stayed fused: for large products that need little precision."""
         if self._record.fused is None or not a.is_cuda:
             return a @ b
         return (a.bfloat16() @ b.bfloat16()).to(a.dtype)

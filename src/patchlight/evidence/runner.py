@@ -58,10 +58,12 @@ class LayerJob:
     name: str = "this layer map"
 
     def of(self, record: Record) -> Any:
+        """The job's result for one block."""
         return self.function(Evidence(record, self.needs, self.name))
 
     @property
     def backward(self) -> bool:
+        """Whether the job needs a backward pass."""
         return bool(self.needs & BACKWARD)
 
 
@@ -103,9 +105,11 @@ class Runner:
         return self.scores
 
     def scored(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
+        """The explained scores [B,T]."""
         return target_scores(logits, targets, score, self.vit.outputs)
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
+        """Run the model and record what the jobs need."""
         vit = self.vit
         pixels = self.backward and self.first == PIXELS
         x = self.leaf = images.detach().requires_grad_(pixels)
@@ -152,6 +156,7 @@ class Runner:
         return TAPPED & frozenset[str]().union(*(self.jobs[j].needs for j in self.wants[layer]))
 
     def record(self, layer: int, x: Tensor) -> Record:
+        """A new record of one block."""
         record = Record(layer, x.detach(), self.vit.prefix, self.vit.depth, partial(self.vit.parts, layer))
         if self.projected is not None:
             record.seen["p"] = self.projected
@@ -166,6 +171,7 @@ class Runner:
         in_block: bool = True,
         place: Merging | None = None,
     ) -> Iterator[None]:
+        """Run a block with the taps of the jobs."""
         tapped = self.tapped(graph, record, needs, in_block, place)
         with torch.set_grad_enabled(graph), casting(self.vit, self.precision), tapped:
             yield
@@ -229,6 +235,7 @@ class Runner:
         return arrived
 
     def embed(self, images: Tensor) -> Tensor:
+        """Embed images, and record the patch projection if a job needs it."""
         if not any("p" in job.needs for job in self.jobs):
             return self.runs.embed(images)
 
@@ -246,6 +253,7 @@ class Runner:
         in_block: bool = True,
         place: Merging | None = None,
     ) -> contextlib.AbstractContextManager[Any]:
+        """Run a block with taps."""
         ruled = graph and self.rule.name != "plain"
         if not needs and not ruled:
             return contextlib.nullcontext()
@@ -303,12 +311,14 @@ class Runner:
         return self.values, end
 
     def no_gradient(self) -> str:
+        """The sentence for a model without gradients."""
         return (
             f"no gradient flows back through {self.vit.name}: a layer of it (quantised, or under no_grad) has none; "
             "methods that remove patches or mask pixels work"
         )
 
     def grad(self, outputs: Tensor, of: Tensor, weights: Tensor | None, last: bool) -> Tensor:
+        """The gradient of the outputs."""
         try:
             (gradient,) = torch.autograd.grad(outputs, of, weights, retain_graph=not last, allow_unused=True)
         except RuntimeError as error:

@@ -131,9 +131,11 @@ class Composition:
 
     @property
     def settings(self) -> Mapping[str, Setting]:
+        """The settings of the composition."""
         return settings_of(self.function)
 
     def blocks(self, vit: Anatomy, settings: Settings) -> tuple[int, ...]:
+        """The blocks that are composed."""
         return tuple(self.span(vit.depth, settings))
 
 
@@ -372,12 +374,15 @@ class ReadsBlocks(Method):
 
     @property
     def composition(self) -> Composition | None:
+        """The default composition."""
         return self.combine
 
     def settings(self, composition: Composition | None) -> dict[str, Setting]:
+        """The settings of the method and its composition."""
         return {**super().settings(composition), **PASSES}
 
     def needed(self, settings: Settings) -> frozenset[str]:
+        """The quantities that the method reads."""
         return frozenset(self.needs(settings) if callable(self.needs) else self.needs)
 
 
@@ -400,6 +405,7 @@ class LayerMap(ReadsBlocks):
     course: Callable[[Settings, Anatomy], Course] = _whole
 
     def settings(self, composition: Composition | None) -> dict[str, Setting]:
+        """The settings of the method and its composition."""
         return {**super().settings(composition), **CAPTURED}
 
     @property
@@ -437,6 +443,7 @@ class Ablates(Method):
     reads: Callable[[Settings, Anatomy], Reads] | None = None
 
     def settings(self, composition: Composition | None) -> dict[str, Setting]:
+        """The settings of the method."""
         return {**super().settings(composition), **ABLATION}
 
 

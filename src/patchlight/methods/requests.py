@@ -82,10 +82,12 @@ class Request:
 
     @property
     def level(self) -> Level:
+        """Whether scores belong to patches or pixels."""
         return cast(Level, self.settings.get("level", self.method.levels[0]))
 
     @property
     def needs(self) -> frozenset[str]:
+        """The quantities that the method reads."""
         return self.method.needed(self.settings)
 
     @property
@@ -359,6 +361,7 @@ class MethodInfo:
     reason: str = ""
 
     def cells(self) -> dict[str, str]:
+        """The row by column heading."""
         works = {} if self.supported is None else {"works": "yes" if self.supported else f"no: {self.reason}"}
         words = {"group": self.group, "what it shows": self.summary, "cost": self.cost, "paper": self.paper}
         return {"method": self.name, **works, **words, "settings": ", ".join(self.settings)}

@@ -96,6 +96,7 @@ class Measure:
 
     @property
     def ablation(self) -> Ablation:
+        """Scores variants of these images."""
         return Ablation(self.vit, self.images, fine=True, **self.ablation_settings)
 
     def once(self, key: Any, function: Callable[[], Any]) -> Any:
@@ -220,9 +221,11 @@ class Metric(Entry):
 
     @property
     def settings(self) -> dict[str, Setting]:
+        """The settings by name."""
         return {**settings_of(self.function), **(ABLATION if self.ablates else {})}
 
     def limits(self, settings: Settings) -> tuple[float, float]:
+        """The lowest and highest value under these settings."""
         return self.bounds(settings) if callable(self.bounds) else self.bounds
 
     def rises(self, settings: Settings) -> bool:
@@ -251,6 +254,7 @@ class MetricInfo:
     presets: tuple[str, ...]
 
     def cells(self) -> dict[str, str]:
+        """The row by column heading."""
         better = "higher" if self.higher_is_better else "lower"
         told = {"needs": ", ".join(self.needs), "paper": self.paper, "cost": self.cost, "what it says": self.summary}
         return {"metric": self.name, "better": better, **told, "settings": ", ".join(self.settings)}
@@ -411,6 +415,7 @@ class Evaluation:
 
     @cached_property
     def mean(self) -> float:
+        """The value of the whole data set; NaN if no image has a value."""
         if not self.count:
             return float("nan")
         return float(self.number(self.summed().sum(0, keepdim=True).double())[0])
@@ -585,6 +590,7 @@ def evaluations_html(
 
 
 def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
+    """Maps [B,h,w] in float32 or wider, refused if they do not fit the images."""
     if maps.ndim != 3 or len(maps) != count:
         raise PatchlightError(f"maps have shape {list(maps.shape)}; {count} images take maps of shape [{count}, h, w]")
     (h, w), (height, width) = maps.shape[-2:], vit.preprocess.size
@@ -600,6 +606,7 @@ def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
 
 
 def made_by(method: MapFunction | None, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+    """Maps of images made by a method, checked."""
     assert method is not None
     maps = method(vit, images, targets, seed)
     if not isinstance(maps, Tensor):
