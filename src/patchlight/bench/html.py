@@ -100,8 +100,7 @@ def _curves(run: RunTables, model: str, metric: str) -> Chart | None:
     for i, method in enumerate(run.recipe.methods):
         column = run.results.columns[model, method, metric]
         if column.mean_curve is not None and column.x is not None and column.count:
-            count = run.count(model, column.count)
-            name = f"{method} ({count})" if count and run.incomplete else method
+            name = f"{method} (n = {column.count})" if run.uneven(model) else method
             lines.append(Line(name, column.x.tolist(), column.mean_curve.tolist(), *line_style(i)))
     title = f"{metric} {run.arrow(metric)}"
     return Chart(title, line_chart(lines, legend=True, words=f"Mean curves of {metric}")) if lines else None
@@ -119,7 +118,7 @@ def _times(run: RunTables, model: str, colours: dict[str, str]) -> Chart | None:
 def _ranks(ranks: Ranks, colours: dict[str, str]) -> Chart:
     words = f"Critical-difference diagram of {ranks.metric}"
     svg = rank_chart(ranks.means, ranks.groups, ranks.critical, colours, words)
-    return Chart(ranks.metric, svg, f"{ranks.images} images, Friedman p = {ranks.p:.2g}")
+    return Chart(ranks.metric, svg, f"{ranks.images} shared images, Friedman p = {ranks.p:.2g}")
 
 
 def _examples(run: RunTables, model: str, paths: PathRemover) -> Iterator[Example]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +74,22 @@ class Results:
     def failures(self) -> dict[str, int]:
         """How many values failed, by reason, the commonest first."""
         return counted(word_counts(column.errors) for column in self.columns.values())
+
+    def on_shared_images(self) -> Results:
+        """For each model and metric, the same values on the images that all methods with a value have."""
+        shared: dict[tuple[str, str], Tensor] = {}
+        for (model, _, metric), column in self.columns.items():
+            if column.count:
+                shared[model, metric] = column.exist & shared.get((model, metric), column.exist)
+        columns = {
+            key: replace(
+                column,
+                values=column.values.where(shared.get((key[0], key[2]), column.exist), torch.nan),
+                mean_curve=None,
+            )
+            for key, column in self.columns.items()
+        }
+        return replace(self, columns=columns)
 
     def __repr__(self) -> str:
         total = sum(map(len, self.columns.values()))

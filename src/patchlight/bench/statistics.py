@@ -163,19 +163,13 @@ def rank_methods(results: Results, recipe: Recipe, model: str, metric: str) -> R
 
 
 def leading_method(columns: Mapping[str, Evaluation]) -> str | None:
-    """The method with the best number on the images that all methods with a value share; None without values."""
+    """The method with the best number on the images that all methods with a value share; None without any."""
     columns = {method: column for method, column in columns.items() if column.count}
-    if not columns:
+    shared = torch.stack([column.exist for column in columns.values()]).all(0) if columns else torch.zeros(1)
+    if not bool(shared.any()):
         return None
-    shared = _shared(columns)
     sign = 1 if next(iter(columns.values())).higher_is_better else -1
     return max(columns, key=lambda method: sign * mean_on(columns[method], shared))
-
-
-def _shared(columns: Mapping[str, Evaluation]) -> Tensor:
-    """Images [B] on which all columns have a value; those of any column where there are none."""
-    exist = torch.stack([column.exist for column in columns.values()])
-    return exist.all(0) if bool(exist.all(0).any()) else exist.any(0)
 
 
 def critical_difference(methods: int, images: int, alpha: float = ALPHA) -> float:

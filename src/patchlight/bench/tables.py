@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ LEGEND = (
     "Best in bold, if Friedman's test separates the methods at 5 %; † statistically tied with it (paired bootstrap "
     "over images); [95 % interval]; s/image: seconds per explanation (/ n: of a pass that n methods share)"
 )
-SHARED_ONLY = "Ranks, marks and differences use only the images that all compared methods have"
+SHARED_ONLY = "Methods are compared only on the images that all of them have"
+UNEVEN = "[95 % interval]; n: number of images. Means of different images cannot be compared"
 GAPS = "On shared images; [95 % interval of the paired bootstrap over images]; ▲ better at 5 %, ▼ worse"
 
 
@@ -34,8 +35,8 @@ GAPS = "On shared images; [95 % interval of the paired bootstrap over images]; �
 class CellText:
     """A cell as text; each part is empty where it does not apply.
 
-    `half` is half the width of the interval, `count` is "n = N" where N differs from the table's number of images, and
-    `details` is the tooltip.
+    `half` is half the width of the interval, `count` is "n = N" where the cells of the table have different numbers of
+    images, and `details` is the tooltip.
     """
 
     mean: str
@@ -50,7 +51,10 @@ class CellText:
 
 @dataclass(frozen=True, eq=False)
 class RunTables:
-    """A run with its statistics. `incomplete` is a sentence, empty for a complete run."""
+    """A run with its statistics.
+
+    `incomplete` is a sentence, empty for a complete run. With `shared_only`, only images that all methods have count.
+    """
 
     store: Store
     manifest: Manifest
@@ -59,10 +63,28 @@ class RunTables:
     cells: tuple[TableCell, ...]
     notes: tuple[str, ...]
     incomplete: str = ""
+    shared_only: bool = False
 
     @cached_property
     def by_key(self) -> dict[tuple[str, str, str], TableCell]:
         return {(c.model, c.method, c.metric): c for c in self.cells}
+
+    @cached_property
+    def on_shared_images(self) -> RunTables:
+        """The same tables, on the images that all methods with a value have."""
+        results = self.results.on_shared_images()
+        return replace(self, results=results, cells=tuple(table_cells(results, self.recipe)), shared_only=True)
+
+    def uneven(self, model: str) -> bool:
+        """Whether the run is incomplete and the methods have been measured on different images of this model."""
+        if self.shared_only or not self.incomplete:
+            return False
+        shared = self.on_shared_images.by_key
+        return any(c.images != shared[key].images for key, c in self.by_key.items() if key[0] == model)
+
+    def tables(self, model: str) -> list[RunTables]:
+        """The tables of a model: one, preceded for an uneven model by one on the shared images, if there are any."""
+        return [self.on_shared_images, self] if self.uneven(model) and self.on_shared_images.images(model) else [self]
 
     @cached_property
     def ranks(self) -> dict[tuple[str, str], Ranks]:
@@ -92,8 +114,8 @@ class RunTables:
         return max((c.images for c in self.cells if c.model == model), default=0)
 
     def count(self, model: str, images: int) -> str:
-        """`n = N` where a cell has another number of images than its table."""
-        return "" if images == self.images(model) else f"n = {images}"
+        """`n = N` where the cells of the table have different numbers of images."""
+        return "" if images == self.images(model) and not self.uneven(model) else f"n = {images}"
 
     def text(self, model: str, method: str, metric: str) -> CellText:
         """A cell as its table shows it; published numbers are scaled already."""
@@ -105,7 +127,7 @@ class RunTables:
         left_out = {"undefined": cell.undefined, "failed": cell.failed}
         return CellText(
             "failed" if math.isnan(cell.mean) and cell.failed else self.number(cell.mean, metric),
-            cell.mark,
+            "" if self.uneven(model) else cell.mark,
             *sides,
             "" if cell.published is None else f"{cell.published:.{self.recipe.metrics[metric].digits}f}",
             self.count(model, cell.images) if cell.images else "",
@@ -126,6 +148,9 @@ class RunTables:
         """The images of a model's table, and how to read its cells."""
         total, used = len(self.results.images[model]), self.images(model)
         images = images_text(total) if used == total else f"{used} of {images_text(total)}"
+        if self.uneven(model):
+            return f"All values so far, on {images}. {UNEVEN}."
+        images += ", those that all methods have" if self.shared_only else ""
         cells = [c for c in self.cells if c.model == model]
         published = "; (the paper's number)" if any(c.published is not None for c in cells) else ""
         fewer = "; n: images of a cell with fewer images" if any(c.images not in (0, used) for c in cells) else ""
@@ -212,14 +237,15 @@ def as_csv(run: RunTables) -> str:
     """A line for each model, method and metric, unscaled and in full precision; timing columns last."""
     names = [f.name for f in fields(TableCell) if f.name not in (*TIMING, "published")]
     rows = []
-    for cell in run.cells:
+    shared = run.on_shared_images.by_key if run.incomplete else run.by_key
+    for key, cell in run.by_key.items():
         ranks = run.ranks.get((cell.model, cell.metric))
         rank = ranks.means.get(cell.method) if ranks else None
         scale = run.recipe.metrics[cell.metric].scale
         published = None if cell.published is None else float(f"{cell.published / scale:.12g}")
-        last = [published, rank, *(getattr(cell, name) for name in TIMING)]
+        last = [shared[key].mean, shared[key].images, published, rank, *(getattr(cell, name) for name in TIMING)]
         rows.append([*(getattr(cell, name) for name in names), *last])
-    return csv_text([*names, "published", "rank", *TIMING], rows)
+    return csv_text([*names, "shared_mean", "shared_images", "published", "rank", *TIMING], rows)
 
 
 def as_markdown(run: RunTables, against: str | None = None) -> str:
@@ -229,14 +255,15 @@ def as_markdown(run: RunTables, against: str | None = None) -> str:
     lines += [f"{run.recipe.paper}", ""] if run.recipe.paper else []
     metrics, methods = list(run.recipe.metrics), list(run.recipe.methods)
     head = [f"{n} {run.arrow(n)}" for n in metrics]
+    names = {m: f"{m} ({badge})" if (badge := run.badge(m)) else m for m in methods}
     for model in run.models:
-        lines += [f"## {_markdown(model)}", "", run.caption(model), ""]
-        names = {m: f"{m} ({badge})" if (badge := run.badge(m)) else m for m in methods}
-        rows = [[names[m], *(_markdown_cell(run.text(model, m, n)) for n in metrics)] for m in methods]
-        seconds = [run.seconds_text(model, m) for m in methods]
-        lines += markdown_table(["method", *head, "s/image"], [[*row, s] for row, s in zip(rows, seconds, strict=True)])
+        lines += [f"## {_markdown(model)}", ""]
+        for table in run.tables(model):
+            cells = {m: [_markdown_cell(table.text(model, m, n)) for n in metrics] for m in methods}
+            rows = [[names[m], *cells[m], run.seconds_text(model, m)] for m in methods]
+            lines += [table.caption(model), "", *markdown_table(["method", *head, "s/image"], rows), ""]
         undefined = [f"- {_markdown(line)}." for line in run.undefined_lines(model)]
-        lines += ["", *undefined, *([""] if undefined else [])]
+        lines += [*undefined, *([""] if undefined else [])]
         if against is not None:
             gaps = method_gaps(run.results, run.recipe, model, against)
             rows = [
@@ -304,13 +331,14 @@ def as_latex(run: RunTables) -> str:
     """A booktabs table for each model: mean and half-width of its interval, best bold, tied best with a dagger."""
     out = [f"% {run.incomplete}"] if run.incomplete else []
     out += [r"% mean $\pm$ half of the 95 % bootstrap interval over images; bold: best; dagger: tied with it"]
-    for model in run.models:
+    for model, table in ((name, table) for name in run.models for table in run.tables(name)):
         metrics = list(run.recipe.metrics)
+        out += [f"% {table.caption(model)}"] if run.incomplete else []
         out += [r"\begin{tabular}{l" + "r" * len(metrics) + "r}", r"\toprule"]
         head = [f"{_latex(n)} {_latex(run.arrow(n))}" for n in metrics]
         out += [" & ".join([_latex(model), *head, "s/image"]) + r" \\", r"\midrule"]
         for method in run.recipe.methods:
-            numbers = [_latex_cell(run.text(model, method, n)) for n in metrics]
+            numbers = [_latex_cell(table.text(model, method, n)) for n in metrics]
             seconds = _latex(run.seconds_text(model, method))
             name = _latex(method) + (rf" {{\scriptsize ({badge})}}" if (badge := run.badge(method)) else "")
             out.append(" & ".join([name, *numbers, seconds]) + r" \\")

@@ -107,6 +107,7 @@ def status(folder: Folder, as_json: AsJson = False) -> None:
         "quick": manifest.quick,
         "values": manifest.values,
         "done": done,
+        "incomplete": done < manifest.values,
         "models": models,
         "workers": workers,
         "failures": results.failures,
@@ -116,7 +117,8 @@ def status(folder: Folder, as_json: AsJson = False) -> None:
         print_json(state)
         return
     quick = ", quick" if manifest.quick else ""
-    print(f"{manifest.resolved.name}{quick}: {done} of {manifest.values} values done")
+    incomplete = ", incomplete" if done < manifest.values else ""
+    print(f"{manifest.resolved.name}{quick}: {done} of {manifest.values} values done{incomplete}")
     for model, count in models.items():
         print(f"  {model}: {count} of {manifest.values // len(models)}")
     for worker in workers:
