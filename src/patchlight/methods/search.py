@@ -124,7 +124,7 @@ def _depends(settings: Settings) -> object:
     exact=False,
     nonnegative=True,
     cost="the prior (posterior), and 2 width (8) forwards for each patch, of half the tokens on average",
-    quick={"width": 2, "prior": "genatt", "budget": 24},
+    quick={"width": 2, "prior": "random", "budget": 24},
     refuses=_refuses,
     depends=_depends,
 )
