@@ -117,7 +117,7 @@ def test_the_method_is_the_search_written_out(objective: str, unit: str) -> None
     vit = shared("vit")
     wide = pl.wrap(copy.deepcopy(vit.model).double(), preprocess=vit.preprocess)
     batch, target = images(vit, 2).double(), 1
-    settings = {"prior": "genatt", "width": 3, "objective": objective, "unit": unit, "budget": 60}
+    settings = {"prior": "genatt", "candidates": 3, "objective": objective, "unit": unit, "budget": 60}
     found = pl.explain(wide, batch, {"search": settings}, target=target)["search"]
     prior = pl.explain(wide, batch, "genatt", target=target).scores.flatten(1)
     for i in range(2):
@@ -149,7 +149,7 @@ def test_the_method_is_the_search_written_out(objective: str, unit: str) -> None
 def test_classes_are_searched_by_themselves() -> None:
     vit = shared("vit")
     batch = images(vit, 2)
-    settings = {"search": {"prior": "genatt", "width": 2, "budget": 40}}
+    settings = {"search": {"prior": "genatt", "candidates": 2, "budget": 40}}
     both = pl.explain(vit, batch, settings, target=[[0, 1], [2, 3]])["search"]
     single = pl.explain(vit, batch, settings, target=[1, 3])["search"]
     assert torch.equal(both.scores[:, 1], single.scores)

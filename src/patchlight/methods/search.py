@@ -123,15 +123,15 @@ def _depends(settings: Settings) -> object:
     stochastic=True,
     exact=False,
     nonnegative=True,
-    cost="the prior (posterior), and 2 width (8) forwards for each patch, of half the tokens on average",
-    quick={"width": 2, "prior": "random", "budget": 24},
+    cost="the prior (posterior), and 2 candidates (8) forwards for each patch, of half the tokens on average",
+    quick={"candidates": 2, "prior": "random", "budget": 24},
     refuses=_refuses,
     depends=_depends,
 )
 def search(
     ask: Ask,
     prior: str = "posterior",
-    width: Count = 8,
+    candidates: Count = 8,
     region: Count = 1,
     objective: Objective = "both",
     two_ended: bool = False,
@@ -145,13 +145,13 @@ def search(
 
     .. math:: v_k = \\arg\\max_{v \\in C_k} F(S_{k-1} \\cup v), \\qquad F(S) = p(S) - p(V \\setminus S)
 
-    C_k are the `width` remaining patches that the prior ranks highest, and p is the score of the class with only those
-    patches. The map holds ranks: the patch that is shown first has the value N, the last one has 1. With `width` of at
+    C_k are the `candidates` remaining patches that the prior ranks highest, and p is the score of the class with only those
+    patches. The map holds ranks: the patch that is shown first has the value N, the last one has 1. With `candidates` of at
     least N it is the plain greedy search of SMDL-Attribution with this objective.
 
     Args:
         prior: The method whose map chooses the candidates.
-        width: Candidates of each step.
+        candidates: Patches that each step compares.
         region: Side of the squares of patches that are ordered as one; inside a square the prior's order holds.
         objective: "both" is F above, "insertion" is p(S) alone, and "deletion" is -p(V without S) alone.
         two_ended: Also fill the order from its end, which takes half as many steps (LiMA).
@@ -168,7 +168,7 @@ def search(
     removes = unit == "token" or (unit == "auto" and ask.vit.can_drop is None)
     value = _set_function(ask, members, objective, removes, fill)
     sets = None if budget is None else budget // (2 if objective == "both" else 1)
-    order, valued = guided_order(value, regions, width, two_ended, sets)
+    order, valued = guided_order(value, regions, candidates, two_ended, sets)
     ranks = ordered_map(order, members, patches).view(len(maps), -1, *ask.vit.grid)
     used = valued * (2 if objective == "both" else 1)
     wide = torch.promote_types(ask.vit.dtype, torch.float32)
