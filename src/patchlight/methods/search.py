@@ -132,7 +132,7 @@ def search(
     ask: Ask,
     prior: str = "posterior",
     candidates: Count = 8,
-    region: Count = 1,
+    side: Count = 1,
     objective: Objective = "both",
     two_ended: bool = False,
     budget: Annotated[int, Field(ge=0)] | None = None,
@@ -145,14 +145,14 @@ def search(
 
     .. math:: v_k = \\arg\\max_{v \\in C_k} F(S_{k-1} \\cup v), \\qquad F(S) = p(S) - p(V \\setminus S)
 
-    C_k are the `candidates` remaining patches that the prior ranks highest, and p is the score of the class with only those
-    patches. The map holds ranks: the patch that is shown first has the value N, the last one has 1. With `candidates` of at
-    least N it is the plain greedy search of SMDL-Attribution with this objective.
+    C_k are the remaining patches that the prior ranks highest, and p is the score of the class with only those patches.
+    The map holds ranks: the patch that is shown first has the value N, the last one has 1. If each step compares all
+    patches, this is the greedy search of SMDL-Attribution with this objective.
 
     Args:
         prior: The method whose map chooses the candidates.
         candidates: Patches that each step compares.
-        region: Side of the squares of patches that are ordered as one; inside a square the prior's order holds.
+        side: Side of the squares of patches that are ordered as one; inside a square the prior's order holds.
         objective: "both" is F above, "insertion" is p(S) alone, and "deletion" is -p(V without S) alone.
         two_ended: Also fill the order from its end, which takes half as many steps (LiMA).
         budget: Most sets to score for each image and class, after the prior; the rest follows the prior's order.
@@ -163,7 +163,7 @@ def search(
     maps = prior_map(ask, prior)
     assert maps is not None  # prior="none" is refused: no method has that name
     patches = maps.flatten(0, 1).double().cpu()
-    members = region_members(ask.vit.grid, region)
+    members = region_members(ask.vit.grid, side)
     regions = patches @ members.double().T / members.sum(1)
     removes = unit == "token" or (unit == "auto" and ask.vit.can_drop is None)
     value = _set_function(ask, members, objective, removes, fill)
