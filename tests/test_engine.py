@@ -243,7 +243,7 @@ def test_against_is_the_second_of_a_pair() -> None:
         assert att.against is not None
         assert pair.against is not None
         assert torch.equal(att.against, pair.against)
-    for target, words in ((None, "no target was given"), ((0, 1), "is a pair already"), ([0], "has length 1")):
+    for target, words in ((None, "no target was given"), ((0, 1), "is already a pair"), ([0], "has length 1")):
         with pytest.raises(pl.PatchlightError, match=words):
             pl.explain(vit, batch, target=target, against=[2, 2, 2])
 

@@ -1,4 +1,4 @@
-"""`explain`: from images and method names to attributions, all white-box methods of a rule in one pass."""
+"""`explain`: from images and method names to attributions; white-box methods with the same rule share one pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.attribution import Attribution, Attributions, versions
 from patchlight.core.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
 from patchlight.core.fingerprints import hash_images, identity
-from patchlight.core.images import in_batches
+from patchlight.core.images import GIVE_IMAGES, in_batches
 from patchlight.core.photos import Photos
 from patchlight.core.progress import Progress, show_progress
 from patchlight.core.registry import Selection, resolve_all
@@ -55,31 +55,45 @@ def explain(
     finite: bool = True,
     **settings: Any,
 ) -> Attribution | Attributions:
-    """Explain a model's decision about images: which patches speak for the target class.
+    """Explain a model's prediction for images: which patches speak for the target class.
 
-    `images`: a preprocessed [B,C,H,W] tensor, PIL image(s) or path(s); or a generator or DataLoader of these, which is
-    read as it comes (of a tuple such as (images, labels), the first part). `method`: a name, a list of names, or a dict
-    of names and settings (a setting `method`, or a bare name, makes the key a label); the latter two give a dict by the
-    names asked, from one forward and one backward per backward rule. `target`: None (the prediction), a class index or
-    label name, a list of one per image, several per image (a list of lists or [B,T]), or a tuple (a, b) for a against
-    b, whatever the number of images. `score`: "logit", "probability" or a callable of the logits. `progress`: a bar
-    where it takes over two seconds and somebody watches (a terminal or notebook), False for none, or a callable of the
-    images done and their number (None where that is not known). A map that is not finite is refused, unless `finite` is
-    False. Further keywords are the method's settings.
+    Args:
+        vit: The model: the result of `pl.load`, or a torch module.
+        images: Paths, PIL images, numpy arrays [H,W,C] (uint8, or floats from 0 to 1), an array [N,H,W,C], or a
+            preprocessed tensor [B,C,H,W]. A generator or DataLoader of these is streamed; of a tuple such as
+            (images, labels), the first part is used.
+        method: A name, a list of names, or a dict of names and settings. With {"label": "name"} or
+            {"label": {"method": "name", …}}, the keys are free labels. "auto" is the best one-pass method that works
+            on the model, "best" the most faithful one.
+        target: The class to explain: an index or a label name. A list has one class per image, a list of lists several
+            per image, and a tuple (a, b) explains a against b. Default: the prediction.
+        against: The class that `target` is contrasted with; the same as target=(target, against).
+        score: What is explained: "logit", "probability", "cosine" or a function of the logits.
+        seed: Random seed of sampling methods.
+        batch_size: Images per batch. Default: what fits into memory.
+        progress: True for a progress bar if the call takes more than two seconds, False for none, or a function of
+            (images done, number of images or None).
+        finite: Whether a map with NaN or infinity is an error.
+        settings: Settings of the method.
 
-    >>> att = pl.explain(vit, "cat.jpg", method="genatt", target="tabby")      # doctest: +SKIP
+    Returns:
+        An `Attribution`, or for several methods `Attributions`: a dict by method.
+
+    Example:
+        >>> att = pl.explain(vit, "cat.jpg", target="tabby", against="tiger cat")               # doctest: +SKIP
+        >>> att.show()                                                                          # doctest: +SKIP
     """
     vit = wrap(vit)
     seed = integer("seed", seed, 0)
     size = None if batch_size is None else integer("batch_size", batch_size, 1)
     resolved = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
-    asked = [request.suited(vit) for request in resolved]
+    requests = [request.suited(vit) for request in resolved]
     with vit.settled():
-        results = _explained(vit, images, asked, _pairs(target, against), seed, size, progress, finite)
+        results = _explain(vit, images, requests, _pairs(target, against), seed, size, progress, finite)
     return results[method] if isinstance(method, str) else results
 
 
-def _explained(
+def _explain(
     vit: Anatomy,
     images: Any,
     requests: Sequence[Request],
@@ -98,43 +112,43 @@ def _explained(
     for request in requests:
         check_contrast(request, targets, vit)
     parts: list[list[Estimate]] = []
-    chosen: list[Targets] = []
+    explained: list[Targets] = []
     hashes: list[str] = []
     begin = 0
-    with show_progress(progress, "explaining") as tell:
+    with show_progress(progress, "explaining") as report:
         for images_of_batch in batches:
             batch = vit.place(images_of_batch)
-            wanted = None if targets is None else targets.part(begin, len(batch), count)
-            used, found, size = _within_memory(vit, batch, requests, wanted, seed, begin, size)
+            classes = None if targets is None else targets.part(begin, len(batch), count)
+            classes, estimates, size = _within_memory(vit, batch, requests, classes, seed, begin, size)
             hashes_of_batch = hash_images(batch)
-            _warn_of_references(vit, hashes_of_batch, used, begin)
+            _warn_of_references(vit, hashes_of_batch, classes, begin)
             photos.see(batch)
-            found = _on_cpu(found)
+            estimates = _on_cpu(estimates)
             if finite:
-                for request, one in zip(requests, found, strict=True):
-                    _check_finite(request, vit, batch, used, one, begin)
-            chosen.append(used)
-            parts.append(found)
+                for request, estimated in zip(requests, estimates, strict=True):
+                    _check_finite(request, vit, batch, classes, estimated, begin)
+            explained.append(classes)
+            parts.append(estimates)
             hashes.extend(hashes_of_batch)
             begin += len(batch)
-            tell(begin, count)
-    if not chosen:
-        raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
-    of = {"weights": identity(vit), "images": tuple(hashes), "photos": tuple(photos.kept)}
-    explained = Targets.concat(chosen)
+            report(begin, count)
+    if not explained:
+        raise PatchlightError(f"no images were given; {GIVE_IMAGES}")
+    origin = {"weights": identity(vit), "images": tuple(hashes), "photos": tuple(photos.kept)}
+    joined = Targets.concat(explained)
     results = Attributions()
-    for request, own in zip(requests, zip(*parts, strict=True), strict=True):
-        results[request.label] = attribution_of(vit, request, Estimate.concat(own), explained, seed, of)
+    for request, estimates_of in zip(requests, zip(*parts, strict=True), strict=True):
+        results[request.label] = attribution_of(vit, request, Estimate.concat(estimates_of), joined, seed, origin)
     return results
 
 
 def _pairs(target: Target, against: Target) -> Target:
-    """A target with the class, or a list of the classes, that it is contrasted with."""
+    """A target and the class or classes that it is contrasted with, as pairs."""
     if against is None:
         return target
     if target is None or isinstance(target, tuple):
-        given = "no target was given" if target is None else f"target={target!r} is a pair already"
-        raise PatchlightError(f"against={against!r} needs one class as the target, but {given}; give target=…")
+        why = "no target was given" if target is None else f"target={target!r} is already a pair"
+        raise PatchlightError(f"against={against!r} needs one class as the target, but {why}; give target=…")
     if not _several(target):
         return [(target, other) for other in against] if _several(against) else (target, against)
     others = list(against) if _several(against) else [against] * len(target)
@@ -147,11 +161,11 @@ def _several(target: Target) -> TypeGuard[list[Any]]:
     return isinstance(target, list | np.ndarray | Tensor) and getattr(target, "ndim", 1) > 0
 
 
-def _on_cpu(found: Sequence[Estimate]) -> list[Estimate]:
-    """Maps and errors in float32 on the CPU; the maps of one shape travel together."""
-    scores = in_stacks([one.maps for one in found], lambda stack: stack.float())
-    errors = [None if one.error is None else one.error.detach().float().cpu() for one in found]
-    return [replace(one, maps=maps, error=e) for one, maps, e in zip(found, scores, errors, strict=True)]
+def _on_cpu(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Maps and errors in float32 on the CPU; maps of one shape are copied together."""
+    scores = in_stacks([each.maps for each in estimates], lambda stack: stack.float())
+    errors = [None if each.error is None else each.error.detach().float().cpu() for each in estimates]
+    return [replace(each, maps=maps, error=e) for each, maps, e in zip(estimates, scores, errors, strict=True)]
 
 
 def _within_memory(
@@ -163,53 +177,57 @@ def _within_memory(
     first: int,
     size: int,
 ) -> tuple[Targets, list[Estimate], int]:
-    """What `estimate` gives for a batch, at most `size` images at once, halved when memory runs out; and that size."""
+    """Run `estimate` on at most `size` images at once, and halve the size if memory runs out; also returns the size."""
     parts: list[tuple[Targets, list[Estimate]]] = []
     begin = 0
     while begin < len(batch):
-        some = batch[begin : begin + size]
-        wanted = None if targets is None else targets[begin : begin + size]
+        chunk = batch[begin : begin + size]
+        classes = None if targets is None else targets[begin : begin + size]
         try:
-            parts.append(estimate(vit, some, requests, wanted, seed, first + begin))
-            begin += len(some)
+            parts.append(estimate(vit, chunk, requests, classes, seed, first + begin))
+            begin += len(chunk)
         except (torch.OutOfMemoryError, MemoryError):
             if size == 1:
-                raise PatchlightError("not even one image fits into memory; ask for fewer methods at once") from None
-            size = max(1, min(size, len(some)) // 2)
+                raise PatchlightError(
+                    "one image does not fit into memory; give fewer methods at once"
+                ) from None
+            size = max(1, min(size, len(chunk)) // 2)
             forget(vit.net)
     if len(parts) == 1:
         return *parts[0], size
-    joined = Targets.concat([used for used, _ in parts])
-    return joined, [Estimate.concat(found) for found in zip(*(found for _, found in parts), strict=True)], size
+    joined = Targets.concat([classes for classes, _ in parts])
+    return joined, [Estimate.concat(each) for each in zip(*(estimates for _, estimates in parts), strict=True)], size
 
 
 def _warn_of_references(vit: Anatomy, hashes: Sequence[str], targets: Targets, first: int) -> None:
-    """Say which images are explained by their similarity to themselves."""
+    """Warn of images that are explained by their similarity to themselves."""
     same = [] if vit.head is None else vit.head.itself(hashes, targets.index)
     if same:
         images = ", ".join(str(first + i) for i in same[:8])
         warn(
-            f"image {images} is the reference itself, whose similarity is 1 with no gradient, so what its map shows is "
-            "rounding; explain another image",
+            f"image {images} is the reference itself: its similarity is 1 without a gradient, so its map shows only "
+            "rounding errors; explain another image",
             DegenerateMap,
         )
 
 
-def _check_finite(request: Request, vit: Anatomy, batch: Tensor, targets: Targets, found: Estimate, first: int) -> None:
-    """Refuse maps with NaN or infinity: which image, which method, and where the numbers were lost."""
-    broken = ~found.maps.isfinite().flatten(1).all(1)
+def _check_finite(
+    request: Request, vit: Anatomy, batch: Tensor, targets: Targets, estimated: Estimate, first: int
+) -> None:
+    """Refuse maps with NaN or infinity, and say which image, which method, and where the numbers were lost."""
+    broken = ~estimated.maps.isfinite().flatten(1).all(1)
     if not bool(broken.any()):
         return
     i = int(broken.nonzero()[0])
     logits = vit.logits(batch)
     if not bool(logits[i].isfinite().all()):
-        reason = "the model's logits are not finite there"
+        reason = "the model's logits are not finite"
     elif not bool(target_scores(logits, targets, request.score, vit.outputs)[i].isfinite().all()):
-        reason = "the score made of the model's logits is not finite there"
+        reason = "the score computed from the model's logits is not finite"
     else:
-        half = HALF.get(found.precision)
+        half = HALF.get(estimated.precision)
         reason = f"its numbers overflow {str(half or vit.dtype).removeprefix('torch.')}"
-        reason += "; precision='tf32' or 'full' may hold them" if half is not None else ""
+        reason += "; precision='tf32' or 'full' may help" if half is not None else ""
     reason += "; try the model in float32" if vit.dtype in (torch.float16, torch.bfloat16) else ""
     raise NotFinite(f"the map of image {first + i} by {request.name} is not finite: {reason}")
 
@@ -218,10 +236,11 @@ _OPTIONS = ("target", "against", "score", "seed", "batch_size", "progress", "fin
 
 
 def default_batch_size(vit: Anatomy, requests: Sequence[Request] = ()) -> int:
-    """How many images at once: 1 to 32, such that attention and its gradient, all heads and blocks, have about 1.5 GB.
+    """The default number of images per batch.
 
-    Of methods that all run passes on CUDA, what memory has room for (`fitting`), as a power of two: a size that changes
-    with every byte that is free would round differently each time.
+    It is 1 to 32, so that attention and its gradient (all heads and blocks) take about 1.5 GB. For methods that all run
+    passes on CUDA it is what memory has room for, as a power of two: if it changed with every free byte, results would
+    be rounded differently each time.
     """
     if vit.device.type != "cuda" or not requests or any(isinstance(r.method, Ablates) for r in requests):
         return max(1, min(32, int(1.5e9 / (2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2))))
@@ -230,16 +249,25 @@ def default_batch_size(vit: Anatomy, requests: Sequence[Request] = ()) -> int:
 
 
 def attribution_of(
-    vit: Anatomy, request: Request, found: Estimate, targets: Targets, seed: int, of: dict[str, Any]
+    vit: Anatomy, request: Request, estimated: Estimate, targets: Targets, seed: int, origin: dict[str, Any]
 ) -> Attribution:
-    """The result of a request: maps [B,T,h,w] with their provenance; `of` are weights, images and photos."""
+    """The result of a request: maps with their provenance.
+
+    Args:
+        vit: The model.
+        request: The method.
+        estimated: Its maps [B,T,h,w].
+        targets: The explained classes.
+        seed: The random seed.
+        origin: The fields `weights`, `images` and `photos` of the attribution.
+    """
     request = request.suited(vit)
-    several, scores, error = targets.several, found.maps, found.error
+    several, scores, error = targets.several, estimated.maps, estimated.error
     return Attribution(
         scores=scores if several else scores[:, 0],
         error=error if several or error is None else error[:, 0],
-        samples=() if found.samples is None else tuple(found.samples.tolist()),
-        facts={name: tuple(values.tolist()) for name, values in found.facts.items()},
+        samples=() if estimated.samples is None else tuple(estimated.samples.tolist()),
+        facts={name: tuple(values.tolist()) for name, values in estimated.facts.items()},
         target=targets.index if several else targets.index[:, 0],
         against=None if targets.against is None else targets.against[:, 0],
         method=request.name,
@@ -255,7 +283,7 @@ def attribution_of(
         versions=versions(),
         preprocess=vit.preprocess,
         extent=vit.extent if request.level == "token" and tuple(vit.extent) != tuple(vit.preprocess.size) else None,
-        precision=found.precision or request.precision,
+        precision=estimated.precision or request.precision,
         ignores_class=request.ignores_class,
-        **of,
+        **origin,
     )

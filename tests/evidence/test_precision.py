@@ -209,7 +209,7 @@ def test_a_batch_is_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(found[name].scores, attribution.scores)
         assert found[name].target.tolist() == list(range(7))
     monkeypatch.setattr(engine, "estimate", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
-    with pytest.raises(pl.PatchlightError, match="not even one image fits into memory"):
+    with pytest.raises(pl.PatchlightError, match="one image does not fit into memory"):
         pl.explain(vit, batch, "genatt", target=0)
 
 
