@@ -1,4 +1,4 @@
-"""The exceptions of Patchlight, the one way an error names what would have worked, and warnings at the user's line."""
+"""Exceptions and warnings, and the hints in their messages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ R = TypeVar("R")
 
 
 class PatchlightError(ValueError):
-    """A request that cannot be met: one sentence that says what was given and what would work."""
+    """Any wrong input. The message is one sentence: what went wrong, what was given and what to do."""
 
     def __init__(self, sentence: object = "") -> None:
         super().__init__(escape_surrogates(str(sentence)))
 
 
 class Unsupported(PatchlightError):
-    """A method asked of a model that lacks what the method needs."""
+    """A method or metric that does not work on a model."""
 
 
 class NoClassifier(PatchlightError):
-    """A model, `vit`, that has no classes of its own and was given no others."""
+    """A model without a classifier, opened without a head; `vit` is the model."""
 
     def __init__(self, sentence: str, vit: Any) -> None:
         super().__init__(sentence)
@@ -37,7 +37,7 @@ class NoClassifier(PatchlightError):
 
 
 class AssumedPreprocess(UserWarning):
-    """A model that does not say how its pictures are prepared: its family's published preprocessing is assumed."""
+    """The model does not specify its preprocessing, so the published one of its family is assumed."""
 
 
 class NotFinite(PatchlightError):
@@ -45,15 +45,15 @@ class NotFinite(PatchlightError):
 
 
 class DegenerateMap(UserWarning):
-    """A map that cannot say anything, with the reason and what to use instead."""
+    """A map without information, with the reason and what to use instead."""
 
 
 class NotCaptured(UserWarning):
-    """A pass that was to be captured as a CUDA graph had to be computed step by step."""
+    """A pass could not be captured as a CUDA graph and was computed step by step."""
 
 
 class UndefinedMetric(UserWarning):
-    """A value that does not exist for an image, or says little, with the reason."""
+    """A metric without a meaningful value for an image, with the reason."""
 
 
 class LongRun(UserWarning):
@@ -61,36 +61,36 @@ class LongRun(UserWarning):
 
 
 class TrainingWarning(UserWarning):
-    """Training has drifted into one of its failures, with what to change."""
+    """Training fails in a known way, with what to change."""
 
 
 class LogSkipped(UserWarning):
-    """Something of a training was not logged, with the reason and what to change."""
+    """Part of a training was not logged, with the reason and what to change."""
 
 
 class Cancelled(BaseException):
-    """Who watches the work (`progress.watch`) asked to stop; nothing that handles errors may take it for one."""
+    """A watcher (`progress.watch`) stopped the work. A BaseException, so that error handlers do not catch it."""
 
 
-_HEARD: ContextVar[list[str] | None] = ContextVar("heard", default=None)
+_COLLECTED: ContextVar[list[str] | None] = ContextVar("collected", default=None)
 
 
 @contextlib.contextmanager
 def collect_warnings() -> Iterator[list[str]]:
-    """Inside, Patchlight's warnings of this thread are put into a list, and not told."""
-    heard: list[str] = []
-    before = _HEARD.set(heard)
+    """Collect Patchlight's warnings of this thread in a list instead of showing them."""
+    collected: list[str] = []
+    before = _COLLECTED.set(collected)
     try:
-        yield heard
+        yield collected
     finally:
-        _HEARD.reset(before)
+        _COLLECTED.reset(before)
 
 
 def warn(words: str, category: type[Warning]) -> None:
-    """Warn at the line that called Patchlight, however deep inside the reason was found."""
-    heard = _HEARD.get()
-    if heard is not None:
-        heard.append(words)
+    """Warn at the line of the user's code that called Patchlight."""
+    collected = _COLLECTED.get()
+    if collected is not None:
+        collected.append(words)
         return
     frame = sys._getframe(1)
     line, outer = frame, frame.f_back
@@ -121,7 +121,7 @@ def escape_surrogates(name: str) -> str:
 
 
 def nearest(word: str, choices: Iterable[str], n: int = 3) -> str:
-    """A closing phrase with the valid names nearest to `word`.
+    """The last part of an error message: the valid names that are closest to a wrong one.
 
     >>> nearest("genat", ["genatt", "rollout"])
     "did you mean 'genatt'?"
@@ -132,11 +132,11 @@ def nearest(word: str, choices: Iterable[str], n: int = 3) -> str:
     if close:
         return f"did you mean {_listed(close)}?"
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
-    return f"known names: {shown}" if names else "there are none"
+    return f"known names: {shown}" if names else "no names are known"
 
 
 def integer(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
-    """`value` as a plain int, numpy's and torch's whole numbers too; anything else is refused by its name.
+    """Check an integer argument, which may be of numpy or torch, and return it as an int.
 
     >>> integer("batch_size", 4, 1)
     4
@@ -147,15 +147,15 @@ def integer(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
         number = operator.index(value)
     except TypeError:
         kind = type(value).__name__
-        raise PatchlightError(f"{name} {value!r} is a {kind}; give an integer of {least} or more") from None
+        raise PatchlightError(f"{name} {value!r} is a {kind}; give an integer of at least {least}") from None
     if not least <= number <= most:
-        limit = f"{least} or more" if number < least else f"{most} or less"
+        limit = f"at least {least}" if number < least else f"at most {most}"
         raise PatchlightError(f"{name} {number} is not possible; give {limit}")
     return number
 
 
 def check_keywords(function: Callable[P, R], advice: str = "") -> Callable[P, R]:
-    """Have a function refuse a misspelt keyword with the nearest one; `advice` is for what is none."""
+    """Make a function refuse unknown keywords and name the nearest one; `advice` is shown when no name is close."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
 
     @wraps(function)

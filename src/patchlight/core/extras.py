@@ -1,4 +1,4 @@
-"""What Patchlight does with packages that it does not bring: the extras, and the sentence where one is missing."""
+"""The extras: optional packages, and the error for a missing one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from patchlight.core.errors import PatchlightError
 
 @dataclass(frozen=True)
 class Extra:
-    """Packages of `pip install 'patchlight[NAME]'`, by the name they are imported by, and what they are for."""
+    """An extra of `pip install 'patchlight[NAME]'`: the modules of its packages, and what they are for."""
 
     name: str
     modules: tuple[str, ...]
     purpose: str
 
     def missing(self) -> list[str]:
-        """Its packages that are not installed."""
+        """The modules that are not installed."""
         return [module for module in self.modules if find_spec(module) is None]
 
 
@@ -36,21 +36,21 @@ EXTRAS = {
         Extra("pandas", ("pandas",), "to_frame() of results"),
     )
 }
-"""By name; `pip install 'patchlight[all]'` has them all."""
+"""By name; `pip install 'patchlight[all]'` installs all of them."""
 
 
 def missing_extra(subject: str, package: str, extra: str, otherwise: str = "") -> PatchlightError:
-    """The error of a package that is not installed; `subject` ends with its verb.
+    """The error for a package that is not installed; `subject` ends with its verb.
 
     >>> str(missing_extra("the page needs", "uvicorn", "web"))
     "the page needs uvicorn: pip install 'patchlight[web]'"
     """
-    way_out = f", or {otherwise}" if otherwise else ""
-    return PatchlightError(f"{subject} {package}: pip install 'patchlight[{EXTRAS[extra].name}]'{way_out}")
+    alternative = f", or {otherwise}" if otherwise else ""
+    return PatchlightError(f"{subject} {package}: pip install 'patchlight[{EXTRAS[extra].name}]'{alternative}")
 
 
 def missing_extras() -> Iterator[tuple[Extra, list[str]]]:
-    """The extras of which something is not installed, each with what that is."""
+    """The extras that are not complete, each with its missing modules."""
     for extra in EXTRAS.values():
         if absent := extra.missing():
             yield extra, absent

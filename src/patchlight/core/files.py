@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and saying in one sentence why one cannot be written."""
+"""Write files completely or not at all; an error says in one sentence why a file cannot be written."""
 
 from __future__ import annotations
 
@@ -7,37 +7,31 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from patchlight.core.errors import PatchlightError
 
 FORMULA = r"^[=+\-@\t\r]"
-"""How text begins that a spreadsheet takes for a formula."""
+"""The beginnings of text that spreadsheets interpret as a formula."""
 
 
 def cache_folder() -> Path:
     """The folder of cached files: PATCHLIGHT_CACHE, else patchlight/ below XDG_CACHE_HOME or ~/.cache."""
-    own, users = os.environ.get("PATCHLIGHT_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(own) if own else Path(users or "~/.cache").expanduser() / "patchlight"
+    folder, base = os.environ.get("PATCHLIGHT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(folder) if folder else Path(base or "~/.cache").expanduser() / "patchlight"
 
 
 def write_atomic(path: str | Path, data: bytes, durable: bool = False) -> Path:
-    """Write `data` under a temporary name beside `path`, then rename: nobody ever meets half a file.
+    """Write a file under a temporary name, then rename it, so that no reader ever sees half of it.
 
-    `durable` has it on the disk before the rename, so that not even a power cut leaves an empty one.
+    Args:
+        path: The file; missing folders are created.
+        data: Its content.
+        durable: Flush to the disk before the rename, so that a power cut does not leave an empty file.
     """
-    path = Path(path)
-    with _part(path, data, durable) as part:
-        os.replace(part, path)
-    return path
-
-
-@contextlib.contextmanager
-def _part(path: Path, data: bytes, durable: bool) -> Iterator[str]:
-    """The name of a file beside `path` with `data` in it; what is left of it in the end goes."""
-    part = ""
+    path, part = Path(path), ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -47,17 +41,18 @@ def _part(path: Path, data: bytes, durable: bool) -> Iterator[str]:
                 file.flush()
                 os.fsync(file.fileno())
         os.chmod(part, 0o644)
-        yield part
+        os.replace(part, path)
     except OSError as error:
         raise PatchlightError(f"'{path}' cannot be written: {error.strerror or error}") from error
     finally:
         if part:
             with contextlib.suppress(OSError):
                 os.unlink(part)
+    return path
 
 
 def finite_or_none(value: Any) -> Any:
-    """A value as JSON has it: NaN and infinity, also inside of mappings and lists, become None.
+    """A value for JSON: NaN and infinity become None, also inside mappings and lists.
 
     >>> finite_or_none({"a": [1.5, float("nan")]})
     {'a': [1.5, None]}
@@ -70,22 +65,19 @@ def finite_or_none(value: Any) -> Any:
 
 
 def csv_cell(value: Any) -> Any:
-    """A value as a cell of a CSV file: text that a spreadsheet would take for a formula gets a ' before it.
+    """A cell of a CSV file: text that a spreadsheet would interpret as a formula is prefixed with an apostrophe.
 
-    >>> cell("=1+1"), cell(-1.5)
+    >>> csv_cell("=1+1"), csv_cell(-1.5)
     ("'=1+1", -1.5)
     """
     return f"'{value}" if isinstance(value, str) and re.match(FORMULA, value) else value
 
 
 def check_writable(path: str | Path) -> None:
-    """Refuse, before any work is done, a path below something that is no folder or may not be written to."""
+    """Raise an error if a path cannot be written; call it before long work."""
     path = Path(path).absolute()
-    if path.is_dir():
-        above = path
-    else:
-        above = next(p for p in path.parents if p.exists())
-    if not above.is_dir():
-        raise PatchlightError(f"'{path}' cannot be written: '{above}' is not a folder")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise PatchlightError(f"'{path}' cannot be written: no permission to write in '{above}'")
+    folder = path if path.is_dir() else next(p for p in path.parents if p.exists())
+    if not folder.is_dir():
+        raise PatchlightError(f"'{path}' cannot be written: '{folder}' is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PatchlightError(f"'{path}' cannot be written: no permission to write in '{folder}'")
