@@ -160,7 +160,7 @@ def test_batch_sizes_seeds_and_progress(ask: Callable[..., Any]) -> None:
     for wrong in (2.5, "4", True, np.bool_(True), torch.tensor(2.0), [2]):
         refuses(("batch_size", "give an integer"), ask, batch_size=wrong)
     for wrong in (True, 1.0, "1", None, np.float64(1)):
-        refuses(("seed", "give an integer of 0 or more"), ask, seed=wrong)
+        refuses(("seed", "give an integer of at least 0"), ask, seed=wrong)
     for far in (-1, 2**70):
         refuses(f"seed {far} is not possible", ask, seed=far)
     refuses("progress 'yes' is a str; give True, False or a function", ask, progress="yes")
