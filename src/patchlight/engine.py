@@ -188,9 +188,7 @@ def _within_memory(
             begin += len(chunk)
         except (torch.OutOfMemoryError, MemoryError):
             if size == 1:
-                raise PatchlightError(
-                    "one image does not fit into memory; give fewer methods at once"
-                ) from None
+                raise PatchlightError("one image does not fit into memory; give fewer methods at once") from None
             size = max(1, min(size, len(chunk)) // 2)
             forget(vit.net)
     if len(parts) == 1:

@@ -131,7 +131,7 @@ def test_a_map_that_is_not_finite() -> None:
         return logits * torch.where(torch.arange(len(logits)) == 1, torch.nan, 1.0)[:, None]
 
     told = refuses("image 1 by ixg is not finite", pl.explain, vit, batch, ["rollout", "ixg"], score=score)
-    assert "the score made of the model's logits" in told
+    assert "the score computed from the model's logits" in told
     refuses("image 1 by ixg", pl.explain, vit, batch, "ixg", score=score, batch_size=2)
     kept = pl.explain(vit, batch, "ixg", score=score, finite=False)
     assert kept.scores.isfinite().flatten(1).all(1).tolist() == [True, False, True]

@@ -1,4 +1,4 @@
-"""Short hashes of weights and images, computed where the tensors live: they say which model and picture a map is of."""
+"""Short hashes that identify the weights and images of a map, computed on the device of the tensors."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ if TYPE_CHECKING:
     from patchlight.anatomy.opened import Anatomy
 
 ROW = 2**14
+"""Words that are summed together."""
 SAMPLED = 16
+"""Tensors whose first numbers are part of a stamp."""
 Stamp = tuple[list[tuple[int, int]], bytes]
-_KNOWN: WeakKeyDictionary[nn.Module, tuple[Stamp, str]] = WeakKeyDictionary()
+_HASHES: WeakKeyDictionary[nn.Module, tuple[Stamp, str]] = WeakKeyDictionary()
 
 
 def json_digest(value: Any) -> str:
-    """Sixteen hexadecimal digits of the SHA-256 of a value's JSON, keys sorted."""
+    """The first 16 hexadecimal digits of the SHA-256 of a value's JSON with sorted keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def fingerprint(model: nn.Module) -> str:
-    """The hash of a model's state, by name, shape and every bit; read again only when `stamp` has changed."""
+    """The hash of all names, shapes and bits of a model's state; computed again only when `stamp` has changed."""
     now = stamp(model)
-    known = _KNOWN.get(model)
-    if known is not None and known[0] == now:
-        return known[1]
+    before = _HASHES.get(model)
+    if before is not None and before[0] == now:
+        return before[1]
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    about = repr([(name, str(value.dtype), tuple(value.shape)) for name, value in state.items()])
+    shapes = repr([(name, str(value.dtype), tuple(value.shape)) for name, value in state.items()])
     sums = [_sums(value.detach().reshape(1, -1)).flatten().cpu() for value in state.values()]
-    found = _hashed(about.encode(), torch.cat(sums) if sums else torch.empty(0, dtype=torch.int32))
-    _KNOWN[model] = now, found
-    return found
+    digest = _digest(shapes.encode(), torch.cat(sums) if sums else torch.empty(0, dtype=torch.int32))
+    _HASHES[model] = now, digest
+    return digest
 
 
 def identity(vit: Anatomy) -> str:
-    """The hash of a model's weights and of the head it is asked by: maps are of both."""
+    """The hash of a model's weights and head."""
     weights = fingerprint(vit.model)
     if vit.head is None and not vit.reading:
         return weights
-    told = vit.reading if vit.head is None else json.dumps(vit.head.about(), sort_keys=True, default=repr)
-    return hashlib.sha256(f"{weights} {told}".encode()).hexdigest()[:16]
+    head = vit.reading if vit.head is None else json.dumps(vit.head.about(), sort_keys=True, default=repr)
+    return hashlib.sha256(f"{weights} {head}".encode()).hexdigest()[:16]
 
 
 def hash_tensor(values: Tensor) -> str:
@@ -54,60 +56,60 @@ def hash_tensor(values: Tensor) -> str:
 
 
 def stamp(model: nn.Module) -> Stamp:
-    """Where every weight and buffer lies and how often torch has written to it, and some of their numbers.
+    """A cheap stamp that changes with the weights: the address and version of each tensor, and some of their numbers.
 
-    It changes when they do, and is cheap. What is written past torch (through `.data`, or a NumPy view) is seen where
-    it reaches the beginning of one of 16 tensors from first to last: a moving average of all weights, or another head.
+    Changes that torch does not count (through `.data` or a NumPy view) are noticed if they reach the beginning of one
+    of about 16 tensors, as a moving average of all weights or another head does.
     """
     tables = (table for m in modules_of(model) for table in (m._parameters, m._buffers))
-    held = [t for table in tables for t in table.values() if t is not None]
-    some = [t for t in held[:: max(1, len(held) // SAMPLED)] + held[-2:] if t.is_floating_point() and t.numel()]
+    tensors = [t for table in tables for t in table.values() if t is not None]
+    sample = tensors[:: max(1, len(tensors) // SAMPLED)] + tensors[-2:]
     with torch.no_grad():
-        begin = [t.detach().flatten()[:4].float() for t in some]
+        begin = [t.detach().flatten()[:4].float() for t in sample if t.is_floating_point() and t.numel()]
         numbers = torch.cat(begin).cpu().numpy().tobytes() if begin else b""
-    return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in held], numbers
+    return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors], numbers
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """A model and every module in it once, without the names that `nn.Module.modules` puts together on the way."""
-    found = {id(model): model}
+    """A model and every module in it once; faster than `nn.Module.modules`, which also builds their names."""
+    modules = {id(model): model}
     waiting = [model]
     while waiting:
         for child in waiting.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
+            if child is not None and id(child) not in modules:
+                modules[id(child)] = child
                 waiting.append(child)
-    return list(found.values())
+    return list(modules.values())
 
 
 def hash_images(images: Tensor) -> tuple[str, ...]:
     """The hash of each preprocessed image of a batch [B,C,H,W]."""
-    about = repr((str(images.dtype), tuple(images.shape[1:]))).encode()
-    return tuple(_hashed(about, row) for row in _sums(images.detach().flatten(1)).cpu())
+    shape = repr((str(images.dtype), tuple(images.shape[1:]))).encode()
+    return tuple(_digest(shape, row) for row in _sums(images.detach().flatten(1)).cpu())
 
 
-def _hashed(about: bytes, sums: Tensor) -> str:
-    return hashlib.sha256(about + b"\0" + sums.numpy().tobytes()).hexdigest()[:16]
+def _digest(shape: bytes, sums: Tensor) -> str:
+    return hashlib.sha256(shape + b"\0" + sums.numpy().tobytes()).hexdigest()[:16]
 
 
 def _sums(rows: Tensor) -> Tensor:
-    """Sums of the bits of every row [n,m] over pieces of it, weighted by position [n,pieces] int32, modulo 2^32.
+    """Sums of the bits of each row [n,m] over pieces, weighted by position: [n,pieces] int32, modulo 2^32.
 
-    The weights are odd, hence invertible: no single change of a piece leaves its sum.
+    The weights are odd, hence invertible, so any single change of a piece changes its sum.
     """
     rows = rows.resolve_conj().resolve_neg().contiguous()
-    rows = rows.clone() if rows.storage_offset() * rows.element_size() % 4 else rows  # a view that begins anywhere
+    rows = rows.clone() if rows.storage_offset() * rows.element_size() % 4 else rows  # a view may not be aligned
     wide = rows.shape[1] * rows.element_size() % 4 == 0
     words = rows.view(torch.uint8).view(torch.int32) if wide else rows.view(torch.uint8).to(torch.int32)
     weights = _weights(words.device)
-    whole = words.shape[1] // ROW * ROW
-    body = words[:, :whole].unflatten(1, (-1, ROW)) if whole else words.new_empty(len(words), 0, ROW)
-    rest = words[:, whole:]
+    end = words.shape[1] // ROW * ROW
+    body = words[:, :end].unflatten(1, (-1, ROW)) if end else words.new_empty(len(words), 0, ROW)
+    rest = words[:, end:]
     tail = (rest * weights[: rest.shape[1]]).sum(1, dtype=torch.int32)
     return torch.cat([(body * weights).sum(2, dtype=torch.int32), tail[:, None]], 1)
 
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    drawn = (torch.arange(ROW, dtype=torch.int64) * 2654435761 + 40503) % 2**32 | 1
-    return torch.where(drawn < 2**31, drawn, drawn - 2**32).to(device, torch.int32)
+    odd = (torch.arange(ROW, dtype=torch.int64) * 2654435761 + 40503) % 2**32 | 1
+    return torch.where(odd < 2**31, odd, odd - 2**32).to(device, torch.int32)

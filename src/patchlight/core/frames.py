@@ -1,4 +1,4 @@
-"""Results as pandas tables; pandas is imported when one is asked for, and is not needed otherwise."""
+"""Results as pandas tables. Pandas is optional and imported only here."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def make_frame(columns: Mapping[str, Any]) -> DataFrame:
-    """A table of columns, in that order; a column that is one value has it in every row."""
+    """A table of columns in this order; a single value is repeated in every row."""
     return _pandas().DataFrame(dict(columns))
 
 
 def stack_frames(frames: Iterable[DataFrame]) -> DataFrame:
-    """Tables below each other, their rows numbered through."""
+    """Tables below each other, with new row numbers."""
     return _pandas().concat(list(frames), ignore_index=True)
 
 
 def from_arrow(table: Any) -> DataFrame:
-    """A table of pyarrow as one of pandas."""
+    """A pyarrow table as a pandas table."""
     _pandas()
     return table.to_pandas()
 

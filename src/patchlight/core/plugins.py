@@ -1,4 +1,4 @@
-"""Extensions: somebody's own file or package that registers methods, metrics, rules, … as the bundled rooms do."""
+"""Plugins: files and installed packages that register methods, metrics, rules and so on."""
 
 from __future__ import annotations
 
@@ -12,47 +12,50 @@ from types import ModuleType
 from patchlight.core.errors import PatchlightError, warn
 
 GROUP = "patchlight.plugins"
-"""The group of entry points a package names its modules in; they are loaded with the bundled ones."""
+"""The group of entry points of installed plugins; their modules are loaded with the bundled ones."""
 _LOCK = threading.RLock()
 _INSTALLED: list[str] = []
 _FILES: set[Path] = set()
 
 
 def load_plugin(path: str | Path) -> None:
-    """Run a Python file that registers something; a file that was loaded already is left alone.
+    """Run a Python file that registers methods, metrics or other entries. A file is loaded only once.
 
-    >>> load_plugin("my_method.py")                              # doctest: +SKIP
+    Args:
+        path: The Python file.
+
+    Example:
+        >>> pl.load_plugin("my_method.py")                                                      # doctest: +SKIP
     """
     file = Path(path).resolve()
     if not file.is_file() or file.suffix != ".py":
-        raise PatchlightError(f"plugin '{path}' is no Python file; give one that registers a method, metric, …")
+        raise PatchlightError(f"plugin '{path}' is not a Python file; give one that registers a method or metric")
     with _LOCK:
         if file in _FILES:
             return
         name = f"patchlight_plugin_{file.stem}_{len(_FILES)}"
-        loader = SourceFileLoader(name, str(file))
         module = ModuleType(name)
         module.__file__ = str(file)
         sys.modules[name] = module
         try:
-            loader.exec_module(module)
+            SourceFileLoader(name, str(file)).exec_module(module)
         except Exception as error:
             del sys.modules[name]
-            told = str(error) if isinstance(error, PatchlightError) else f"{type(error).__name__}: {error}"
-            raise PatchlightError(f"plugin '{path}' could not be loaded: {told}") from error
+            reason = str(error) if isinstance(error, PatchlightError) else f"{type(error).__name__}: {error}"
+            raise PatchlightError(f"plugin '{path}' could not be loaded: {reason}") from error
         _FILES.add(file)
 
 
 def loaded_files() -> list[str]:
-    """The files that were loaded, for processes that have to load them too."""
+    """The files that were loaded, so that other processes can load them too."""
     return sorted(map(str, _FILES))
 
 
 def load_installed() -> list[str]:
-    """Load what installed packages offer, once; one that breaks is told and left out. Returns their names."""
+    """Load the plugins of installed packages once, and return their names; a broken one is skipped with a warning."""
     with _LOCK:
         if not _INSTALLED:
-            _INSTALLED.append("")  # a plugin may itself ask for methods
+            _INSTALLED.append("")  # so that a plugin which looks up methods does not start this again
             for point in entry_points(group=GROUP):
                 try:
                     point.load()

@@ -1,7 +1,7 @@
-"""How far a long piece of work is: told to a function, or drawn as a bar on a terminal or in a notebook.
+"""Progress of long work: reported to a function, or shown as a progress bar on a terminal or in a notebook.
 
-Such a bar comes after two seconds, so that short work stays silent, and goes when the work is done. `watched` looks
-inside the work on one image: it hears of every chunk, and can stop it there.
+A bar appears after two seconds and disappears when the work is done. `watch` follows the forward passes of one image
+and can stop them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 Progress = Callable[[int, int | None], None]
-"""Called with how much is done and of how much; None where only the end will tell."""
+"""Called with how much is done and the total; None if the total is not known."""
 Update = Callable[[float, int | None], None]
-"""The same, of work that may be done in part."""
+"""The same with fractions of an image."""
 PATIENCE = 2.0
 """Seconds before a bar is shown."""
 _SHOWN = threading.Lock()
-"""Held while there is a bar: work inside that work, or in another thread beside it, draws none of its own."""
+"""Locked while there is a bar, so that nested or parallel work does not show another one."""
 
 
 @dataclass
@@ -44,33 +44,33 @@ class Watcher:
     total: int = 0
 
     def begin(self, count: int) -> None:
-        """So many more are to do."""
+        """Add this many passes to the total."""
         self.total = self.done + count
         self.check()
 
     def advance(self, count: int) -> None:
-        """So many of them are done."""
+        """Report this many passes as done."""
         self.done += count
         self.report(self.done, self.total)
 
     def check(self) -> None:
-        """Stop here, where that is wanted."""
+        """Raise `Cancelled` if the work is to stop."""
         if self.cancelled():
-            raise Cancelled(f"stopped after {self.done} of {self.total} forwards")
+            raise Cancelled(f"stopped after {self.done} of {self.total} forward passes")
 
 
 _WATCHED: ContextVar[Watcher | None] = ContextVar("watched", default=None)
 
 
 def current_watcher() -> Watcher:
-    """Who watches what this thread does; nobody, where nobody does."""
+    """The watcher of this thread; one that does nothing if there is none."""
     return _WATCHED.get() or Watcher()
 
 
 @contextlib.contextmanager
-def watch(watch: Watcher) -> Iterator[None]:
-    """Inside, every chunk of variants and every pass is told to `watch`, and stops where it says so."""
-    before = _WATCHED.set(watch)
+def watch(watcher: Watcher) -> Iterator[None]:
+    """Report every chunk of variants and every pass of this thread to a watcher, which may stop them."""
+    before = _WATCHED.set(watcher)
     try:
         yield
     finally:
@@ -79,18 +79,13 @@ def watch(watch: Watcher) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(words: str) -> Iterator[Bar]:
-    """A bar on stderr with one task, from the beginning; none where nobody watches."""
+    """A progress bar on stderr with one task, shown at once; none without a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with exclusive_bar(), shown:
         shown.add_task(words, total=None)
@@ -104,11 +99,11 @@ def show_progress(progress: Progress | bool | None, words: str) -> Iterator[Upda
     Args:
         progress: True for a progress bar that appears after two seconds, a function that is called with whole images,
             or False or None for neither.
-        words: What the bar says.
+        words: The text of the bar.
     """
     if progress is True:
-        with _late_bar(words) as tell:
-            yield tell
+        with _late_bar(words) as update:
+            yield update
     elif progress is None or progress is False:
         yield _silent
     elif callable(progress):
@@ -124,7 +119,7 @@ def _silent(done: float, total: int | None) -> None:
 
 @contextlib.contextmanager
 def exclusive_bar() -> Iterator[bool]:
-    """Whether there is no other bar; while this lasts, no other comes."""
+    """Yields whether there is no other bar, and prevents others until the end."""
     mine = _SHOWN.acquire(blocking=False)
     try:
         yield mine
@@ -135,7 +130,7 @@ def exclusive_bar() -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _late_bar(words: str) -> Iterator[Update]:
-    """A bar on a terminal or in a notebook after PATIENCE, unless the work is over by then or there is another bar."""
+    """A bar that appears after PATIENCE, unless the work is done by then or there is another bar."""
     with exclusive_bar() as mine:
         lock = threading.Lock()
         now: tuple[float, int | None] = 0, None
@@ -155,7 +150,7 @@ def _late_bar(words: str) -> Iterator[Update]:
                     shown = tqdm(desc=words, leave=False, disable=None)
                     draw()
 
-        def tell(done: float, total: int | None) -> None:
+        def update(done: float, total: int | None) -> None:
             nonlocal now
             with lock:
                 now = done, total
@@ -166,7 +161,7 @@ def _late_bar(words: str) -> Iterator[Update]:
         if mine and sys.stderr is not None:
             timer.start()
         try:
-            yield tell
+            yield update
         finally:
             with lock:
                 timer.cancel()

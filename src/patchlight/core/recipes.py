@@ -1,4 +1,4 @@
-"""Recipes: TOML files, checked against the specs that say what a recipe holds. An error names the line.
+"""Recipes: TOML files that are checked against a schema; an error names the line.
 
 The bundled ones are in `recipes/`, by the command that takes them: `bench/`, `diffmask/` and `shapley/`.
 """
@@ -21,22 +21,22 @@ from patchlight.core.errors import PatchlightError, nearest
 R = TypeVar("R", bound=BaseModel)
 Keys = tuple[str, ...]
 KINDS = ("bench", "diffmask", "shapley")
-"""The commands that take recipes; each has its bundled ones in the folder of its name."""
+"""The commands that take recipes."""
 DEEPEST = 16
-"""Tables and lists inside each other, at most; a recipe has five."""
+"""The largest depth of nested tables and lists; recipes have five."""
 Int64 = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 PositiveInt = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class Spec(BaseModel):
-    """A part of a recipe; a key it does not know is refused."""
+    """A part of a recipe without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class OpenSpec(BaseModel):
-    """A part of a recipe whose other keys are settings of what it names."""
+    """A part of a recipe whose further keys are settings."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -45,7 +45,7 @@ class OpenSpec(BaseModel):
         return dict(self.model_extra or {})
 
     def changed(self, **changes: Any) -> Self:
-        """The same with other values."""
+        """A copy with other values."""
         try:
             return type(self).model_validate({**self.model_dump(), **changes})
         except ValidationError as error:
@@ -54,52 +54,47 @@ class OpenSpec(BaseModel):
             raise PatchlightError(f"setting {key}={first['input']!r} is not valid: {first['msg']}") from error
 
     def __reduce__(self) -> Any:
-        return type(self).model_validate, (self.model_dump(),)  # another process resolves it for itself
+        return type(self).model_validate, (self.model_dump(),)  # without cached values, which another process computes
 
 
 def short_for(key: str) -> Any:
-    """A lone string stands for this key."""
+    """A validator that reads a plain string as the value of this key."""
     return model_validator(mode="before")(lambda value: {key: value} if isinstance(value, str) else value)
 
 
 def bundled_recipes(kind: str = "bench") -> dict[str, Traversable]:
-    """The recipes that come with the package, by name, of those that `patchlight KIND` takes."""
+    """The bundled recipes of the command `patchlight KIND`, by name."""
     files = (resources.files("patchlight") / "recipes" / kind).iterdir()
     return dict(sorted((file.name.removesuffix(".toml"), file) for file in files if file.name.endswith(".toml")))
 
 
-def find_recipe(given: str | Path, kind: str = "bench") -> Traversable:
-    """The file of a recipe: a bundled one by its name, or a path, which ends with .toml or has a slash in it."""
-    known = bundled_recipes(kind)
-    if not _is_path(given) and str(given) in known:
-        return known[str(given)]
-    if _is_path(given) and Path(given).exists():
-        return Path(given)
-    name = Path(given).name.removesuffix(".toml")
-    told = f"no recipe at '{given}'" if _is_path(given) else f"no bundled recipe is called '{given}'"
+def find_recipe(recipe: str | Path, kind: str = "bench") -> Traversable:
+    """The file of a recipe: a bundled one by name, or a path, which ends with .toml or contains a slash."""
+    bundled = bundled_recipes(kind)
+    is_path = isinstance(recipe, Path) or recipe.endswith(".toml") or "/" in recipe or os.sep in recipe
+    if not is_path and str(recipe) in bundled:
+        return bundled[str(recipe)]
+    if is_path and Path(recipe).exists():
+        return Path(recipe)
+    name = Path(recipe).name.removesuffix(".toml")
+    problem = f"no recipe at '{recipe}'" if is_path else f"no bundled recipe is called '{recipe}'"
     other = next((k for k in KINDS if k != kind and name in bundled_recipes(k)), None)
     if other is not None:
-        raise PatchlightError(f"{told} for `patchlight {kind}`; that is a recipe of `patchlight {other}`")
-    raise PatchlightError(f"{told}; {nearest(name, [*known, *(file.name for file in Path().glob('*.toml'))])}")
+        raise PatchlightError(f"{problem} for `patchlight {kind}`; that is a recipe of `patchlight {other}`")
+    raise PatchlightError(f"{problem}; {nearest(name, [*bundled, *(file.name for file in Path().glob('*.toml'))])}")
 
 
-def _is_path(given: str | Path) -> bool:
-    return isinstance(given, Path) or given.endswith(".toml") or "/" in given or os.sep in given
-
-
-def read_text(given: str | Path, kind: str = "bench") -> str:
+def read_text(recipe: str | Path, kind: str = "bench") -> str:
     """The text of a recipe: see `find_recipe`."""
-    file = find_recipe(given, kind)
     try:
-        return file.read_text(encoding="utf-8")
+        return find_recipe(recipe, kind).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PatchlightError(
-            f"'{given}' cannot be read as a recipe: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise PatchlightError(f"'{recipe}' cannot be read as a recipe: {reason}") from error
 
 
 def parse_as(kind: type[R], text: str, where: str) -> R:
-    """A recipe of this kind from TOML; `where` is what an error calls it."""
+    """Parse TOML as a recipe of this kind; `where` is the name of the recipe in errors."""
     try:
         content = tomllib.loads(text)
         if _depth(content) > DEEPEST:
@@ -109,27 +104,27 @@ def parse_as(kind: type[R], text: str, where: str) -> R:
         at = int(line.group(1)) if line else text.count("\n") + 1
         raise PatchlightError(f"{where}, line {at}: not TOML: {str(error).split(' (at')[0]}") from error
     except RecursionError as error:
-        raise PatchlightError(f"{where} is nested too deeply; a recipe has tables in tables, and no more") from error
+        raise PatchlightError(f"{where} is nested too deeply; a recipe has at most {DEEPEST} levels") from error
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        # An unknown section tells more than the missing one it was meant to be.
-        first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+        # A misspelt section is more helpful than the missing one that results from it.
+        first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         keys = tuple(str(key) for key in first["loc"])
         raise at_line(text, where, keys, _in_words(kind, first, keys)) from error
 
 
 def at_line(text: str, where: str, keys: Keys, sentence: object) -> PatchlightError:
-    """An error about what these keys hold, at their line, or that of the nearest table around them."""
+    """An error about a value, with the line of its key or of the nearest table around it."""
     lines = key_lines(text)
     line = next((lines[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in lines), 1)
     return PatchlightError(f"{where}, line {line}: {sentence}")
 
 
 def _depth(value: Any) -> int:
-    """How many tables and lists lie inside each other."""
-    inside = value.values() if isinstance(value, dict) else value
-    return 1 + max((_depth(one) for one in inside if isinstance(one, dict | list)), default=0)
+    """The depth of nested tables and lists."""
+    values = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(each) for each in values if isinstance(each, dict | list)), default=0)
 
 
 def _in_words(kind: type[BaseModel], error: Any, keys: Keys) -> str:
@@ -142,7 +137,7 @@ def _in_words(kind: type[BaseModel], error: Any, keys: Keys) -> str:
 
 
 def _beside(kind: type[BaseModel], keys: Keys) -> Iterable[str]:
-    """The keys that may stand where the last of these does."""
+    """The keys that are valid in the place of the last one."""
     for key in keys[:-1]:
         field = kind.model_fields.get(key)
         parts = () if field is None else (field.annotation, *get_args(field.annotation))
@@ -156,22 +151,22 @@ _WORD = re.compile(r"""[\w-]+|"[^"]*"|'[^']*'""")
 
 
 def key_lines(text: str) -> dict[Keys, int]:
-    """The line (from 1) of every table and key of a TOML text; keys inside inline tables stand on their table's."""
-    found: dict[Keys, int] = {}
+    """The line (from 1) of every table and key of a TOML text, without keys inside inline tables."""
+    lines: dict[Keys, int] = {}
     table: Keys = ()
     inside = ""
     for number, line in enumerate(text.splitlines(), 1):
         if not inside:
             key, header = _KEY.match(line), _HEADER.match(line)
             if key:
-                found.setdefault((*table, *_words(key.group(1))), number)
+                lines.setdefault((*table, *_words(key.group(1))), number)
             elif header:
                 table = _words(header.group(1))
-                found.setdefault(table, number)
+                lines.setdefault(table, number)
         for quotes in ('"""', "'''"):
             if line.count(quotes) % 2 and inside in ("", quotes):
                 inside = "" if inside else quotes
-    return found
+    return lines
 
 
 def _words(key: str) -> Keys:

@@ -1,7 +1,7 @@
-"""Between cells and pixels: the one place that knows where the cells of a grid lie on an image.
+"""Conversion between the cells of a patch grid and the pixels of an image.
 
-A grid covers an `extent` of pixels from the image's top left corner: the image itself, less where patches do not fit
-into it, or more where it is padded to whole patches.
+A grid covers an `extent` of pixels from the top left corner of the image: the image itself, fewer pixels if patches do
+not fit, or more if the image is padded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from patchlight.core.errors import PatchlightError
 
 Upsampling = Annotated[
-    Literal["nearest", "bilinear", "bicubic"], Field(description="How a map of patches becomes one of pixels.")
+    Literal["nearest", "bilinear", "bicubic"], Field(description="Interpolation from patches to pixels.")
 ]
 
 
@@ -29,9 +29,15 @@ def to_pixels(
     align_corners: bool = False,
     averaged: bool = False,
 ) -> Tensor:
-    """Values of cells [...,h,w] at an image's size [...,H,W]; pixels beyond the cells are as the nearest of them.
+    """Interpolate values of cells [...,h,w] to pixels [...,H,W]; pixels outside the grid get the nearest value.
 
-    Where the cells are smaller than pixels they are sampled, or `averaged`.
+    Args:
+        values: Values of cells.
+        size: Height and width of the image.
+        extent: Height and width of the pixels that the grid covers; by default the image.
+        upsampling: The interpolation.
+        align_corners: As in `torch.nn.functional.interpolate`.
+        averaged: Average cells that are smaller than pixels, instead of sampling them.
     """
     if tuple(values.shape[-2:]) == tuple(size):
         return values
@@ -46,27 +52,27 @@ def to_pixels(
 def at_size(
     scores: Tensor, size: Sequence[int], covers: tuple[float, float], upsampling: Upsampling, averaged: bool = False
 ) -> Tensor:
-    """Scores [...,h,w] at any size, where they lie on that share of its height and width, from the top left."""
+    """Interpolate scores [...,h,w] that cover this share of the height and width to any size."""
     if upsampling not in ("nearest", "bilinear", "bicubic"):
-        raise PatchlightError(f"no upsampling is called '{upsampling}'; give nearest, bilinear or bicubic")
+        raise PatchlightError(f"unknown upsampling '{upsampling}'; give nearest, bilinear or bicubic")
     extent = [max(1, round(side * share)) for side, share in zip(size, covers, strict=True)]
     return to_pixels(scores, size, extent, upsampling, averaged=averaged)
 
 
 def axis_matrix(cells: int, pixels: int) -> Tensor:
-    """U [pixels,cells] in float64, `to_pixels` of one axis as a matrix: a map becomes U_rows map U_columns^T."""
+    """`to_pixels` along one axis as a matrix U [pixels,cells] in float64: a map becomes U_rows map U_columns^T."""
     return to_pixels(torch.eye(cells, dtype=torch.float64)[..., None], (pixels, 1))[..., 0].T
 
 
 def fitted(pixels: Tensor, size: Sequence[int]) -> Tensor:
-    """Pixels [n,c,h,w] cut, or continued by their last row and column, to another size from the same corner."""
+    """Crop pixels [n,c,h,w] at the bottom and right, or repeat the last row and column, to get another size."""
     pixels = pixels[..., : size[0], : size[1]]
     missing = (0, size[1] - pixels.shape[-1], 0, size[0] - pixels.shape[-2])
     return F.pad(pixels, missing, mode="replicate") if any(missing) else pixels
 
 
 def to_cells(pixels: Tensor, grid: Sequence[int], extent: Sequence[int] | None = None) -> Tensor:
-    """The mean of pixels [...,H,W] in each cell of a grid [...,h,w]; pixels beyond the grid do not count."""
+    """The mean of pixels [...,H,W] in each cell of a grid [...,h,w]; pixels outside the grid do not count."""
     if tuple(pixels.shape[-2:]) == tuple(grid):
         return pixels
     flat = pixels.reshape(-1, 1, *pixels.shape[-2:])
@@ -76,6 +82,5 @@ def to_cells(pixels: Tensor, grid: Sequence[int], extent: Sequence[int] | None =
     cells = (grid[0], grid[1])
     means = F.adaptive_avg_pool2d(F.pad(inside, missing), cells)
     if any(missing):
-        there = F.pad(torch.ones_like(inside[:1]), missing)
-        means = means / F.adaptive_avg_pool2d(there, cells)
+        means = means / F.adaptive_avg_pool2d(F.pad(torch.ones_like(inside[:1]), missing), cells)
     return means.reshape(*pixels.shape[:-2], *grid)
