@@ -124,17 +124,17 @@ def test_every_method_has_a_heading_and_every_public_name_a_place() -> None:
     assert not missing, f"tools/docs/manual.py does not show {sorted(missing)}"
 
 
-def test_manual_pages_tell_what_there_is() -> None:
+def test_manual_pages_list_everything() -> None:
     line = manual.command_line()
     assert "## patchlight bench run" in line
     assert "`--method`" in line
     assert "`crop_pct`" in manual.recipe_format()
-    told = manual.error_page()
-    assert "no … is called '…'; …" in told.replace("\\", "")
+    errors = manual.error_page()
+    assert "no … is called '…'; …" in errors.replace("\\", "")
     assert (ROOT / "docs" / "index.md").exists()
 
 
-def test_broken_links_are_told(tmp_path: Path) -> None:
+def test_broken_links_are_reported(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<h1 id="top">x</h1><a href="b.html#there">b</a><a href="https://x.org">x</a>')
     (tmp_path / "b.html").write_text('<h1 id="there">y</h1><a href="a.html#top">a</a><img src="gradcam++.jpg">')
     (tmp_path / "gradcam++.jpg").write_bytes(b"")

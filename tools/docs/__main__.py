@@ -13,7 +13,7 @@ from tools.docs.links import broken
 from tools.docs.staging import ROOT, stage
 
 
-def told(words: str, since: float) -> None:
+def report(words: str, since: float) -> None:
     print(f"[{time.monotonic() - since:5.0f} s] {words}", flush=True)
 
 
@@ -21,26 +21,26 @@ def main(folder: Path) -> int:
     start = time.monotonic()
     source, html = folder / "source", folder / "html"
     stage(source)
-    told("drawing every method on three photographs", start)
+    report("drawing every method on three photographs", start)
     drawn = pictures.draw(source / "_static" / "methods")
-    told("trying every method on the model families", start)
+    report("trying every method on the model families", start)
     for _ in families.write(source / "reference" / "families"):
         pass
     reference.write(source, drawn)
     manual.write(source)
     measured.write(source)
-    told("Sphinx: executing the tutorials, building the pages", start)
+    report("Sphinx: executing the tutorials, building the pages", start)
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": paths}
     words = ["-W", "--keep-going", "-q", "-j", "2", "-b", "html", str(source), str(html)]
     if subprocess.run([sys.executable, "-m", "sphinx", *words], env=environment, check=False).returncode:
-        told("it failed", start)
+        report("failed", start)
         return 1
     wrong = list(broken(html))
-    told(f"links: {len(wrong)} lead nowhere", start)
+    report(f"{len(wrong)} broken links", start)
     for sentence in wrong:
         print(sentence)
-    told(f"the documentation is in {html / 'index.html'}", start)
+    report(f"the documentation is in {html / 'index.html'}", start)
     return 1 if wrong else 0
 
 

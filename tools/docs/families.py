@@ -1,4 +1,4 @@
-"""Pages about the model families: an example that is run, and which methods work on its model."""
+"""Pages of the model families: an example that was run, and the methods that work on its model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.docs.words import as_markdown, code, table, toctree
 
 @dataclass(frozen=True)
 class Kind:
-    """Models that are opened alike: a name, a title, what to know, and code that makes a small one called `vit`."""
+    """Models that are opened in the same way, and code that creates a small one called `vit`."""
 
     name: str
     title: str
@@ -28,11 +28,11 @@ class Kind:
     words: str
     example: str
     tested: str
-    """What the project's own tests try on models of this kind, in words."""
+    """What the project's tests cover for these models."""
 
     @cached_property
     def run(self) -> tuple[Any, str]:
-        """The anatomy that the example made, and what it printed."""
+        """The opened model of the example, and the printed output."""
         names: dict[str, Any] = {"__name__": "example"}
         printed = io.StringIO()
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ class Kind:
 
     @cached_property
     def refused(self) -> dict[str, str]:
-        """Why methods do not work on its model, by their names."""
+        """The reason for each method that does not work on the model."""
         return {one.name: one.reason for one in pl.list_methods(self.run[0]) if not one.supported}
 
 
@@ -66,7 +66,7 @@ KINDS = (
         "ViT, DeiT, DeiT III, DINOv2 and FlexiViT of timm",
         "timm",
         "The plain Vision Transformers of timm: with a class token or mean pooling, with registers, distilled or not. "
-        "Everything works on them; the two trained methods want an explainer that was trained for the model.",
+        "All methods work on them; the two trained methods need an explainer that was trained for the model.",
         _example("""
 import timm
 import torch
@@ -101,8 +101,8 @@ vit = pl.wrap(model)
         "Other plain transformers of timm",
         "timm-relatives",
         "CaiT, XCiT, ConViT, hybrids with a convolutional stem, relative positions, NaFlex, SAM's encoder, Gemma's and "
-        "Qwen's towers. Where neighbouring patches meet in a convolution, tokens cannot be removed, and where a block "
-        "changes its attention behind the softmax, as CaiT's do, attention is not read; what needs that is refused.",
+        "Qwen's towers. If a convolution mixes neighbouring patches, tokens cannot be removed. If a block changes its "
+        "attention after the softmax, as in CaiT, attention is not read. Methods that need either are refused.",
         _example(
             """
 import timm
@@ -124,9 +124,9 @@ vit = pl.wrap(model)
         "timm-staged",
         "Swin, PVT, Twins and other networks of stages",
         "timm-staged",
-        "Opened at a stage, whose grid maps have. Attention is read through windows, pooled keys and merging where it "
-        "can be (Swin, SwinV2, PVTv2, Twins); elsewhere the stage's feature map is explained "
-        "([what is sound there](../../methods.md#hierarchical-models)).",
+        "A model is opened at a stage, and maps have its grid. Swin, SwinV2, PVTv2 and Twins also provide "
+        "attention, through windows, pooled keys and merging; for others the feature map of the stage is explained "
+        "([which methods are sound](../../methods.md#hierarchical-models)).",
         _example(
             """
 import timm
@@ -154,7 +154,7 @@ vit = pl.wrap(model, stage=2)
         "Image classifiers of transformers",
         "transformers",
         'ViT, DeiT, DINOv2, CLIP and SigLIP with a classifier. From the hub or a folder: `pl.load("hf:NAME")`; images '
-        "are prepared as the model's own processor does.",
+        "are prepared as by the model's own processor.",
         _example("""
 import torch
 from transformers import ViTConfig, ViTForImageClassification
@@ -178,7 +178,7 @@ vit = pl.wrap(ViTForImageClassification(config).eval())
         "Image-text models and backbones of transformers",
         "transformers backbones",
         "CLIP and SigLIP with sentences as classes, and backbones without a classifier (DINOv2, DINOv3, MAE) with a "
-        "[head](../../heads.md). A [tutorial](../../tutorials/clip.md) has a whole example.",
+        "[head](../../heads.md). The [tutorial](../../tutorials/clip.md) has a complete example.",
         _example("""
 import torch
 from transformers import Dinov2Config, Dinov2Model
@@ -199,7 +199,7 @@ vit = pl.wrap(
         "open-clip",
         "CLIP and SigLIP of open_clip",
         "open_clip",
-        "Sentences are the classes ([image-text models](../../heads-texts.md)). The extra `open_clip`.",
+        "Sentences are the classes ([image-text models](../../heads-texts.md)). Needs the extra `open_clip`.",
         _example("""
 import open_clip
 import torch
@@ -229,7 +229,7 @@ vit = pl.wrap(model, head=pl.heads.Texts(torch.randn(2, 32), ["a dog", "a cat"])
         "torchvision",
         "ViT of torchvision",
         "torchvision",
-        '`pl.load("torchvision:vit_b_16")`, or a model that you have.',
+        '`pl.load("torchvision:vit_b_16")`, or your own model.',
         _example("""
 import torch
 from torchvision.models import VisionTransformer
@@ -250,7 +250,7 @@ vit = pl.wrap(model.eval())
     ),
     Kind(
         "own",
-        "A module of your own",
+        "Your own module",
         "",
         "A module around one of these is opened at the blocks of its backbone "
         "([models and weights of your own](../../own-models.md)).",
@@ -286,20 +286,20 @@ def _yes_or(reason: str | None) -> str:
 
 
 def page(kind: Kind) -> str:
-    """What a family's models are, an example with what it printed, and which methods work on it."""
+    """The page of a family: its models, an example with its output, and the methods that work."""
     vit, printed = kind.run
     names = [one.name for one in pl.list_methods()]
     works = [name for name in names if name not in kind.refused]
     read = FAMILIES[kind.family] if kind.family else None
-    told = f"Read by the family `{read.name}`: {as_markdown(read.summary)}\n\n" if read is not None else ""
+    family = f"Opened by the family `{read.name}`: {as_markdown(read.summary)}\n\n" if read is not None else ""
     refused = table(
         ("refused", "why"),
         ((f"[{name}](../methods/{name}.md)", as_markdown(reason)) for name, reason in kind.refused.items()),
     )
     links = ", ".join(f"[{name}](../methods/{name}.md)" for name in works)
     return (
-        f"# {kind.title}\n\n{kind.words}\n\n{told}"
-        f"This was run when the page was made, with random weights:\n\n```python\n{kind.example}```\n\n"
+        f"# {kind.title}\n\n{kind.words}\n\n{family}"
+        f"This example was run with random weights when the page was built:\n\n```python\n{kind.example}```\n\n"
         f"```text\n{printed}```\n\n"
         f"Tested: {kind.tested}.\n\n"
         "Tokens can be removed: "
@@ -316,8 +316,8 @@ def index() -> str:
         for kind in KINDS
     )
     return (
-        "# Model families\n\nHow models are opened, which methods work on them, and an example of each that was run. "
-        "[Every name of timm](../../models.md) has a table of its own.\n\n"
+        "# Model families\n\nHow models are opened and which methods work on them, with an example for each family. "
+        "[Models of timm](../../models.md) lists every name of timm.\n\n"
         + table(("models", "family", "methods that work"), rows)
         + "\n"
         + toctree(kind.name for kind in KINDS)
@@ -325,7 +325,7 @@ def index() -> str:
 
 
 def write(folder: Path) -> Iterator[Path]:
-    """The pages of all families, and their index."""
+    """Write the pages of all families and their index."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in [("index", index()), *((kind.name, page(kind)) for kind in KINDS)]:
         (folder / f"{name}.md").write_text(text, encoding="utf-8")

@@ -20,15 +20,15 @@ _PIECES = re.compile(r"(\$[^$]+\$[,.;:)’]*|`[^`]+`)")
 
 @cache
 def known() -> Any:
-    """All there is: `symbols`, and by name `methods` and `metrics`."""
+    """All formulas: `symbols`, and by name `methods` and `metrics`."""
     return tomllib.loads((DOCS / "formulas.toml").read_text(encoding="utf-8"))
 
 
 def mathml(latex: str, block: bool = False) -> str:
-    """A formula as a `math` element, in the line or as a block; its LaTeX is what it is called and copied as.
+    """A formula as an inline or block `math` element; its LaTeX is the alternative text.
 
     Raises:
-        ValueError: The formula has a command that is not known, which a page would show as it is.
+        ValueError: The formula contains an unknown command.
     """
     math = convert_to_element(latex, display="block" if block else "inline")
     for element in math.iter():
@@ -50,7 +50,7 @@ def mathml(latex: str, block: bool = False) -> str:
 
 
 def in_html(words: str) -> str:
-    """Words with `code` and $formulas$ in them as HTML."""
+    """Text with `code` and $formulas$, as HTML."""
 
     def piece(part: str) -> str:
         if part.startswith("$"):
@@ -70,7 +70,7 @@ def _raw(html: str) -> str:
 
 
 def _line(latex: str) -> str:
-    """A line of formulas; those that \\qquad parts stand below each other where there is no room."""
+    """A line of formulas; those separated by \\qquad wrap on narrow screens."""
     return '<div class="formula">' + "".join(f"<div>{mathml(p, block=True)}</div>" for p in parts(latex)) + "</div>"
 
 
@@ -80,7 +80,7 @@ def parts(latex: str) -> list[str]:
 
 
 def block(kind: str, name: str) -> str:
-    """The formulas of one of the `methods` or `metrics` and what their symbols are; nothing where it has none."""
+    """The formulas of a method or metric with their symbols, or an empty string."""
     entry = known()[kind][name]
     if "none" in entry:
         return ""
@@ -91,7 +91,7 @@ def block(kind: str, name: str) -> str:
 
 
 def symbols() -> str:
-    """The section of the methods' index that says what symbols mean on every page."""
+    """The section of the methods' index that explains the symbols."""
     rows = "\n".join(
         f"<tr><td>{in_html(symbol)}</td><td>{in_html(words)}</td></tr>" for symbol, words in known()["symbols"].items()
     )

@@ -1,4 +1,4 @@
-"""Whether the links of built pages lead somewhere: to a file that is there, and to a place in it."""
+"""Find broken links in the built pages: missing files and missing anchors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Page(HTMLParser):
-    """The places of a page, and where it links to."""
+    """The anchors and links of a page."""
 
     places: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
@@ -33,7 +33,7 @@ def read(path: Path) -> Page:
 
 
 def broken(folder: Path) -> Iterator[str]:
-    """A sentence for each link inside `folder` that leads nowhere, and for each that leaves it to be loaded."""
+    """Yield a message for each broken link between the pages of `folder`."""
     pages = {path: read(path) for path in sorted(folder.rglob("*.html"))}
     for path, page in pages.items():
         for link in page.links:

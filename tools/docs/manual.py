@@ -1,4 +1,4 @@
-"""Pages of the command line, of recipes, of errors and of the public names, written from the code itself."""
+"""Reference pages for the command line, recipes, errors and public names, generated from the code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tools.docs.words import as_markdown, code, paragraphs, table
 SOURCE = Path(patchlight.__file__).parent
 PUBLIC: dict[str, tuple[str, ...]] = {
     "A model": ("load", "wrap", "list_models", "Anatomy", "Preprocess"),
-    "What else it can be asked": (
+    "Questions": (
         "heads.Texts",
         "heads.Similar",
         "heads.Prototypes",
@@ -48,7 +48,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "During training": ("callbacks.TrainingLog", "callbacks.log_maps"),
     "Runs of the benchmark": ("bench.open", "bench.Store"),
-    "Adding": (
+    "Extending": (
         "load_plugin",
         "layer_map",
         "own_passes",
@@ -69,14 +69,15 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "Measured",
     ),
 }
-"""The public names by what they are for; errors and warnings have a page of their own."""
+"""The public names by purpose; errors and warnings have their own page."""
 WARNINGS = ("PatchlightError", "Unsupported", "DegenerateMap", "UndefinedMetric", "AssumedPreprocess")
 CONSTANTS = ("LAST", "FIRST", "SUM", "PLUS", "SKIPPLUS", "ADDITIVE", "ROLLOUT")
 MEMBERS = {"Attribution", "Attributions", "Evaluation", "Evaluations", "Comparison", "Verdict", "Preprocess", "Store"}
 """Classes whose methods a user calls."""
 
 
-def found(name: str) -> Any:
+def public(name: str) -> Any:
+    """Return the object behind a public name, such as `bench.open`."""
     value: Any = patchlight
     for part in name.split("."):
         value = getattr(value, part)
@@ -87,26 +88,26 @@ def api() -> str:
     """The public names with their docstrings, by autodoc."""
     parts = [
         "# Python",
-        "`import patchlight as pl` gives these names; everything else is private by convention. Importing is cheap: "
-        "each is loaded when it is first used.",
+        "`import patchlight as pl` provides these names; everything else is private by convention. Each is loaded "
+        "when it is first used, so the import is fast.",
     ]
     for heading, names in PUBLIC.items():
         parts.append(f"## {heading}")
         for name in names:
-            kind = "class" if inspect.isclass(found(name)) else "function"
+            kind = "class" if inspect.isclass(public(name)) else "function"
             members = name.rpartition(".")[2] in MEMBERS or name in ("Anatomy", "Ask", "Measure", "LayerMaps")
             options = "   :members:\n   :member-order: bysource\n" if kind == "class" and members else ""
             parts.append(f"```{{eval-rst}}\n.. auto{kind}:: patchlight.{name}\n{options}```")
     constants = ", ".join(f"`pl.{name}`" for name in CONSTANTS)
     parts.append(
-        f"Compositions that a layer map of your own can have (`combine=`): {constants}. "
-        "[Methods and their names](../methods.md#names-compose) says what they do."
+        f"Compositions for your own layer maps (`combine=`): {constants}. "
+        "[Methods and their names](../methods.md#names-compose) describes them."
     )
     return "\n\n".join(parts) + "\n"
 
 
 def commands(command: Any, name: str = "patchlight") -> Iterator[tuple[str, Any]]:
-    """Every command that does something, with its whole name."""
+    """Every command with its full name; groups of commands are left out."""
     inner = getattr(command, "commands", {})
     if not inner:
         yield name, command
@@ -129,9 +130,9 @@ def command_line() -> str:
     """Every command, its arguments and options, from typer."""
     parts = [
         "# Command line",
-        "`patchlight --help` and `patchlight COMMAND --help` say the same. `patchlight --install-completion` has the "
-        "shell complete methods, metrics, models, settings and presets. Exit codes: "
-        "0 done; 2 a wrong request, told in one sentence; 3 some images failed, the others are done.",
+        "`patchlight --help` and `patchlight COMMAND --help` print the same. `patchlight --install-completion` lets "
+        "the shell complete methods, metrics, models, settings and presets. Exit codes: 0 done; 2 wrong request, with "
+        "an error message; 3 some images failed, the others are done; 75 stopped on request, the same command resumes.",
     ]
     for name, command in commands(typer.main.get_command(app)):
         given = [one for one in command.params if one.param_type_name == "argument"]
@@ -181,18 +182,18 @@ def _fields(model: type[BaseModel]) -> str:
             (
                 code(name),
                 as_markdown(_kind(field.annotation)),
-                "needed" if needed else code(repr(default)) if plain else "",
+                "required" if needed else code(repr(default)) if plain else "",
             )
         )
-    return table(("key", "is", "default"), rows)
+    return table(("key", "type", "default"), rows)
 
 
 def recipe_format() -> str:
-    """What a recipe may say, from the models it is checked against."""
+    """The keys of a recipe, from the models that check it."""
     parts = [
         "# Recipe format",
-        "A recipe is a TOML file; [Benchmarks](../benchmark.md#recipes) has a whole one with comments. These are its "
-        "parts and keys, as they are checked; a key that is not known is refused, with its line.",
+        "A recipe is a TOML file; [Benchmarks](../benchmark.md#recipes) has a complete example with comments. This "
+        "page lists its parts and keys. An unknown key is refused, and the error names its line.",
     ]
     titles: dict[str, type[BaseModel]] = {
         "The recipe": Recipe,
@@ -215,12 +216,12 @@ def recipe_format() -> str:
         )
         for name, one in KINDS.items()
     )
-    parts += ["## Kinds of data", "[Data](../data.md) tells more.", table(("kind", "what", "options"), rows)]
+    parts += ["## Kinds of data", "[Data](../data.md) describes them.", table(("kind", "contents", "options"), rows)]
     return "\n\n".join(parts) + "\n"
 
 
 def _spoken(node: ast.expr) -> str:
-    """A string or f-string of the code as a sentence with … for what is filled in."""
+    """A string or f-string of the code, with … for inserted values."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -231,7 +232,7 @@ def _spoken(node: ast.expr) -> str:
 
 
 def sentences(file: Path) -> Iterator[tuple[str, str]]:
-    """The errors and warnings a file may give: their class, and the sentence."""
+    """The errors and warnings of a file: their class and message."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not node.args:
             continue
@@ -243,25 +244,25 @@ def sentences(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def error_page() -> str:
-    """What can go wrong, and every sentence about it."""
+    """Errors and warnings: classes, common messages, and all messages."""
     parts = [
         "# Errors and warnings",
-        "A request that cannot be met ends with one sentence that says what was given and what would work. On the "
-        "command line it is printed, with exit code 2; in Python it is one of these:",
+        "The message of an error states what went wrong, what was given and what to do. The command line prints it "
+        "and exits with code 2; in Python it is one of these:",
         table(
             ("class", "when"),
-            ((code(f"pl.{name}"), as_markdown(paragraphs(found(name))[0])) for name in WARNINGS),
+            ((code(f"pl.{name}"), as_markdown(paragraphs(public(name))[0])) for name in WARNINGS),
         ),
-        "`Unsupported` is a `PatchlightError`, and that is a `ValueError`. Warnings point at your line, and "
-        '`warnings.filterwarnings("error", category=pl.DegenerateMap)` makes an error of one.',
-        "## What often happens",
+        "`Unsupported` is a subclass of `PatchlightError`, which is a subclass of `ValueError`. "
+        '`warnings.filterwarnings("error", category=pl.DegenerateMap)` turns a warning into an error.',
+        "## Common messages",
         table(
             ("message", "what to do"),
             (
                 (
                     "… does not work here: …; these do: …",
-                    "the model lacks what the method reads; take one of those named, or see "
-                    "[which methods work on which family](families/index.md)",
+                    "the model lacks something that the method needs; use one of the methods named, or see "
+                    "[which methods work on which models](families/index.md)",
                 ),
                 (
                     "no method is called …; did you mean …",
@@ -271,29 +272,29 @@ def error_page() -> str:
                     "… gives other logits than its embedding, blocks and head put together …",
                     "the model's forward does more than its parts: [models of your own](../own-models.md)",
                 ),
-                ("`DegenerateMap`", "the map cannot say anything; the warning names another method or setting"),
+                ("`DegenerateMap`", "the map is not informative; the warning names another method or setting"),
                 (
                     "`AssumedPreprocess`",
-                    "say how images are prepared: [`preprocess=`](../own-models.md#how-images-are-prepared)",
+                    "describe how images are prepared: [`preprocess=`](../own-models.md#how-images-are-prepared)",
                 ),
             ),
         ),
-        "## Every sentence",
-        "As they stand in the code, … where something is filled in. Search finds the words of an error here.",
+        "## All messages",
+        "Messages as in the code, with … for inserted values, so that a search for an error finds it here.",
     ]
     rooms: dict[str, list[tuple[str, str]]] = {}
     for file in sorted(SOURCE.rglob("*.py")):
         room = file.relative_to(SOURCE).parts[0].removesuffix(".py")
         rooms.setdefault(room, []).extend(sentences(file))
-    for room, told in rooms.items():
-        if told:
-            rows = sorted({(code(name), as_markdown(text)) for name, text in told}, key=lambda row: row[1].casefold())
-            parts += [f"### {room}", table(("class", "sentence"), rows)]
+    for room, texts in rooms.items():
+        if texts:
+            rows = sorted({(code(name), as_markdown(text)) for name, text in texts}, key=lambda row: row[1].casefold())
+            parts += [f"### {room}", table(("class", "message"), rows)]
     return "\n\n".join(parts) + "\n"
 
 
 def write(folder: Path) -> None:
-    """All of them into the staged folder."""
+    """Write all manual pages to the staged folder."""
     (folder / "reference").mkdir(parents=True, exist_ok=True)
     pages = {"api": api(), "cli": command_line(), "recipe": recipe_format(), "errors": error_page()}
     for name, text in pages.items():

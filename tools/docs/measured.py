@@ -1,4 +1,4 @@
-"""Which pages the measured tables are: those of results, and the benchmarks of speed."""
+"""Indexes of the measured tables: results and speed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tools.docs.words import as_markdown, table, toctree
 
 
 def write(folder: Path) -> None:
-    """An index of the staged benchmark tables, and the contents of the results."""
+    """Write the index of speed tables, and the contents of the results."""
     others = ("index", "speed", "pocket", "photographs")
     results = sorted(page.stem for page in (folder / "results").glob("*.md") if page.stem not in others)
     with (folder / "results" / "index.md").open("a", encoding="utf-8") as index:
@@ -17,7 +17,7 @@ def write(folder: Path) -> None:
     titles = {page.stem: page.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for page in pages}
     rows = ((f"[{as_markdown(title)}](../benchmarks/{stem}.md)",) for stem, title in titles.items())
     text = (
-        "# Speed\n\nWhat `make bench` and `python -m benchmarks.gpu` measured, each table with its command, machine "
+        "# Speed\n\nTables measured by `make bench` and `python -m benchmarks.gpu`, each with its command, machine "
         "and date.\n\n" + table(("table",), rows) + "\n" + toctree(f"../benchmarks/{stem}" for stem in titles)
     )
     (folder / "results" / "speed.md").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Pictures of every method on the same photographs, drawn when the documentation is made."""
+"""Pictures of every method on the same photographs, drawn when the documentation is built."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ COMPOSED = (
     "attcat.libra",
     "genatt.rollout",
 )
-"""Names with a composition or rule that the gallery shows beside the plain ones."""
+"""Names with a composition or rule that the gallery also shows."""
 SAMPLES = 96
-"""The masks, coalitions or noises of methods that draw more, so that pages are made in minutes."""
+"""Number of samples for methods whose default is higher, so that the pages are built in minutes."""
 SIDE = 192
 
 
-def asked(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Each method with its own settings, but fewer samples."""
-    found: dict[str, dict[str, Any]] = {}
+def requests_for(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Settings per method: the defaults, with fewer samples."""
+    requests: dict[str, dict[str, Any]] = {}
     for name in names:
         method = METHODS[name.split(".")[0]]
         known = method.settings(method.composition)
         cut = "samples" in known and isinstance(known["samples"].default, int) and known["samples"].default > SAMPLES
-        found[name] = {"samples": SAMPLES} if cut else {}
-    return found
+        requests[name] = {"samples": SAMPLES} if cut else {}
+    return requests
 
 
 def draw(folder: Path) -> dict[str, Any]:
-    """Overlays `NAME-PHOTO.jpg` of all methods, one call of `pl.explain` per photograph; gives the settings used."""
+    """Write overlays `NAME-PHOTO.jpg` of all methods, and return the settings used."""
     folder.mkdir(parents=True, exist_ok=True)
     vit = pl.load("pocket")
-    requests = asked((*METHODS, *COMPOSED))
+    requests = requests_for((*METHODS, *COMPOSED))
     for photo in PHOTOS:
         path = pocket.PHOTOS / f"{photo}.jpg"
         seen(path, vit.preprocess.size, vit.preprocess).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(

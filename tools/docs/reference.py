@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ from patchlight.methods.base import (
     Method,
     OwnPasses,
 )
-from patchlight.methods.requests import resolve
+from patchlight.methods.requests import AUTO, resolve
 from patchlight.metrics.base import METRICS, Metric
 from tools.docs import formulas
 from tools.docs.families import KINDS
 from tools.docs.pictures import COMPOSED, PHOTOS
 from tools.docs.staging import DOCS
-from tools.docs.tables import measured
+from tools.docs.tables import measured, tables
 from tools.docs.words import as_blocks, as_markdown, code, table, toctree
 
 COMMON = {*ABLATION, *PASSES, *CAPTURED}
@@ -57,65 +58,91 @@ def cited(kind: str, entry: Entry) -> str:
 
 
 def settings_table(settings: Mapping[str, Setting]) -> str:
-    """Settings with types, defaults and what they do: first its own, then those that many have."""
+    """A table of settings with types, defaults and meaning: its own first, then common ones."""
     own = {name: one for name, one in settings.items() if name not in COMMON}
     rest = {name: one for name, one in settings.items() if name in COMMON}
     rows = (
         (code(name), code(describe_type(one.kind)), code(repr(one.default)), as_markdown(one.text))
         for name, one in (own | rest).items()
     )
-    return table(("setting", "type", "default", "what it does"), rows) if settings else "It has none.\n"
+    return table(("setting", "type", "default", "meaning"), rows) if settings else "None.\n"
 
 
 def presets_table(entry: Entry) -> str:
-    """Presets and what they set."""
+    """A table of presets with the settings of each."""
 
-    def told(values: Mapping[str, Any]) -> str:
+    def listed(values: Mapping[str, Any]) -> str:
         return ", ".join(code(f"{key}={value!r}") for key, value in values.items()) or "the defaults"
 
-    return table(("preset", "sets"), ((code(name), told(values)) for name, values in entry.presets.items()))
+    return table(("preset", "settings"), ((code(name), listed(values)) for name, values in entry.presets.items()))
 
 
-def words_behind(method: Method) -> list[str]:
+def suffixes(method: Method) -> list[str]:
     """The compositions and rules that may follow a method's name."""
-    found = []
+    allowed = []
     for word in [*COMPOSITIONS, *(rule for rule in RULES if rule != "plain")]:
         try:
             resolve(f"{method.name}.{word}")
         except PatchlightError:
             continue
-        found.append(f".{word}")
-    return found
+        allowed.append(f".{word}")
+    return allowed
 
 
 def how_it_works(method: Method) -> str:
     if isinstance(method, LayerMap):
-        return "read inside the shared forward (and backward) pass"
+        return "computed inside the shared forward (and backward) pass"
     if isinstance(method, Ablates):
         return "scores variants of the image"
     assert isinstance(method, OwnPasses)
-    return "runs passes of its own"
+    return "runs its own passes"
 
 
 def facts(method: Method) -> str:
     yes = {True: "yes", False: "no"}
-    behind = ", ".join(code(word) for word in words_behind(method)) or "nothing"
+    allowed = ", ".join(code(word) for word in suffixes(method)) or "nothing"
     rows = [
         ("paper", as_markdown(method.paper)),
         ("also called", ", ".join(map(code, method.aliases)) or "–"),
         ("cost", as_markdown(method.cost)),
-        ("how", how_it_works(method)),
+        ("computation", how_it_works(method)),
         ("resolution", ", ".join(map(code, method.levels)) + " (the first is the default)" * (len(method.levels) > 1)),
         ("explains", "ignores the class" if method.ignores_class else f"the {method.score}"),
         ("depends on the seed", yes[method.stochastic]),
-        ("may be followed by", behind),
+        ("may be followed by", allowed),
         ("source", f"`{method.function.__module__.replace('.', '/')}.py`"),
     ]
     return table(("", ""), rows)
 
 
+def recommended(method: Method) -> list[str]:
+    """Purposes for which docs/howto/choose.md recommends a method, with what was measured."""
+    chosen = {"auto": AUTO[0], "best": "posterior"}
+    lines = []
+    for _, head, rows in tables(DOCS / "howto" / "choose.md"):
+        for want, use, result in rows if head[0] == "you want" else ():
+            names = re.findall(r"`([\w.+-]+)`", use.partition(", not ")[0])
+            if method.name in {chosen.get(name, name).split(".")[0] for name in names}:
+                lines.append(f"- **{want}**: {use}; {result}".replace("](../", "](../../"))
+    return lines
+
+
+def when(method: Method) -> str:
+    """What a method is recommended for, and what to know before using it."""
+    lines = recommended(method)
+    if not lines:
+        lines = ["- [Which method?](../../howto/choose.md) recommends other methods for the usual purposes."]
+    if method.ignores_class:
+        lines.append("- It ignores the class: the map is the same for every target, and a contrast is refused.")
+    if method.nonnegative:
+        lines.append("- Scores are not negative: it does not show what opposes the class.")
+    if "samples" in method.settings(method.composition):
+        lines.append("- It samples: more `samples` give a more exact map and cost more.")
+    return "\n".join(lines) + "\n"
+
+
 def where(method: Method) -> str:
-    """On which of the families' small models it works."""
+    """Whether a method works on the small model of each family."""
     rows = (
         (f"[{kind.title}](../families/{kind.name}.md)", as_markdown(kind.refused.get(method.name, "works")))
         for kind in KINDS
@@ -124,12 +151,12 @@ def where(method: Method) -> str:
 
 
 def fared(method: Method) -> str:
-    """Its rows in the tables that were measured."""
-    found = measured(method.name)
-    if not found:
-        return "No measured table has a row of it yet; [Results](../../results/index.md) has those there are.\n"
-    parts = ["Bold: the best of the whole table; †: statistically tied with it; its page says what is in brackets.\n"]
-    for one in found:
+    """The rows of a method in the measured tables."""
+    rows = measured(method.name)
+    if not rows:
+        return "It is in none of the measured tables yet; [Results](../../results/index.md) lists them.\n"
+    parts = ["Bold: best of the whole table. †: statistically tied with it. The linked page explains the brackets.\n"]
+    for one in rows:
         title = f"[{one.title}](../../results/{one.page}.md)" + (f", {one.heading}" if one.heading else "")
         lines = [one.head, *one.rows]
         if len(one.rows) < len(one.head) - 1:
@@ -160,16 +187,16 @@ def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
         formulas.block("methods", method.name),
         gallery_row(method.name),
         f"`{call}` with the bundled model, for *dog*, *bird* and *horse*"
-        + (" (fewer samples than its default, so that this page is made quickly)." if given else "."),
+        + (" (fewer samples than the default, to build this page faster)." if given else "."),
         facts(method),
-        *(["## In detail, and where paper and code differ", *details] if details else []),
+        *(["## Details", *details] if details else []),
         "## Settings",
         settings_table(method.settings(method.composition)),
-        "[What the common ones mean](../../methods.md#common-settings).",
+        "[Common settings](../../methods.md#common-settings) are described in more detail elsewhere.",
     ]
     if method.presets:
         parts += ["### Presets", presets_table(method)]
-    parts += ["## Where it works", where(method), "## How it fared", fared(method)]
+    parts += ["## When to use it", when(method), "## Models", where(method), "## How it fared", fared(method)]
     bib = cited("methods", method)
     if bib:
         parts += ["## Paper", bib]
@@ -208,7 +235,7 @@ def metric_page(metric: Metric) -> str:
         ("also called", ", ".join(map(code, metric.aliases)) or "–"),
         ("better", "higher" if metric.rises(defaults) else "lower"),
         ("bounds", f"{low:g} to {high:g}"),
-        ("needs", ", ".join(needs) or "images and maps alone"),
+        ("needs", ", ".join(needs) or "only images and maps"),
         ("cost", as_markdown(metric.cost)),
         ("source", f"`{metric.function.__module__.replace('.', '/')}.py`"),
     ]
@@ -244,9 +271,9 @@ def metrics_index() -> str:
         for name, one in METRICS.items()
     )
     return (
-        "# All metrics\n\nA page for each metric that is registered. [Metrics](../../metrics.md) tells them apart, and "
-        "[Which metrics to believe](../../results/metric-consistency.md) is what we measured of them.\n\n"
-        + table(("metric", "better", "needs", "what it says"), rows)
+        "# All metrics\n\n[Metrics](../../metrics.md) explains how they differ, and [Which metrics are consistent]"
+        "(../../results/metric-consistency.md) compares them by measurements.\n\n"
+        + table(("metric", "better", "needs", "what it measures"), rows)
         + "\n"
         + toctree(METRICS)
     )
@@ -263,9 +290,9 @@ def gallery(photo: str = PHOTOS[0]) -> str:
 
     parts = [
         "# Gallery",
-        "Every method on one photograph, with the bundled model, for the class *dog*. Methods without a class show the "
-        "same for *cat*. Each map is scaled by itself; "
-        "[reading a map without fooling yourself](start/reading.md) says what colours do not tell.",
+        "Every method on one photograph, with the bundled model, for the class *dog*. Methods that ignore the class "
+        "give the same map for *cat*. Each map has its own colour scale; "
+        "[reading a map without fooling yourself](start/reading.md) explains how to read it.",
         f'<div class="gallery"><a href="_static/methods/photo-{photo}.jpg"><img '
         f'src="_static/methods/photo-{photo}.jpg" alt="the photograph"><span>the photograph</span></a></div>',
     ]

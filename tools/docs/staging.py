@@ -1,7 +1,7 @@
-"""Bring the pages together in one folder that Sphinx reads: docs/, and a few files that live elsewhere.
+"""Collect the pages in one folder for Sphinx: docs/, and a few files from elsewhere.
 
-Links are written as they lead in the repository. Here those that leave docs/ are turned to where their page is staged,
-and a block `{contributing} NAME` becomes the example of that name in CONTRIBUTING.md, as a cell that is executed.
+Links that leave docs/ are changed to the place where their page is staged. A block `{contributing} NAME` becomes the
+example of that name in CONTRIBUTING.md, as a cell that is executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ELSEWHERE = {
     "src/patchlight/zoo/photos/LICENSES.md": "results/photographs.md",
     "docs/results/README.md": "results/index.md",
 }
-"""Where files are staged that are not where they lie under docs/."""
+"""Where files are staged, if not at their place under docs/."""
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(#[^)\s]*)?(?=\))")
 _FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)
 _EXAMPLE = re.compile(r"^```\{contributing\} ([\w-]+)\n```$", re.MULTILINE)
@@ -39,7 +39,7 @@ kernelspec:
 
 
 def staged_at(path: Path) -> Path | None:
-    """Where a file of the repository is staged, relative to the staged folder; None where it is not."""
+    """Where a file is staged, relative to the staged folder, or None."""
     name = path.relative_to(ROOT).as_posix()
     if name in ELSEWHERE:
         return Path(ELSEWHERE[name])
@@ -58,7 +58,7 @@ def sources() -> list[Path]:
 
 
 def relinked(text: str, source: Path) -> str:
-    """A page's text with links that hold where it is staged."""
+    """The text of a page with links adapted to where it is staged."""
     target = staged_at(source)
     assert target is not None, source
 
@@ -66,10 +66,10 @@ def relinked(text: str, source: Path) -> str:
         link, anchor = match[1], match[2] or ""
         path = Path(os.path.normpath(source.parent / link))
         if "://" in link or not path.is_relative_to(ROOT) or not path.exists():
-            return match[0]  # elsewhere, or a page that is written when the documentation is made
+            return match[0]  # elsewhere, or a page that is generated
         found = Path("results/speed.md") if path == SPEED else staged_at(path / "README.md" if path.is_dir() else path)
         if found is None:
-            raise SystemExit(f"{source.name} links to {link}, which is no part of the documentation")
+            raise SystemExit(f"{source.name} links to {link}, which is not part of the documentation")
         return os.path.relpath(found, target.parent).replace(os.sep, "/") + anchor
 
     def outside(part: str) -> str:
@@ -83,12 +83,12 @@ def relinked(text: str, source: Path) -> str:
 
 
 def pictured(text: str, source: Path) -> str:
-    """A page's text with the words of pictures that are not there in their place."""
+    """The text of a page, with the descriptions of missing pictures in their place."""
 
     def shown(match: re.Match[str]) -> str:
         if (source.parent / match[2]).exists():
             return match[0]
-        print(f"{source.name} shows {match[2]}, which is not there")
+        print(f"{source.name} shows {match[2]}, which is missing")
         return f"*{match[1]}*"
 
     return re.sub(r"!\[([^\]]*)\]\(([^)\s:]+)\)", shown, text)
@@ -101,7 +101,7 @@ def examples() -> dict[str, str]:
 
 
 def expanded(text: str) -> str:
-    """A page's text with the examples it shows as cells."""
+    """The text of a page with its examples as cells."""
     known = examples()
     return _EXAMPLE.sub(lambda match: f"```{{code-cell}} python3\n{known[match[1]]}```", text)
 

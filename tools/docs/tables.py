@@ -1,4 +1,4 @@
-"""Rows of the measured tables of docs/results, by the method they are about."""
+"""Rows of the measured tables in docs/results, by method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = re.compile(r"^[`*]*([\w+.-]+)[`*]*(?:[ (,].*)?$")
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of one table: the page and heading it stands under, its columns, and its own best beside them."""
+    """Some rows of one table, with its page, heading and columns."""
 
     page: str
     title: str
@@ -43,7 +43,7 @@ def tables(page: Path) -> Iterator[tuple[str, list[str], list[list[str]]]]:
 
 
 def method_of(cell: str) -> str:
-    """The method a row's first cell names; nothing where it names none."""
+    """The method that the first cell of a row names, or an empty string."""
     match = _NAME.match(cell)
     if match is None:
         return ""
@@ -52,7 +52,7 @@ def method_of(cell: str) -> str:
 
 
 def measured(name: str, most: int = 6) -> list[Rows]:
-    """Tables in which a method has a row of numbers: its rows, and that of `random` where there is one."""
+    """Tables with rows of a method: these rows, and that of `random` if there is one."""
     found = []
     for page in sorted((DOCS / "results").glob("*.md")):
         title = page.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")

@@ -1,4 +1,4 @@
-"""Docstrings and tables as the Markdown and reStructuredText of pages."""
+"""Docstrings and tables as Markdown and reStructuredText."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _CODE = re.compile(r"(`[^`]+`)")
 
 
 def as_markdown(text: str) -> str:
-    """Plain words with `code` in them, nothing else of which is markup."""
+    """Plain text with `code`, as Markdown; everything else is escaped."""
     return "".join(
         part if part.startswith("`") else re.sub(r"([\\*_<>\[\]|#~$])", r"\\\1", part) for part in _CODE.split(text)
     )
 
 
 def as_rst(lines: Sequence[str]) -> list[str]:
-    """The lines of a docstring, plain words with `code` in them, as reStructuredText; examples (`>>>`) stay."""
+    """The lines of a docstring, plain text with `code`, as reStructuredText; examples (`>>>`) are kept."""
     found: list[str] = []
     example = False
     for line in lines:
@@ -36,7 +36,7 @@ def _rst_line(line: str) -> str:
 
 
 def _blocks(function: Any) -> list[str]:
-    """What blank lines separate in a docstring, `Args:` left out."""
+    """The blocks of a docstring that blank lines separate, without `Args:`."""
     return [part for part in re.split(r"\n\s*\n", split_docstring(function)[0]) if part.strip()]
 
 
