@@ -235,6 +235,26 @@ def test_ranks_are_a_falling_order(values: list[int], seed: int) -> None:
     assert torch.equal(both[1], ranks[0])
 
 
+@pytest.mark.parametrize("upsampling", ["bilinear", "bicubic", "nearest"])
+@pytest.mark.parametrize("unit", ["pixel", "patch"])
+@hypothesis.given(st.lists(st.integers(-2, 2), min_size=16, max_size=16), st.floats(0.01, 100), st.integers(0, 3))
+@hypothesis.settings(max_examples=30)
+def test_a_map_its_multiple_and_its_negative_have_the_same_ties(
+    upsampling: Any, unit: Any, cells: list[int], factor: float, seed: int
+) -> None:
+    vit = shared(VIT)
+    maps = torch.tensor(cells, dtype=torch.float64).view(1, *vit.grid)
+
+    def ranks(scores: Tensor, **order: bool) -> Tensor:
+        measure = Measure(vit, torch.zeros(1, 3, *vit.preprocess.size), scores, Targets(torch.tensor([[0]])), seed=seed)
+        return measure.ranks(unit, upsampling, **order).flatten()
+
+    one = ranks(maps)
+    assert torch.equal(ranks(factor * maps), one)
+    assert torch.equal(ranks(-maps, lowest_first=True), one)
+    assert torch.equal(ranks(-maps, reverse_ties=True), len(one) - 1 - one)
+
+
 @pytest.mark.parametrize("name", list(METRICS))
 def test_every_metric_is_documented_and_its_presets_are_valid(name: str) -> None:
     entry = METRICS[name]

@@ -69,10 +69,10 @@ def test_curves_are_the_literal_ones(fill: Any, spacing: Any) -> None:
 
 @pytest.mark.parametrize("unit", ["pixel", "patch", "token"])
 def test_it_is_insertion_less_deletion_and_its_variants_are_theirs(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the steps divide the cells; also of a map with ties, which a rising order breaks otherwise."""
+    """Where the steps divide the cells and the map has no ties."""
     vit = shared("deit-distilled", torch.float64)
     batch = images(vit, 2)
-    maps = without_ties(vit, size=None if unit == "pixel" else vit.grid).div(3).floor()
+    maps = without_ties(vit, size=None if unit == "pixel" else vit.grid)
     same = {"steps": 8, "unit": unit, "fill": "channel-mean"}
     forwards: list[int] = []
     whole = Ablation.logits
@@ -104,6 +104,26 @@ def test_the_negative_of_a_map_and_rising_transforms() -> None:
     still = pl.evaluate(Linear(torch.zeros(5, 3, 12, 16)), batch, maps, "srg", 3)
     assert still.values.tolist() == pytest.approx([0, 0], abs=1e-15)
     assert still.parts["mif"].tolist() == pytest.approx([0.2, 0.2])
+
+
+@pytest.mark.parametrize("unit", ["pixel", "patch", "token"])
+@pytest.mark.parametrize("spacing", ["linear", "log"])
+@pytest.mark.filterwarnings("ignore::patchlight.core.errors.UndefinedMetric")
+def test_the_negative_of_a_map_with_ties(unit: Any, spacing: Any) -> None:
+    """Ties count in both orders, so that the least important first of a map is the most important first of -map."""
+    vit = shared("vit", torch.float64)
+    batch = images(vit, 3)
+    maps = without_ties(vit, 3, size=vit.grid)
+    maps[:2] = (maps[:2] / 5).floor()
+    maps[1] = 2
+    one, minus = (pl.evaluate(vit, batch, m, "srg", 0, steps=5, unit=unit, spacing=spacing) for m in (maps, -maps))
+    torch.testing.assert_close(minus.values, -one.values, rtol=0, atol=1e-12)
+    torch.testing.assert_close(minus.parts["lif-curve"], one.parts["mif-curve"], rtol=0, atol=1e-12)
+    assert float(one.values[1]) == pytest.approx(0, abs=1e-12), "a constant map has no order"
+    assert one.values[[0, 2]].abs().min() > 1e-4
+    if unit != "pixel":  # upsampled, pixels beyond the outermost cell centres are equal
+        alone = pl.evaluate(vit, batch[2:], maps[2:], "srg", 0, steps=5, unit=unit, spacing=spacing)
+        torch.testing.assert_close(alone.values, one.values[2:], rtol=0, atol=1e-12)
 
 
 def test_the_papers_grid() -> None:

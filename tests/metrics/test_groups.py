@@ -78,6 +78,23 @@ def test_factors_and_offsets_change_nothing_but_other_transforms_do() -> None:
     assert (squared - one).abs().min() > 1e-3
 
 
+@pytest.mark.parametrize("upsampling", ["bilinear", "bicubic", "nearest"])
+@pytest.mark.parametrize("factor", [0.1, 1 / 3, 7.0, 1e-20])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_factor_changes_nothing_where_interpolation_makes_equal_pixels(
+    upsampling: Any, factor: float, tied: bool
+) -> None:
+    """A small grid, where most pixels lie beyond the outermost cell centres or between equal cells."""
+    vit = shared("vit", torch.float64)
+    maps = torch.randn(2, *vit.grid, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    maps = maps.round() if tied else maps
+    one, scaled = (
+        pl.evaluate(vit, images(vit, 2), m, "saco", upsampling=upsampling, score="logit") for m in (maps, factor * maps)
+    )
+    torch.testing.assert_close(scaled.values, one.values, rtol=0, atol=1e-12)
+    assert torch.equal(scaled.curve, one.curve)
+
+
 def test_a_model_that_ignores_the_image_is_told_by_its_ties() -> None:
     vit = Linear(torch.zeros(5, 3, 12, 16))
     batch, maps = torch.randn(2, 3, 12, 16, dtype=torch.float64), without_ties(vit)

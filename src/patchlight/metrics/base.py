@@ -138,18 +138,50 @@ class Measure:
         """The maps on the patch grid [B,h,w]; finer ones are averaged over each patch."""
         return on_grid(self.maps, self.vit)
 
-    def ranks(self, unit: Unit = "pixel", upsampling: Upsampling = "bilinear", lowest_first: bool = False) -> Tensor:
+    def ranks(
+        self,
+        unit: Unit = "pixel",
+        upsampling: Upsampling = "bilinear",
+        lowest_first: bool = False,
+        reverse_ties: bool = False,
+    ) -> Tensor:
         """The place of each pixel [B,H,W] or patch [B,h,w] in falling order of the map, 0 the highest.
 
-        Ties are ordered by one permutation, drawn from the seed.
+        Ties are ordered by one permutation, sampled from the seed, or by its reverse (`reverse_ties`). A map, its
+        positive multiples and its negative have the same ties.
         """
 
         def make() -> Tensor:
-            maps = self.upsampled(upsampling) if unit == "pixel" else self.on_grid()
-            return ranked(-maps if lowest_first else maps, self.seed)
+            maps = self._order_values(upsampling) if unit == "pixel" else self.on_grid()
+            return ranked(-maps if lowest_first else maps, self.seed, reverse_ties)
 
-        ranks: Tensor = self.once(("ranks", unit, upsampling, lowest_first), make)
+        ranks: Tensor = self.once(("ranks", unit, upsampling, lowest_first, reverse_ties), make)
         return ranks
+
+    def _order_values(self, upsampling: Upsampling) -> Tensor:
+        """Values [B,H,W] in the order of the upsampled maps, in which equal pixels are equal to the bit.
+
+        Interpolation rounds differently at every pixel, which would order the pixels of a plateau by chance. Beyond
+        the outermost cell centres, pixels repeat those at the centres. A map in which cells are equal is interpolated
+        in float64 and rounded to 2^-30 of its largest magnitude.
+        """
+        values, (rows, columns) = self.upsampled(upsampling), self.maps.shape[1:]
+        if upsampling == "nearest" or rows * columns >= values[0].numel():
+            return values
+        down, across = (
+            to_pixels(torch.eye(cells, dtype=torch.float64)[..., None], (pixels, 1), (extent, 1), upsampling)[..., 0].T
+            for cells, pixels, extent in zip((rows, columns), self.size, self.vit.extent, strict=True)
+        )
+        values = values[:, _inside(down).to(values.device)][:, :, _inside(across).to(values.device)]
+        cells = self.maps.flatten(1).sort(1).values
+        tied = (cells.diff(dim=1) == 0).any(1)
+        if not bool(tied.any()):
+            return values
+        maps = self.maps[tied].cpu().double()
+        maps = maps / maps.abs().amax((1, 2), keepdim=True).clamp_min(torch.finfo(maps.dtype).tiny)
+        exact = values.cpu().double()
+        exact[tied.cpu()] = (down @ maps @ across.T * 2**30).round()
+        return exact.unique(return_inverse=True)[1].to(values.device)  # places in place of float64, which MPS lacks
 
 
 def _once(kept: dict[Any, Any], key: Any, function: Callable[[], Any]) -> Any:
@@ -173,11 +205,25 @@ def on_grid(maps: Tensor, vit: Anatomy) -> Tensor:
     return to_cells(maps, vit.grid, vit.extent)
 
 
-def ranked(maps: Tensor, seed: int = 0) -> Tensor:
-    """The place of each cell of maps [B,h,w] in falling order, 0 the highest; ties by a permutation from the seed."""
+def _inside(weights: Tensor) -> Tensor:
+    """For each pixel [P] of an axis, itself, or the pixel at the outermost cell centre where it lies beyond.
+
+    `weights` [P,cells] are those of the interpolation.
+    """
+    first, last = ((weights[:, end] > 1 - 1e-9) for end in (0, -1))
+    low, high = (int(ends.int().cumprod(0).sum()) for ends in (first, last.flip(0)))
+    return torch.arange(len(weights)).clamp(max(low - 1, 0), len(weights) - max(high, 1))
+
+
+def ranked(maps: Tensor, seed: int = 0, reverse_ties: bool = False) -> Tensor:
+    """The place of each cell of maps [B,h,w] in falling order, 0 the highest.
+
+    Ties are ordered by a permutation from the seed, or by its reverse.
+    """
     flat = maps.flatten(1)
     generator = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(flat.shape[1], generator=generator).to(flat.device)
+    shuffled = shuffled.flip(0) if reverse_ties else shuffled
     order = shuffled[flat[:, shuffled].argsort(dim=1, descending=True, stable=True)]
     places = torch.arange(flat.shape[1], device=flat.device, dtype=torch.int32).expand_as(order)
     return places.new_empty(flat.shape).scatter_(1, order, places).view(maps.shape)

@@ -78,6 +78,7 @@ class Removal:
         unit: Pixels, patches or tokens.
         upsampling: How the map becomes pixels.
         lowest_first: Whether the order begins with the lowest cells.
+        reverse_ties: Whether equal cells come in the reverse of their usual order.
         noise: The range of the fill `noise`.
         noise_seed: The seed of that fill; by default the metric's.
     """
@@ -86,6 +87,7 @@ class Removal:
     unit: Unit = "pixel"
     upsampling: Upsampling = "bilinear"
     lowest_first: bool = False
+    reverse_ties: bool = False
     noise: tuple[float, float] = (0.0, 1.0)
     noise_seed: int | None = None
 
@@ -102,7 +104,8 @@ def ranged_logits(ask: Measure, begin: Tensor, end: Tensor, removal: Removal) ->
 
     Metrics of one call that ask for the same variants share them. P forwards an image.
     """
-    unit, ordering = removal.unit, (removal.unit, removal.upsampling, removal.lowest_first)
+    unit = removal.unit
+    ordering = (unit, removal.upsampling, removal.lowest_first, removal.reverse_ties)
     seed = ask.seed if removal.noise_seed is None else removal.noise_seed
 
     def pixels() -> Tensor:

@@ -40,7 +40,7 @@ def _limits(settings: Any) -> tuple[float, float]:
     bounds=_limits,
     ablates=True,
     refuses=no_score,
-    cost="2 steps (56) + 2 forwards, shared with insertion and deletion",
+    cost="2 steps (56) + 2 forwards, shared with insertion and deletion; with ties 4 steps + 4",
     presets={
         "bluecher": {
             "steps": 15,
@@ -67,11 +67,13 @@ def srg(
 
         AUC_LIF - AUC_MIF,   the areas under the class's score over the share removed
 
-    MIF removes the k highest cells, LIF the k lowest, k from none to all; trapezoids. A random order scores 0 and the
-    negative of a map the negative value, for every fill: what the fill does to all orders alike cancels. On steps that
-    divide the cells it is `ins-del` over one fill. Cells are averages of the map over a patch, as the paper's are over
-    its units. Preset `bluecher`: 15 counts that grow by one factor, the true class, probabilities. Parts: the areas
-    `mif` and `lif` and the curves `mif-curve` and `lif-curve` [B,P]; curve [B,P]: LIF - MIF over the share removed.
+    MIF removes the k highest cells, LIF the k lowest, k from none to all; trapezoids. Equal cells are removed in an
+    order from the seed and in its reverse, and both curves are averaged. So a random order scores 0 and the negative of
+    a map the negative value, for every fill: what the fill does to all orders alike cancels. Without ties, on steps
+    that divide the cells, it is `ins-del` over one fill. Cells are averages of the map over a patch, as the paper's are
+    over its units. Preset `bluecher`: 15 counts that grow by one factor, the true class, probabilities. Parts: the
+    areas `mif` and `lif` and the curves `mif-curve` and `lif-curve` [B,P]; curve [B,P]: LIF - MIF over the share
+    removed.
 
     Args:
         steps: Number of steps from none to all; None: each cell by itself.
@@ -82,11 +84,21 @@ def srg(
     removed = removed_counts(cells, steps, spacing)
     targets, x = ask.of(target_class), removed.double() / cells
 
-    def curve(counts: Tensor, insert: bool) -> Tensor:
-        return scored(removed_logits(ask, counts, insert, Removal(fill, unit, upsampling)), targets, ask, score)
+    def curves(reverse_ties: bool) -> Tensor:
+        """MIF and LIF [2,B,P]; LIF shows the cells that remain when the k lowest are removed."""
+        removal = Removal(fill, unit, upsampling, reverse_ties=reverse_ties)
+        mif, shown = (
+            scored(removed_logits(ask, counts, insert, removal), targets, ask, score)
+            for counts, insert in ((removed, False), ((cells - removed).flip(0), True))
+        )
+        return torch.stack([mif, shown.flip(1)])
 
-    mif = curve(removed, False)
-    lif = curve((cells - removed).flip(0), True).flip(1)  # the k lowest removed: the others alone are shown
+    both = curves(False)
+    orders = [ask.ranks(unit, upsampling, reverse_ties=reverse).flatten(1) for reverse in (False, True)]
+    tied = (orders[0] != orders[1]).any(1).to(both.device)
+    if bool(tied.any()):
+        both = torch.where(tied[:, None], (both + curves(True)) / 2, both)
+    mif, lif = both
     areas = {"mif": area(mif, "trapezoid", x), "lif": area(lif, "trapezoid", x)}
     parts = {**areas, "mif-curve": mif, "lif-curve": lif}
     return Measured(areas["lif"] - areas["mif"], lif - mif, x, parts)

@@ -153,7 +153,7 @@ def perturbation(
         noise_seed: The seed of the fill "noise"; None: that of the call.
     """
     x, changed = levels(count_cells(ask, unit), points, low, high)
-    removal = Removal(fill, unit, upsampling, direction == "negative", noise, noise_seed)
+    removal = Removal(fill, unit, upsampling, direction == "negative", noise=noise, noise_seed=noise_seed)
     logits = removed_logits(ask, changed, False, removal)
     curve = _quantity(ask, quantity, logits, ask.of(target_class))
     return Measured(area(curve, integrator, x), curve, x)
