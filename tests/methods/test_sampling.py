@@ -13,7 +13,7 @@ import patchlight as pl
 from patchlight.core.targets import Targets
 from patchlight.evidence.rules import PLAIN
 from patchlight.methods.base import METHODS, Ask, Estimate
-from patchlight.methods.sampling import in_rounds, jackknife, rounds
+from patchlight.methods.sampling import in_rounds, jackknife, rounds, spread
 from tests.families import images, shared
 from tests.literal.toys import linear
 
@@ -44,6 +44,18 @@ def test_the_jackknife_of_a_mean_is_the_textbooks_error() -> None:
     alone = jackknife(fit, 12, values, together=12)
     assert alone.error is not None
     assert bool(alone.error.isnan().all())
+
+
+def test_rounding_makes_no_error_undefined() -> None:
+    """Maps that all move alike have no spread, and its square may be rounded below 0."""
+    moved = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    square, total = torch.zeros(1000), torch.zeros(1000)
+    for _ in range(16):
+        total, square = total + moved, square + moved**2
+    assert (square - total**2 / 16).min() < 0, "the case this test is about"
+    error = spread(torch.zeros(1000), [moved] * 16, 16)
+    assert bool(error.isfinite().all())
+    assert float(error.max()) < 1e-2
 
 
 def fake(
@@ -111,9 +123,9 @@ def test_errors_are_as_large_as_maps_differ_between_seeds(name: str) -> None:
     if name == "smoothgrad":
         settings = {"samples": 16, "sigma": 0.5, "level": "token"}
     found = [pl.explain(vit, batch, name, target=1, seed=seed, **settings) for seed in range(16)]
-    spread = torch.stack([att.scores for att in found]).double().var(0).mean()
-    told = torch.stack([att.error for att in found if att.error is not None]).double().square().mean()
-    assert 0.5 < float((told / spread).sqrt()) < 2.0
+    variance = torch.stack([att.scores for att in found]).double().var(0).mean()
+    reported = torch.stack([att.error for att in found if att.error is not None]).double().square().mean()
+    assert 0.5 < float((reported / variance).sqrt()) < 2.0
 
 
 def test_an_error_is_kept_with_the_scores(tmp_path: Path) -> None:

@@ -56,6 +56,9 @@ def test_shifts() -> None:
     full = 17 / 48
     assert of(raised, "always") == pytest.approx(full, abs=1e-6)
     assert of(raised, "negative") == of(raised, "none") == pytest.approx(full * 7.5 / 17.5, abs=1e-6)
+    assert of(ramp, "none") == of(ramp, "negative") == pytest.approx(full, abs=1e-6), (
+        "a lowest score of 0 is not negative"
+    )
     assert of(sunk, "negative") == of(sunk, "always") == pytest.approx(full, abs=1e-6)
     with pytest.warns(pl.UndefinedMetric, match="negative scores"):
         assert np.isnan(of(sunk, "none"))

@@ -38,6 +38,14 @@ def test_three_groups_by_hand() -> None:
     assert pair(s, [0.2, 0.2, 0.1], ties="neutral")[0] == pytest.approx(0.7)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
+def test_effects_are_tied_within_rounding_of_the_largest_or_of_one(size: float) -> None:
+    eps = torch.finfo(torch.float64).eps * max(size, 1)
+    assert pair([3.0, 1.0], [size - 60 * eps, size]) == (1, 1)
+    assert pair([3.0, 1.0], [size - 60 * eps, size], ties="neutral") == (0, 1)
+    assert pair([3.0, 1.0], [size - 70 * eps, size]) == (-1, 0)
+
+
 @pytest.mark.parametrize(("unit", "fill", "groups"), [("pixel", "image-mean", 10), ("patch", "black", 7)])
 def test_it_is_the_literal_one(unit: str, fill: Any, groups: int) -> None:
     """Groups of HW i // K places, the predicted class, the raw map."""
