@@ -181,7 +181,8 @@ class Measure:
         maps = maps / maps.abs().amax((1, 2), keepdim=True).clamp_min(torch.finfo(maps.dtype).tiny)
         exact = values.cpu().double()
         exact[tied.cpu()] = (down @ maps @ across.T * 2**30).round()
-        return exact.unique(return_inverse=True)[1].to(values.device)  # places in place of float64, which MPS lacks
+        places: Tensor = exact.unique(return_inverse=True)[1]
+        return places.to(values.device)  # integers, because MPS has no float64
 
 
 def _once(kept: dict[Any, Any], key: Any, function: Callable[[], Any]) -> Any:
