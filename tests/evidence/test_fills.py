@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.evidence.fills import Fill, Painted, fill_images
+from patchlight.evidence.fills import FILLS, Fill, Imputed, Painted, fill_images
 from tests.families import build, images, shared
 
 
@@ -30,6 +31,14 @@ def test_fills_have_their_closed_forms() -> None:
     assert torch.equal(fill_images("noise", batch[1:2], vit, seed=3, noise=(-1.0, 2.0)), noise[1:2])
     with pytest.raises(pl.PatchlightError, match="no fill is called 'grey'"):
         fill_images("grey", batch, vit)  # type: ignore[arg-type]
+
+
+def test_one_table_names_every_fill_and_the_docs_show_it() -> None:
+    assert set(FILLS) == {*get_args(Painted), *get_args(Imputed)}
+    assert len({words for words, _ in FILLS.values()}) == len(FILLS), "no two fills have the same words"
+    docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for name, (words, exactly) in FILLS.items():
+        assert f"| `{name}` | {words} | {exactly} |" in docs
 
 
 def test_the_two_blurs_are_the_papers() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import ntpath
 import os
 import posixpath
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,13 +16,7 @@ import pyarrow.compute as pc
 from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import Maps
-
-# An absolute path in quotes, which may contain spaces.
-QUOTED = re.compile(
-    r"""(?P<begin>(?P<quote>['"])(?:\w\w+:)?)(?P<path>(?:/(?!/)|~|[A-Za-z]:[\\/]|\\\\)[^'"\n]*)(?P=quote)"""
-)
-# An absolute path of at least two parts in running text.
-PLAIN = re.compile(r"""(?<![\w./\\~])(?:(?:file:/*|~)?/[^\s'"/,;:()]+(?=/)|[A-Za-z]:\\|\\\\\w)[^\s'",;()]*""")
+from patchlight.core.paths import is_absolute, last_name, remove_folders
 
 
 @dataclass(frozen=True)
@@ -45,10 +37,7 @@ class PathRemover:
 
     def text(self, text: str) -> str:
         """Text without absolute paths."""
-        for path in self.paths:
-            text = re.sub(re.escape(path) + r"""(?![\w-])[^\s'",;:()]*""", lambda match: last_name(match[0]), text)
-        text = QUOTED.sub(lambda match: f"{match['begin']}{last_name(match['path'])}{match['quote']}", text)
-        return PLAIN.sub(lambda match: last_name(match[0]), text)
+        return remove_folders(text, self.paths)
 
     def value(self, value: Any) -> Any:
         """Settings without absolute paths."""
@@ -109,20 +98,6 @@ class PathRemover:
             values = changed.take(pc.index_in(table[column].combine_chunks(), words))
             table = table.set_column(table.column_names.index(column), column, values)
         return table
-
-
-def is_absolute(path: str) -> bool:
-    """Whether a path starts at a root, at a home directory, or above the working directory."""
-    return path.startswith(("/", "~", "..")) or ntpath.isabs(path) or bool(ntpath.splitdrive(path)[0])
-
-
-def last_name(path: str) -> str:
-    """The last name of a path.
-
-    >>> last_name("/home/jane/data/val/"), last_name("C:\\\\data\\\\val")
-    ('val', 'val')
-    """
-    return re.split(r"[/\\]", path.rstrip("/\\"))[-1].lstrip("~")
 
 
 def _distinct(names: Sequence[str], change: Callable[[str], str]) -> dict[str, str]:

@@ -1,10 +1,10 @@
-"""Fills: what stands where an image is masked."""
+"""Fills: what is painted where parts of an image are hidden."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args, overload
+from typing import Annotated, Literal, overload
 
 import numpy as np
 import torch
@@ -18,34 +18,45 @@ from patchlight.evidence.imputation import imputed
 
 Painted = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]
 Imputed = Literal["road"]
-"""Fills that are made of the pixels that remain, so they differ with what is removed."""
+"""Fills that are computed from the visible pixels, so they depend on what is hidden."""
 Fill = Annotated[
     Painted | Imputed | float,
     Field(description="What is painted where a patch or pixel is removed; a number is that constant."),
 ]
+FILLS: dict[str, tuple[str, str]] = {
+    "zero": ("the training data's mean colour", "0 after normalisation"),
+    "black": ("black", "RGB 0 before normalisation"),
+    "image-mean": ("the image's mean brightness", "one number for all pixels and channels, after normalisation"),
+    "channel-mean": ("the image's mean colour", "one number per channel"),
+    "blur-rise": ("a blurred copy of the image (RISE)", "RISE's 11 x 11 kernel, almost a box; padded with 0"),
+    "blur-tis": ("a blurred copy of the image (TIS)", "an 11 x 11 Gaussian of deviation 5; padded by reflection"),
+    "noise": ("noise", "uniform in [0, 1) after normalisation, the same for all images; a metric may set the range"),
+    "road": ("an imputation from the remaining pixels", "the weighted mean of the neighbours, with a little noise"),
+}
+"""Every fill by name: what it paints, for sentences, and exactly. Report, page and docs read this table."""
 ROAD_NOISE = 0.01
-"""The deviation of ROAD's noise, of colours in [0, 1]."""
+"""Standard deviation of ROAD's noise, for colours in [0, 1]."""
 
 
 @dataclass(frozen=True)
 class Imputation:
-    """ROAD's fill: missing pixels are made of their neighbours, with noise [C,H,W]."""
+    """ROAD's fill: hidden pixels are computed from their neighbours, plus noise [C,H,W]."""
 
     noise: Tensor
 
     def over(self, images: Tensor, shown: Tensor) -> Tensor:
-        """Images [n,C,H,W] with what is not shown [n,1,H,W] imputed; half-shown pixels are refused."""
+        """Images [n,C,H,W] with the hidden pixels imputed; `shown` [n,1,H,W] must be 0 or 1."""
         missing = shown < 1
         if bool((missing & (shown > 0)).any()):
             raise PatchlightError(
-                "fill='road' imputes pixels that are missing, and these masks are soft, neither 0 nor 1; use "
-                "unit='patch' where there is one, or another fill"
+                "fill='road' needs masks of 0 and 1, and these masks are soft; use unit='patch' if the method has it, "
+                "or another fill"
             )
         return torch.where(missing, imputed(images, missing) + self.noise.to(images.dtype), images)
 
 
 Filling = Tensor | Imputation
-"""What stands where images are masked: images [B,C,H,W], or what makes them of each variant."""
+"""Images [B,C,H,W] to paint, or an imputation, which computes them for each variant."""
 
 
 def painted(images: Tensor, fill: Filling, owner: Tensor, shown: Tensor) -> Tensor:
@@ -68,14 +79,18 @@ def fill_images(
 def fill_images(
     fill: Fill, images: Tensor, vit: Anatomy, seed: int = 0, noise: tuple[float, float] = (0.0, 1.0)
 ) -> Filling:
-    """What stands where an image is masked [B,C,H,W], in the normalised space the model sees; `painted` puts it there.
+    """Images [B,C,H,W] of a fill, after normalisation; `painted` puts them where pixels are hidden.
 
-    `zero`: 0 after normalisation (the data's mean colour); `black`: RGB 0; `image-mean`: one scalar per image;
-    `channel-mean`: one per channel; `blur-rise`, `blur-tis`: the two papers' 11 x 11 kernels, which differ; `noise`:
-    uniform in a range, each image's generator seeded by `seed` alone; a number: that constant. `road` depends on what
-    is removed, so it is an `Imputation`: the weighted mean of the neighbours, all missing pixels solved together
-    (`imputed`; no affine normalisation changes it), and N(0, 1) of 0.01 of the colours' range, as its authors add it
-    before normalisation, drawn once from `seed` for all images and variants.
+    `road` depends on what is hidden, so it is an `Imputation`: the weighted mean of the neighbours, all hidden pixels
+    solved together (`imputed`), and Gaussian noise of 0.01 of the colours' range, sampled once for all images and
+    variants, as its authors add it before normalisation.
+
+    Args:
+        fill: A name in `FILLS`, or a number, which is painted everywhere.
+        images: Preprocessed images [B,C,H,W].
+        vit: The model, for its normalisation.
+        seed: Seed of `noise` and `road`; every image gets the same noise.
+        noise: Range of `noise`.
     """
     if fill == "road":
         generator = torch.Generator(images.device).manual_seed(seed)
@@ -98,8 +113,16 @@ def fill_images(
         return (noise[0] + (noise[1] - noise[0]) * one).expand_as(images)
     if fill in ("blur-rise", "blur-tis"):
         return _blurred(images, fill)
-    known = ", ".join((*get_args(Painted), *get_args(Imputed)))
-    raise PatchlightError(f"no fill is called '{fill}'; give a number or one of {known}")
+    raise PatchlightError(f"no fill is called '{fill}'; give a number or one of {', '.join(FILLS)}")
+
+
+def describe_fill(fill: Fill) -> str:
+    """What a fill paints, in words for a sentence.
+
+    >>> describe_fill("image-mean"), describe_fill(0.5)
+    ("the image's mean brightness", 'the constant 0.5')
+    """
+    return f"the constant {fill:g}" if isinstance(fill, int | float) else FILLS[fill][0]
 
 
 def _per_channel(values: Sequence[float], images: Tensor) -> Tensor:

@@ -213,9 +213,9 @@ def insertion(
     """Area under the class's score while the highest-ranked pixels appear on the fill.
 
     Preset `rise`: 225 points, trapezoids, the predicted class, RISE's blur. Preset `tis`: 224 points without the bare
-    fill, their mean, the true class; fills by its words (blur, random, black, mean). Preset `vit-shapley`: tokens one
-    by one, from none to all, the mean of the points, the true class. Curve [B,P] over the fraction shown. P forward
-    passes per image.
+    fill, their mean, the true class; it has the paper's words for fills: blur, random, black (`zero`) and mean
+    (`image-mean`). Preset `vit-shapley`: tokens one by one, from none to all, the mean of the points, the true class.
+    Curve [B,P] over the fraction shown. P forward passes per image.
 
     Args:
         steps: Number of steps; each shows ceil(HW / steps) more pixels of the map's order; None: one pixel each.
@@ -252,7 +252,7 @@ def deletion(
 ) -> Measured:
     """Area under the class's score while the highest-ranked pixels are replaced by the fill.
 
-    Presets as for `insertion`; `rise` deletes to `zero`, grey after normalisation.
+    Presets as for `insertion`; `rise` deletes to `zero`, the training data's mean colour.
 
     Args:
         steps: Number of steps; each removes ceil(HW / steps) more pixels of the map's order; None: one pixel each.

@@ -270,6 +270,7 @@ class ModelFacts(BaseModel):
     template: str
     no_tokens: str | None = Field(description="Why tokens cannot be removed; null where they can.")
     fills: list[str]
+    fill_names: dict[str, str] = Field(description="What each fill paints.")
     photos: list[Photo]
     image: str | None = Field(description="The image to begin with.")
     methods: list[str] = Field(description="The methods to begin with.")

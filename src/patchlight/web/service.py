@@ -24,7 +24,7 @@ from patchlight.core.errors import NoClassifier, PatchlightError, Unsupported, c
 from patchlight.core.registry import Setting
 from patchlight.core.targets import Targets, class_index, cosines, top_classes
 from patchlight.engine import explain
-from patchlight.evidence.fills import Painted
+from patchlight.evidence.fills import Painted, describe_fill
 from patchlight.methods.base import Ablates
 from patchlight.methods.requests import MethodInfo, Request, list_methods, refusal, resolve
 from patchlight.study.faithfulness import Trial
@@ -299,6 +299,7 @@ class ModelService:
             template=templates[0] if len(templates) == 1 else "{}",
             no_tokens=vit.can_drop,
             fills=list(get_args(Painted)),
+            fill_names={fill: describe_fill(fill) for fill in get_args(Painted)},
             photos=self.images.photos,
             image=self.images.photos[0].id if self.images.photos else None,
             methods=[name for name in FIRST if name in works] or sorted(works)[:4],

@@ -9,13 +9,8 @@ import { facts, on, own, question, set, state } from "./state.js";
 const MOST = 200;
 const past = [], future = [];
 
-const FILLS = {
-  "image-mean": "mean grey", "channel-mean": "mean colour", "blur-tis": "blur", "blur-rise": "blur (RISE)", zero: "the data's mean",
-  black: "black", noise: "noise",
-};
-
-/** A fill's name for people. */
-export const fillName = (fill) => FILLS[fill] ?? fill;
+/** What a fill paints, in words. */
+export const fillName = (fill) => facts.model?.fill_names[fill] ?? fill;
 
 const patches = () => facts.model.grid[0] * facts.model.grid[1];
 
