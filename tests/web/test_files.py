@@ -86,7 +86,7 @@ def test_a_report_has_its_test_and_escapes_its_name(client: TestClient) -> None:
     assert "<img src=x" not in page
     assert "&lt;img src=x onerror" in page
     assert "cat against dog" in page
-    assert page.count("than random here: it beats") == 1, "rollout ignores the class and is refused for a pair"
+    assert page.count("than random here: it beats") == 2, "rollout is refused for a pair; genatt: lead and list"
     assert "<script" not in page
 
 
@@ -102,8 +102,8 @@ def test_a_report_says_the_command_that_makes_it(client: TestClient) -> None:
     asked = read_settings(options["--method"].split(","), [options["--set"]])
     assert asked == {"genatt": {}, "rollout": {"start": 1}}
     other = made(client, kind="report", unit="token", steps=2, randoms=2)[0].decode()
-    assert "taken out of the model" in other
-    assert "To repeat it" not in other, "the command line removes no tokens in its test"
+    assert "are removed from the model" in other
+    assert "<h3>Command</h3>" not in other, "the command line removes no tokens in its test"
 
 
 def test_what_gives_no_map_is_told(client: TestClient) -> None:

@@ -13,7 +13,7 @@ from patchlight.bench.rows import Maps
 from patchlight.bench.statistics import Ranks, extremes, leading_method
 from patchlight.bench.tables import RunTables
 from patchlight.core.drawing.charts import Dot, Line, dot_chart, line_chart, line_style, rank_chart
-from patchlight.core.drawing.page import data_url, render_page
+from patchlight.core.drawing.page import Chart, data_url, render_page
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import write_atomic
 
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from patchlight.data import Data
 
 EXAMPLES, SIDE = 3, 168
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart as inline SVG, with a title and a caption."""
-
-    title: str
-    svg: str
-    caption: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing import figure_format
+from patchlight.core.drawing.heat import seen
 from patchlight.core.drawing.pictures import FORMATS, MAX_ROWS
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import check_writable, write_atomic
@@ -20,10 +21,13 @@ from patchlight.core.images import SUFFIXES, list_images
 from patchlight.core.targets import Target, Targets, read_class
 from patchlight.methods.requests import Request, check_supported, refusal
 from patchlight.metrics.base import on_grid
-from patchlight.report.explanations import Explained, ImageSection, made_by, report_html, section_of
+from patchlight.report.explanations import Explained, ImageSection, describe_run, report_html, section_of
 from patchlight.report.pictures import figure
 from patchlight.study.faithfulness import Trial, run_trial
 from patchlight.study.files import ExplainedFile, ExplainOptions, FileLog, explain_files
+
+LARGE = 560
+"""Least width or height of the large map of a report, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ def plan_files(paths: Sequence[str], folder: Path | None, save: str | None) -> l
     shared = Counter(within for _, within in images.values())
     for (path, within), name in zip(images.values(), _distinct([w for _, w in images.values()]), strict=True):
         picture = folder / name.with_name(f"{name.name}.png") if folder is not None else None
-        called = str(within if shared[within] == 1 else path)
+        called = str(within if shared[within] == 1 else name if path.is_absolute() else path)
         items.append(ImageFile(path, picture, Path(save) / name if save is not None else None, called))
     return items
 
@@ -198,7 +202,7 @@ def write_explanations(
     if task.report is not None and first is not None:
         known = [words for words in done.log.warnings if "the map of image" not in words]  # its section says which one
         left_out = [sentence for _, sentence in done.log.errors]
-        page = report_html(sections, made_by(*first, task.command, known, left_out))
+        page = report_html(sections, describe_run(*first, task.command, known, left_out))
         write_atomic(task.report, page.encode(errors="backslashreplace"))
         done.written.append(str(task.report))
     return done
@@ -207,11 +211,12 @@ def write_explanations(
 def _tested(one: ExplainedFile, name: str, vit: Anatomy, seed: int) -> tuple[ImageSection, Trial]:
     """What a report shows of an image, with the test of its maps."""
     att = next(iter(one.maps.values()))
+    picture = seen(one.path, vit.preprocess.size, vit.preprocess, LARGE)
     against = None if att.against is None else att.against[:, None]
     trial = Trial(vit, one.tensor, Targets(att.target[:, None], against), seed=seed)
     tests = run_trial(trial, {name: on_grid(att.scores, vit)[0] for name, att in one.maps.items()})
     digest = hashlib.sha256(one.path.read_bytes()).hexdigest()
-    return section_of(Explained(name, one.picture, one.predictions, one.maps, trial, tests, sha256=digest)), trial
+    return section_of(Explained(name, picture, one.predictions, one.maps, trial, tests, sha256=digest)), trial
 
 
 def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy, written: list[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from patchlight.core.attribution import Attribution
 from patchlight.core.attribution_files import attribution_bytes
 from patchlight.core.drawing import figure_bytes, seen_figure
 from patchlight.metrics.base import on_grid
-from patchlight.report.explanations import Explained, made_by, report_html, section_of
+from patchlight.report.explanations import Explained, describe_run, report_html, section_of
 from patchlight.study.faithfulness import Trial, run_trial
 from patchlight.web.answers import explain
 from patchlight.web.jobs import RunningJob
@@ -80,12 +80,12 @@ def report(given: JobInput[FileRequest], maps: Mapping[str, Attribution], job: R
             predictions=_predictions(question),
             maps=maps,
             trial=trial,
-            truths=tested,
+            results=tested,
             failures=job.status.failures,
         )
     )
     warnings = [f"{found.method}: {found.warning}" for found in job.status.maps if found.warning]
-    page = report_html([section], made_by(maps, trial, command(given), warnings))
+    page = report_html([section], describe_run(maps, trial, command(given), warnings))
     return page.encode(errors="backslashreplace")
 
 

@@ -78,6 +78,7 @@ def line_chart(
     lines: Sequence[Line],
     *,
     x: str = "",
+    y: str = "",
     y_limits: tuple[float, float] | None = None,
     bands: Sequence[Band] = (),
     percent: bool = False,
@@ -89,7 +90,8 @@ def line_chart(
 
     Args:
         lines: The lines, later ones above earlier ones.
-        x: Words below the x axis.
+        x: Label of the x axis.
+        y: Label of the y axis.
         y_limits: Lowest and highest value of the y axis; by default those of the lines.
         bands: Shaded ranges, below the lines.
         percent: Whether x are fractions that are shown as 0 %, 25 %, … 100 %.
@@ -116,6 +118,7 @@ def line_chart(
     _round_ticks(axes.yaxis)
     axes.grid(axis="y", color=RULE, linewidth=1, clip_on=False)
     axes.set_xlabel(_drawable(x), parse_math=False)
+    axes.set_ylabel(_drawable(y), parse_math=False)
     if legend and lines:
         _legend(fig, axes.lines, [line.name for line in lines])
     return _svg(fig, words, [line.name for line in lines])
@@ -227,7 +230,8 @@ def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(SOFT)
     axes.tick_params(which="both", length=0, labelcolor=SOFT, labelsize=WORDS, pad=7)
-    axes.xaxis.label.set(color=SOFT, size=WORDS)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set(color=SOFT, size=WORDS)
     return fig, axes
 
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart as inline SVG, with a title and a caption."""
+
+    title: str
+    svg: str
+    caption: str = ""
 
 
 def render_page(package: str, name: str, **values: Any) -> str:

@@ -45,6 +45,8 @@ SCALES = {
     True: ("against", "for (each map to ± its 99th percentile)"),
 }
 
+IGNORES_CLASS = "ignores the class"
+"""The badge of maps that are the same for every class."""
 _SETTINGS = threading.Lock()
 """Held while matplotlib's settings, which all threads share, are changed."""
 
@@ -100,10 +102,10 @@ def _figure(
     if path is not None:
         figure_format(path)
     _check_counts(maps, len(pictures))
-    alike = len({att.captions for att in maps.values()}) == 1
-    columns = [column for name, att in maps.items() for column in _columns(name, att, alike)]
+    same_classes = len({att.captions for att in maps.values()}) == 1
+    columns = [column for label, att in maps.items() for column in _columns(label, att, same_classes)]
     headings = _headings([c.title for c in columns] if titles is None else titles, len(columns))
-    labels = _row_labels(images, next(iter(maps.values())), predictions, vit, alike)
+    labels = _row_labels(images, next(iter(maps.values())), predictions, vit, same_classes)
     fig = _drawn(columns, headings, pictures, labels)
     if path is not None:
         write_atomic(path, figure_bytes(fig, path))
@@ -185,6 +187,16 @@ def _bands(columns: int) -> list[range]:
     count = -(-columns // BAND)
     each = -(-columns // count)
     return [range(begin, min(begin + each, columns)) for begin in range(0, columns, each)]
+
+
+def ignores_class(att: Attribution) -> bool:
+    """Whether a map gets the badge; random maps need none."""
+    return att.ignores_class and att.method != "random"
+
+
+def map_title(label: str, att: Attribution) -> str:
+    """The label of a map; if it is "auto" or "best", the method that was chosen, too."""
+    return f"{att.method} ({label})" if label in ("auto", "best") and att.method != label else label
 
 
 def figure_format(path: str | Path) -> str:
@@ -307,17 +319,22 @@ def _check_counts(maps: Mapping[str, Attribution], count: int) -> None:
         raise PatchlightError(f"a figure of {count} rows cannot be read; give at most {MAX_ROWS} images")
 
 
-def _columns(name: str, att: Attribution, alike: bool) -> list[_Column]:
-    """A column per class; its heading names the class where there are several, or the maps are not of the same ones."""
-    signed = is_signed(att.scores)
+def _columns(label: str, att: Attribution, same_classes: bool) -> list[_Column]:
+    """A column per class, headed by the method, by the class if it is not in the row's label, and by the badge."""
+    signed, title = is_signed(att.scores), map_title(label, att)
+    badge = f"\n{IGNORES_CLASS}" if ignores_class(att) else ""
     if att.scores.ndim == 3:
-        own = short(att.target_names[0]) + "".join(f"\nagainst {short(other)}" for other in att.against_names[:1])
-        word = own if len(set(att.captions)) == 1 else "various classes"
-        return [_Column(name if alike else f"{name}\n{word}", att.scores, signed, att.covers)]
-    several = att.scores.shape[1]
-    named = [set(att.target_names[t::several]) for t in range(several)]
-    words = [short(labels.pop()) if len(labels) == 1 else f"({t + 1})" for t, labels in enumerate(named)]
-    return [_Column(f"{name}\n{word}", att.scores[:, t], signed, att.covers) for t, word in enumerate(words)]
+        caption = short(att.target_names[0]) + "".join(f"\nagainst {short(other)}" for other in att.against_names[:1])
+        words = caption if len(set(att.captions)) == 1 else "various classes"
+        heading = title if same_classes else f"{title}\n{words}"
+        return [_Column(heading + badge, att.scores, signed, att.covers)]
+    count = att.scores.shape[1]
+    columns = []
+    for t in range(count):
+        names = set(att.target_names[t::count])
+        words = short(names.pop()) if len(names) == 1 else f"({t + 1})"
+        columns.append(_Column(f"{title}\n{words}{badge}", att.scores[:, t], signed, att.covers))
+    return columns
 
 
 def _headings(titles: Sequence[str], count: int) -> list[str]:
