@@ -34,7 +34,7 @@ Reads = frozenset[tuple[str, int]]
 """Parts of the evidence by letter and block, as ("y", 3)."""
 GROUPS: Mapping[str, str] = {
     "attention": "attention eclip legrad tokentm transition",
-    "gradients": "gradients",
+    "gradients": "dave gradients",
     "decomposition": "decomposition decompx relevance",
     "CAM": "cams scorecam",
     "perturbation": "atman hsic lime occlusion pami posterior rise search tis vitcx",
