@@ -177,7 +177,7 @@ def _paths(steps: int = 50, batch: int = 4) -> list[list[str]]:
     worst = min(spearman(a, b) for a, b in zip(found, other, strict=True))
     error = float((found - other).abs().max() / other.abs().max())
     rows.append(
-        ["ViT-B/16 @224", "ig, full, beside captum: Spearman, relative error", "4", "", f"{worst:.6f}", f"{error:.0e}"]
+        ["ViT-B/16 @224", "ig, full, and captum: Spearman, relative error", "4", "", f"{worst:.6f}", f"{error:.0e}"]
     )
     return rows
 

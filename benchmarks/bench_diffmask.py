@@ -110,9 +110,7 @@ def main() -> None:
     model = timm.create_model("vit_tiny_patch16_224", num_classes=10).eval().requires_grad_(False).to(device())
     vit = pl.wrap(model, name="vit_tiny")
     rows = [*explaining(vit), *trained(vit)]
-    record(
-        "diffmask", "DiffMask beside the model alone, vit_tiny", ["what; beside", "DiffMask", "model", "ratio"], rows
-    )
+    record("diffmask", "DiffMask and the model alone, vit_tiny", ["measurement", "DiffMask", "model", "ratio"], rows)
 
 
 if __name__ == "__main__":

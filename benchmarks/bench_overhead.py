@@ -86,7 +86,7 @@ def main() -> None:
         whole = time.perf_counter() - begin
     record(
         "overhead",
-        f"The benchmark's own share of a run ({IMAGES} images, {NAME}, {len(METHODS)} methods, 2 metrics)",
+        f"Overhead of the benchmark ({IMAGES} images, {NAME}, {len(METHODS)} methods, 2 metrics)",
         ["what", "seconds"],
         [
             ["`bench run`: read, explain, measure, store", f"{whole:.2f}"],

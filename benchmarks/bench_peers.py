@@ -64,4 +64,4 @@ def main() -> None:
             ]
         )
     header = ["method", "peer", "peer, per image", "patchlight, per image", "times faster", "largest difference"]
-    record("peers", f"Beside captum and grad-cam, vit_tiny, {IMAGES} images, {BATCH} variants at once", header, rows)
+    record("peers", f"Peers: captum and grad-cam, vit_tiny, {IMAGES} images, {BATCH} variants at once", header, rows)

@@ -90,7 +90,7 @@ def main() -> None:
         )
         base = seconds["patchlight"]
         rows += [[name, who, f"{s * 1e3:.0f} ms", f"{s / base:.2f}", f"{apart:.0e}"] for who, s in seconds.items()]
-    title = f"Max-sensitivity, vit_tiny, {IMAGES} images, {DRAWS} draws each"
+    title = f"Max-sensitivity, vit_tiny, {IMAGES} images, {DRAWS} samples each"
     record("robustness", title, ["method", "who", "median", "over patchlight", "values differ by"], rows)
 
 

@@ -1,4 +1,4 @@
-"""How soon the page answers, in a real Chromium: `python -m benchmarks.page [--weights FILE]`.
+"""Page response times, in a real Chromium: `python -m benchmarks.page [--weights FILE]`.
 
 The page itself measures from the hand to the picture (`performance.measure`): `usable`, `first-map`, `poke` and
 `slider`. Every visit is in a browser context of its own and with a seed of its own, so that no map is there already.
@@ -26,7 +26,7 @@ WANTED = {"usable": 1000, "first-map": 500, "poke": 100, "slider": 100, "first-m
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How soon the page answers")
+    parser = argparse.ArgumentParser(description="Page response times")
     parser.add_argument("--weights", type=Path, help="of vit_tiny_patch16_224")
     parser.add_argument("--visits", type=int, default=20)
     options = parser.parse_args()
@@ -43,9 +43,7 @@ def main() -> None:
         for what, ms in times.items()
     ]
     command = "python -m benchmarks.page" + (" --weights FILE" if options.weights else "")
-    record(
-        "page", "How soon the page answers", ["ms", "times", "p50", "p95", "longest", "wanted"], rows, command, cpu=True
-    )
+    record("page", "Page response times", ["ms", "times", "p50", "p95", "longest", "wanted"], rows, command, cpu=True)
 
 
 def visits(

@@ -33,9 +33,7 @@ def main() -> None:
             rows.append([name, str(options.count("--model")), f"{wall:.0f}", f"{cpu:.0f}"])
             print(rows[-1], flush=True)
     if not names:
-        record(
-            "quick", "Recipes in a hurry", ["recipe", "models", "s", "CPU s"], rows, "python -m benchmarks.quick DATA"
-        )
+        record("quick", "Quick recipes", ["recipe", "models", "s", "CPU s"], rows, "python -m benchmarks.quick DATA")
 
 
 def stand_ins(recipe: dict[str, Any], data: Path) -> list[str]:

@@ -80,7 +80,7 @@ def overhead() -> list[list[str]]:
             seconds.append(_sized(recipe, folder / f"run{size}", size))
     whole, single = seconds
     each = 1000 * (single - whole) / (UNITS - 2)
-    return [[f"a unit besides its work ({UNITS} units of one image less 2 of all)", f"{each / 1000:.4f}", "", ""]]
+    return [[f"overhead of a unit ({UNITS} units of one image minus 2 of all)", f"{each / 1000:.4f}", "", ""]]
 
 
 def _sized(recipe: Recipe, out: Path, size: int) -> float:
