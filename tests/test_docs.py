@@ -1,4 +1,4 @@
-"""The examples of README and docs run."""
+"""The examples of README and docs run, and their links, commands and names exist."""
 
 from __future__ import annotations
 
@@ -52,9 +52,6 @@ def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     shutil.copy(pocket.PHOTOS / "cat.jpg", tmp_path / "photo.jpg")
-    folder = tmp_path / "src" / "patchlight" / "zoo"
-    folder.mkdir(parents=True)
-    (folder / "photos").symlink_to(pocket.PHOTOS)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "example"}
     with restored():
@@ -63,7 +60,7 @@ def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_examples_of_the_api_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks of Python and of the shell, in their order, against a server."""
+    """Runs its Python and shell blocks in order, with a server."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(python|sh)\n(.*?)```", page, re.DOTALL)
     assert {kind for kind, _ in blocks} == {"python", "sh"}
@@ -88,20 +85,20 @@ def test_the_examples_of_the_api_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert "cat.jpg" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_table_of_routes_is_what_there_is() -> None:
+def test_the_table_of_routes_is_complete() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    told = set(re.findall(r"^\| `([A-Z]+ /api/[^`]*)` \|", page, re.MULTILINE))
+    documented = set(re.findall(r"^\| `([A-Z]+ /api/[^`]*)` \|", page, re.MULTILINE))
     paths = create_app(ModelService(pl.load("pocket"))).openapi()["paths"]
-    there = {f"{verb.upper()} {re.sub('{[a-z]+}', '{id}', path)}" for path, verbs in paths.items() for verb in verbs}
-    assert told == there
+    routes = {f"{verb.upper()} {re.sub('{[a-z]+}', '{id}', path)}" for path, verbs in paths.items() for verb in verbs}
+    assert documented == routes
 
 
-def test_the_table_of_figures_is_what_there_is() -> None:
+def test_the_table_of_figures_is_complete() -> None:
     lines = [line for line in (ROOT / "docs" / "figures.md").read_text(encoding="utf-8").splitlines() if "|" in line]
-    told = [
+    rows = [
         f"| {' | '.join([f'`{one.name}`', one.paper, one.shows, ', '.join(one.needs)])} |" for one in list_figures()
     ]
-    assert lines[2:] == told, "docs/figures.md: its table is not that of list_figures()"
+    assert lines[2:] == rows, "docs/figures.md: the table differs from list_figures()"
 
 
 WRITTEN = (
@@ -111,7 +108,7 @@ WRITTEN = (
     "docs/results/speed.md",
     "docs/contributing.md",
 )
-"""Pages that `make docs` writes or puts elsewhere; it checks the links to them itself."""
+"""Pages that `make docs` generates or moves; it checks the links to them itself."""
 EVERY = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
@@ -126,12 +123,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 FENCE = re.compile(r"^(?P<before>.*)\n```(?P<kind>.*)\n(?P<text>(?:.*\n)*?)```$", re.MULTILINE)
 SHOWN = ("toml", "json", "text", "bibtex", "{toctree}", "{contributing}")
-"""Kinds of block that are nothing to run, or (the last) a cell that is written when the documentation is made."""
+"""Kinds of blocks that are not run, or (the last) become cells when the documentation is built."""
 
 
 @pytest.mark.parametrize("page", EVERY, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_every_block_runs_or_says_why_not(page: Path) -> None:
-    """Python runs in a test above, cells when the documentation is made; commands are checked below."""
+    """Python runs in a test above, cells when the documentation is built; commands are checked below."""
     name = page.relative_to(ROOT).as_posix()
     run = ["README.md", "docs/api.md", "CONTRIBUTING.md", *(f"docs/{one}.md" for one in PAGES)]
     for block in FENCE.finditer(page.read_text(encoding="utf-8")):
@@ -139,9 +136,9 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
         if kind in ("", "{code-cell}", "sh") or kind in SHOWN or block["before"].startswith("<!-- not run: "):
             continue
         assert kind == "python", (
-            f"{name}: a block of '{kind}' is not run; say why in a comment above, <!-- not run: … -->"
+            f"{name}: a block of '{kind}' is not run; state the reason in a comment above, <!-- not run: … -->"
         )
-        assert name in run, f"{name} has an example that no test runs; <!-- not run: … --> above it says why"
+        assert name in run, f"{name} has an example that no test runs; add <!-- not run: … --> above it"
 
 
 def _options(command: Any) -> set[str]:

@@ -179,12 +179,15 @@ def gallery_row(name: str) -> str:
 
 def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
     summary, *details = as_blocks(method.function)
+    formula = formulas.block("methods", method.name)
+    if formula:  # set as mathematics above; the docstring has it as text
+        details = [part for part in details if not part.startswith("```text")]
     given = ", ".join(f"{key}={value!r}" for key, value in drawn[method.name].items())
     call = f'pl.explain(vit, photo, "{method.name}"{", " + given if given else ""})'
     parts = [
         f"# {method.name}",
         summary,
-        formulas.block("methods", method.name),
+        formula,
         gallery_row(method.name),
         f"`{call}` with the bundled model, for *dog*, *bird* and *horse*"
         + (" (fewer samples than the default, to build this page faster)." if given else "."),
