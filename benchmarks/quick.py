@@ -1,4 +1,4 @@
-"""Every recipe with `--quick --images 4` and small models in place of the papers', timed: wall clock and CPU seconds.
+"""Every recipe with `--quick --limit 4` and small models in place of the papers', timed: wall clock and CPU seconds.
 
 `python -m benchmarks.quick DATA [RECIPE…]`: DATA holds `imagenet-val-1000`, `pets-370` and `weights`; recipes go by
 name, and all are run by default.
@@ -29,7 +29,7 @@ def main() -> None:
         if not names or name in names:
             with tempfile.TemporaryDirectory() as folder:
                 options = stand_ins(recipe, data) + explainer(recipe, data, Path(folder))
-                wall, cpu = timed("bench", "run", name, "--out", f"{folder}/run", "--quick", "--images", "4", *options)
+                wall, cpu = timed("bench", "run", name, "--out", f"{folder}/run", "--quick", "--limit", "4", *options)
             rows.append([name, str(options.count("--model")), f"{wall:.0f}", f"{cpu:.0f}"])
             print(rows[-1], flush=True)
     if not names:
@@ -51,8 +51,8 @@ def stand_ins(recipe: dict[str, Any], data: Path) -> list[str]:
             str(data / "weights" / f"{model}_imagenet1k.safetensors"),
         ]
     if recipe["data"]["kind"] in MASKS:
-        return [*options, "--data", f"pets:{data / 'pets-370'}", "--target", "prediction"]
-    return [*options, "--data", f"imagenet:{data / 'imagenet-val-1000'}"]
+        return [*options, "--images", f"{data / 'pets-370'}", "--data", "pets", "--target", "prediction"]
+    return [*options, "--images", f"{data / 'imagenet-val-1000'}", "--data", "imagenet"]
 
 
 def explainer(recipe: dict[str, Any], data: Path, folder: Path) -> list[str]:
@@ -66,7 +66,17 @@ def explainer(recipe: dict[str, Any], data: Path, folder: Path) -> list[str]:
     images = data / "imagenet-val-1000" / "images"
     steps = ["--set", "steps=2", "--set", "batch_size=4"]
     timed(
-        "diffmask", "train", "--out", folder / "gates", "--model", model, "--weights", weights, "--data", images, *steps
+        "diffmask",
+        "train",
+        "--out",
+        folder / "gates",
+        "--model",
+        model,
+        "--weights",
+        weights,
+        "--images",
+        images,
+        *steps,
     )
     return ["--set", f"{label}.explainer={folder / 'gates'}"]
 

@@ -153,7 +153,7 @@ def test_a_plugin_works_in_a_recipe(tmp_path: Path) -> None:
     words = ["bench", "run", str(recipe), "--out", str(tmp_path / "out"), "--plugin", str(file)]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "shows the table" in done.stderr
+    assert "Table: patchlight bench report" in done.stderr
 
 
 @pytest.mark.parametrize(

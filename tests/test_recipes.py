@@ -108,12 +108,12 @@ def test_bench_list() -> None:
 
 
 def test_commands_take_a_bundled_recipe_by_name(tmp_path: Path) -> None:
-    run = ["bench", "run", "tis-table-1", "--out", str(tmp_path / "run"), "--data", str(tmp_path / "absent")]
+    run = ["bench", "run", "tis-table-1", "--out", str(tmp_path / "run"), "--images", str(tmp_path / "absent")]
     done = CliRunner().invoke(app, run)
     assert done.exit_code == 2
     assert "absent' does not exist; give the folder of ImageNet" in done.output
     for command in ("diffmask", "shapley"):
-        train = [command, "train", "--recipe", f"{command}-cifar10", "--data", str(tmp_path / "absent")]
+        train = [command, "train", "--recipe", f"{command}-cifar10", "--images", str(tmp_path / "absent")]
         done = CliRunner().invoke(app, [*train, "--out", str(tmp_path / command)])
         assert done.exit_code == 2
         assert "absent' does not exist; give the folder of CIFAR-10" in done.output

@@ -189,7 +189,7 @@ MISSING = {
     "hf (a processor)": ["explain", pocket.PHOTOS / "cat.jpg", "--preprocess", "processor"],
     "open_clip": ["explain", pocket.PHOTOS / "cat.jpg", "--model", "open_clip:ViT-B-32"],
     "lime": ["explain", pocket.PHOTOS / "cat.jpg", "--method", "lime", "--set", "unit=pixel"],
-    "train": ["diffmask", "train", "--data", pocket.PHOTOS, "--out", "gates", "--set", "batch_size=4"],
+    "train": ["diffmask", "train", "--images", pocket.PHOTOS, "--out", "gates", "--set", "batch_size=4"],
     "bench": ["bench", "run", "diffmask-table-1", "--out", "run"],
     "bench (ray)": ["bench", "run", "diffmask-table-1", "--out", "run", "--ray", "local"],
     "bench (report)": ["bench", "report", "run"],

@@ -110,5 +110,5 @@ def test_the_command_prints_each_form(shared: Shared) -> None:
     assert told["images"] == 6
     assert {row["metric"] for row in told["compared"]} == {"Ins", "Del"}
     assert "| method | metric |" in CliRunner().invoke(app, words).stdout
-    assert CliRunner().invoke(app, [*words, "--csv"]).stdout.startswith("model,method,metric,first")
-    assert CliRunner().invoke(app, [*words, "--csv", "--json"]).exit_code == 2
+    assert CliRunner().invoke(app, [*words, "--format", "csv"]).stdout.startswith("model,method,metric,first")
+    assert CliRunner().invoke(app, [*words, "--format", "csv", "--json"]).exit_code == 2

@@ -70,7 +70,7 @@ def test_the_command_prints_a_plan_and_an_estimate(images: Path, tmp_path: Path)
     path.write_text(text(images))
     shown = CliRunner().invoke(app, ["bench", "plan", str(path)])
     assert shown.exit_code == 0, shown.output
-    assert "6 images x 1 model(s) x 4 methods x 2 metrics = 48 values, in 2 groups" in shown.stdout
+    assert "6 images x 1 model x 4 methods x 2 metrics = 48 values, in 2 groups" in shown.stdout
     result = CliRunner().invoke(app, ["bench", "plan", str(path), "--estimate", "--json"])
     told = json.loads(result.stdout)
     assert (told["values"], told["images"], len(told["groups"])) == (48, 6, 2)

@@ -234,7 +234,7 @@ def test_workers_do_what_one_process_does(images: Path, tmp_path: Path, whole: l
 
 
 def test_a_unit_that_kills_its_workers_fails_alone(images: Path, tmp_path: Path) -> None:
-    command = [*plugin_command(tmp_path, images, "test-deadly"), "--workers", "2", "--images", "1"]
+    command = [*plugin_command(tmp_path, images, "test-deadly"), "--workers", "2", "--limit", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert Store(tmp_path / "run").failures() == {"3 processes died while they ran it": 2}

@@ -97,7 +97,7 @@ def test_the_card_says_what_it_is(shared: Shared, public: Path) -> None:
         "Patchlight: Apache-2.0.",
         'GenAtt = "genatt"',
         '"steps": 2',
-        "bench run recipe.toml --data DIR --out mine --from public",
+        "bench run recipe.toml --images DIR --out mine --from public",
         "| Pocket | GenAtt | `Pocket.GenAtt` |",
     ):
         assert words in told
@@ -186,11 +186,11 @@ def test_somebody_else_adds_a_method_and_only_it_is_measured(
     text = (public / "recipe.toml").read_text().replace("[methods]\n", f"[methods]\n{MORE}")
     (tmp_path / "recipe.toml").write_text(text)
     made = measured(monkeypatch)
-    words = ["bench", "run", tmp_path / "recipe.toml", "--data", tmp_path / "elsewhere", "--out", tmp_path / "mine"]
+    words = ["bench", "run", tmp_path / "recipe.toml", "--images", tmp_path / "elsewhere", "--out", tmp_path / "mine"]
     answer = CliRunner().invoke(app, [*map(str, words), "--from", str(public)])
     assert answer.exit_code == 0, answer.output
     assert {method for method, _ in made} == {"Rollout"}
-    assert "12 measured now, 24 known from earlier" in answer.stderr
+    assert "12 measured now, 24 reused" in answer.stderr
     assert values(tmp_path / "mine") == values(shared.whole) | values(shared.method)
     assert not made[12:]
     merged = merge([public, shared.method], tmp_path / "merged")
@@ -200,9 +200,9 @@ def test_somebody_else_adds_a_method_and_only_it_is_measured(
 def test_where_nothing_can_be_used_it_says_why(shared: Shared, public: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(shared.text())
     words = ["bench", "run", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "mine"), "--seed", "3"]
-    answer = CliRunner().invoke(app, [*words, "--images", "1", "--from", str(public)])
+    answer = CliRunner().invoke(app, [*words, "--limit", "1", "--from", str(public)])
     assert answer.exit_code == 0, answer.output
-    assert f"nothing of '{public}' could be used; the seed is 0 in" in answer.stderr
+    assert f"no value of '{public}' could be used; the seed is 0 in" in answer.stderr
     other = copied(public, tmp_path / "older", code="0" * 16, versions={"patchlight": "0.0.1"})
     answer = CliRunner().invoke(app, [*words, "--from", str(other)])
     assert answer.exit_code == 2

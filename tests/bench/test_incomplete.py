@@ -59,7 +59,7 @@ def test_html_latex_and_the_command_say_incomplete(interrupted: Path, tmp_path: 
     assert page.count("n = 2") >= 2 + 1, "in the cells and in the legend of the curves"
     assert page.index("those that all methods have") < page.index("All values so far")
     assert f"% {MISSING}" in as_latex(run)
-    for option in (["--csv"], ["--latex"], ["--html", str(tmp_path / "r.html")]):
+    for option in (["--format", "csv"], ["--format", "latex"], ["--html", str(tmp_path / "r.html")]):
         assert MISSING in CliRunner().invoke(app, ["bench", "report", str(interrupted), *option]).stderr
 
 
@@ -117,7 +117,9 @@ def test_comparisons_of_runs_say_incomplete(interrupted: Path, tmp_path: Path) -
     assert f"{MISSING} in '{interrupted}'" in page.splitlines()[2]
     assert as_json(found)["incomplete"] == list(found.incomplete) != []
     assert compare(tmp_path / "complete", tmp_path / "complete").incomplete == ()
-    printed = CliRunner().invoke(app, ["bench", "compare", str(tmp_path / "complete"), str(interrupted), "--csv"])
+    printed = CliRunner().invoke(
+        app, ["bench", "compare", str(tmp_path / "complete"), str(interrupted), "--format", "csv"]
+    )
     assert MISSING in printed.stderr
 
 

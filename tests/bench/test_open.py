@@ -73,7 +73,7 @@ def test_without_pandas_it_says_so(shared: Shared, monkeypatch: pytest.MonkeyPat
 
 
 def test_per_image_is_csv_of_every_value_in_order(shared: Shared) -> None:
-    answer = CliRunner().invoke(app, ["bench", "report", str(shared.whole), "--per-image"])
+    answer = CliRunner().invoke(app, ["bench", "report", str(shared.whole), "--format", "per-image"])
     assert answer.exit_code == 0
     rows = list(csv.DictReader(io.StringIO(answer.stdout)))
     assert tuple(rows[0]) == PER_IMAGE
@@ -92,13 +92,15 @@ def test_per_image_has_no_formula_and_empty_cells(shared: Shared, tmp_path: Path
     changed_rows(tmp_path / "run", "note", lambda _: "=1+1")
     changed_rows(tmp_path / "run", "error", lambda _: None)
     changed_rows(tmp_path / "run", "value", lambda _: None)
-    answer = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run"), "--per-image"])
+    answer = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run"), "--format", "per-image"])
     rows = list(csv.DictReader(io.StringIO(answer.stdout)))
     assert {(r["note"], r["error"], r["value"]) for r in rows} == {("'=1+1", "", "")}
-    answer = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run"), "--per-image", "--csv"])
-    assert "--csv and --per-image both print" in answer.stderr
-    answer = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run"), "--per-image", "--html", "x.html"])
-    assert "leave out --html" in answer.stderr
+    answer = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "run"), "--format", "per-images"])
+    assert "no format is called 'per-images'" in answer.stderr
+    answer = CliRunner().invoke(
+        app, ["bench", "report", str(tmp_path / "run"), "--format", "per-image", "--html", "x.html"]
+    )
+    assert "cannot be combined with --html" in answer.stderr
 
 
 def test_units_are_read_one_at_a_time(shared: Shared) -> None:

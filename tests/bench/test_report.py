@@ -145,18 +145,18 @@ def test_the_commands_print_and_refuse(out: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "report", str(out), "--html", str(page)])
     assert done.exit_code == 0
     assert page.stat().st_size > 10_000
-    printed = CliRunner().invoke(app, ["bench", "report", str(out), "--csv"])
+    printed = CliRunner().invoke(app, ["bench", "report", str(out), "--format", "csv"])
     assert printed.stdout.startswith("model,method,metric,mean,")
     table = CliRunner().invoke(app, ["bench", "report", str(out)])
     assert ("note: " in printed.stderr, "note: " in table.stderr) == ("- Note: " in table.stdout, False), "told once"
-    differences = CliRunner().invoke(app, ["bench", "report", str(out), "--against", "GenAtt"]).stdout
+    differences = CliRunner().invoke(app, ["bench", "report", str(out), "--baseline", "GenAtt"]).stdout
     assert "difference to GenAtt" in differences
     for wrong in (
         ["report", str(tmp_path / "none")],
         ["status", str(tmp_path)],
-        ["report", str(out), "--csv", "--latex"],
-        ["report", str(out), "--csv", "--against", "GenAtt"],
-        ["report", str(out), "--html", str(page), "--against", "GenAtt"],
+        ["report", str(out), "--format", "text"],
+        ["report", str(out), "--format", "csv", "--baseline", "GenAtt"],
+        ["report", str(out), "--html", str(page), "--baseline", "GenAtt"],
     ):
         assert CliRunner().invoke(app, ["bench", *wrong]).exit_code == 2
     with pytest.raises(PatchlightError, match="there is no run"):

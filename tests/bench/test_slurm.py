@@ -228,7 +228,7 @@ def printed(recipe: Path, *words: str) -> str:
 
 
 def test_the_command_line_passes_on_what_is_run(recipe: Path, commands: Path) -> None:
-    chosen = ["--model", "Pocket=pocket", "--images", "3", "--set", "Ins.steps=2", "--quick", "--seed", "7"]
+    chosen = ["--model", "Pocket=pocket", "--limit", "3", "--set", "Ins.steps=2", "--quick", "--seed", "7"]
     job = printed(recipe, *chosen, "--gpus", "1", "--setup", "patchlight() { program; }")
     assert (recipe.parent / "a run" / "logs").is_dir()
     assert "#SBATCH --gres=gpu:1\n" in job
@@ -236,7 +236,7 @@ def test_the_command_line_passes_on_what_is_run(recipe: Path, commands: Path) ->
     assert words[:3] == ["bench", "run", str(recipe)]
     assert words[-4:] == ["--out", str(recipe.parent / "a run"), "--shard", "2/2"]
     given = dict(pairwise(words))
-    assert {"--model": "Pocket=pocket", "--images": "3", "--set": "Ins.steps=2", "--seed": "7"}.items() <= given.items()
+    assert {"--model": "Pocket=pocket", "--limit": "3", "--set": "Ins.steps=2", "--seed": "7"}.items() <= given.items()
     assert "--quick" in words
     assert given["--device"] == "cuda"
 

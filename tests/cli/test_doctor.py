@@ -27,8 +27,8 @@ def test_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told["devices"][0]["auto_inside"] == told["devices"][0]["auto_masks"] == "full"
     assert [extra["install"] for extra in told["missing_extras"]] == ["pip install 'patchlight[segmentation]'"]
     assert [check["what"] for check in told["checks"]][1:3] == [
-        "pocket sees the cat on cpu",
-        "genatt explains it on cpu",
+        "pocket predicts cat on cpu",
+        "explain on cpu",
     ]
 
 
@@ -46,9 +46,9 @@ def test_a_damaged_file_and_a_broken_model_are_told(monkeypatch: pytest.MonkeyPa
     assert done.exit_code == 2
     assert "photos/bard.jpg is missing" in done.stdout
     assert "pocket.safetensors is another" in done.stdout
-    assert ": install Patchlight again" in done.stdout
-    assert "BROKEN pocket sees the cat on cpu: no such kernel" in done.stdout
-    assert "BROKEN genatt explains it on cpu: no such kernel" in done.stdout
+    assert ": reinstall Patchlight" in done.stdout
+    assert "BROKEN pocket predicts cat on cpu: no such kernel" in done.stdout
+    assert "BROKEN explain on cpu: no such kernel" in done.stdout
 
 
 def test_the_checksums_are_those_of_the_files() -> None:

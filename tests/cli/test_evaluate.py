@@ -51,7 +51,7 @@ def test_saved_maps_are_measured(folder: Path, tiny: pl.Anatomy) -> None:
     row = found["results"][0]
     assert row["images"] == 4
     assert row["interval"] is None, "four images are too few for one"
-    assert "no interval where fewer than 6 images have a value" in result.stdout
+    assert "An interval needs at least 6 images with a value" in result.stdout
     paths = [f"photos/{name}" for name in row["values"]]
     expected = pl.evaluate(tiny, paths, pl.explain(tiny, paths, "genatt"), "insertion", steps=4)
     assert list(row["values"].values()) == pytest.approx(expected.values.tolist(), abs=1e-5)
@@ -140,8 +140,7 @@ def test_labels_of_a_data_set(saved: Path, tiny: pl.Anatomy) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("evaluate", "maps"), "--images FOLDER"),
-        (("evaluate", "--images", "photos"), "--method NAME"),
+        (("evaluate", "maps"), "--images PATH"),
         (("evaluate", "maps", "--images", "nowhere"), "no image or folder at 'nowhere'"),
         (("evaluate", "nowhere", "--images", "photos"), "no folder of maps at 'nowhere'"),
         (("evaluate", "photos", "--images", "photos"), "no maps in 'photos'"),
@@ -153,7 +152,7 @@ def test_labels_of_a_data_set(saved: Path, tiny: pl.Anatomy) -> None:
         (("evaluate", "--method", "genat", "--images", "photos"), "did you mean 'genatt'"),
         (
             ("evaluate", "--method", "ig", "--images", "photos", "--metric", "deletion", "--set", "steps=3"),
-            "does not say which metric or method it is for; write deletion.steps=3 or ig.steps=3",
+            "does not name its metric or method; write deletion.steps=3 or ig.steps=3",
         ),
         (("evaluate", "maps", "--images", "photos", "--target", "unicorn"), "no class is called 'unicorn'"),
         (("metrics", "delettion"), "did you mean 'deletion'"),
@@ -172,7 +171,7 @@ def test_metrics_are_listed_and_described() -> None:
     table = run("metrics").stdout
     assert all(name in table for name in rows)
     told = run("metrics", "perturbation").stdout
-    assert "lower is better, from 0 to 1" in told
+    assert "Values: lower is better, from 0 to 1" in told
     assert "quantity: 'accuracy' | 'probability' | 'logit' | 'cosine' | 'kl' | 'nll' = 'accuracy'" in told
     assert "preset: chefer, diffmask" in told
 

@@ -12,14 +12,14 @@ from tests.cli.test_cli import folder as folder
 from tests.cli.test_cli import refused, run
 from tests.cli.test_cli import tiny as tiny
 
-ASKED = ("recommend", "--methods", "genatt,rollout", "--metrics", "srg", "--set", "srg.steps=2", "--budget", "2m")
+ASKED = ("recommend", "--method", "genatt,rollout", "--metric", "srg", "--set", "srg.steps=2", "--budget", "2m")
 
 
 def test_a_verdict_is_printed_and_written(folder: Path, tiny: pl.Anatomy) -> None:
     result = run(*ASKED, "--images", "photos", "--out", "verdict")
     assert "No method is recommended: 4 images measured" in result.stdout
     assert Path("verdict/verdict.html").is_file()
-    found = json.loads(run(*ASKED, "--data", "photos", "--out", "verdict", "--resume", "--json").stdout)
+    found = json.loads(run(*ASKED, "--images", "photos", "--out", "verdict", "--resume", "--json").stdout)
     assert {row["method"] for row in found["rows"]} == {"genatt", "rollout", "random"}
     assert found["about"]["metrics"] == {"srg": {"metric": "srg", "steps": 2, "score": "probability"}}
 
@@ -36,9 +36,9 @@ def test_unreadable_images_are_told(folder: Path, tiny: pl.Anatomy) -> None:
         (("recommend",), "no images were given"),
         (("recommend", "--images", "nowhere"), "no image or folder at 'nowhere'"),
         (("recommend", "--images", "photos", "--budget", "soon"), "budget 'soon' is not a valid duration"),
-        (("recommend", "--images", "photos", "--set", "steps=2"), "is for a method or metric that is named"),
-        (("recommend", "--images", "photos", "--methods", "genat"), "did you mean 'genatt'"),
-        (("recommend", "--images", "photos", "--resume"), "give it as out="),
+        (("recommend", "--images", "photos", "--set", "steps=2"), "needs a method or metric"),
+        (("recommend", "--images", "photos", "--method", "genat"), "did you mean 'genatt'"),
+        (("recommend", "--images", "photos", "--resume"), "--resume needs --out"),
         ((*ASKED, "--images", "photos", "--budget", "0.001s"), "is too small for one image"),
     ],
 )

@@ -139,8 +139,9 @@ def test_a_list_given_with_a_recipe_takes_the_place_of_its_choice(tmp_path: Path
 def test_a_training_takes_a_list(tmp_path: Path) -> None:
     import patchlight as pl
 
-    data, file = f"folder:{pictures(tmp_path / 'images', 4)}", str(written(tmp_path, "2\n0\n"))
-    given = TrainingOptions(tmp_path, data=data, listed=file).read(ShapleyRecipe, TrainedModelOptions())
+    images, file = str(pictures(tmp_path / "images", 4)), str(written(tmp_path, "2\n0\n"))
+    options = TrainingOptions(tmp_path, images=images, data="folder", listed=file)
+    given = options.read(ShapleyRecipe, TrainedModelOptions())
     assert given.data is not None
     assert open_images(given.data, pl.load("pocket")).names == ["2.png", "0.png"]
 
@@ -169,8 +170,8 @@ def test_lists_at_the_command_line(tmp_path: Path) -> None:
     assert code == 0, out
     assert f"--list {file}" in " ".join(out.replace("\\\n", " ").split())
     figure = ("figure", "skipplus-2", "--images", images, "--set", "shown=2", "--out", tmp_path / "fig.png")
-    code, out = asked(*figure, "--image-list", file)
+    code, out = asked(*figure, "--list", file)
     assert code == 0, out
-    code, out = asked(*figure, "--image-list", written(tmp_path, "9\n"), "--force")
+    code, out = asked(*figure, "--list", written(tmp_path, "9\n"), "--force")
     assert code == 2
     assert "there is no image 9; indices are 0 to 3" in " ".join(out.split())

@@ -380,8 +380,8 @@ def test_the_command_refuses_in_one_sentence(arguments: tuple[str, ...], words: 
 
 
 def test_the_command_lists() -> None:
-    table = run("figure", "--list").stdout
+    table = run("figures").stdout
     assert all(name in table for name in FIGURES)
-    assert {row["name"] for row in json.loads(run("figure", "--list", "--json").stdout)} == set(FIGURES)
-    one = run("figure", "--list", "tis-masks").stdout
+    assert {row["name"] for row in json.loads(run("figures", "--json").stdout)} == set(FIGURES)
+    one = run("figures", "tis-masks").stdout
     assert "samples: int >= 1 or list of int >= 1" in one

@@ -45,7 +45,7 @@ def test_one_image_has_no_interval(tmp_path: Path) -> None:
     found = pl.evaluate(vit, images, "genatt", "deletion", steps=2)
     assert all(math.isnan(side) for side in found.interval())
     told = command(
-        "evaluate", "--method", "genatt", "--images", str(tmp_path / "photos"), *QUICK, says=("no interval",)
+        "evaluate", "--method", "genatt", "--images", str(tmp_path / "photos"), *QUICK, says=("An interval needs",)
     )
     assert not re.search(r"\[0\.\d+, 0\.\d+\]", told)
     told = command("evaluate", "--method", "genatt", "--images", str(tmp_path / "photos"), *QUICK, "--json")

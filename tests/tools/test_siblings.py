@@ -110,7 +110,17 @@ def test_the_plugin_is_loaded_before_the_model_is_looked_up(tmp_path: Path) -> N
 
 def test_a_benchmark_takes_a_sibling_for_a_recipes_model(tmp_path: Path) -> None:
     words = ["bench", "run", "tokentm-supplement-cifar10", "--plugin", str(train_siblings.PLUGIN), "--no-pretrained"]
-    words += ["--model", "ViT-B=pocket_distilled", "--data", f"folder:{pocket.PHOTOS}", "--images", "1", "--quick"]
+    words += [
+        "--model",
+        "ViT-B=pocket_distilled",
+        "--images",
+        str(pocket.PHOTOS),
+        "--data",
+        "folder",
+        "--limit",
+        "1",
+        "--quick",
+    ]
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
     assert done.exit_code == 3, done.output
     assert "'transatt' does not work on pocket_distilled: the relevance rules read one CLS token" in done.output

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_train_diffmask_then_explain(folder: Path, tmp_path: Path) -> None:
-    train = ("diffmask", "train", "--data", str(folder), "--json")
+    train = ("diffmask", "train", "--images", str(folder), "--json")
     assert json.loads(command(*train, "--out", f"{tmp_path}/dm", *few()))["step"] == 2
     assert (tmp_path / "dm" / "metrics.csv").read_text().startswith("step,steps,kl,kept")
     words = ("--held-out", str(folder), *few(finish=1))
@@ -43,11 +43,11 @@ def test_train_diffmask_then_explain(folder: Path, tmp_path: Path) -> None:
     explain = ("explain", f"{folder}/cat/0.png", "--explainer", f"{tmp_path}/dm", "--out", f"{tmp_path}/x.png")
     command(*explain, "--method", "diffmask,rawatt")
     assert (tmp_path / "x.png").is_file()
-    command(*explain, "--method", "rawatt", code=2, says=("--explainer is for methods diffmask",))
+    command(*explain, "--method", "rawatt", code=2, says=("--explainer is for the methods diffmask",))
 
 
 def test_train_shapley_then_explain(folder: Path, tmp_path: Path) -> None:
-    words = ("--data", str(folder), "--out", f"{tmp_path}/sh", "--held-out", str(folder))
+    words = ("--images", str(folder), "--out", f"{tmp_path}/sh", "--held-out", str(folder))
     train = ("shapley", "train", *words, *few(surrogate_steps=2, masks=2, rank=1, check=1))
     result = json.loads(command(*train, "--json"))
     assert (result["step"], result["surrogate"]["step"], result["held_out"]["images"]) == (2, 2, 2)
@@ -62,19 +62,19 @@ def test_train_shapley_then_explain(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "words", "says"),
     [
-        ("diffmask", "--data nowhere", "'nowhere' does not exist"),
-        ("diffmask", "", "no data was given"),
+        ("diffmask", "--images nowhere", "'nowhere' does not exist"),
+        ("diffmask", "", "no images were given"),
         ("diffmask", "--recipe nothing.toml", "no recipe at 'nothing.toml'"),
-        ("diffmask", "--data FOLDER --set gate_rat=1", "no setting 'gate_rat'"),
-        ("diffmask", "--data FOLDER --set batch_size=64", "fewer than one batch of 64"),
-        ("diffmask", "--data FOLDER/cat", "fewer than one batch of 32"),
-        ("diffmask", "--data FOLDER --preset papr", "no DiffMask preset"),
-        ("diffmask", "--data FOLDER --preset code", "no DiffMask preset is called 'code'"),
-        ("diffmask", "--data FOLDER --initial nowhere", "no DiffMask explainer"),
-        ("shapley", "", "no data was given"),
-        ("shapley", "--data FOLDER --set rat=1", "no setting 'rat'"),
-        ("shapley", "--data FOLDER --set batch_size=64", "fewer than one batch of 64"),
-        ("shapley", "--data FOLDER --preset papr", "no ViT-Shapley preset"),
+        ("diffmask", "--images FOLDER --set gate_rat=1", "no setting 'gate_rat'"),
+        ("diffmask", "--images FOLDER --set batch_size=64", "fewer than one batch of 64"),
+        ("diffmask", "--images FOLDER/cat", "fewer than one batch of 32"),
+        ("diffmask", "--images FOLDER --preset papr", "no DiffMask preset"),
+        ("diffmask", "--images FOLDER --preset code", "no DiffMask preset is called 'code'"),
+        ("diffmask", "--images FOLDER --initial nowhere", "no DiffMask explainer"),
+        ("shapley", "", "no images were given"),
+        ("shapley", "--images FOLDER --set rat=1", "no setting 'rat'"),
+        ("shapley", "--images FOLDER --set batch_size=64", "fewer than one batch of 64"),
+        ("shapley", "--images FOLDER --preset papr", "no ViT-Shapley preset"),
     ],
 )
 def test_wrong_requests_are_one_sentence(kind: str, words: str, says: str, folder: Path, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_wrong_requests_are_one_sentence(kind: str, words: str, says: str, folde
 def test_one_class_is_refused(folder: Path, tmp_path: Path) -> None:
     for image in (folder / "dog").iterdir():
         image.unlink()
-    words = ("--data", str(folder), "--out", f"{tmp_path}/dm", *few())
+    words = ("--images", str(folder), "--out", f"{tmp_path}/dm", *few())
     command("diffmask", "train", *words, code=2, says=("all of class",))
 
 

@@ -244,7 +244,7 @@ def metric_page(metric: Metric) -> str:
     ]
     data = {"boxes", "masks", "boxes or masks"} & set(metric.needs)
     how = (
-        f"patchlight evaluate --method genatt,random --metric {metric.name} --data KIND:FOLDER"
+        f"patchlight evaluate --method genatt,random --metric {metric.name} --images FOLDER --data KIND"
         if data
         else f"patchlight evaluate --method genatt,random --metric {metric.name} --images FOLDER"
     )

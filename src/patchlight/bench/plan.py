@@ -354,5 +354,5 @@ def _missing(recipe: Recipe, known: Sequence[set[str]]) -> list[str]:
     told = [f"'{label}' needs {' and '.join(needs)}" for label, needs in lacking.items() if needs]
     where = f"the '{recipe.data.kind}' data at '{recipe.data.path}' has none"
     if len(told) == len(lacking):
-        raise PatchlightError(f"{told[0]}, and {where}; give data that has (--data KIND:DIR)")
+        raise PatchlightError(f"{told[0]}, and {where}; give data that has (--images FOLDER --data KIND)")
     return [f"{each}, and {where}: it will have no value" for each in told]

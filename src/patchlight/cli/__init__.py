@@ -1,6 +1,6 @@
 """The command line. Torch and the models are imported inside the commands, so that `--help` answers at once.
 
-Exit codes: 0 done; 1 a bug; 2 a wrong request, told in one sentence; 3 some items failed, the rest were done.
+Exit codes: 0 done; 1 a bug; 2 a wrong request, explained in one sentence; 3 some items failed, the others are done.
 """
 
 from __future__ import annotations
@@ -16,24 +16,18 @@ from patchlight.cli.diffmask import diffmask
 from patchlight.cli.doctor import doctor
 from patchlight.cli.evaluate import evaluate
 from patchlight.cli.explain import demo, explain
-from patchlight.cli.figure import figure
+from patchlight.cli.figure import figure, figures
+from patchlight.cli.options import add_commands, group
 from patchlight.cli.recommend import recommend
 from patchlight.cli.serve import serve
 from patchlight.cli.shapley import shapley
 from patchlight.cli.tables import methods, metrics, models
 
-app = typer.Typer(
-    name="patchlight",
-    help="Which patches of an image a Vision Transformer decided on.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-for command in (demo, explain, evaluate, recommend, serve, figure, methods, metrics, models, doctor):
-    app.command()(command)
-
-app.add_typer(bench)
-app.add_typer(diffmask)
-app.add_typer(shapley)
+app = group("patchlight", "Show which patches drove a Vision Transformer's prediction, and how faithful that is.")
+add_commands(app, demo=demo, explain=explain, evaluate=evaluate, recommend=recommend, serve=serve)
+add_commands(app, methods=methods, metrics=metrics, models=models, figure=figure, figures=figures, doctor=doctor)
+for commands in (bench, diffmask, shapley):
+    app.add_typer(commands)
 
 
 def main() -> None:
@@ -41,8 +35,8 @@ def main() -> None:
     app()
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from patchlight import __version__
 
         print(__version__)
@@ -57,4 +51,4 @@ def _patchlight(
 ) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text at all
+            stream.reconfigure(errors="backslashreplace")  # a file name may not be valid text

@@ -1,4 +1,4 @@
-"""What a shell offers behind a tab: names of methods, metrics, models and settings, without importing torch."""
+"""Completions in the shell: names of methods, metrics, models and settings, without importing torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import typer
 from patchlight.cli.names import known_names, table
 
 Offer = tuple[str, str]
-"""A completion, and a word about it where the shell shows one."""
+"""A completion, and a description that some shells show."""
 
 
 def complete_method(incomplete: str) -> list[Offer]:
-    """One method; behind a dot, the compositions and rules that may follow it."""
+    """A method; after a dot, the compositions and rules that may follow it."""
     base, dot, rest = incomplete.partition(".")
     if not dot:
         return _listed(incomplete, "methods")
@@ -25,23 +25,27 @@ def complete_method(incomplete: str) -> list[Offer]:
     if again and composed not in row["compositions"]:
         return []
     words = row["rules"] if again else [*row["compositions"], *row["rules"]]
-    return _beginning(incomplete, ((f"{base}.{composed}.{w}" if again else f"{base}.{w}", "") for w in words))
+    return _matching(incomplete, ((f"{base}.{composed}.{w}" if again else f"{base}.{w}", "") for w in words))
 
 
 def complete_metric(incomplete: str) -> list[Offer]:
-    """One metric."""
+    """A metric."""
     return _listed(incomplete, "metrics")
 
 
 def complete_figure(incomplete: str) -> list[Offer]:
-    """One figure."""
+    """A figure."""
     return _listed(incomplete, "figures", "shows")
 
 
 def complete_methods(incomplete: str) -> list[Offer]:
-    """Methods, separated by commas; or a group of them."""
-    groups = [("all", "every method"), ("inside", "every method that reads the model's inside")]
-    return _last(incomplete, lambda one: [*complete_method(one), *_beginning(one, groups)])
+    """Methods, separated by commas, or a word for several."""
+    groups = [
+        ("auto", "the best method with one pass that works on the model"),
+        ("inside", "all methods that read attention, gradients or tokens inside the model"),
+        ("all", "every method"),
+    ]
+    return _last(incomplete, lambda one: [*complete_method(one), *_matching(one, groups)])
 
 
 def complete_metrics(incomplete: str) -> list[Offer]:
@@ -50,37 +54,37 @@ def complete_metrics(incomplete: str) -> list[Offer]:
 
 
 def complete_model(incomplete: str) -> list[Offer]:
-    """The models that are known by a name."""
-    return _beginning(incomplete, ((name, "") for name in [*table("models")["models"], "hf:", "torchvision:"]))
+    """Models that have a name."""
+    return _matching(incomplete, ((name, "") for name in [*table("models")["models"], "hf:", "torchvision:"]))
 
 
 def complete_kind(incomplete: str) -> list[Offer]:
-    """Kinds of data."""
-    return _beginning(incomplete, ((name, "") for name in table()["data"]))
+    """Kinds of data sets."""
+    return _matching(incomplete, ((name, "") for name in table()["data"]))
 
 
 def complete_recipe(incomplete: str) -> list[Offer]:
-    """The bundled recipes of the benchmark."""
+    """Bundled recipes of the benchmark."""
     from patchlight.core.recipes import bundled_recipes
 
-    return _beginning(incomplete, ((name, "") for name in bundled_recipes("bench")))
+    return _matching(incomplete, ((name, "") for name in bundled_recipes("bench")))
 
 
 def complete_training_recipe(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """The bundled recipes of the explainer that is to be trained."""
+    """Bundled recipes of the explainer that is trained."""
     from patchlight.core.recipes import bundled_recipes
 
     command = ctx.parent.info_name if ctx.parent is not None else None
-    return _beginning(incomplete, ((name, "") for name in bundled_recipes(command or "")))
+    return _matching(incomplete, ((name, "") for name in bundled_recipes(command or "")))
 
 
 def complete_setting(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """NAME.SETTING= of the methods and metrics named so far."""
-    return _beginning(
+    """NAME.SETTING= for the methods and metrics named so far."""
+    return _matching(
         incomplete,
         (
-            (f"{asked}.{key}=", words)
-            for asked, row in _asked(ctx, "method", "metric")
+            (f"{name}.{key}=", words)
+            for name, row in _named_rows(ctx, "method", "metric")
             for key, words in row["settings"].items()
         ),
     )
@@ -88,38 +92,38 @@ def complete_setting(ctx: typer.Context, incomplete: str) -> list[Offer]:
 
 def complete_preset(ctx: typer.Context, incomplete: str) -> list[Offer]:
     """Presets of the metrics named so far."""
-    return _beginning(
-        incomplete, ((preset, asked) for asked, row in _asked(ctx, "metric") for preset in row["presets"])
+    return _matching(
+        incomplete, ((preset, name) for name, row in _named_rows(ctx, "metric") for preset in row["presets"])
     )
 
 
 def one_of(*words: str) -> Callable[[str], list[Offer]]:
-    """A completion of fixed words."""
+    """A completion with fixed words."""
 
     def complete(incomplete: str) -> list[Offer]:
-        return _beginning(incomplete, ((word, "") for word in words))
+        return _matching(incomplete, ((word, "") for word in words))
 
     return complete
 
 
-def _beginning(incomplete: str, offers: Iterable[Offer]) -> list[Offer]:
+def _matching(incomplete: str, offers: Iterable[Offer]) -> list[Offer]:
     return [offer for offer in dict(offers).items() if offer[0].startswith(incomplete)]
 
 
-def _listed(incomplete: str, kind: str, about: str = "summary") -> list[Offer]:
-    return _beginning(incomplete, ((name, row[about]) for row in table()[kind] for name in known_names([row])))
+def _listed(incomplete: str, kind: str, description: str = "summary") -> list[Offer]:
+    return _matching(incomplete, ((name, row[description]) for row in table()[kind] for name in known_names([row])))
 
 
 def _last(incomplete: str, complete: Callable[[str], list[Offer]]) -> list[Offer]:
-    """Complete the last of several names."""
+    """Completions of the last of several names."""
     before, comma, last = incomplete.rpartition(",")
     return [(f"{before}{comma}{word}", words) for word, words in complete(last)]
 
 
-def _asked(ctx: typer.Context, *options: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The names that were given for these options, with their rows."""
+def _named_rows(ctx: typer.Context, *options: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The names given for these options, with their rows."""
     for option in options:
-        known = {name: row for row in table()[f"{option}s"] for name in known_names([row])}
-        for asked in str(ctx.params.get(option) or "").split(","):
-            if asked.strip().split(".")[0] in known:
-                yield asked.strip(), known[asked.strip().split(".")[0]]
+        rows = {name: row for row in table()[f"{option}s"] for name in known_names([row])}
+        for name in map(str.strip, str(ctx.params.get(option) or "").split(",")):
+            if name.split(".")[0] in rows:
+                yield name, rows[name.split(".")[0]]

@@ -1,4 +1,4 @@
-"""`patchlight diffmask`: train an explainer, import a published one, and run the paper's faithfulness task."""
+"""`patchlight diffmask`: train an explainer, import a published one, and run the counting task of the paper."""
 
 from __future__ import annotations
 
@@ -9,58 +9,66 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight.cli.common import SOME_FAILED, print_json, progress, read_settings, say, showing_warnings
+from patchlight.cli.common import SOME_FAILED, print_json, progress, read_settings, say, show, show_text
 from patchlight.cli.complete import one_of
-from patchlight.cli.options import AsJson, Device, ModelOptions, Settings, TrainedModelOptions, command
+from patchlight.cli.options import (
+    ModelOptions,
+    TrainedModelOptions,
+    add_commands,
+    command,
+    group,
+)
 from patchlight.cli.training import TrainingOptions, advance, print_use
+from patchlight.core.errors import PatchlightError
 
 if TYPE_CHECKING:
     from patchlight.trained.diffmask import DiffMaskProgress
 
-diffmask = typer.Typer(
-    name="diffmask", help="Train or import the explainer VISION DIFFMASK, and test it.", no_args_is_help=True
-)
+diffmask = group("diffmask", "Train, import or test a VISION DIFFMASK explainer.")
 Preset = Annotated[
     str | None,
     typer.Option(
-        help="default (ours), paper (the paper's text) or authors (their released code).",
+        help="Preset: default (ours), paper (the paper's text) or authors (their released code).",
         autocompletion=one_of("default", "paper", "authors"),
     ),
 ]
 
 
-@diffmask.command()
 @command
 def train(
     training: TrainingOptions,
     model: TrainedModelOptions,
-    initial: Annotated[Path | None, typer.Option(help="An explainer whose gates training begins with.")] = None,
+    initial: Path | None = None,
     preset: Preset = None,
-    as_json: AsJson = False,
+    as_json: bool = False,
 ) -> None:
-    """Train DiffMask for a model: gates that keep the few patches its output depends on."""
-    with progress("loading the model") as show:
+    """Train DiffMask for a model: gates that keep the few patches that its output depends on.
+
+    Examples:
+        patchlight diffmask train --images photos/ --out gates/
+        patchlight diffmask train --recipe diffmask-cifar10 --images cifar10/ --out gates/ --device cuda
+    """
+    with progress("loading the model") as update:
         from patchlight.trained.diffmask import load
         from patchlight.trained.diffmask import train as train_gates
         from patchlight.trained.diffmask.settings import DiffMaskRecipe
 
         recipe = training.read(DiffMaskRecipe, model, initial=None if initial is None else str(initial))
         settings = recipe.training(preset, **training.changes)
-        with showing_warnings():
-            vit = recipe.model.load(model.device)
-            first = None if recipe.initial is None else load(recipe.initial)
-            loader, held = recipe.loaders(vit, settings, training.workers)
-            explainer = train_gates(vit, loader, settings, _watch(show), training.out, first, training.resume, held)
+        first = None if recipe.initial is None else load(recipe.initial)
+        vit = recipe.model.load(model.device)
+        loader, held_out = recipe.loaders(vit, settings, training.workers)
+        watch = _watch(update)
+        explainer = train_gates(vit, loader, settings, watch, training.out, first, training.resume, held_out)
     result = explainer.about["result"]
     if as_json:
         print_json({"explainer": str(training.out), "model": vit.name, **result})
         return
     end = result.get("finish", result)
-    print(f"{explainer!r} in {training.out}: KL {end['kl']:.3f}, kept {end['kept']:.1%}{_restarts(result)}")
+    show(f"{explainer!r} in {training.out}: KL {end['kl']:.3f}, kept {end['kept']:.1%}{_restarts(result)}")
     print_use(recipe.model.name, "diffmask", training.out)
 
 
-@diffmask.command("import")
 @command
 def import_file(
     file: Annotated[
@@ -68,75 +76,82 @@ def import_file(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the explainer.")],
     model: ModelOptions,
-    alpha: Annotated[
-        float | None, typer.Option(help="Scale of the gates' stretch; by default as the file says.")
-    ] = None,
-    as_json: AsJson = False,
+    alpha: float | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Import gates that the authors of the paper published; only tensors and numbers are read, no code is run."""
-    with progress("loading the model"), showing_warnings():
+    """Import gates that the authors published. Only tensors and numbers are read; no code in the file is run.
+
+    Examples:
+        patchlight diffmask import gates.ckpt --model vit_base_patch16_224 --out gates/
+        patchlight diffmask import gates.safetensors --out gates/ --alpha 20
+    """
+    if not file.is_file():
+        raise PatchlightError(f"no file at '{file}'")
+    model.check()
+    with progress("loading the model"):
         from patchlight.trained.diffmask import import_gates
 
-        vit = model.spec().load(model.device)
+        vit = model.load()
         explainer = import_gates(file, vit, alpha)
         explainer.save(out)
     if as_json:
         print_json({"explainer": str(out), "model": vit.name, **explainer.about["imported"]})
     else:
-        print(f"{explainer!r} in {out}: imported from {file.name}, alpha {explainer.gates.alpha:g}")
+        show(f"{explainer!r} in {out}: imported from {file.name}, alpha {explainer.gates.alpha:g}")
         print_use(model.model, "diffmask", out)
 
 
-@diffmask.command()
 @command
 def counting(
     out: Annotated[Path, typer.Option(help="Folder for the ViT, the explainer and the table.")],
-    size: Annotated[
-        str,
-        typer.Option(
-            help="small (minutes on a CPU) or base (ViT-Base as in the paper, an accelerator).",
-            autocompletion=one_of("small", "base"),
-        ),
-    ] = "small",
+    size: str = "small",
     preset: Preset = None,
-    seed: Annotated[int, typer.Option(help="Seed of the grids, the ViT and the gates.")] = 0,
-    distractors: Annotated[int, typer.Option(help="Colours besides red: 5 (the released code) or 6 (the paper).")] = 5,
-    grids: Annotated[int, typer.Option(min=1, help="Held-out grids to judge on.")] = 100,
-    settings: Settings = None,
-    device: Device = "cpu",
-    as_json: AsJson = False,
+    seed: int = 0,
+    distractors: int = 5,
+    grids: Annotated[int, typer.Option(min=1)] = 100,
+    settings: list[str] | None = None,
+    device: str = "cpu",
+    as_json: bool = False,
 ) -> None:
-    """The paper's faithfulness task, end to end; exits with 3 when DiffMask is exact on under 95 % of the grids."""
-    with progress("loading") as show, showing_warnings():
+    """Run the counting task of the paper. The exit code is 3 if DiffMask is exact on fewer than 95 % of the grids.
+
+    Examples:
+        patchlight diffmask counting --out counting/
+        patchlight diffmask counting --size base --device cuda --out counting/
+    """
+    with progress("loading") as update:
         from patchlight.study.counting import ENOUGH, CountingTask, run, table
 
         changes = read_settings(["train"], settings or [])["train"]
         task = CountingTask(size, preset or "default", seed, device, distractors, grids, changes)
-        result = run(out, task, lambda words: show(description=words), _watch(show))
+        result = run(out, task, lambda words: update(description=words), _watch(update))
     rows = result.rows
     if as_json:
         print_json([{**asdict(row), "exact": row.exact} for row in rows])
     else:
-        print(table(rows), end="")
+        show_text(table(rows))
     if words := _restarts(result.explainer.about["result"]):
         say("DiffMask" + words.replace(";", "", 1))
     if rows[0].exact < ENOUGH:
-        say(f"DiffMask is exact on {rows[0].exact:.1%} of the grids, under {ENOUGH:.0%}")
+        say(f"DiffMask is exact on {rows[0].exact:.1%} of the grids, fewer than {ENOUGH:.0%}")
         raise typer.Exit(SOME_FAILED)
 
 
 def _restarts(result: dict[str, Any]) -> str:
-    """How often a training started again and why, for the end of a line."""
+    """How often a training restarted and why, for the end of a line."""
     failed = result.get("failed_attempts", [])
     times = "once" if len(failed) == 1 else f"{len(failed)} times"
     reasons = "; ".join(f"step {one['step']}: {one['reason']}" for one in failed)
-    return f"; started again {times} ({reasons})" if failed else ""
+    return f"; restarted {times} ({reasons})" if failed else ""
 
 
-def _watch(show: Callable[..., None]) -> Any:
+def _watch(update: Callable[..., None]) -> Any:
     def watch(now: DiffMaskProgress) -> None:
-        again = f"restart {now.restarts}  " if now.restarts else ""
-        far = f"KL {now.kl:.3f}  kept {now.kept:.1%}  same {now.agreement:.1%}  lambda {now.multiplier:.3g}"
-        advance(show, now, again + far)
+        restart = f"restart {now.restarts}  " if now.restarts else ""
+        state = f"KL {now.kl:.3f}  kept {now.kept:.1%}  same {now.agreement:.1%}  lambda {now.multiplier:.3g}"
+        advance(update, now, restart + state)
 
     return watch
+
+
+add_commands(diffmask, train=train, counting=counting, **{"import": import_file})

@@ -1,4 +1,4 @@
-"""`patchlight doctor`: what is installed, what it runs on, and whether the bundled model can be explained with it."""
+"""`patchlight doctor`: what is installed, what it runs on, and a self-test with the bundled model."""
 
 from __future__ import annotations
 
@@ -7,47 +7,50 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from patchlight.cli.common import console, print_json, progress
-from patchlight.cli.options import AsJson, Debug, command
+from patchlight.cli.common import print_json, progress, show
+from patchlight.cli.options import command
 
 if TYPE_CHECKING:
-    from patchlight.report.installation import Findings
+    from patchlight.report.installation import Installation
 
 BROKEN = 2
 
 
 @command
-def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
-    """Say what is installed and missing, and try the bundled model; exit code 2 where something is broken."""
-    with progress("looking"):
+def doctor(as_json: bool = False, debug: bool = False) -> None:
+    """Check the installation and run a self-test. The exit code is 2 if something is broken.
+
+    Examples:
+        patchlight doctor
+        patchlight doctor --json
+    """
+    with progress("checking"):
         from patchlight.report.installation import examine_installation
 
-        found = examine_installation(debug)
+        installation = examine_installation(debug)
     if as_json:
-        print_json({**asdict(found), "well": found.well})
+        print_json({**asdict(installation), "well": installation.well})
     else:
-        _show(found)
-    if not found.well:
+        _print(installation)
+    if not installation.well:
         raise typer.Exit(BROKEN)
 
 
-def _show(found: Findings) -> None:
-    out = console()
-    out.print(f"Patchlight {found.patchlight}, Python {found.python}, {found.platform}")
-    out.print(", ".join(f"{package} {version}" for package, version in found.versions.items()), soft_wrap=True)
-    out.print()
-    for device in found.devices:
+def _print(installation: Installation) -> None:
+    show(f"Patchlight {installation.patchlight}, Python {installation.python}, {installation.platform}")
+    show(", ".join(f"{package} {version}" for package, version in installation.versions.items()))
+    show()
+    for device in installation.devices:
         memory = "" if device.memory_gb is None else f", {device.memory_gb} GB"
-        out.print(
-            f"{device.device}: {device.name}{memory}; precision 'auto' is {device.auto_inside} for methods that look "
-            f"inside, {device.auto_masks} for those that remove parts",
-            soft_wrap=True,
+        show(
+            f"{device.device}: {device.name}{memory}; precision 'auto' means {device.auto_inside} for methods with a "
+            f"backward pass, {device.auto_masks} for perturbation methods"
         )
-    out.print()
-    for extra in found.missing_extras:
-        out.print(f"not installed: {extra['packages']}, for {extra['purpose']}: {extra['install']}", soft_wrap=True)
-    if not found.missing_extras:
-        out.print("all extras are installed")
-    out.print()
-    for check in found.checks:
-        out.print(f"{'ok    ' if check.well else 'BROKEN'} {check.what}: {check.told}", soft_wrap=True)
+    show()
+    for extra in installation.missing_extras:
+        show(f"not installed: {extra['packages']}, for {extra['purpose']}: {extra['install']}")
+    if not installation.missing_extras:
+        show("all extras are installed")
+    show()
+    for check in installation.checks:
+        show(f"{'ok    ' if check.well else 'BROKEN'} {check.what}: {check.result}")

@@ -1,7 +1,9 @@
-"""`patchlight evaluate`: how far maps can be trusted, as a table, JSON or CSV."""
+"""`patchlight evaluate`: measure explanations on images, as a table, JSON or CSV."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,98 +12,108 @@ import typer
 
 from patchlight.cli.common import (
     SOME_FAILED,
-    console,
+    UsedMethods,
+    check_images,
+    check_new,
+    describe_methods,
+    label_methods,
     print_json,
+    print_table,
     progress,
     read_settings,
     say,
+    show,
     split_names,
+    used_methods,
 )
-from patchlight.cli.complete import complete_methods, complete_metrics, complete_preset
-from patchlight.cli.options import AsJson, DataKind, Force, ImageList, ModelOptions, Seed, Settings, command
+from patchlight.cli.complete import complete_preset
+from patchlight.cli.options import ModelOptions, command
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import check_writable, write_atomic
 
 if TYPE_CHECKING:
-    from patchlight.study.files import MeasuredFiles
+    from patchlight.study.files import MeasuredFiles, SavedMaps
 
 
 @command
 def evaluate(
     *,
     maps: Annotated[
-        Path | None, typer.Argument(help="What `patchlight explain … --save` wrote.", metavar="[MAPS_DIR]")
+        Path | None, typer.Argument(help="Folder of maps that `patchlight explain --save` wrote.", metavar="MAPS")
     ] = None,
-    images: Annotated[Path | None, typer.Option(help="The images: a folder, or one image.")] = None,
-    metric: Annotated[
-        str,
-        typer.Option(help="Names, separated by commas (`patchlight metrics`).", autocompletion=complete_metrics),
-    ] = "ins-del",
+    images: Path | None = None,
+    metric: str = "ins-del",
     method: Annotated[
         str | None,
         typer.Option(
-            help="Methods to explain with first; with MAPS_DIR, those of its methods to measure.",
-            autocompletion=complete_methods,
+            help="Methods, separated by commas. Default: auto, or with MAPS all methods that are saved there."
         ),
     ] = None,
     model: ModelOptions,
     target: Annotated[
-        str | None, typer.Option(help="Class asked about, a name or index, or 'label'; else what the maps explain.")
+        str | None,
+        typer.Option(help="Class to measure, a name or index, or 'label' for the true class. Default: the prediction."),
     ] = None,
-    data: DataKind = None,
-    listed: ImageList = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Preset of every metric, such as tis.", autocompletion=complete_preset)
-    ] = None,
-    settings: Settings = None,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="File for one line per image and metric.")] = None,
-    seed: Seed = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images at once.")] = 16,
-    force: Force = False,
-    as_json: AsJson = False,
+    data: str | None = None,
+    listed: str | None = None,
+    preset: Annotated[str | None, typer.Option(autocompletion=complete_preset)] = None,
+    settings: list[str] | None = None,
+    csv_file: Path | None = None,
+    seed: int = 0,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """Measure explanations: saved maps, or methods that explain the images first."""
+    """Measure how faithful explanations are: of saved maps, or of methods that are run first.
+
+    Examples:
+        patchlight evaluate --images photos/ --method auto,rollout,random
+        patchlight evaluate maps/ --images photos/ --metric insertion,deletion --csv values.csv
+    """
     if images is None:
-        raise PatchlightError("no images were given; name their folder with --images FOLDER")
-    if maps is None and method is None:
-        raise PatchlightError("nothing to measure; give a folder of saved maps, or --method NAME")
-    if not images.exists():
-        raise PatchlightError(f"no image or folder at '{images}'")
-    if csv_file is not None:
-        check_writable(csv_file.parent)
-        if csv_file.is_dir() or (csv_file.exists() and not force):
-            raise PatchlightError(f"'{csv_file}' exists already; choose another file, or --force to replace it")
+        raise PatchlightError("no images were given; name a folder or an image with --images PATH")
+    check_images([images])
+    if maps is not None and not maps.is_dir():
+        raise PatchlightError(f"no folder of maps at '{maps}'")
     metrics, methods = split_names(metric), split_names(method)
+    methods = methods or ([] if maps is not None else ["auto"])
     named = [*metrics, *(methods if maps is None else [])]
-    own = read_settings(named, settings or [], "metric", "metric or method" if named != metrics else "")
-    from patchlight.data import open_images
+    by_name = read_settings(named, settings or [], "metric", "metric or method" if named != metrics else "")
+    from patchlight.data import KINDS, open_images
     from patchlight.methods.requests import resolve
     from patchlight.metrics.base import resolve_metric
     from patchlight.study.files import FileLog, MeasureTask, find_maps, measure_files
 
     task = MeasureTask(
-        [resolve_metric(name, ({"preset": preset} if preset else {}) | own[name]) for name in metrics],
+        [resolve_metric(name, ({"preset": preset} if preset else {}) | by_name[name]) for name in metrics],
         methods,
-        [resolve(name, own[name]) for name in methods] if maps is None else [],
+        [resolve(name, by_name[name]) for name in methods] if maps is None else [],
         target=target,
         seed=seed,
         batch_size=batch_size,
     )
+    if data is not None:
+        KINDS.find(data)
+    model.check(None if target == "label" else target)
+    if csv_file is not None:
+        check_writable(csv_file.parent)
+    check_new([csv_file], force)
     log = FileLog(say)
-    with progress("loading the model") as show:
+    with progress("loading the model") as update:
         vit = model.load()
         shown = open_images([images], data, vit.labels, listed)
         if maps is not None:
             saved, methods, shown = find_maps(maps, shown, methods, whole=listed is None)
             task = replace(task, saved=saved, methods=methods)
-        show(description="measuring", total=len(shown) * len(methods))
-        measured = measure_files(task, vit, shown, log, lambda count: show(advance=count))
+        update(description="measuring", total=len(shown) * len(methods))
+        measured = measure_files(task, vit, shown, log, lambda count: update(advance=count))
+    used = used_methods(task.requests, vit) if maps is None else _saved_methods(task.saved or {})
     if as_json:
-        about = {"model": vit.name, "target": target, "seed": seed, "results": measured.to_json()}
+        results = {"model": vit.name, "target": target, "seed": seed, "results": measured.to_json()}
         errors = [{"image": name, "error": sentence} for name, sentence in log.errors]
-        print_json(about | {"errors": errors, "warnings": log.warnings})
+        print_json(results | describe_methods(used) | {"errors": errors, "warnings": log.warnings})
     else:
-        _print(measured, vit.name, len(log.errors))
+        _print(measured, label_methods(used), vit.name, len(log.errors))
     if csv_file is not None:
         write_atomic(csv_file, measured.to_csv().encode(errors="surrogateescape"))
         say(f"Wrote {csv_file}")
@@ -109,21 +121,31 @@ def evaluate(
         raise typer.Exit(SOME_FAILED)
 
 
-def _print(measured: MeasuredFiles, model: str, failed: int) -> None:
-    """A line per method and a column per metric."""
-    from rich.table import Table
+def _saved_methods(saved: SavedMaps) -> UsedMethods:
+    """The methods of saved maps, as the first readable map of each says."""
+    from patchlight.core.attribution import Attribution
 
+    used: dict[str, tuple[str, bool]] = {}
+    for label, folder in ((label, folder) for of_image in saved.values() for label, folder in of_image.items()):
+        if label not in used:
+            with contextlib.suppress(PatchlightError):  # it was reported as damaged
+                att = Attribution.load(folder)
+                used[label] = att.method, att.ignores_class and att.method != "random"
+    return used
+
+
+def _print(measured: MeasuredFiles, labels: Mapping[str, str], model: str, failed: int) -> None:
+    """Print a line per method and a column per metric."""
     from patchlight.core.statistics import FEWEST
+    from patchlight.study.cost import plural
 
-    rows = [(method, own) for method, own in measured.evaluations.items() if own]
-    headings = [f"{name} {one.arrow}" for name, one in rows[0][1].items()]
-    counts = {len(measured.names[method]) for method, _ in rows}
-    title = f"{model}, {' to '.join(map(str, sorted({min(counts), max(counts)})))} image(s), mean [95 % interval]"
-    table = Table("method", *headings, title=title, title_justify="left", title_style="bold")
-    for method, own in rows:
-        table.add_row(method, *(one.summary for one in own.values()))
-    console().print(table)
-    if min(one.count for _, own in rows for one in own.values()) < FEWEST:
-        print(f"no interval where fewer than {FEWEST} images have a value: too few to say how sure a mean is")
+    by_method = {method: values for method, values in measured.evaluations.items() if values}
+    headings = [f"{name} {one.arrow}" for name, one in next(iter(by_method.values())).items()]
+    counts = {len(measured.names[method]) for method in by_method}
+    images = plural(max(counts), "image") if len(counts) == 1 else f"{min(counts)} to {max(counts)} images"
+    rows = [(labels.get(method, method), *(one.summary for one in own.values())) for method, own in by_method.items()]
+    print_table(("method", *headings), rows, f"{model}, {images}, mean [95 % interval]")
+    if min(one.count for own in by_method.values() for one in own.values()) < FEWEST:
+        show(f"An interval needs at least {FEWEST} images with a value.")
     if failed:
-        print(f"{failed} failed; the means are over the others")
+        show(f"{failed} failed; the means are over the other images.")

@@ -11,17 +11,22 @@ import typer
 
 from patchlight.cli.common import (
     SOME_FAILED,
+    UsedMethods,
+    check_images,
     command_line,
-    console,
+    describe_methods,
+    label_methods,
     print_json,
+    print_table,
     program,
     progress,
     read_settings,
     say,
+    show,
     split_names,
+    used_methods,
 )
-from patchlight.cli.complete import complete_methods, one_of
-from patchlight.cli.options import AsJson, Force, ModelOptions, Seed, Settings, command
+from patchlight.cli.options import ModelOptions, command
 from patchlight.core.errors import PatchlightError
 from patchlight.core.extras import EXTRAS
 
@@ -36,99 +41,111 @@ DEMO_METHODS: dict[str, dict[str, Any]] = {
     "tokentm": {},
     "random": {},
 }
-"""A method of each of the five papers, and what none may fall behind."""
-TWO_METHODS = ("genatt", "tokentm", "ixg.plus.libra")
+"""A method of each of the five papers, and the random baseline."""
 TWO_CLASSES = "dog-and-cat.jpg"
 TABLE_ROWS = 50
+METHOD_HELP = (
+    "Methods, separated by commas. auto: the best method with one pass that works on the model. best: the most "
+    "faithful (posterior). inside: all methods that read attention, gradients or tokens inside the model. all: every "
+    "method. `patchlight methods` lists them."
+)
 
 
 @command
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the figures; an earlier demo's are replaced.")] = Path("demo"),
-    as_json: AsJson = False,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures; earlier ones are replaced.")] = Path("demo"),
+    open_it: Annotated[bool, typer.Option(help="Open the first picture.")] = False,
+    as_json: bool = False,
 ) -> None:
-    """Explain the bundled photographs with the bundled model, and write two figures."""
-    with progress("loading the model") as show:
+    """Explain bundled photographs with the bundled model, and write two pictures.
+
+    Examples:
+        patchlight demo
+        patchlight demo --out pictures --open
+    """
+    with progress("loading the model") as update:
         from patchlight.engine import explain
         from patchlight.methods.requests import resolve
         from patchlight.report.files import ExplainTask, ImageFile, write_explanations
         from patchlight.report.pictures import figure
         from patchlight.zoo import pocket
 
-        photos = [pocket.PHOTOS / about["file"] for about in json.loads((pocket.PHOTOS / "photos.json").read_text())]
+        photos = [pocket.PHOTOS / card["file"] for card in json.loads((pocket.PHOTOS / "photos.json").read_text())]
         vit = ModelOptions().load()
+        first, photo = out / "patchlight-two-classes.png", pocket.PHOTOS / TWO_CLASSES
+        maps = explain(vit, photo, target=[["dog", "cat"]])
+        figure(photo, maps, vit=vit, path=first)
         items = [ImageFile(photo) for photo in photos if photo.name != TWO_CLASSES]
-        requests = [resolve(name, own) for name, own in DEMO_METHODS.items()]
-        show(description="explaining", total=len(items))
+        requests = [resolve(name, settings) for name, settings in DEMO_METHODS.items()]
+        update(description="explaining", total=len(items))
         task = ExplainTask(items, requests, out / "patchlight-demo.png")
-        done = write_explanations(task, vit, say, lambda count: show(completed=count))
-    two, photo = out / "patchlight-two-classes.png", pocket.PHOTOS / TWO_CLASSES
-    figure(photo, explain(vit, photo, TWO_METHODS, target=[["dog", "cat"]]), vit=vit, path=two)
-    done.written.append(str(two))
-    _print(done, {"methods": DEMO_METHODS, "score": None, "seed": 0}, as_json)
+        done = write_explanations(task, vit, say, lambda count: update(completed=count))
+    done.written.insert(0, str(first))
+    _print(done, used_methods(requests, vit), {"methods": DEMO_METHODS}, as_json)
+    if open_it:
+        typer.launch(str(first))
     if not as_json:
-        print(f"Your own image: {program()} explain photo.jpg --method genatt,rollout --out explained.png")
-        absent = EXTRAS["web"].missing()
-        first = f", after pip install 'patchlight[web]', which brings {', '.join(absent)}" if absent else ""
-        print(f"In a browser: {program()} serve, and open the address that it prints{first}")
+        _print_demo_end(done.written, maps.method)
+
+
+def _print_demo_end(written: Sequence[str], method: str) -> None:
+    first, second = written
+    show()
+    show(f"Look at {first} first.")
+    show(f"One photograph, two questions: red patches support 'dog' or 'cat', blue ones oppose it ({method}).")
+    show(f"{second} compares {len(DEMO_METHODS) - 1} methods and random on other photographs.")
+    show()
+    show("Next:")
+    absent = EXTRAS["web"].missing()
+    install = f"  (first: pip install 'patchlight[web]', for {', '.join(absent)})" if absent else ""
+    show(f"  {program()} explain photo.jpg --target dog      your own photograph")
+    show(f"  {program()} serve --open                        the web page{install}")
+    show(f"  {program()} methods                             all methods")
 
 
 @command
 def explain(
     *,
     context: typer.Context,
-    paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH...")],
-    method: Annotated[
-        str,
-        typer.Option(
-            help="Names, separated by commas (`patchlight methods`); or inside, or all.",
-            autocompletion=complete_methods,
-        ),
-    ] = "genatt",
+    paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH")],
+    method: Annotated[str, typer.Option(help=METHOD_HELP)] = "auto",
     model: ModelOptions,
-    target: Annotated[str | None, typer.Option(help="Class to explain, a name or index; else the prediction.")] = None,
-    against: Annotated[str | None, typer.Option(help="Class that the target is contrasted with.")] = None,
-    out: Annotated[str | None, typer.Option(help="A file for one figure, or a folder for one per image.")] = None,
-    settings: Settings = None,
-    explainer: Annotated[
-        Path | None, typer.Option(help="Folder of a trained explainer: diffmask, vit-shapley.")
+    target: str | None = None,
+    against: str | None = None,
+    out: Annotated[
+        str | None, typer.Option(help="File for one figure, or folder for one per image. Default: IMAGE-explained.png.")
     ] = None,
-    save: Annotated[str | None, typer.Option(help="Folder for the raw scores, one attribution per method.")] = None,
-    report: Annotated[
-        str | None,
-        typer.Option(help="A file for a report to hand on: HTML with the maps, their test, and how they were made."),
-    ] = None,
-    score: Annotated[
-        str | None,
-        typer.Option(
-            help="What is explained: logit, probability or cosine.",
-            autocompletion=one_of("logit", "probability", "cosine"),
-        ),
-    ] = None,
-    seed: Seed = 0,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Images at once; by default what memory allows.")
-    ] = None,
-    force: Force = False,
-    as_json: AsJson = False,
+    settings: list[str] | None = None,
+    explainer: Path | None = None,
+    save: str | None = None,
+    report: str | None = None,
+    score: str | None = None,
+    seed: int = 0,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Images at once. Default: what fits memory.")] = None,
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """Explain images: which patches speak for a class. Writes pictures and prints predictions.
+    """Explain images: which patches support a class. Writes pictures and prints predictions.
 
-    With --report the maps are tested too, by removing patches in their order, and pictures are written only with --out.
+    With --report, pictures are written only if --out is given.
+
+    Examples:
+        patchlight explain photo.jpg --target dog --against cat
+        patchlight explain photos/ --method auto,tis --out maps/ --report report.html
     """
-    missing = next((path for path in paths if not Path(path).exists()), None)
-    if missing is not None:
-        raise PatchlightError(f"no image or folder at '{missing}'")
+    check_images(paths)
     if report is not None and Path(report).suffix.lower() not in (".html", ".htm"):
-        raise PatchlightError(f"'{report}' is no report; its name must end in .html")
-    names = expand_groups(method.split(","))
-    own = read_settings(names, settings or [])
+        raise PatchlightError(f"'{report}' is not an HTML file; the name of a report ends in .html")
+    if against is not None and target is None:
+        raise PatchlightError("--against needs --target, the class it is contrasted with")
+    names = expand_groups(split_names(method))
+    by_name = read_settings(names, settings or [])
     from patchlight.methods.requests import resolve
     from patchlight.report.files import ExplainTask, destination, plan_files, write_explanations
 
     if explainer is not None:
-        _add_explainer(own, explainer)
-    requests = [resolve(name, each, score) for name, each in own.items()]  # type: ignore[arg-type]
+        _add_explainer(by_name, explainer)
+    requests = [resolve(name, own, score) for name, own in by_name.items()]  # type: ignore[arg-type]
     figure, folder = (None, None) if report is not None and out is None else destination(paths, out)
     task = ExplainTask(
         plan_files(paths, folder, save),
@@ -143,55 +160,53 @@ def explain(
         command_line(context),
         optional=frozenset(names) - set(split_names(method)),
     )
+    model.check(target, against)
     task.check_outputs()
-    with progress("loading the model") as show:
+    with progress("loading the model") as update:
         vit = model.load()
-        show(description="explaining", total=len(task.items))
-        done = write_explanations(task, vit, say, lambda count: show(completed=count))
-    used = {name: own[name] for name in done.methods}
-    _print(done, {"methods": used, "score": score, "seed": seed}, as_json)
+        update(description="explaining", total=len(task.items))
+        done = write_explanations(task, vit, say, lambda count: update(completed=count))
+    used = used_methods((request for request in requests if request.label in done.methods), vit)
+    options = {"methods": {name: by_name[name] for name in used}, "score": score, "seed": seed}
+    _print(done, used, options, as_json)
     if done.log.errors:
         raise typer.Exit(SOME_FAILED)
 
 
-def _add_explainer(methods: dict[str, dict[str, Any]], explainer: Path) -> None:
-    """Hand a trained explainer to the methods that take one."""
+def _add_explainer(settings: dict[str, dict[str, Any]], explainer: Path) -> None:
+    """Give a trained explainer to the methods that take one."""
     from patchlight.methods.requests import resolve
 
-    takers = [name for name in methods if "explainer" in resolve(name).settings]
+    if not explainer.is_dir():
+        raise PatchlightError(f"no folder at '{explainer}' (--explainer)")
+    takers = [name for name in settings if "explainer" in resolve(name).settings]
     if not takers:
-        raise PatchlightError(
-            f"--explainer is for methods diffmask and vit-shapley, and {', '.join(methods)} was asked"
-        )
+        raise PatchlightError(f"--explainer is for the methods diffmask and vit-shapley, not for {', '.join(settings)}")
     for name in takers:
-        methods[name]["explainer"] = str(explainer)
+        settings[name]["explainer"] = str(explainer)
 
 
 def expand_groups(names: Sequence[str]) -> list[str]:
-    """`all` is every method, `inside` every one that reads the model's inside; other names stand for themselves."""
-    if not {"all", "inside"} & {name.strip() for name in names}:
+    """Names of methods, with `all` and `inside` replaced by the methods they stand for."""
+    if not {"all", "inside"} & set(names):
         return list(names)
     from patchlight.methods.base import METHODS, Ablates
 
     inside = [name for name, method in METHODS.items() if not isinstance(method, Ablates) and name != "random"]
     groups = {"all": list(METHODS), "inside": inside}
-    return list(dict.fromkeys(one for name in names for one in groups.get(name.strip(), [name.strip()])))
+    return list(dict.fromkeys(one for name in names for one in groups.get(name, [name])))
 
 
-def _print(done: WrittenFiles, about: dict[str, Any], as_json: bool) -> None:
-    """The predictions as a table and the files written, or all of it as JSON."""
+def _print(done: WrittenFiles, used: UsedMethods, options: dict[str, Any], as_json: bool) -> None:
+    """Print the predictions as a table and the files written, or everything as JSON."""
     errors = [{"path": path, "error": sentence} for path, sentence in done.log.errors]
     if as_json:
-        told = {"images": done.images, "errors": errors, "warnings": done.log.warnings, "written": done.written}
-        print_json({"model": done.model, **about, **told})
+        results = {"images": done.images, "errors": errors, "warnings": done.log.warnings, "written": done.written}
+        print_json({"model": done.model, **options, **describe_methods(used), **results})
         return
-    from rich.table import Table
-
     from patchlight.core.drawing import describe_prediction, short
 
-    table = Table(title=f"Predictions of {done.model}", title_justify="left", title_style="bold")
-    for heading in ("image", "prediction", "then", "explained"):
-        table.add_column(heading, overflow="fold")
+    rows = []
     for image in done.images[:TABLE_ROWS]:
         words = [
             describe_prediction((p["label"], p.get("probability", p.get("score"))), "probability" in p)
@@ -200,14 +215,15 @@ def _print(done: WrittenFiles, about: dict[str, Any], as_json: bool) -> None:
         explained = short(image["target"]["label"])
         if "against" in image:
             explained += f" against {short(image['against']['label'])}"
-        table.add_row(Path(image["path"]).name, words[0], ", ".join(words[1:]), explained)
-    if done.images:
-        console().print(table)
+        rows.append((Path(image["path"]).name, words[0], ", ".join(words[1:]), explained))
+    if rows:
+        print_table(("image", "prediction", "runners-up", "explained class"), rows, f"Predictions of {done.model}")
+        show(f"Explained by {', '.join(label_methods(used).values())}.")
     if len(done.images) > TABLE_ROWS:
-        print(f"and {len(done.images) - TABLE_ROWS} more (--json lists all)")
+        show(f"{len(done.images) - TABLE_ROWS} more images are not shown; --json lists all.")
     if errors:
-        print(f"{len(errors)} of {len(errors) + len(done.images)} images failed")
+        show(f"{len(errors)} of {len(errors) + len(done.images)} images failed.")
     if 1 <= len(done.written) <= 3:
-        print(f"Wrote {' and '.join(done.written)}")
+        show(f"Wrote {' and '.join(done.written)}")
     elif done.written:
-        print(f"Wrote {len(done.written)} files, from {done.written[0]} to {done.written[-1]}")
+        show(f"Wrote {len(done.written)} files, from {done.written[0]} to {done.written[-1]}")

@@ -1,4 +1,4 @@
-"""The names that the command line lists and completes, cached so that they are shown without importing torch."""
+"""The names that the command line lists and completes, cached so that torch need not be imported for them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from patchlight.core.errors import PatchlightError
+from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.files import cache_folder, write_atomic
 from patchlight.core.plugins import GROUP
 
 PACKAGE = Path(__file__).parents[1]
 Row = dict[str, Any]
-"""A method, metric or figure with all that is told of it."""
+"""A method, metric or figure with everything that is shown of it."""
 
 
 @cache
 def table(kind: Literal["registries", "models"] = "registries") -> dict[str, Any]:
-    """Methods, metrics, figures and kinds of data, or the models, from the cache or collected again.
+    """Methods, metrics, figures and kinds of data, or the models, from the cache if it is up to date.
 
-    Models have a table of their own, because collecting them imports timm.
+    Models have their own table because collecting them imports timm.
     """
     key, place = _key(), hashlib.sha256(str(PACKAGE).encode()).hexdigest()[:8]
     path = cache_folder() / f"names-{kind}-{place}.json"  # one file for each installation
@@ -33,7 +33,7 @@ def table(kind: Literal["registries", "models"] = "registries") -> dict[str, Any
         if cached["key"] == key:
             return cached
     text = json.dumps({"key": key, **(from_registries() if kind == "registries" else _models())})
-    with contextlib.suppress(PatchlightError):  # a read-only home: they are collected again next time
+    with contextlib.suppress(PatchlightError):  # a read-only home folder: they are collected again next time
         write_atomic(path, text.encode())
     collected: dict[str, Any] = json.loads(text)
     return collected
@@ -44,9 +44,12 @@ def known_names(rows: Sequence[Row]) -> list[str]:
     return [name for row in rows for name in (row["name"], *row["aliases"])]
 
 
-def find_row(rows: Sequence[Row], name: str) -> Row | None:
-    """The row of that name or alias."""
-    return next((row for row in rows if name == row["name"] or name in row["aliases"]), None)
+def find_row(rows: Sequence[Row], name: str, noun: str) -> Row:
+    """The row of that name or alias; an unknown name is refused with the nearest ones."""
+    row = next((row for row in rows if name == row["name"] or name in row["aliases"]), None)
+    if row is None:
+        raise PatchlightError(f"no {noun} is called '{name}'; {nearest(name, known_names(rows))}")
+    return row
 
 
 def from_registries() -> dict[str, Any]:

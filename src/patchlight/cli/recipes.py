@@ -1,4 +1,4 @@
-"""The recipes of the benchmark: the options that choose one, and `patchlight bench list`, which imports no torch."""
+"""Recipes of the benchmark: the options that choose one, and `patchlight bench list`, which imports no torch."""
 
 from __future__ import annotations
 
@@ -9,55 +9,69 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight.cli.common import print_json, print_table, progress, read_settings, say
-from patchlight.cli.complete import complete_model, complete_recipe, one_of
-from patchlight.cli.options import AsJson, Device, ImageList, NoPretrained, Plugin, Sigmoid, command
+from patchlight.cli.common import print_json, print_table, progress, read_settings, say, show_text
+from patchlight.cli.complete import complete_recipe, one_of
+from patchlight.cli.options import Plugin, command
+from patchlight.core.errors import PatchlightError
 
 if TYPE_CHECKING:
     from patchlight.bench.recipe import Recipe
 
 
+def data_place(images: str | None, kind: str | None) -> str | None:
+    """The data set that --images and --data name, as a recipe writes it: `KIND:FOLDER` or `FOLDER`."""
+    if kind is None:
+        return images
+    if images is None:
+        raise PatchlightError(f"--data {kind} needs --images, the folder of the data set")
+    from patchlight.data import KINDS
+
+    KINDS.find(kind)
+    return f"{kind}:{images}"
+
+
 @dataclass(frozen=True)
 class RecipeOptions:
-    """The options that say what is run: `recipe` is the recipe as it is to be run, `text` its file's text."""
+    """The options that choose and change a recipe: `recipe` is the result, `text` the text of its file."""
 
     name: Annotated[
         str,
         typer.Argument(
-            help="A recipe: the name of a bundled one (`patchlight bench list`), or a TOML file.",
+            help="Name of a bundled recipe (`patchlight bench list`), or a TOML file.",
             metavar="RECIPE",
             autocompletion=complete_recipe,
         ),
     ]
-    quick: Annotated[bool, typer.Option("--quick", help="With the recipe's quick settings.")] = False
-    images: Annotated[int | None, typer.Option(min=1, help="How many images, spread over the data.")] = None
+    quick: bool = False
+    images: Annotated[str | None, typer.Option(help="Folder of the data set.")] = None
+    data: str | None = None
+    listed: str | None = None
+    limit: Annotated[int | None, typer.Option(min=1)] = None
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="LABEL=NAME: your model for the recipe's of that label (NAME, if it has one); repeatable.",
-            autocompletion=complete_model,
+            help="LABEL=NAME uses your model for the one with this label; NAME if there is only one. Repeatable."
         ),
     ] = None
     weights: Annotated[list[str] | None, typer.Option(help="Weights of each --model, in order.")] = None
     labels: Annotated[list[str] | None, typer.Option(help="Class names of each --model, in order.")] = None
     preprocess: Annotated[
         list[str] | None,
-        typer.Option(help="How images of each --model are prepared, in order: a processor's folder, or a file."),
+        typer.Option(help="Preprocessing of each --model, in order: a file, or the folder of a processor."),
     ] = None
-    sigmoid: Sigmoid = False
-    no_pretrained: NoPretrained = False
-    data: Annotated[str | None, typer.Option(help="Folder of the data, or KIND:FOLDER.")] = None
-    listed: ImageList = None
+    sigmoid: bool = False
+    no_pretrained: bool = False
     target: Annotated[
         str | None,
         typer.Option(help="Class to explain: label or prediction.", autocompletion=one_of("label", "prediction")),
     ] = None
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of a method or metric of the recipe: label.key=value.")
+        list[str] | None,
+        typer.Option(help="A setting of a method or metric of the recipe, as label.key=value. Repeatable."),
     ] = None
     plugin: Plugin = None
-    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's seed.")] = None
-    device: Device = "cpu"
+    seed: Annotated[int | None, typer.Option(help="Random seed. Default: the recipe's.")] = None
+    device: str = "cpu"
 
     @functools.cached_property
     def _read(self) -> tuple[Recipe, str]:
@@ -69,9 +83,10 @@ class RecipeOptions:
             settings = read_settings([*read.methods, *read.metrics], self.settings or [])
             about = {"labels": self.labels or (), "preprocess": [as_spec(each) for each in self.preprocess or ()]}
             flags = {"sigmoid": self.sigmoid or None, "pretrained": False if self.no_pretrained else None}
-            sizes = {key: getattr(self, key) for key in ("data", "images", "listed", "quick", "seed", "target")}
-            given = {"models": self.model or (), "weights": self.weights or (), **sizes, "settings": settings}
-            return override(read, **given, about=about, flags=flags), text
+            options = {key: getattr(self, key) for key in ("listed", "quick", "seed", "target")}
+            options |= {"data": data_place(self.images, self.data), "images": self.limit, "settings": settings}
+            models = {"models": self.model or (), "weights": self.weights or (), "about": about, "flags": flags}
+            return override(read, **options, **models), text
 
     @property
     def recipe(self) -> Recipe:
@@ -87,14 +102,19 @@ def list_recipes(
     name: Annotated[
         str | None, typer.Argument(help="One recipe, to print its TOML.", autocompletion=complete_recipe)
     ] = None,
-    as_json: AsJson = False,
+    as_json: bool = False,
 ) -> None:
-    """List the bundled recipes: whose tables they repeat, what is measured, on which models and data; or print one."""
+    """List the bundled recipes with their papers, metrics, models and data, or print one.
+
+    Examples:
+        patchlight bench list
+        patchlight bench list tis-table-1
+    """
     if name is not None:
         from patchlight.core.recipes import read_text
 
         text = read_text(name)
-        print_json(tomllib.loads(text)) if as_json else print(text, end="")
+        print_json(tomllib.loads(text)) if as_json else show_text(text)
         return
     rows = recipe_rows()
     if as_json:
@@ -103,11 +123,11 @@ def list_recipes(
     keys = ("name", "paper", "measures", "models", "data", "methods", "metrics")
     cells = [[", ".join(row[key]) if key in ("measures", "models") else str(row[key]) for key in keys] for row in rows]
     print_table(("recipe", *keys[1:]), cells)
-    say("`patchlight bench run NAME --out DIR` runs one, `patchlight bench list NAME` prints it")
+    say("Run one: patchlight bench run NAME --out FOLDER. Print one: patchlight bench list NAME")
 
 
 def recipe_rows() -> list[dict[str, Any]]:
-    """Every bundled recipe of the benchmark: whose it is, its metrics, models by label, data, and counts."""
+    """Every bundled recipe of the benchmark: its paper, metrics, models by label, data, and counts."""
     from patchlight.core.recipes import bundled_recipes
 
     rows = []
@@ -117,8 +137,8 @@ def recipe_rows() -> list[dict[str, Any]]:
             {
                 "name": name,
                 "paper": recipe["paper"],
-                "measures": list(dict.fromkeys(_named(recipe["metrics"], "metric").values())),
-                "models": _named(recipe["models"], "name"),
+                "measures": list(dict.fromkeys(_by_label(recipe["metrics"], "metric").values())),
+                "models": _by_label(recipe["models"], "name"),
                 "data": recipe["data"]["kind"],
                 "methods": len(recipe["methods"]),
                 "metrics": len(recipe["metrics"]),
@@ -127,6 +147,6 @@ def recipe_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def _named(table: dict[str, Any], key: str) -> dict[str, str]:
-    """By label, what the entries of a recipe's table name; a lone string is a name."""
-    return {label: own if isinstance(own, str) else own[key] for label, own in table.items()}
+def _by_label(table: dict[str, Any], key: str) -> dict[str, str]:
+    """By label, the names in a recipe's table; an entry that is only text is a name."""
+    return {label: entry if isinstance(entry, str) else entry[key] for label, entry in table.items()}

@@ -1,4 +1,4 @@
-"""`patchlight recommend`: which explanation to trust on one's own images, within a time."""
+"""`patchlight recommend`: compare methods on your own images within a time budget."""
 
 from __future__ import annotations
 
@@ -9,69 +9,80 @@ from typing import Annotated, Any
 
 import typer
 
-from patchlight.cli.common import SOME_FAILED, print_json, read_settings, say, split_names
-from patchlight.cli.complete import complete_kind, complete_methods, complete_metrics
-from patchlight.cli.options import AsJson, ImageList, ModelOptions, Seed, Settings, command
+from patchlight.cli.common import (
+    SOME_FAILED,
+    check_images,
+    print_json,
+    read_settings,
+    say,
+    show_text,
+    split_names,
+)
+from patchlight.cli.options import ModelOptions, command
 from patchlight.core.errors import PatchlightError
 
 
 @command
 def recommend(
     *,
-    images: Annotated[Path | None, typer.Option(help="The images: a folder, or one image.")] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Kind of data set at --images, such as cifar10; without --images, the folder of the images.",
-            metavar="KIND",
-            autocompletion=complete_kind,
-        ),
-    ] = None,
-    listed: ImageList = None,
-    budget: Annotated[str, typer.Option(help="Time for everything, as 90s, 10m or 1h; loading counts.")] = "10m",
+    images: Path | None = None,
+    data: str | None = None,
+    listed: str | None = None,
+    budget: str = "10m",
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the verdict (JSON, text, HTML) and the finished cells.")
+        Path | None, typer.Option(help="Folder for the verdict (JSON, text, HTML) and the measurements.")
     ] = None,
-    methods: Annotated[
+    method: Annotated[
         str | None,
-        typer.Option(help="Names, separated by commas; else all that work.", autocompletion=complete_methods),
+        typer.Option(help="Methods, separated by commas. Default: all that work on the model and fit the budget."),
     ] = None,
-    metrics: Annotated[
+    metric: Annotated[
         str | None,
-        typer.Option(
-            help="Names, separated by commas, the first decides; else srg over two fills.",
-            autocompletion=complete_metrics,
-        ),
+        typer.Option(help="Metrics, separated by commas; the first decides. Default: srg with two fills."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the cells in --out.")] = False,
-    worth: Annotated[float, typer.Option(min=0.0, help="The smallest difference of scores that counts.")] = 0.01,
+    resume: Annotated[bool, typer.Option(help="Continue with the measurements in --out.")] = False,
+    worth: Annotated[float, typer.Option(min=0.0)] = 0.01,
     model: ModelOptions,
-    settings: Settings = None,
-    seed: Seed = 0,
-    as_json: AsJson = False,
+    settings: list[str] | None = None,
+    seed: int = 0,
+    as_json: bool = False,
 ) -> None:
-    """Race methods on your images: which explanation to trust, what is as good and cheaper, and how sure that is."""
+    """Compare methods on your images within a time budget, and recommend the most faithful one.
+
+    No labels are needed. The verdict names equally good and cheaper methods, and how certain it is.
+
+    Examples:
+        patchlight recommend --images photos/ --budget 10m --out verdict/
+        patchlight recommend --images photos/ --method auto,tis,rollout --metric ins-del
+    """
     begun = time.monotonic()
-    from patchlight.data import open_images
+    if images is None:
+        raise PatchlightError("no images were given; name a folder or an image with --images PATH")
+    check_images([images])
+    if resume and out is None:
+        raise PatchlightError("--resume needs --out, the folder of the earlier run")
+    from patchlight.data import KINDS, open_images
+    from patchlight.methods.requests import resolve
+    from patchlight.metrics.base import resolve_metric
     from patchlight.study.recommend.run import recommend as race
     from patchlight.study.recommend.run import seconds_of
     from patchlight.study.recommend.work import Clock
 
     seconds = seconds_of(budget)
-    if images is None and data is None:
-        raise PatchlightError("no images were given; name their folder with --images FOLDER")
-    path, kind = (images, data) if images is not None else (Path(str(data)), None)
-    if not path.exists():
-        raise PatchlightError(f"no image or folder at '{path}'")
-    names = {noun: split_names(given) for noun, given in (("method", methods), ("metric", metrics))}
-    asked = _asked(names, settings or [])
+    selection = _with_settings({"method": split_names(method), "metric": split_names(metric)}, settings or [])
+    for noun, resolver in (("method", resolve), ("metric", resolve_metric)):
+        for name, own in (selection[noun] or {}).items():
+            resolver(name, own)
+    if data is not None:
+        KINDS.find(data)
+    model.check()
     vit = model.load()
     verdict = race(
         vit,
-        open_images([path], kind, vit.labels, listed),
+        open_images([images], data, vit.labels, listed),
         budget=Clock(seconds, spent=time.monotonic() - begun),
-        methods=asked["method"],
-        metrics=asked["metric"],
+        methods=selection["method"],
+        metrics=selection["metric"],
         seed=seed,
         worth=worth,
         out=out,
@@ -80,21 +91,19 @@ def recommend(
     if as_json:
         print_json(json.loads(verdict.to_json()) | {"seconds": verdict.seconds})
     else:
-        print(verdict)
+        show_text(f"{verdict}\n")
     if out is not None:
         say(f"Wrote {out / 'verdict.html'}")
     if verdict.failed:
         raise typer.Exit(SOME_FAILED)
 
 
-def _asked(names: dict[str, list[str]], settings: list[str]) -> dict[str, Any]:
-    """Methods and metrics with their settings; None where none were named."""
+def _with_settings(names: dict[str, list[str]], settings: list[str]) -> dict[str, Any]:
+    """Methods and metrics with their settings; None if none are named."""
     every = [*names["method"], *names["metric"]]
     if not every:
         if settings:
-            raise PatchlightError(
-                f"'--set {settings[0]}' is for a method or metric that is named; give --methods or --metrics"
-            )
+            raise PatchlightError(f"'--set {settings[0]}' needs a method or metric; name it with --method or --metric")
         return dict.fromkeys(names)
-    own = read_settings(every, settings, "method", "method or metric")
-    return {noun: {name: own[name] for name in some} or None for noun, some in names.items()}
+    by_name = read_settings(every, settings, "method", "method or metric")
+    return {noun: {name: by_name[name] for name in some} or None for noun, some in names.items()}

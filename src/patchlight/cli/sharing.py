@@ -1,4 +1,4 @@
-"""`patchlight bench merge`, `compare` and `export`: runs put together, side by side, and given to others."""
+"""`patchlight bench merge`, `compare` and `export`: combine runs, compare them, and share them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchlight.cli.common import print_json, progress, say
-from patchlight.cli.options import AsJson, Plugin, command
+from patchlight.cli.common import print_json, progress, say, show_text
+from patchlight.cli.complete import one_of
+from patchlight.cli.options import Plugin, command
 from patchlight.core.errors import PatchlightError
 
 if TYPE_CHECKING:
     from patchlight.bench.local import Summary
 
-Runs = Annotated[list[Path], typer.Argument(help="Folders of runs, or exports of them.", metavar="DIR...")]
-New = Annotated[Path, typer.Option(help="An empty folder, or one that is yet to be made.")]
-
 
 @command
-def merge(runs: Runs, out: New, as_json: AsJson = False) -> None:
-    """Put runs of one recipe together: shards, or other methods on the same images. Nothing is computed.
+def merge(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or exports of them.", metavar="FOLDER")],
+    out: Path,
+    as_json: bool = False,
+) -> None:
+    """Combine runs of one recipe: shards, or other methods on the same images. Nothing is computed.
 
-    What does not belong together is refused. The result is a run like any other, which `bench run` goes on with.
+    Runs that do not belong together are refused. `bench run` can resume the result.
+
+    Examples:
+        patchlight bench merge runs/part-1 runs/part-2 --out runs/all
+        patchlight bench merge mine theirs --out both --json
     """
     from patchlight.bench.share import merge as merge_runs
 
@@ -33,43 +39,56 @@ def merge(runs: Runs, out: New, as_json: AsJson = False) -> None:
         return
     for note in merged.notes:
         say(f"note: {note}")
-    say(f"{merged.done} of {merged.values} values in '{out}'; `patchlight bench report {out}` shows the table")
+    say(f"{merged.done} of {merged.values} values in '{out}'. Table: patchlight bench report {out}")
 
 
 @command
 def compare(
-    first: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="FIRST")],
-    second: Annotated[Path, typer.Argument(help="The folder of another.", metavar="SECOND")],
-    csv: Annotated[bool, typer.Option("--csv", help="Print the numbers as CSV.")] = False,
+    first: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="FIRST")],
+    second: Annotated[Path, typer.Argument(help="Folder of another run.", metavar="SECOND")],
+    style: Annotated[str, typer.Option(autocompletion=one_of("markdown", "csv"))] = "markdown",
     plugin: Plugin = None,
-    as_json: AsJson = False,
+    as_json: bool = False,
 ) -> None:
-    """Two runs side by side on the images both have: what differs between them, and every difference's interval."""
-    if csv and as_json:
-        raise PatchlightError("--csv and --json both print; give one of them")
+    """Compare two runs on the images that both have, with an interval for every difference.
+
+    Examples:
+        patchlight bench compare runs/before runs/after
+        patchlight bench compare runs/before runs/after --format csv
+    """
+    if style not in ("markdown", "csv"):
+        raise PatchlightError(f"no format is called '{style}'; give markdown or csv")
+    if style == "csv" and as_json:
+        raise PatchlightError("--format csv and --json cannot be combined; give one of them")
     with progress("comparing the runs"):
         from patchlight.bench import compare as comparing
 
-        found = comparing.compare(first, second)
+        comparison = comparing.compare(first, second)
     if as_json:
-        print_json(comparing.as_json(found))
-        return
-    print(comparing.as_csv(found) if csv else comparing.as_markdown(found), end="")
-    for note in (*found.incomplete, *(one.text for one in found.differences)) if csv else ():  # Markdown contains them
-        say(f"note: {note}")
+        print_json(comparing.as_json(comparison))
+    elif style == "csv":
+        show_text(comparing.as_csv(comparison))
+        for note in (*comparison.incomplete, *(one.text for one in comparison.differences)):
+            say(f"note: {note}")
+    else:
+        show_text(comparing.as_markdown(comparison))
 
 
 @command
 def export(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="DIR")],
-    out: New,
-    licence: Annotated[str | None, typer.Option(help="Licence of the values and maps, as in CC-BY-4.0.")] = None,
-    data_licence: Annotated[str | None, typer.Option(help="Licence of the images they were made from.")] = None,
-    as_json: AsJson = False,
+    folder: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="FOLDER")],
+    out: Path,
+    licence: str | None = None,
+    data_licence: str | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Write a run for others: per-image Parquet, maps, a data card; no path of this machine, and no image.
+    """Write a run for others: values per image as Parquet, maps and a data card. No local paths and no images.
 
-    They add a method of theirs with `bench run --from`, and nothing that is there is measured again.
+    Others add their method with `bench run --from`; nothing in the export is measured again.
+
+    Examples:
+        patchlight bench export runs/tis --out public --licence CC-BY-4.0
+        patchlight bench export runs/tis --out public --licence CC0-1.0 --data-licence CC-BY-4.0
     """
     from patchlight.bench.share import export as export_run
 
@@ -79,14 +98,14 @@ def export(
         return
     for note in exported.notes:
         say(f"note: {note}")
-    for option, given in (("--licence", licence), ("--data-licence", data_licence)):
-        if given is None:
-            say(f"note: the card says that a licence is unknown; {option} names it")
-    say(f"{exported.values} values in {exported.files} files; read '{out / 'README.md'}' before you publish it")
+    for option, value in (("--licence", licence), ("--data-licence", data_licence)):
+        if value is None:
+            say(f"note: the data card has an unknown licence; name it with {option}")
+    say(f"{exported.values} values in {exported.files} files. Read '{out / 'README.md'}' before you publish it.")
 
 
 def print_per_image(folder: Path) -> None:
-    """A line of CSV for each image, method and metric, a unit at a time."""
+    """Print a line of CSV for each image, method and metric, one unit of the run at a time."""
     from patchlight.bench.opened import Opened, write_csv
 
     with progress("reading the run"):
@@ -95,12 +114,13 @@ def print_per_image(folder: Path) -> None:
     write_csv(run, sys.stdout.buffer)
 
 
-def tell_unused(source: Path, out: Path, summary: Summary) -> None:
-    """Where nothing of another run could be used, say why."""
+def explain_unused(source: Path, out: Path, summary: Summary) -> None:
+    """If nothing of another run could be used, print why."""
     from patchlight.bench.compare import differences
     from patchlight.bench.store import Store
 
     if summary.reused or not summary.now:
         return
-    told = differences(Store(source).manifest(), Store(out).manifest(), f"'{source}'", f"'{out}'")
-    say(f"note: nothing of '{source}' could be used" + "".join(f"; {one.text}" for one in told if one.incompatible))
+    reasons = differences(Store(source).manifest(), Store(out).manifest(), f"'{source}'", f"'{out}'")
+    texts = "".join(f"; {one.text}" for one in reasons if one.incompatible)
+    say(f"note: no value of '{source}' could be used{texts}")

@@ -1,4 +1,4 @@
-"""`patchlight bench slurm`: a run as a SLURM array, printed as a file for sbatch."""
+"""`patchlight bench slurm`: print a batch file that runs a recipe as a SLURM array."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from patchlight.cli.common import say
+from patchlight.cli.common import say, show_text
 from patchlight.cli.options import command, option_words
 from patchlight.cli.recipes import RecipeOptions
 
@@ -17,23 +17,24 @@ from patchlight.cli.recipes import RecipeOptions
 @command
 def print_job(
     chosen: RecipeOptions,
-    out: Annotated[Path, typer.Option(help="Folder of the run, which all tasks see.")],
-    array: Annotated[str, typer.Option(help="Tasks, each for an equal part of the images; 64%8: eight at once.")],
-    time: Annotated[str, typer.Option(help="Time of a task: 2h, 90m, 1-12:00:00; one that needs more goes on later.")],
-    cpus: Annotated[int | None, typer.Option(min=1, help="Processors of a task.")] = None,
-    gpus: Annotated[int, typer.Option(min=0, help="GPUs of a task; it runs there unless --device says otherwise.")] = 0,
-    mem: Annotated[str | None, typer.Option(help="Memory of a task: 32G.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account.")] = None,
-    mail: Annotated[str | None, typer.Option(help="Address that is told when the report is there.")] = None,
-    setup: Annotated[
-        list[str] | None,
-        typer.Option(help="A line of the shell to begin with: 'source venv/bin/activate'; repeatable."),
-    ] = None,
+    out: Annotated[Path, typer.Option(help="Run folder, on a file system that all tasks share.")],
+    array: str,
+    time: str,
+    cpus: Annotated[int | None, typer.Option(min=1)] = None,
+    gpus: Annotated[int, typer.Option(min=0)] = 0,
+    mem: str | None = None,
+    partition: str | None = None,
+    account: str | None = None,
+    mail: str | None = None,
+    setup: list[str] | None = None,
 ) -> None:
-    """Print a file for sbatch that runs a recipe as an array of tasks, and reports when all of them are over.
+    """Print a file for sbatch that runs a recipe as an array of tasks, and then writes the report.
 
-    A task that is preempted, or whose time is up, goes back into the queue and on from where it was.
+    A task that is preempted or reaches its time limit is requeued and resumes.
+
+    Examples:
+        patchlight bench slurm tis-table-1 --images /data/imagenet --out runs/tis --array 16 --time 2h > job.sh
+        patchlight bench slurm mine.toml --out runs/mine --array 64%8 --time 12h --gpus 1 --mem 32G > job.sh
     """
     from patchlight.bench.slurm import Job, script
 
@@ -47,6 +48,6 @@ def print_job(
         report += ["--plugin", plugin]
     chosen.recipe.data.check_given()
     text = script(chosen.recipe.name, str(out), run, report, job)
-    (out / "logs").mkdir(parents=True, exist_ok=True)  # where SLURM writes what tasks print, before they begin
-    print(text, end="")
-    say("`sbatch FILE` begins it; `patchlight bench status` tells how far it is")
+    (out / "logs").mkdir(parents=True, exist_ok=True)  # SLURM writes there before the first task starts
+    show_text(text)
+    say("Start it with sbatch FILE. Progress: patchlight bench status FOLDER")

@@ -1,133 +1,165 @@
-"""`patchlight methods`, `patchlight metrics` and `patchlight models`: what there is."""
+"""`patchlight methods`, `patchlight metrics` and `patchlight models`: lists, and the details of one entry."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
 from typing import Annotated, Any
 
 import typer
 
-from patchlight.cli.common import print_json, print_table, progress, say
+from patchlight.cli.common import print_json, print_table, progress, say, show, show_text
 from patchlight.cli.complete import complete_method, complete_metric, complete_model
 from patchlight.cli.names import Row, find_row, known_names
 from patchlight.cli.names import table as names
-from patchlight.cli.options import AsJson, ModelOptions, Plugin, command
+from patchlight.cli.options import ModelOptions, Plugin, command
 from patchlight.core.errors import PatchlightError, nearest
+
+RECOMMENDED = {
+    "auto": "A good map now, and the default: fullgrad-plus.libra, or the next best that works on the model.",
+    "posterior": "The most faithful map; also called best.",
+    "decompx.skipplus": "The outline of the object.",
+    "rise": "Any black box: only the outputs of the model are used.",
+    "kernel-shap": "Shapley values of the patches.",
+}
+"""The methods to try first, and what each is for."""
 
 
 @command
 def methods(
     name: Annotated[
-        str | None, typer.Argument(help="One method, to see its settings.", autocompletion=complete_method)
+        str | None, typer.Argument(help="One method, to see its formula and settings.", autocompletion=complete_method)
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Say which methods work on this model.", autocompletion=complete_model)
+        str | None, typer.Option(help="Show which methods work on this model.", autocompletion=complete_model)
     ] = None,
     plugin: Plugin = None,
-    as_json: AsJson = False,
+    as_json: bool = False,
 ) -> None:
-    """List the methods, or the settings of one."""
+    """List the methods, or show the formula, paper, cost and settings of one.
+
+    Examples:
+        patchlight methods
+        patchlight methods ixg.plus.libra
+    """
     with progress(f"loading {model or 'the methods'}"):
         vit = None if model is None else ModelOptions(model, no_pretrained=True).load()
         rows = names()["methods"] if vit is None and not plugin else catalogue().method_rows(vit)
         if name is not None:
-            rows = [find_row(rows, name) or catalogue().composed_row(rows, name)]
+            exact = name != "auto" and name in known_names(rows)
+            rows = [find_row(rows, name, "method") if exact else catalogue().composed_row(rows, name)]
     if as_json:
         print_json(rows)
     elif name is not None:
         row = rows[0]
-        settings = {"score": f"'logit' | 'probability' | a callable of the logits = {row['score']!r}"}
-        describe(row, f"{row['paper']}; {row['cost']}", settings)
+        score = {"score": f"'logit' | 'probability' | a callable of the logits = {row['score']!r}"}
+        describe({**row, "settings": row["settings"] | score}, {"Paper": row["paper"], "Cost": row["cost"]})
     else:
-        print_table(
-            ("method", *(("works",) if model else ()), "paper", "cost", "what it shows"),
-            [(row["name"], *_works(row), row["paper"], row["cost"], row["summary"]) for row in rows],
-        )
-        words = "a composition (.plus, .rollout) and a rule (.libra) may follow a name"
-        say(f"`patchlight methods NAME` tells more; {words}")
+        print_table(("method", *(("works",) if model else ()), "cost per image", "what it shows"), _method_cells(rows))
+        say("Details: patchlight methods NAME. A composition (.plus) and a backward rule (.libra) may follow a name.")
+
+
+def _method_cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """The recommended methods, then all of them by group."""
+    blank = ("",) * (3 if "supported" in rows[0] else 2)
+    yield ("Recommended", *blank)
+    for name, purpose in RECOMMENDED.items():
+        row = next((row for row in rows if name.partition(".")[0] in known_names([row])), None)
+        cost = row["cost"] if row is not None else "1 forward + 1 backward"
+        yield (f"  {name}", *(_works(row) if row is not None else blank[2:]), cost, purpose)
+    for group in dict.fromkeys(row["group"] for row in rows):
+        yield ("", *blank)
+        yield (group, *blank)
+        for row in rows:
+            if row["group"] == group:
+                yield (f"  {row['name']}", *_works(row), row["cost"], row["summary"])
+
+
+def _works(row: Row) -> tuple[str, ...]:
+    """Whether a method works on the model, if one was named."""
+    return ("yes" if row["supported"] else f"no: {row['reason']}",) if "supported" in row else ()
 
 
 @command
 def metrics(
     name: Annotated[
-        str | None, typer.Argument(help="One metric, to see its settings.", autocompletion=complete_metric)
+        str | None, typer.Argument(help="One metric, to see its formula and settings.", autocompletion=complete_metric)
     ] = None,
     plugin: Plugin = None,
-    as_json: AsJson = False,
+    as_json: bool = False,
 ) -> None:
-    """List the metrics, or the settings of one."""
+    """List the metrics, or show the formula, paper, cost and settings of one.
+
+    Examples:
+        patchlight metrics
+        patchlight metrics ins-del
+    """
     with progress("loading the metrics"):
         rows = catalogue().metric_rows() if plugin else names()["metrics"]
     if name is not None:
-        found = find_row(rows, name)
-        if found is None:
-            raise PatchlightError(f"no metric is called '{name}'; {nearest(name, known_names(rows))}")
-        rows = [found]
+        rows = [find_row(rows, name, "metric")]
     if as_json:
         print_json(rows)
     elif name is not None:
-        low, high = rows[0]["bounds"]
+        (low, high), needs = rows[0]["bounds"], " and ".join(rows[0]["needs"])
         span = f"{_better(rows[0])} is better, from {low:g} to {high:g}"
-        describe(rows[0], f"{rows[0]['paper']}; {rows[0]['cost']}; {span}", needs=rows[0]["needs"])
+        describe(rows[0], {"Paper": rows[0]["paper"], "Cost": rows[0]["cost"], "Values": span, "Needs": needs})
     else:
-        print_table(
-            ("metric", "better", "needs", "paper", "cost", "what it says"),
-            [(r["name"], _better(r), ", ".join(r["needs"]), r["paper"], r["cost"], r["summary"]) for r in rows],
-        )
-        say("`patchlight metrics NAME` tells more")
-
-
-@command
-def models(
-    pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern such as 'deit*'.")] = "",
-    as_json: AsJson = False,
-) -> None:
-    """List the models that can be loaded by name."""
-    with progress("loading the names"):
-        known = names("models")["models"]
-    from patchlight.core.registry import match_names
-
-    matches = match_names(known, pattern)
-    if not matches:
-        raise PatchlightError(f"no model's name matches '{pattern}'; {nearest(pattern, known)}")
-    if as_json:
-        print_json(matches)
-        return
-    for model in matches:
-        print(model)
-    say(f"{len(matches)} models; also hf:NAME (transformers), open_clip:NAME and torchvision:NAME")
-
-
-def catalogue() -> Any:
-    """The rows of what is registered; importing them imports torch."""
-    return importlib.import_module("patchlight.study.catalogue")
-
-
-def _works(row: Row) -> tuple[str, ...]:
-    """Whether a method works, where a model was named."""
-    return ("yes" if row["supported"] else f"no: {row['reason']}",) if "supported" in row else ()
+        cells = [(r["name"], _better(r), ", ".join(r["needs"]), r["cost"], r["summary"]) for r in rows]
+        print_table(("metric", "better", "needs", "cost per image", "what it measures"), cells)
+        say("Details: patchlight metrics NAME")
 
 
 def _better(row: Row) -> str:
     return "higher" if row["higher_is_better"] else "lower"
 
 
-def describe(row: Row, heading: str, settings: Row | None = None, needs: Sequence[str] = ()) -> None:
-    """Print all that is told of a method, metric or figure."""
-    print(f"{row['name']}  ({heading})")
-    if needs:
-        print(f"needs {' and '.join(needs)}")
-    if row["aliases"]:
-        print(f"also called {', '.join(row['aliases'])}")
-    print(f"{row['text']}\n")
+@command
+def models(
+    pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern such as 'deit*'.")] = "",
+    as_json: bool = False,
+) -> None:
+    """List the models that can be loaded by name.
+
+    Examples:
+        patchlight models
+        patchlight models 'deit*'
+    """
+    with progress("loading the names"):
+        known = names("models")["models"]
+    from patchlight.core.registry import match_names
+
+    matches = match_names(known, pattern)
+    if not matches:
+        raise PatchlightError(f"no model name matches '{pattern}'; {nearest(pattern, known)}")
+    if as_json:
+        print_json(matches)
+        return
+    for model in matches:
+        show(model)
+    say(f"{len(matches)} models. Also: hf:NAME (transformers), open_clip:NAME and torchvision:NAME.")
+
+
+def catalogue() -> Any:
+    """The module with the rows of everything registered; importing it imports torch."""
+    return importlib.import_module("patchlight.study.catalogue")
+
+
+def describe(row: Row, facts: Mapping[str, str]) -> None:
+    """Print a method, metric or figure: its text, facts about it, and a line for every setting."""
+    show(row["name"])
+    show_text(row["text"].replace(".. math::", "Formula:") + "\n\n")
+    for heading, words in {**facts, "Also called": ", ".join(row["aliases"])}.items():
+        if words:
+            show(f"{heading}: {words}")
     if row.get("stand_in"):
-        print(f"The paper's own: {row['stand_in']}\n")
-    print("Settings:")
+        show(f"In the paper: {row['stand_in']}")
+    show()
+    show("Settings (--set key=value):" if row["settings"] else "It has no settings.")
     presets = {"preset": ", ".join(row["presets"])} if row.get("presets") else {}
-    for key, words in (row["settings"] | (settings or {}) | presets).items():
-        print(f"  {key}: {words}")
+    for key, words in (row["settings"] | presets).items():
+        show(f"  {key}: {words}")
         text = row.get("setting_texts", {}).get(key)
         if text:
-            print(fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
+            show_text(fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6) + "\n")

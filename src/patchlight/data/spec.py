@@ -56,7 +56,7 @@ class DataSpec(Spec):
         """Refuse data of which nobody has said where they are."""
         if not self.path and not KINDS.find(self.kind).made_up:
             raise PatchlightError(
-                f"the recipe needs '{self.kind}' data; say where with --data DIR (or --data KIND:DIR)"
+                f"the recipe needs '{self.kind}' data; name its folder with --images FOLDER (and --data KIND)"
             )
 
     def open(self, **options: Any) -> Data:

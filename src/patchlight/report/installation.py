@@ -1,4 +1,4 @@
-"""What is installed, what it runs on, and whether the bundled model can be explained with it."""
+"""What is installed, what it runs on, and a self-test with the bundled model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from patchlight.core.errors import first_line
 from patchlight.core.extras import EXTRAS, missing_extras
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "scipy", "pillow", "safetensors", "pydantic", "typer", "rich")
-"""What Patchlight cannot do without, by the names that pip knows; matplotlib too, and then what extras bring."""
+"""The required packages, by their names on PyPI; matplotlib and the packages of extras follow."""
 DISTRIBUTIONS = {"skimage": "scikit-image", "open_clip": "open_clip_torch"}
-"""Packages that are imported by another name than pip's."""
+"""By the name that is imported, the name on PyPI where it differs."""
 PHOTO, LABEL = "cat.jpg", "cat"
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """Where models can run, and what precision `auto` comes to there: with a backward, and for forwards alone."""
+    """A device, and the precision that `auto` chooses there, with and without a backward pass."""
 
     device: str
     name: str
@@ -33,16 +33,16 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class Check:
-    """Something that was tried."""
+    """A test that was run, and its result."""
 
     what: str
     well: bool
-    told: str
+    result: str
 
 
 @dataclass
-class Findings:
-    """All that is told."""
+class Installation:
+    """Everything that `patchlight doctor` shows."""
 
     patchlight: str = __version__
     python: str = platform.python_version()
@@ -57,33 +57,31 @@ class Findings:
         return all(check.well for check in self.checks)
 
 
-def examine_installation(debug: bool = False) -> Findings:
-    """Everything that can be found out; a check that fails is reported, unless `debug` raises its error."""
-    found = Findings(versions=dict(_versions()), missing_extras=list(_missing()))
-    found.checks.append(_tried("the bundled files are whole", _bundled, debug))
+def examine_installation(debug: bool = False) -> Installation:
+    """Examine everything; a test that fails is reported, unless `debug` raises its error."""
+    installation = Installation(versions=dict(_versions()), missing_extras=list(_missing()))
+    checks = installation.checks
+    checks.append(_check("bundled files", _bundled, debug))
     try:
         names = _devices()
     except Exception as error:
         if debug:
             raise
-        found.checks.append(Check("torch can be imported", False, first_line(error)))
-        return found
+        checks.append(Check("import torch", False, first_line(error)))
+        return installation
     for name in names:
-        checks = {
-            f"pocket sees the {LABEL} on {name}": partial(_forward, name),
-            f"genatt explains it on {name}": partial(_explained, name),
-        }
-        found.checks += [_tried(what, check, debug) for what, check in checks.items()]
+        checks.append(_check(f"pocket predicts {LABEL} on {name}", partial(_predict, name), debug))
+        checks.append(_check(f"explain on {name}", partial(_explain, name), debug))
         try:
-            found.devices.append(_device(name))
+            installation.devices.append(_device(name))
         except Exception as error:
             if debug:
                 raise
-            found.checks.append(Check(f"{name} can be described", False, first_line(error)))
-    return found
+            checks.append(Check(f"properties of {name}", False, first_line(error)))
+    return installation
 
 
-def _tried(what: str, check: Callable[[], str], debug: bool) -> Check:
+def _check(what: str, check: Callable[[], str], debug: bool) -> Check:
     try:
         return Check(what, True, check())
     except Exception as error:
@@ -113,7 +111,7 @@ def _bundled() -> str:
 
     wrong = damaged()
     if wrong:
-        raise ValueError(f"{'; '.join(wrong)}: install Patchlight again")
+        raise ValueError(f"{'; '.join(wrong)}: reinstall Patchlight")
     return f"{len(expected())} files"
 
 
@@ -124,25 +122,25 @@ def _devices() -> list[str]:
     return ["cpu", *cuda, *(["mps"] if torch.backends.mps.is_available() else [])]
 
 
-def _forward(name: str) -> str:
+def _predict(name: str) -> str:
     from patchlight.anatomy.load import load
     from patchlight.zoo import pocket
 
     ((label, probability),) = load("pocket", device=name).predict(pocket.PHOTOS / PHOTO, k=1)[0]
     if label != LABEL:
-        raise ValueError(f"it sees '{label}' in {PHOTO}")
+        raise ValueError(f"it predicts '{label}' for {PHOTO}")
     return f"{probability:.1%}"
 
 
-def _explained(name: str) -> str:
+def _explain(name: str) -> str:
     from patchlight.anatomy.load import load
     from patchlight.engine import explain
     from patchlight.zoo import pocket
 
-    att = explain(load("pocket", device=name), pocket.PHOTOS / PHOTO, "genatt")
+    att = explain(load("pocket", device=name), pocket.PHOTOS / PHOTO)
     if not bool(att.scores.isfinite().all()) or float(att.scores.amax()) == float(att.scores.amin()):
-        raise ValueError("its map says nothing")
-    return f"precision {att.precision}"
+        raise ValueError(f"the map of {att.method} is constant or not finite")
+    return f"{att.method}, precision {att.precision}"
 
 
 def _device(name: str) -> DeviceInfo:
@@ -152,11 +150,11 @@ def _device(name: str) -> DeviceInfo:
     from patchlight.methods.requests import resolve
 
     device = torch.device(name)
-    about, memory = platform.processor() or platform.machine(), None
+    description, memory = platform.processor() or platform.machine(), None
     if device.type == "cuda":
-        about = torch.cuda.get_device_name(device)
+        description = torch.cuda.get_device_name(device)
         memory = round(torch.cuda.get_device_properties(device).total_memory / 1e9, 1)
     elif device.type == "cpu":
-        about = f"{about}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()}"
+        description = f"{description}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()}"
     inside = chosen("auto", device, torch.float32, resolve("genatt").method.precision)
-    return DeviceInfo(name, about, memory, inside, chosen("auto", device, torch.float32))
+    return DeviceInfo(name, description, memory, inside, chosen("auto", device, torch.float32))

@@ -53,7 +53,7 @@ class TrainingRecipe(Spec):
         images = self.data if data is None else data_at(data, self.data)
         if images is None:
             raise PatchlightError(
-                "no data was given; name a folder of images or of CIFAR-10 with --data, or a --recipe"
+                "no images were given; name a folder of images or of CIFAR-10 with --images, or a --recipe"
             )
         images = images if listed is None else images.with_list(listed)
         held = self.held_out if held_out is None else data_at(held_out, self.held_out)

@@ -202,7 +202,7 @@ def test_the_command_says_that_it_started_again(tmp_path: Path) -> None:
         (tmp_path / "data" / name).mkdir(parents=True)
         for i in range(2):
             Image.new("RGB", (32, 32), (100 * i, 50, 200)).save(tmp_path / "data" / name / f"{i}.png")
-    words = ["diffmask", "train", "--data", f"{tmp_path}/data", "--out", f"{tmp_path}/dm", "--preset", "authors"]
+    words = ["diffmask", "train", "--images", f"{tmp_path}/data", "--out", f"{tmp_path}/dm", "--preset", "authors"]
     for change in ("beta=40", "steps=25", "batch_size=2", "restarts=1", "warmup=0", "gate_rate=1e-9"):
         words += ["--set", change]
-    command(*words, says=("; started again once (step 20: nothing is masked (kept 100.0%",))
+    command(*words, says=("; restarted once (step 20: nothing is masked (kept 100.0%",))
