@@ -49,6 +49,10 @@ def methods(
         if name is not None:
             exact = name != "auto" and name in known_names(rows)
             rows = [find_row(rows, name, "method") if exact else catalogue().composed_row(rows, name)]
+        if name == "auto":
+            from patchlight.methods.requests import AUTO
+
+            rows[0]["text"] = f"The first of these that works on the model: {', '.join(AUTO)}.\n\n{rows[0]['text']}"
     if as_json:
         print_json(rows)
     elif name is not None:
@@ -56,7 +60,7 @@ def methods(
         score = {"score": f"'logit' | 'probability' | a callable of the logits = {row['score']!r}"}
         describe({**row, "settings": row["settings"] | score}, {"Paper": row["paper"], "Cost": row["cost"]})
     else:
-        print_table(("method", *(("works",) if model else ()), "cost per image", "what it shows"), _method_cells(rows))
+        print_table(("method", *(("works",) if model else ()), "what it shows", "cost per image"), _method_cells(rows))
         say("Details: patchlight methods NAME. A composition (.plus) and a backward rule (.libra) may follow a name.")
 
 
@@ -67,13 +71,13 @@ def _method_cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for name, purpose in RECOMMENDED.items():
         row = next((row for row in rows if name.partition(".")[0] in known_names([row])), None)
         cost = row["cost"] if row is not None else "1 forward + 1 backward"
-        yield (f"  {name}", *(_works(row) if row is not None else blank[2:]), cost, purpose)
+        yield (f"  {name}", *(_works(row) if row is not None else blank[2:]), purpose, cost)
     for group in dict.fromkeys(row["group"] for row in rows):
         yield ("", *blank)
-        yield (group, *blank)
+        yield (group[:1].upper() + group[1:], *blank)
         for row in rows:
             if row["group"] == group:
-                yield (f"  {row['name']}", *_works(row), row["cost"], row["summary"])
+                yield (f"  {row['name']}", *_works(row), row["summary"], row["cost"])
 
 
 def _works(row: Row) -> tuple[str, ...]:
@@ -106,8 +110,8 @@ def metrics(
         span = f"{_better(rows[0])} is better, from {low:g} to {high:g}"
         describe(rows[0], {"Paper": rows[0]["paper"], "Cost": rows[0]["cost"], "Values": span, "Needs": needs})
     else:
-        cells = [(r["name"], _better(r), ", ".join(r["needs"]), r["cost"], r["summary"]) for r in rows]
-        print_table(("metric", "better", "needs", "cost per image", "what it measures"), cells)
+        cells = [(r["name"], r["summary"], _better(r), ", ".join(r["needs"]), r["cost"]) for r in rows]
+        print_table(("metric", "what it measures", "better", "needs", "cost per image"), cells)
         say("Details: patchlight metrics NAME")
 
 

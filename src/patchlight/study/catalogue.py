@@ -10,7 +10,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import describe_type, split_docstring
 from patchlight.evidence.rules import RULES
-from patchlight.methods.base import COMPOSITIONS, METHODS
+from patchlight.methods.base import COMPOSITIONS, GROUPS, METHODS
 from patchlight.methods.requests import list_methods, resolve
 from patchlight.metrics.base import list_metrics, resolve_metric
 
@@ -26,7 +26,7 @@ def method_rows(vit: Anatomy | None = None) -> list[dict[str, Any]]:
         row["compositions"] = [word for word in COMPOSITIONS if _may_follow(info.name, word)]
         row["rules"] = [word for word in rules if _may_follow(info.name, word)]
         rows.append(row)
-    return rows
+    return sorted(rows, key=lambda row: list(GROUPS).index(row["group"]))
 
 
 _OF_A_MODEL = ("supported", "reason")
