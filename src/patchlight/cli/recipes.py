@@ -85,7 +85,12 @@ class RecipeOptions:
             flags = {"sigmoid": self.sigmoid or None, "pretrained": False if self.no_pretrained else None}
             options = {key: getattr(self, key) for key in ("listed", "quick", "seed", "target")}
             options |= {"data": data_place(self.images, self.data), "images": self.limit, "settings": settings}
-            models = {"models": self.model or (), "weights": self.weights or (), "about": about, "flags": flags}
+            models: dict[str, Any] = {
+                "models": self.model or (),
+                "weights": self.weights or (),
+                "about": about,
+                "flags": flags,
+            }
             return override(read, **options, **models), text
 
     @property
