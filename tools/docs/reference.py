@@ -213,8 +213,8 @@ def _heading(group: str) -> str:
 def methods_index() -> str:
     parts = [
         "# All methods",
-        "A page for each method that is registered. [Methods and their names](../../methods.md) explains how names "
-        "compose; [Choose a method](../../howto/choose.md) says which to take.",
+        "[Which method?](../../howto/choose.md) recommends one for each purpose, and "
+        "[Methods and their names](../../methods.md) explains how names compose.",
     ]
     for group in GROUPS:
         rows = [
