@@ -126,6 +126,14 @@ def model_and_image(scene: Scene) -> tuple[MapFunction, MapFunction]:
     return model, image
 
 
+def by_class_and_blind(scene: Scene) -> tuple[MapFunction, MapFunction]:
+    def by_class(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
+        ramp = torch.arange(vit.grid[0] * vit.grid[1]).float().view(1, *vit.grid)
+        return torch.sin(ramp * (1 + targets.index.cpu().float()[..., None])).expand(len(given), -1, -1)
+
+    return by_class, still_and_nervous(scene)[0]
+
+
 def another_and_the_same_noise(scene: Scene) -> tuple[Tensor, Tensor]:
     size = scene.vit.preprocess.size
     same = torch.rand(10, *size, generator=torch.Generator().manual_seed(0))[:1].expand(COUNT, -1, -1)
@@ -141,6 +149,7 @@ PREFERS: dict[str, Pair] = {
     "max-sensitivity": still_and_nervous,
     "randomisation": model_and_image,
     "random-floor": another_and_the_same_noise,
+    "class-similarity": by_class_and_blind,
 }
 """Of each metric, maps of which it must prefer the first; those that take parts of images away: see below."""
 OF_MAPS = sorted(set(METRICS) - {"fact"})
@@ -181,9 +190,9 @@ CHANCE: dict[str, Callable[[Scene], Tensor]] = {
     "gt-known-loc": whole_image_hits,
     "top1-loc": lambda s: whole_image_hits(s) * known(s),
     "sparseness": lambda s: torch.full((COUNT,), 1 / 3).double(),
-    **dict.fromkeys(("ins-del", "srg", "saco"), lambda s: torch.zeros(COUNT).double()),
+    **dict.fromkeys(("ins-del", "srg", "saco", "faithfulness-correlation"), lambda s: torch.zeros(COUNT).double()),
     "max-sensitivity": lambda s: torch.zeros(COUNT).double(),
-    "randomisation": lambda s: torch.ones(COUNT).double(),
+    **dict.fromkeys(("randomisation", "class-similarity"), lambda s: torch.ones(COUNT).double()),
     "random-floor": lambda s: torch.zeros(COUNT).double(),
 }
 """The value of maps drawn from U(0, 1), where it can be written down; of explainers, of one that draws so by seed."""

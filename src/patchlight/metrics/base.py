@@ -321,6 +321,7 @@ METRICS: Registry[Metric] = Registry(
             "perturbation",
             "robustness",
             "sanity",
+            "subsets",
         )
     ],
 )

@@ -17,6 +17,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.resize import to_pixels
 from patchlight.core.statistics import constant, spearman
+from patchlight.core.targets import Targets
 from patchlight.evidence.ablation import Count
 from patchlight.metrics.base import Measure, Measured, register_metric
 from patchlight.metrics.localisation import unit_range
@@ -256,6 +257,46 @@ def random_floor(
     noise = torch.rand(samples, *shape[1:], generator=torch.Generator().manual_seed(ask.seed)).to(ask.maps)
     curve = torch.stack([similar(ask, ask.maps, one.expand(shape), similarity, ssim_window, cell) for one in noise], 1)
     return _compared(ask.maps, curve.mean(1))
+
+
+@register_metric(
+    "class-similarity",
+    paper="Sixt et al., ICML 2020",
+    aliases=("random-logit",),
+    higher_is_better=False,
+    bounds=(-1.0, 1.0),
+    explains=True,
+    stochastic=lambda settings: settings["other"] == "random",
+    cost="1 forward and 1 explanation",
+    presets={"sixt": {"other": "random", "similarity": "ssim"}},
+)
+def class_similarity(
+    ask: Measure,
+    other: Literal["runner-up", "random"] = "runner-up",
+    similarity: Similarity = "spearman",
+    ssim_window: Window = "gaussian",
+    cell: Count = 16,
+) -> Measured:
+    """Similarity of the map to the map of another class of the same image.
+
+    A map that depends on the class changes: lower is better. A method that ignores the class has 1.
+
+    Args:
+        other: The other class: the most probable one besides the class of the map, or one chosen at random.
+        cell: Pixels along each side of a cell of HOG.
+    """
+    count, index = ask.vit.outcomes, ask.targets.index.cpu()
+    if count < 2:
+        raise Unsupported(f"{ask.vit.name} has one class, so there is no other class to explain")
+    if other == "random":
+        offset = torch.randint(1, count, (1,), generator=torch.Generator().manual_seed(ask.seed))
+        rival = (index + offset) % count
+    else:
+        logits = ask.logits().cpu()
+        binary = logits.shape[1] == 1
+        rival = 1 - index if binary else logits.scatter(1, index, -torch.inf).argmax(1, keepdim=True)
+    maps = ask.explain(ask.vit, ask.images, Targets(rival), ask.seed)
+    return _compared(ask.maps, similar(ask, ask.maps, maps, similarity, ssim_window, cell))
 
 
 def _compared(maps: Tensor, values: Tensor, curve: Tensor | None = None, x: Tensor | None = None) -> Measured:
