@@ -81,9 +81,9 @@ def test_a_layer_map(plugin: Path) -> None:
 def test_variants(plugin: Path) -> None:
     vit = shared("vit", torch.float64)
     batch = images(vit, 2)
-    found = pl.explain(vit, batch, "patch-alone", 1).scores
+    scores = pl.explain(vit, batch, "patch-alone", 1).scores
     alone = vit.readout(vit.run(vit.embed(batch), keep=torch.tensor([[5], [5]])))
-    torch.testing.assert_close(found.flatten(1)[:, 5], alone.softmax(1)[:, 1].float())
+    torch.testing.assert_close(scores.flatten(1)[:, 5], alone.softmax(1)[:, 1].float())
 
 
 @pytest.mark.parametrize("plugin", ["metric"], indirect=True)
@@ -92,8 +92,8 @@ def test_a_metric(plugin: Path) -> None:
     vit = shared("vit", torch.float64)
     batch = images(vit, 3)
     every = vit.grid[0] * vit.grid[1]
-    found = pl.evaluate(vit, batch, torch.rand(3, *vit.grid), "top-patches", target=2, count=every)
-    torch.testing.assert_close(found.values, vit.logits(batch).softmax(1)[:, 2].double())
+    result = pl.evaluate(vit, batch, torch.rand(3, *vit.grid), "top-patches", target=2, count=every)
+    torch.testing.assert_close(result.values, vit.logits(batch).softmax(1)[:, 2].double())
     assert check_metric("top-patches", shared("vit"), batch.float(), vit) is not None
 
 
@@ -160,7 +160,7 @@ def test_a_plugin_works_in_a_recipe(tmp_path: Path) -> None:
     ("text", "words"),
     [("1 / 0\n", "ZeroDivisionError: division by zero"), ("import patchlight\npatchlight.nothing\n", "nothing")],
 )
-def test_a_broken_plugin_is_told_in_a_sentence(text: str, words: str, tmp_path: Path) -> None:
+def test_a_broken_plugin_gives_a_clear_error(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text(text)
     done = CliRunner().invoke(app, ["methods", "--plugin", str(file)])
@@ -170,7 +170,7 @@ def test_a_broken_plugin_is_told_in_a_sentence(text: str, words: str, tmp_path: 
     assert CliRunner().invoke(app, ["methods", "--plugin", str(tmp_path / "none.py")]).exit_code == 2
 
 
-def test_a_plugin_that_broke_halfway_can_be_mended(tmp_path: Path) -> None:
+def test_a_plugin_that_failed_can_be_loaded_again_after_a_fix(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text(EXAMPLES["layer-map"] + "nothing\n", encoding="utf-8")
     with pytest.raises(pl.PatchlightError, match="name 'nothing' is not defined"):
@@ -183,7 +183,7 @@ def test_a_plugin_that_broke_halfway_can_be_mended(tmp_path: Path) -> None:
         METHODS.remove("positive-gradient")
 
 
-def test_what_a_layer_map_does_not_declare_it_cannot_read() -> None:
+def test_a_layer_map_cannot_read_what_it_did_not_declare() -> None:
     @pl.layer_map("greedy", paper="none", needs={"A"}, combine=pl.LAST, matrix=True)
     def greedy(b: pl.Evidence) -> torch.Tensor:
         """Reads more than it says."""
@@ -191,14 +191,14 @@ def test_what_a_layer_map_does_not_declare_it_cannot_read() -> None:
 
     vit = shared("vit")
     try:
-        for asked in ("greedy", ["genatt", "greedy"]):  # alone, and beside one that has G recorded
+        for request in ("greedy", ["genatt", "greedy"]):  # alone, and with a method that records G
             with pytest.raises(pl.PatchlightError, match=r"`greedy` reads G but declares needs=\{'A'\}"):
-                pl.explain(vit, images(vit), asked)
+                pl.explain(vit, images(vit), request)
     finally:
         METHODS.remove("greedy")
 
 
-def test_an_installed_plugin_is_loaded_by_itself(tmp_path: Path) -> None:
+def test_an_installed_plugin_is_loaded_automatically(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(EXAMPLES["layer-map"], encoding="utf-8")
     info = tmp_path / "mine-1.0.dist-info"
     info.mkdir()

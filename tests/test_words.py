@@ -1,4 +1,4 @@
-"""One word per concept: no setting or option has a word that is gone, and one name has one type everywhere."""
+"""One word per concept: no setting or option uses a removed word, and one name has one type everywhere."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ GONE_VALUES = {
     "target_class": {"predicted"},
     "normaliser": {"p"},
 }
-WHOLE: dict[str, set[Any]] = {
+VOCABULARIES: dict[str, set[Any]] = {
     "unit": {"auto", *get_args(Unit)},
     "quantity": {"accuracy", "probability", "logit", "cosine", "kl", "nll", "aopc"},
     "sign": {"signed", "abs", "relu"},
 }
-"""Vocabularies of which each method or metric has its part, and none has all."""
+"""Vocabularies of which each method or metric uses a part."""
 
 
 def entries() -> Iterator[tuple[str, Entry, dict[str, Setting]]]:
-    """Every method, alone and under every composition it takes, metric and figure: its name, itself, its settings."""
+    """Every method (alone and with every composition), metric and figure: its name, entry and settings."""
     for name, method in METHODS.items():
         yield name, method, method.settings(method.composition)
         for word, composition in COMPOSITIONS.items():
@@ -76,7 +76,7 @@ def entries() -> Iterator[tuple[str, Entry, dict[str, Setting]]]:
 
 
 def members(kind: Any) -> frozenset[Any]:
-    """What a type allows, limits of numbers and lengths aside: the words of a Literal, and the names of types."""
+    """The values of a type without limits: the words of a Literal, and the names of types."""
     if hasattr(kind, "__metadata__"):
         return members(kind.__origin__)
     if get_origin(kind) is Literal:
@@ -89,19 +89,19 @@ def members(kind: Any) -> frozenset[Any]:
     return frozenset({None if kind is NoneType else kind})
 
 
-def known() -> dict[str, dict[str, frozenset[Any]]]:
-    """What each setting allows, by its name and whose it is."""
-    found: dict[str, dict[str, frozenset[Any]]] = {}
+def allowed_types() -> dict[str, dict[str, frozenset[Any]]]:
+    """The values that each setting allows, by its name and owner."""
+    allowed: dict[str, dict[str, frozenset[Any]]] = {}
     for owner, _, settings in entries():
         for name, setting in settings.items():
-            found.setdefault(name, {})[owner] = members(setting.kind)
-    return found
+            allowed.setdefault(name, {})[owner] = members(setting.kind)
+    return allowed
 
 
 def test_one_name_has_one_type() -> None:
-    """Of all that share a name one type holds the others', or it is one of the vocabularies above."""
-    for name, types in known().items():
-        everything = WHOLE.get(name) or max(types.values(), key=len)
+    """One type contains all others of the same name, or it is one of the vocabularies above."""
+    for name, types in allowed_types().items():
+        everything = VOCABULARIES.get(name) or max(types.values(), key=len)
         others = {owner: sorted(map(str, kind - everything)) for owner, kind in types.items() if kind - everything}
         assert not others, f"'{name}' is {sorted(map(str, everything))}, but also {others}"
 
@@ -109,7 +109,7 @@ def test_one_name_has_one_type() -> None:
 @pytest.mark.parametrize(("name", "kinds"), [("level", [Level]), ("precision", [Precision, PassPrecision])])
 def test_vocabularies_are_the_same_everywhere(name: str, kinds: list[Any]) -> None:
     """Passes with a backward know one precision more."""
-    types = known()[name]
+    types = allowed_types()[name]
     assert len(types) > 5
     assert set(types.values()) == {members(kind) for kind in kinds}
     assert members(Precision) == members(PassPrecision) - {"fp16"}
@@ -121,7 +121,7 @@ def test_training_has_the_same_words() -> None:
         assert not set(GONE) & set(settings.model_fields)
 
 
-def test_every_setting_says_what_it_does() -> None:
+def test_every_setting_is_documented() -> None:
     """By its line under `Args:`, or by its type where many share one. Figures have none yet."""
     kinds = ((name, dict(settings_of(kind.function))) for name, kind in KINDS.items())
     methods = ((owner, settings) for owner, entry, settings in entries() if not isinstance(entry, FigureEntry))
@@ -129,7 +129,7 @@ def test_every_setting_says_what_it_does() -> None:
     assert not missing
 
 
-def test_no_setting_has_a_word_that_is_gone() -> None:
+def test_no_setting_uses_a_removed_word() -> None:
     for owner, _, settings in entries():
         for name, setting in settings.items():
             assert name not in GONE, f"{owner} has a setting '{name}'; say {GONE[name]}"
@@ -139,7 +139,7 @@ def test_no_setting_has_a_word_that_is_gone() -> None:
     assert not set(GONE) & set(evaluate.__kwdefaults__ or {})
 
 
-def test_presets_speak_of_settings_that_are_there() -> None:
+def test_presets_use_existing_settings() -> None:
     """Each word is a setting under some composition, and each value is one it takes."""
     owned: dict[str, dict[str, Setting]] = {}
     for _, entry, settings in entries():
@@ -158,7 +158,7 @@ def commands(command: Any) -> Iterator[Any]:
         yield from commands(inner)
 
 
-def test_no_option_has_a_word_that_is_gone() -> None:
+def test_no_option_uses_a_removed_word() -> None:
     options = [
         option.lstrip("-").replace("-", "_")
         for command in commands(typer.main.get_command(app))
@@ -171,7 +171,7 @@ def test_no_option_has_a_word_that_is_gone() -> None:
 
 
 def test_commands_in_the_docs_set_what_is_there() -> None:
-    words = {*known(), *DiffMaskSettings.model_fields, *ShapleySettings.model_fields, "preset", "score", "key"}
+    words = {*allowed_types(), *DiffMaskSettings.model_fields, *ShapleySettings.model_fields, "preset", "score", "key"}
     files = [
         ROOT / "README.md",
         *ROOT.glob("docs/**/*.md"),
