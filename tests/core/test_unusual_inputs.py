@@ -156,7 +156,7 @@ def measuring(**options: Any) -> Any:
 @pytest.mark.parametrize("ask", [explaining, measuring])
 def test_batch_sizes_seeds_and_progress(ask: Callable[..., Any]) -> None:
     for size in (0, -1):
-        refuses(f"batch_size {size} is not possible; give 1 or", ask, batch_size=size)
+        refuses(f"batch_size {size} is not possible; give at least 1", ask, batch_size=size)
     for wrong in (2.5, "4", True, np.bool_(True), torch.tensor(2.0), [2]):
         refuses(("batch_size", "give an integer"), ask, batch_size=wrong)
     for wrong in (True, 1.0, "1", None, np.float64(1)):
