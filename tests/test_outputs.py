@@ -153,18 +153,18 @@ def test_metrics_that_need_probabilities_say_what_to_use() -> None:
     similar = shared("vit").ask(heads.Similar(images(vit, 1, seed=7)))
     batch = images(vit, 2)
     complaints: list[tuple[Anatomy, str, dict[str, Any], str]] = [
-        (vit, "deletion", {"score": "probability"}, r"plain numbers and no probabilities; score='logit' works"),
-        (vit, "deletion", {"score": "cosine"}, r"no cosines; score='logit' works"),
-        (vit, "perturbation", {}, r"none is the right one; quantity='logit' works"),
+        (vit, "deletion", {"score": "probability"}, r"plain numbers, not probabilities; score='logit' works"),
+        (vit, "deletion", {"score": "cosine"}, r"not computed from cosines; score='logit' works"),
+        (vit, "perturbation", {}, r"plain numbers, not classes; quantity='logit' works"),
         (vit, "perturbation", {"quantity": "kl"}, r"plain numbers.*quantity='logit' works"),
         (vit, "perturbation", {"quantity": "nll"}, r"plain numbers.*quantity='logit' works"),
         (vit, "perturbation", {"preset": "diffmask"}, r"plain numbers.*quantity='logit' works"),
-        (vit, "token-deletion", {}, r"none is the right one; quantity='aopc' works"),
+        (vit, "token-deletion", {}, r"plain numbers, not classes; quantity='aopc' works"),
         (vit, "auc", {}, r"'aopc' works"),
         (vit, "lodds", {}, r"'aopc' works"),
         (vit, "completeness-error", {"score": "probability"}, r"score='logit' works"),
         (similar, "perturbation", {"quantity": "kl"}, r"similarities.*quantity='logit' works"),
-        (similar, "auc", {}, r"one class is always the predicted one; 'aopc' works"),
+        (similar, "auc", {}, r"only one class, which is always predicted; 'aopc' works"),
     ]
     for model, metric, settings, words in complaints:
         with pytest.raises(Unsupported, match=words) as told:

@@ -64,7 +64,7 @@ def test_a_list_belongs_to_its_data(tmp_path: Path) -> None:
     other = spec.with_list("other.txt")
     assert (other.list, other.skip, other.every, other.images) == ("other.txt", 0, 1, None)
     (tmp_path / "two").write_text("3.png\n1.png\n", encoding="utf-8")
-    with pytest.raises(PatchlightError, match=r"no images in '.*two' behind the first 2"):
+    with pytest.raises(PatchlightError, match=r"no images in '.*two' after the first 2"):
         DataSpec(kind="folder", path="x", list=str(tmp_path / "two"), skip=2).chosen(numbered(5))
 
 
@@ -74,7 +74,7 @@ def test_images_at_random_follow_the_seed() -> None:
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[0] == sorted(set(drawn[0]))
     assert all(5 <= i < 100 for i in drawn[0])
-    with pytest.raises(PatchlightError, match="no images in 'x' behind the first 5"):
+    with pytest.raises(PatchlightError, match="no images in 'x' after the first 5"):
         DataSpec(kind="folder", path="x", skip=5).chosen(numbered(5))
 
 
@@ -145,7 +145,7 @@ def test_explain_and_evaluate_take_what_is_resolved() -> None:
     metric = MetricSpec.model_validate({"metric": "deletion", "steps": 3})
     found = pl.evaluate(vit, images, maps, [metric.request])["deletion"]
     assert torch.equal(found.values, pl.evaluate(vit, images, maps, "deletion", steps=3).values)
-    with pytest.raises(PatchlightError, match="is no method"):
+    with pytest.raises(PatchlightError, match="is not a method"):
         pl.explain(vit, images, [metric.request])  # type: ignore[list-item]
 
 

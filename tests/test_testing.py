@@ -147,7 +147,11 @@ FAULTS: dict[str, tuple[Function, dict[str, Any], str]] = {
         {},
         "the curve has shape",
     ),
-    "a curve over nothing": (lambda ask: Measured(share(ask), share(ask)[:, None].expand(-1, 3)), {}, "over nothing"),
+    "a bare curve": (
+        lambda ask: Measured(share(ask), share(ask)[:, None].expand(-1, 3)),
+        {},
+        "without an axis",
+    ),
     "an axis that falls": (
         lambda ask: Measured(share(ask), share(ask)[:, None].expand(-1, 3), torch.tensor([0.0, 1.0, 0.5])),
         {},
@@ -170,7 +174,7 @@ FAULTS: dict[str, tuple[Function, dict[str, Any], str]] = {
     "a seed that is not told": (read_seed, {}, "another seed changes the values"),
     "a seed that is not there": (lambda ask: Measured(share(ask)), {"stochastic": True}, "does not change the values"),
     "the global random state read": (read_global_state, {}, "two equal calls differ"),
-    "the global random state moved": (move_global_state, {}, "the global random state was moved"),
+    "the global random state moved": (move_global_state, {}, "the global random state changed"),
     "maps written to": (write_maps, {}, "another metric after sparseness and before sparseness"),
     "what others share, written to": (write_shared, {}, "another metric after aopc and before aopc"),
     "others beside a constant map": (mix_odd_maps, {}, "beside a constant map and without"),

@@ -1,7 +1,4 @@
-"""The contracts: what every method keeps on every model (`check_method`), and every metric (`check_metric`).
-
-A method or metric is covered by being registered.
-"""
+"""Contract tests that every method (`check_method`) and every metric (`check_metric`) passes on every model."""
 
 from __future__ import annotations
 
@@ -30,20 +27,26 @@ from patchlight.metrics.base import Evaluation, MapFunction, MetricRequest, reso
 from patchlight.study.evaluate import evaluate
 
 compared: Callable[[str, float, float], None] | None = None
-"""Called with (what, error, limit) by each comparison of a contract that holds, where set."""
+"""If set, called with (what, error, limit) by each comparison that passes."""
 
 
 def check_method(
     name: str, vit: Anatomy, images: Tensor, double: Anatomy | None = None, settings: Mapping[str, Any] | None = None
 ) -> None:
-    """Assert the contract of method `name` on a model with B >= 2 images.
+    """Assert the contract of a method on a model.
 
-    Shape, type, finiteness, batch = loop, seeds, targets, precision, provenance, and a model left as it was found; or
-    a clear refusal where the method does not support the model. `double` is the same model in float64: where it is
-    given, batches and targets are compared there, out of reach of rounding.
+    It covers shape, type, finiteness, batch = loop, seeds, targets, precision, provenance and an unchanged model; or a
+    clear refusal if the method does not work on the model.
+
+    Args:
+        name: The name of the method.
+        vit: The model.
+        images: At least two preprocessed images [B,C,H,W].
+        double: The same model in float64; if given, batches and targets are compared there, without rounding errors.
+        settings: Settings of the method.
     """
-    given = {**resolve(name).method.quick, **(settings or {})}
-    trial = _MethodTrial(resolve(name, given), vit, images, given)
+    quick = {**resolve(name).method.quick, **(settings or {})}
+    trial = _MethodTrial(resolve(name, quick), vit, images, quick)
     if refusal(trial.request, vit) is not None:
         trial.check_refusal()
         return
@@ -54,21 +57,21 @@ def check_method(
         first = trial.check_result()
         trial.check_seed(first)
         trial.check_modes(first)
-        steady, whole = trial, first
+        precise, reference = trial, first
         if double is not None:
-            steady = replace(trial, vit=double, images=images.double())
-            whole = steady.run()
-            assert torch.equal(whole.target, first.target), "float64 predicts another class"
-            trial.close(whole.scores, first.scores, "float32 and float64", tolerance=2e-3)
-        steady.check_batch(whole)
-        steady.check_targets(whole)
+            precise = replace(trial, vit=double, images=images.double())
+            reference = precise.run()
+            assert torch.equal(reference.target, first.target), "float64 predicts another class"
+            trial.close(reference.scores, first.scores, "float32 and float64", tolerance=2e-3)
+        precise.check_batch(reference)
+        precise.check_targets(reference)
     trial.check_provenance(first)
-    assert torch.equal(torch.get_rng_state(), random_state), "the global random state was moved"
+    assert torch.equal(torch.get_rng_state(), random_state), "the global random state changed"
     _check_untouched(before, _state(vit, images))
 
 
 def spearman(a: Tensor, b: Tensor) -> float:
-    """Rank correlation of two maps, ties given their mean rank."""
+    """Rank correlation of two maps; ties have their mean rank."""
     from scipy.stats import spearmanr
 
     return float(spearmanr(a.flatten().numpy(), b.flatten().numpy()).statistic)
@@ -76,7 +79,7 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class _MethodTrial:
-    """A method under test, and all that `explain` is given."""
+    """A method under test and the arguments of `explain`."""
 
     request: Request
     vit: Anatomy
@@ -89,7 +92,7 @@ class _MethodTrial:
         return result
 
     def close(self, a: Tensor, b: Tensor, what: str, tolerance: float = 1e-5) -> None:
-        """Equal to `tolerance` of the map's size for exact methods, in rank for discrete ones."""
+        """Assert equality up to `tolerance` of the maximum for exact methods, in rank for discrete ones."""
         assert a.shape == b.shape, f"{what}: shapes {list(a.shape)} and {list(b.shape)}"
         if self.request.method.exact:
             scale = float(a.abs().max().clamp_min(1e-12))
@@ -97,7 +100,7 @@ class _MethodTrial:
             assert worst <= tolerance, f"{what}: maps differ by {worst:.1e} of their maximum"
         else:
             tolerance = 0.01
-            ranks = [spearman(one, other) for one, other in zip(a.flatten(0, -3), b.flatten(0, -3), strict=True)]
+            ranks = [spearman(x, y) for x, y in zip(a.flatten(0, -3), b.flatten(0, -3), strict=True)]
             worst = 1 - float(torch.tensor(ranks, dtype=torch.float64).min())
             assert worst <= tolerance, f"{what}: rank correlation {1 - worst:.3f}"
         if compared is not None:
@@ -105,9 +108,9 @@ class _MethodTrial:
 
     def check_refusal(self) -> None:
         request, vit = self.request, self.vit
-        told = _complaint(lambda: explain(vit, self.images, request.label), Unsupported)
-        assert request.method.name in told, f"the refusal does not name the method: {told}"
-        assert (refusal(request, vit) or "") in told, f"the refusal gives no reason: {told}"
+        sentence = _refusal(lambda: explain(vit, self.images, request.label), Unsupported)
+        assert request.method.name in sentence, f"the refusal does not name the method: {sentence}"
+        assert (refusal(request, vit) or "") in sentence, f"the refusal gives no reason: {sentence}"
         row = next(m for m in list_methods(vit) if m.name == request.method.name)
         if request.name == request.method.name:  # a composition may be refused where the method itself works
             assert row.supported is False, f"methods({vit.name}) calls {row.name} supported"
@@ -117,11 +120,11 @@ class _MethodTrial:
         att, request, vit = self.run(), self.request, self.vit
         grid = vit.grid if request.level == "token" else vit.preprocess.size
         assert tuple(att.scores.shape) == (len(self.images), *grid), f"scores have shape {list(att.scores.shape)}"
-        assert att.grid == grid, "att.grid is not the scores' own"
-        assert att.level == request.level, "att.level is not what was asked"
+        assert att.grid == grid, "att.grid is not that of the scores"
+        assert att.level == request.level, "att.level is not that of the request"
         assert att.scores.dtype == torch.float32, f"scores are {att.scores.dtype}"
         assert att.scores.device.type == "cpu", "scores are not on the CPU"
-        assert not att.scores.requires_grad, "scores hold on to a graph"
+        assert not att.scores.requires_grad, "scores keep a graph"
         assert bool(torch.isfinite(att.scores).all()), "scores are not finite"
         negative = request.method.nonnegative and bool((att.scores < 0).any())
         assert not negative, "scores of a non-negative method are negative"
@@ -129,14 +132,14 @@ class _MethodTrial:
         assert bool((flat.amax(1) > flat.amin(1)).any()), "every map is constant"
         return att
 
-    def check_batch(self, whole: Attribution) -> None:
+    def check_batch(self, batched: Attribution) -> None:
         single = [replace(self, images=image[None]).run().scores for image in self.images]
-        self.close(whole.scores, torch.cat(single), "a batch and single calls")
-        self.close(whole.scores, self.run(batch_size=1).scores, "one batch and batch_size=1")
+        self.close(batched.scores, torch.cat(single), "a batch and single calls")
+        self.close(batched.scores, self.run(batch_size=1).scores, "one batch and batch_size=1")
         names = ("rawatt", "ixg.libra", "random")
         others: dict[str, Any] = {name: {} for name in names if refusal(resolve(name), self.vit) is None}
         together = explain(self.vit, self.images, {**others, self.request.label: self.settings})
-        self.close(whole.scores, together[self.request.label].scores, "alone and among others")
+        self.close(batched.scores, together[self.request.label].scores, "alone and among others")
 
     def check_seed(self, first: Attribution) -> None:
         assert torch.equal(first.scores, self.run().scores), "two equal calls differ"
@@ -151,17 +154,17 @@ class _MethodTrial:
         self.close(first.scores, explicit.scores, "the prediction, by default and by name")
         other = (first.target + 1) % vit.outcomes
         changed = self.run(target=other)
-        moved = not torch.equal(first.scores, changed.scores)
-        mirrored = vit.classes == 1 and self.request.method.unsigned  # y and -y have gradients of one size
-        own = moved and vit.rows_differ  # what a class reads is its own even where the map is of no class
-        expected = mirrored or own or moved != self.request.ignores_class
-        assert expected, f"another class {'changes' if moved else 'does not change'} the map"
+        differs = not torch.equal(first.scores, changed.scores)
+        mirrored = vit.classes == 1 and self.request.method.unsigned  # y and -y have gradients of the same size
+        reads_differ = differs and vit.rows_differ  # each class has its own readout, even if the map ignores classes
+        expected = mirrored or reads_differ or differs != self.request.ignores_class
+        assert expected, f"another class {'changes' if differs else 'does not change'} the map"
         both = self.run(target=torch.stack([first.target, other], 1))
         assert both.scores.shape[:2] == (count, 2), f"two classes give shape {list(both.scores.shape)}"
         self.close(first.scores, both.scores[:, 0], "the first of two classes and alone")
         self.close(changed.scores, both.scores[:, 1], "the second of two classes and alone")
         if self.request.suited(vit).ignores_class and self.request.name != "random":
-            sentence = _complaint(lambda: self.run(target=(0, 1)), Unsupported)
+            sentence = _refusal(lambda: self.run(target=(0, 1)), Unsupported)
             assert "ignores the class" in sentence, "a method that ignores the class takes a pair of classes"
         else:
             pair = self.run(target=(0, 1))
@@ -184,8 +187,8 @@ class _MethodTrial:
         assert torch.equal(back.target, first.target)
         assert (back.method, back.model, back.level, back.seed) == (first.method, first.model, first.level, first.seed)
         _check_words(entry, entry.cost, entry.settings(self.request.composition))
-        assert all(resolve(alias).method is entry for alias in entry.aliases), "an alias leads elsewhere"
-        assert "no_such_setting" in _complaint(lambda: resolve(label, {"no_such_setting": 1}), PatchlightError)
+        assert all(resolve(alias).method is entry for alias in entry.aliases), "an alias names another method"
+        assert "no_such_setting" in _refusal(lambda: resolve(label, {"no_such_setting": 1}), PatchlightError)
 
 
 def _check_words(entry: Entry, cost: str, settings: Mapping[str, Setting]) -> None:
@@ -196,8 +199,8 @@ def _check_words(entry: Entry, cost: str, settings: Mapping[str, Setting]) -> No
     assert not missing, f"settings without a line under `Args:` in the docstring: {missing}"
 
 
-def _complaint(action: Callable[[], object], kind: type[PatchlightError]) -> str:
-    """The sentence an action is refused with."""
+def _refusal(action: Callable[[], object], kind: type[PatchlightError]) -> str:
+    """The message of the error that an action raises."""
     try:
         action()
     except kind as error:
@@ -217,7 +220,7 @@ def _state(vit: Anatomy, images: Tensor) -> dict[str, Any]:
         "attributes": [sorted(m.__dict__) for m in model.modules()],
         "logits": vit.logits(images),
         "images": images.clone(),
-        "asked": images.requires_grad,
+        "requires_grad of images": images.requires_grad,
     }
 
 
@@ -227,17 +230,16 @@ def _check_untouched(before: dict[str, Any], after: dict[str, Any]) -> None:
         if isinstance(was, Tensor):
             assert torch.equal(was, now), f"{key} changed"
         elif key == "parameters":
-            assert was.keys() == now.keys(), "the model has other parameters now"
+            assert was.keys() == now.keys(), "the names of parameters changed"
             assert all(torch.equal(was[k], now[k]) for k in was), "a parameter changed"
         else:
             assert was == now, f"{key} changed"
 
 
 def contract_names() -> list[str]:
-    """Every registered method, and each composition and rule once on a method it fits."""
-    followed = ["genatt.libra", "ixg.plus", "ixg.skipplus.libra", "rawatt.plus", "genatt.rollout", "gradcam.skipplus"]
-    followed += ["ixg.conservative", "genatt.attnlrp"]
-    return [*METHODS, *followed]
+    """All registered methods, and each composition and rule with one method."""
+    composed = ["genatt.libra", "ixg.plus", "ixg.skipplus.libra", "rawatt.plus", "genatt.rollout", "gradcam.skipplus"]
+    return [*METHODS, *composed, "ixg.conservative", "genatt.attnlrp"]
 
 
 def check_metric(
@@ -254,40 +256,50 @@ def check_metric(
     worse: Tensor | MapFunction | None = None,
     chance: Tensor | None = None,
 ) -> Evaluation | None:
-    """Assert the contract of metric `name` on a model with B >= 2 images and the annotations it needs.
+    """Assert the contract of a metric on a model.
 
-    One value per image and a rising curve's axis, values within the bounds that it declares, batch = loop = among other
-    metrics (which keep theirs), maps of patches and of pixels, the same seed the same values (and another seed other
-    ones just where the metric is `stochastic`, on maps without ties), a refusal without each annotation, and a model
-    left as it was found. A constant map is told in a warning, and has a value within the bounds or none; one that holds
-    NaN, or lies on an image that misses an annotation, has none, a reason and a warning. The others keep their values.
+    It covers one value per image within the declared bounds, a rising axis of curves, batch = loop = among other
+    metrics, maps of patches and of pixels, seeds (another seed changes values only if the metric is `stochastic`), a
+    refusal without each annotation, and an unchanged model. A constant map has a warning, and a value within the bounds
+    or none; a map with NaN, or of an image without an annotation, has no value, a reason and a warning; the values of
+    other images do not change.
 
-    `better` and `worse` are maps [B,h,w] of these images, or functions that make some: it must prefer the first.
-    `chance` [B] is the closed form of its value on maps drawn from U(0, 1), where it has one; NaN for images that have
-    no value. `double` is the same model in float64: where it is given, batches are compared there, out of reach of
-    rounding. Returns what it found on random maps; None where it refuses the model, which it must do in a sentence.
+    Args:
+        name: The name of the metric.
+        vit: The model.
+        images: At least two preprocessed images [B,C,H,W].
+        double: The same model in float64; if given, batches are compared there, without rounding errors.
+        settings: Settings of the metric.
+        labels: The true classes, if the metric needs them.
+        boxes: Boxes, if the metric needs them.
+        masks: Masks, if the metric needs them.
+        better: Maps [B,h,w], or a function that computes maps, that the metric must prefer to `worse`.
+        worse: See `better`.
+        chance: The expected value [B] for maps from U(0, 1), if there is a closed form; NaN for images without a value.
 
-    >>> check_metric("pointing-game", vit, images, boxes=boxes, chance=areas)      # doctest: +SKIP
+    Returns:
+        The evaluation of random maps; None if the metric refuses the model.
+
+    Example:
+        >>> check_metric("pointing-game", vit, images, boxes=boxes, chance=areas)               # doctest: +SKIP
     """
     entry = resolve_metric(name).metric
-    asked = {**entry.quick, **(settings or {})}
-    notes = {"labels": labels, "boxes": boxes, "masks": masks}
-    trial = _MetricTrial(
-        resolve_metric(name, asked), asked, vit, images, {k: v for k, v in notes.items() if v is not None}
-    )
+    quick = {**entry.quick, **(settings or {})}
+    notes = {k: v for k, v in {"labels": labels, "boxes": boxes, "masks": masks}.items() if v is not None}
+    trial = _MetricTrial(resolve_metric(name, quick), quick, vit, images, notes)
     before, random_state = _state(vit, images), torch.get_rng_state()
     try:
-        first, told = trial.run(trial.maps)
+        first, warned = trial.run(trial.maps)
     except Unsupported as error:
-        _check_named(vit, str(error))
+        assert vit.name in str(error), f"the refusal does not name the model: {error}"  # noqa: PT017
         return None
-    _check_values(trial, first, told)
+    _check_values(trial, first, warned)
     _check_metric_seed(trial, first)
-    steady, whole = trial, first
+    precise, reference = trial, first
     if double is not None:
-        steady = replace(trial, vit=double, images=images.double())
-        whole = steady.run(steady.maps)[0]
-    _check_metric_batch(steady, whole)
+        precise = replace(trial, vit=double, images=images.double())
+        reference = precise.run(precise.maps)[0]
+    _check_metric_batch(precise, reference)
     _check_odd_maps(trial, first)
     _check_annotations(trial, first)
     if better is not None and worse is not None:
@@ -295,22 +307,18 @@ def check_metric(
     if chance is not None:
         _check_chance(trial, chance)
     _check_entry(trial)
-    assert torch.equal(torch.get_rng_state(), random_state), "the global random state was moved"
+    assert torch.equal(torch.get_rng_state(), random_state), "the global random state changed"
     _check_untouched(before, _state(vit, images))
     return first
 
 
-def _check_named(vit: Anatomy, reason: str) -> None:
-    assert vit.name in reason, f"the refusal does not name the model: {reason}"
-
-
 DRAWS = 24
-"""Random maps of each image that `chance` is compared with."""
+"""Random maps per image that `chance` is compared with."""
 
 
 @dataclass(frozen=True)
 class _MetricTrial:
-    """A metric under test: all that `evaluate` is given but the maps."""
+    """A metric under test and the arguments of `evaluate` except the maps."""
 
     request: MetricRequest
     settings: Mapping[str, Any]
@@ -320,7 +328,7 @@ class _MetricTrial:
 
     @property
     def maps(self) -> Tensor | MapFunction:
-        """Smooth random maps without ties; for a metric that explains itself, a function that reads the model."""
+        """Smooth random maps without ties; for a metric that explains images, a function that reads the model."""
         return _tokens_size if self.request.metric.explains else self.smooth()
 
     def smooth(self) -> Tensor:
@@ -328,7 +336,7 @@ class _MetricTrial:
         return to_pixels(coarse, self.images.shape[-2:], self.vit.extent) + 1e-3 * self.drawn()
 
     def drawn(self, seed: int = 0, size: Sequence[int] | None = None) -> Tensor:
-        """Maps [B,H,W], or of another size, from U(0, 1)."""
+        """Maps [B,H,W], or of another size, sampled from U(0, 1)."""
         size = self.images.shape[-2:] if size is None else size
         generator = torch.Generator().manual_seed(seed)
         maps = torch.rand(len(self.images), *size, generator=generator, dtype=torch.float64)
@@ -342,53 +350,54 @@ class _MetricTrial:
         return replace(self, images=self.images[list(rows)], notes=notes)
 
     def run(self, maps: Tensor | MapFunction, **options: Any) -> tuple[Evaluation, list[str]]:
-        """The metric's verdict, and what it warned of."""
-        found, told = self.together(maps, {self.request.label: self.settings}, **options)
-        return found[self.request.label], told
+        """The evaluation and its warnings."""
+        evaluations, warned = self.together(maps, {self.request.label: self.settings}, **options)
+        return evaluations[self.request.label], warned
 
     def together(
-        self, maps: Tensor | MapFunction, asked: Mapping[str, Mapping[str, Any]], **options: Any
+        self, maps: Tensor | MapFunction, metrics: Mapping[str, Mapping[str, Any]], **options: Any
     ) -> tuple[dict[str, Evaluation], list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = evaluate(self.vit, self.images, maps, asked, **self.notes, **options)
-        return found, [str(w.message) for w in caught if issubclass(w.category, UndefinedMetric)]
+            evaluations = evaluate(self.vit, self.images, maps, metrics, **self.notes, **options)
+        return evaluations, [str(w.message) for w in caught if issubclass(w.category, UndefinedMetric)]
 
 
 @torch.no_grad()
 def _tokens_size(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-    """Maps of the size of each patch's last token; in a hierarchical model, of the last in the stage of its grid."""
+    """The norm of each patch's last token; in a hierarchical model, of the last one in the stage of the grid."""
     last = vit.run(vit.embed(images), stop=vit.stage_end if vit.hierarchical else None)
     return vit.patches(torch.linalg.vector_norm(last, dim=-1))
 
 
-def _check_values(trial: _MetricTrial, found: Evaluation, told: Sequence[str], whole: bool = True) -> None:
-    """One value in the bounds for each image, or a reason why there is none, which was also told."""
+def _check_values(trial: _MetricTrial, found: Evaluation, warned: Sequence[str], some: bool = True) -> None:
+    """Each image has a value within the bounds, or a reason and a warning; with `some`, at least one has a value."""
     count, (low, high) = len(trial.images), found.bounds
     values, there = found.values, found.values.isfinite()
     assert tuple(values.shape) == (count,), f"values have shape {list(values.shape)}"
     assert (values.dtype, values.device.type) == (torch.float64, "cpu"), f"values are {values.dtype} on {values.device}"
-    assert not values.requires_grad, "values hold on to a graph"
-    assert not whole or bool(there.any()), f"no image has a value: {found.reasons}"
+    assert not values.requires_grad, "values keep a graph"
+    assert not some or bool(there.any()), f"no image has a value: {found.reasons}"
     assert len(found.reasons) == count, f"{len(found.reasons)} reasons for {count} images"
     for value, reason in zip(there.tolist(), found.reasons, strict=True):
         assert value == (reason == ""), f"a value {'with' if value else 'that is missing without'} a reason: {reason}"
-    assert bool(there.all()) or any("no value for" in line for line in told), "missing values are not told"
-    room = 1e-6 * max([1.0, *(abs(side) for side in (low, high) if math.isfinite(side))])
-    inside = values[there]
-    assert bool((inside >= low - room).all() and (inside <= high + room).all()), f"{inside} is not in [{low}, {high}]"
+    assert bool(there.all()) or any("no value for" in line for line in warned), "no warning of missing values"
+    slack = 1e-6 * max([1.0, *(abs(side) for side in (low, high) if math.isfinite(side))])
+    defined = values[there]
+    within = bool((defined >= low - slack).all() and (defined <= high + slack).all())
+    assert within, f"{defined} is not in [{low}, {high}]"
     assert type(found.higher_is_better) is bool, "no direction"
     assert found.metric == trial.request.metric.name
     assert found.settings == trial.request.suited(trial.vit).settings, "other settings are recorded"
     if found.curve is not None:
-        assert found.x is not None, "a curve over nothing"
+        assert found.x is not None, "a curve without an axis"
         assert tuple(found.curve.shape) == (count, len(found.x)), f"the curve has shape {list(found.curve.shape)}"
         assert bool((found.x.diff() >= 0).all()), "the curve's axis does not rise"
         assert bool(found.curve[there].isfinite().all()), "the curve of a value is not finite"
 
 
 def _agree(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:
-    """The same values are missing, and the others differ by at most `tolerance` of the largest (or of 1)."""
+    """Assert that the same values are missing, and that others differ by at most `tolerance` of the largest (or 1)."""
     assert torch.equal(found.isnan(), expected.isnan()), f"{what}: other images have a value"
     error = float((found - expected).abs().nan_to_num().max()) if len(found) else 0.0
     error /= max(1.0, float(expected.abs().nan_to_num().max()))
@@ -405,70 +414,70 @@ def _check_metric_seed(trial: _MetricTrial, first: Evaluation) -> None:
     assert same != stochastic, f"another seed {'does not change' if same else 'changes'} the values"
 
 
-def _check_metric_batch(trial: _MetricTrial, whole: Evaluation) -> None:
+def _check_metric_batch(trial: _MetricTrial, batched: Evaluation) -> None:
     maps, count = trial.maps, len(trial.images)
     each = [trial.only([i]).run(maps[[i]] if isinstance(maps, Tensor) else maps)[0] for i in range(count)]
     joined = Evaluation.concat(each)
-    _agree(joined.values, whole.values, "single calls and a batch")
-    _agree(torch.tensor([joined.mean]), torch.tensor([whole.mean]), "the mean of single calls and of a batch")
-    _agree(trial.run(maps, batch_size=1)[0].values, whole.values, "batch_size=1 and one batch")
+    _agree(joined.values, batched.values, "single calls and a batch")
+    _agree(torch.tensor([joined.mean]), torch.tensor([batched.mean]), "the mean of single calls and of a batch")
+    _agree(trial.run(maps, batch_size=1)[0].values, batched.values, "batch_size=1 and one batch")
     before, after = (
         {f"{when} {other}": {"metric": other} for other in ("sparseness", "aopc")} for when in ("before", "after")
     )
     others, _ = trial.together(maps, {**before, trial.request.label: trial.settings, **after})
-    _agree(others[trial.request.label].values, whole.values, "among others and alone")
-    for one, other in zip(before, after, strict=True):
-        _agree(others[other].values, others[one].values, f"another metric {other} and {one}", 0.0)
+    _agree(others[trial.request.label].values, batched.values, "among others and alone")
+    for earlier, later in zip(before, after, strict=True):
+        _agree(others[later].values, others[earlier].values, f"another metric {later} and {earlier}", 0.0)
 
 
 def _check_odd_maps(trial: _MetricTrial, first: Evaluation) -> None:
-    """Maps of patches, constant ones and broken ones; those of the other images keep their values."""
+    """Maps of patches, constant maps and maps with NaN; the values of other images do not change."""
     if trial.request.metric.explains:
         maps = trial.maps
         assert callable(maps)
         for fill, word in ((1.0, "constant"), (float("nan"), "NaN")):
-            found, told = trial.run(lambda *asked, fill=fill: torch.full_like(maps(*asked), fill))
-            _check_odd(trial, found, told, word, fill)
+            found, warned = trial.run(lambda *given, fill=fill: torch.full_like(maps(*given), fill))
+            _check_odd(trial, found, warned, word, fill)
         return
-    found, told = trial.run(trial.drawn(size=trial.vit.grid))
-    _check_values(trial, found, told)
+    found, warned = trial.run(trial.drawn(size=trial.vit.grid))
+    _check_values(trial, found, warned)
     for fill, word in ((1.0, "constant"), (0.0, "constant"), (float("nan"), "NaN"), (float("inf"), "NaN")):
         odd = trial.smooth()
         odd[0] = fill
-        found, told = trial.run(odd)
-        _check_odd(trial, found, told, word, fill)
+        found, warned = trial.run(odd)
+        _check_odd(trial, found, warned, word, fill)
         _agree(found.values[1:], first.values[1:], f"beside a {word} map and without")
 
 
-def _check_odd(trial: _MetricTrial, found: Evaluation, told: Sequence[str], word: str, fill: float) -> None:
-    _check_values(trial, found, told, whole=False)
-    assert any(word in line for line in told), f"a {word} map is not told: {told}"
+def _check_odd(trial: _MetricTrial, found: Evaluation, warned: Sequence[str], word: str, fill: float) -> None:
+    _check_values(trial, found, warned, some=False)
+    assert any(word in line for line in warned), f"no warning of a {word} map: {warned}"
     assert math.isfinite(fill) or bool(found.values[0].isnan()), f"a map with {fill} has a value"
 
 
 def _check_annotations(trial: _MetricTrial, first: Evaluation) -> None:
-    """Without an annotation there is a refusal, and an image that misses its own does not touch the others."""
+    """A missing annotation is refused; if only one image lacks it, the values of others do not change."""
     entry = trial.request.metric
     if entry.explains:
-        told = _complaint(lambda: trial.run(trial.drawn()), PatchlightError)
-        assert entry.name in told, f"the refusal does not name the metric: {told}"
-        assert "method" in told, f"the refusal does not say what is needed: {told}"
+        sentence = _refusal(lambda: trial.run(trial.drawn()), PatchlightError)
+        assert entry.name in sentence, f"the refusal does not name the metric: {sentence}"
+        assert "method" in sentence, f"the refusal does not say what is needed: {sentence}"
     for need in entry.needs:
         kinds = need.split(" or ")
         without = replace(trial, notes={k: note for k, note in trial.notes.items() if k not in kinds})
-        told = _complaint(lambda without=without: without.run(trial.maps), PatchlightError)  # type: ignore[misc]
-        assert entry.name in told, f"the refusal does not name the metric: {told}"
-        assert all(kind in told for kind in kinds), f"the refusal does not name {need}: {told}"
+        sentence = _refusal(lambda without=without: without.run(trial.maps), PatchlightError)  # type: ignore[misc]
+        assert entry.name in sentence, f"the refusal does not name the metric: {sentence}"
+        assert all(kind in sentence for kind in kinds), f"the refusal does not name {need}: {sentence}"
         for kind in trial.notes.keys() & kinds:
             partial = replace(trial, notes={**trial.notes, kind: _first_missing(trial.notes[kind])})
             found, warned = partial.run(trial.maps)
-            _check_values(trial, found, warned, whole=False)
+            _check_values(trial, found, warned, some=False)
             assert bool(found.values[0].isnan()), f"an image without {kind} has a value"
             _agree(found.values[1:], first.values[1:], f"beside an image without {kind} and without")
 
 
 def _first_missing(note: Any) -> Any:
-    """Annotations of which the first image has none: no pixel labelled, no boxes, an unknown class."""
+    """Annotations without those of the first image: no labelled pixel, no boxes, an unknown class."""
     if isinstance(note, Tensor):
         return torch.cat([torch.full_like(note[:1], -1), note[1:]])
     return [None if isinstance(note[0], int) else [], *note[1:]]
@@ -482,12 +491,12 @@ def _check_direction(trial: _MetricTrial, better: Tensor | MapFunction, worse: T
 
 
 def _check_chance(trial: _MetricTrial, chance: Tensor) -> None:
-    """Random maps have their closed form, to five standard errors of their mean and 0.01."""
+    """Random maps have the expected values, up to five standard errors of their mean and 0.01."""
     if trial.request.metric.explains:
 
         def drawn(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-            one = torch.rand(vit.grid, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            return one.to(vit.device, vit.dtype).expand(len(images), -1, -1)
+            noise = torch.rand(vit.grid, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            return noise.to(vit.device, vit.dtype).expand(len(images), -1, -1)
 
         values = torch.stack([trial.run(drawn, seed=seed)[0].values for seed in range(2)])
     else:
@@ -503,9 +512,8 @@ def _check_chance(trial: _MetricTrial, chance: Tensor) -> None:
 def _check_entry(trial: _MetricTrial) -> None:
     entry = trial.request.metric
     _check_words(entry, entry.cost, entry.settings)
-    assert all(resolve_metric(alias).metric is entry for alias in entry.aliases), "an alias leads elsewhere"
-    told = _complaint(lambda: resolve_metric(entry.name, {"no_such_setting": 1}), PatchlightError)
-    assert "no_such_setting" in told
+    assert all(resolve_metric(alias).metric is entry for alias in entry.aliases), "an alias names another metric"
+    assert "no_such_setting" in _refusal(lambda: resolve_metric(entry.name, {"no_such_setting": 1}), PatchlightError)
     for preset in entry.presets:
         low, high = entry.limits(resolve_metric(entry.name, {"preset": preset}).settings)
         assert low < high, f"preset '{preset}' has bounds [{low}, {high}]"

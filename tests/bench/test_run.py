@@ -425,7 +425,7 @@ def test_class_names_of_a_folder_are_looked_up_among_the_models(tmp_path: Path) 
     }
     (tmp_path / "images" / "truck").rename(tmp_path / "images" / "trukc")
     unit_room.opened.cache_clear()
-    with pytest.raises(PatchlightError, match=r"has class 'trukc', which is not one; did you mean 'truck'\?"):
+    with pytest.raises(PatchlightError, match=r"has the unknown class 'trukc'; did you mean 'truck'\?"):
         run_unit(units(plan(asked))[0], Resources())
     predicted = run_unit(units(plan(override(asked, target="prediction")))[0], Resources()).rows
     assert all(row.value is not None for row in predicted)

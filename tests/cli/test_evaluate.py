@@ -103,7 +103,7 @@ def test_undefined_values_are_counted_and_named(saved: Path) -> None:
     result = run(*asked, "--metric", "sparseness", "--set", "sparseness.shift=none", "--csv", "d.csv")
     assert "1 undefined" in result.stdout
     assert "sparseness of genatt has no value for 'a.jpg': the map has negative scores" in result.stderr
-    assert "the map of 'a.jpg' and of 1 more by genatt is constant" in result.stderr
+    assert "the map of 'a.jpg' and 1 more by genatt is constant" in result.stderr
     with Path("d.csv").open() as file:
         rows = {row["image"]: row for row in csv.DictReader(file)}
     assert rows["a.jpg"]["value"] == ""
@@ -144,7 +144,7 @@ def test_labels_of_a_data_set(saved: Path, tiny: pl.Anatomy) -> None:
         (("evaluate", "maps", "--images", "nowhere"), "no image or folder at 'nowhere'"),
         (("evaluate", "nowhere", "--images", "photos"), "no folder of maps at 'nowhere'"),
         (("evaluate", "photos", "--images", "photos"), "no maps in 'photos'"),
-        (("evaluate", "maps", "--images", "other"), "no map in 'maps' is of an image"),
+        (("evaluate", "maps", "--images", "other"), "the maps in 'maps' belong to none of --images"),
         (("evaluate", "maps", "--images", "photos", "--metric", "delettion"), "did you mean 'deletion'"),
         (("evaluate", "maps", "--images", "photos", "--metric", "auc", "--preset", "tis"), "has no preset 'tis'"),
         (("evaluate", "maps", "--images", "photos", "--metric", "auc", "--set", "step=3"), "no setting 'step'"),

@@ -60,7 +60,7 @@ def test_names_and_aliases_lead_to_one_entry(cakes: Registry[Entry]) -> None:
 @pytest.mark.parametrize("name", ["cake", "torte"])
 def test_a_name_is_taken_once(cakes: Registry[Entry], name: str) -> None:
     for entry in (Entry(name, bake), Entry("new", bake, aliases=("fine", name))):
-        with pytest.raises(PatchlightError, match=f"a cake called '{name}' is registered already"):
+        with pytest.raises(PatchlightError, match=f"a cake called '{name}' is already registered"):
             cakes.add(entry)
     assert list(cakes) == ["cake", "pie"]
     with pytest.raises(PatchlightError, match="no cake is called 'fine'"):
@@ -76,7 +76,7 @@ def test_a_cell_that_is_run_twice_replaces_what_it_registered(cakes: Registry[En
     assert cakes.find("yours") is cakes["mine"] is not first
     with pytest.raises(PatchlightError, match="no cake is called 'ours'"):
         cakes.find("ours")
-    with pytest.raises(PatchlightError, match="a cake called 'mine' is registered already"):
+    with pytest.raises(PatchlightError, match="a cake called 'mine' is already registered"):
         exec(cell, {**names, "__name__": "elsewhere", "aliases": ()})
 
 
@@ -201,7 +201,7 @@ def test_what_is_asked_is_a_name_a_list_or_a_dict() -> None:
         with pytest.raises(PatchlightError, match="no cake was named; give a name, a list of names, or a dict"):
             pairs(nothing)
     for wrong in (3, [1, 2], {"cake": 3}, {"cake": {}, "pie": None}):
-        with pytest.raises(PatchlightError, match="is no cake; give a name"):
+        with pytest.raises(PatchlightError, match="is not a cake; give a name"):
             pairs(wrong)
 
 

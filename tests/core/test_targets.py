@@ -86,11 +86,11 @@ def test_score_as_a_callable() -> None:
     logit = pl.explain(vit, batch, "ixg", target=2).scores
     torch.testing.assert_close(pl.explain(vit, batch, "ixg", target=2, score=lambda y: 3 * y).scores, 3 * logit)
     torch.testing.assert_close(pl.explain(vit, batch, "ixg", score=lambda y: y[:, 2]).scores, logit)
-    with pytest.raises(pl.PatchlightError, match=r"gave shape \[\] for logits"):
+    with pytest.raises(pl.PatchlightError, match=r"returned shape \[\] for logits"):
         pl.explain(vit, batch, "ixg", score=lambda y: y.sum())
-    with pytest.raises(pl.PatchlightError, match="has no classes to tell apart"):
+    with pytest.raises(pl.PatchlightError, match="cannot explain several classes"):
         pl.explain(vit, batch, "ixg", target=(0, 1), score=lambda y: y[:, 2])
-    with pytest.raises(pl.PatchlightError, match="score 'logits' is not known"):
+    with pytest.raises(pl.PatchlightError, match="unknown score 'logits'"):
         pl.explain(vit, batch, "ixg", score="logits")  # type: ignore[arg-type]
 
 

@@ -101,8 +101,8 @@ def test_targets_of_numpy_and_torch() -> None:
             (odd, "give a class index or a label name")
             for odd in (np.float64(1), [1.5, 2, 3], [np.bool_(True)] * 3, {"cat"}, b"cat", object())
         ],
-        ((0, 1, 2), ("a tuple of 3", "a list is one class per image")),
-        ((0,), ("a tuple of 1", "a list is one class per image")),
+        ((0, 1, 2), ("a tuple of 3", "a list with one class per image")),
+        ((0,), ("a tuple of 1", "a list with one class per image")),
     ],
 )
 def test_targets_that_are_no_classes(wrong: Any, words: str | tuple[str, ...]) -> None:
@@ -111,7 +111,7 @@ def test_targets_that_are_no_classes(wrong: Any, words: str | tuple[str, ...]) -
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.ignores_class and n not in TRAINED])
 def test_one_number_an_image_has_no_several_classes(name: str) -> None:
-    words = "a score callable that gives one value an image [B] has no classes to tell apart"
+    words = "a score function with one value per image [B] cannot explain several classes"
     settings = {"score": lambda logits: logits[:, 0], **METHODS[name].quick}
     refuses(words, pl.explain, shared("vit"), images(shared("vit"), 1), name, [[0, 1]], **settings)
 
@@ -119,7 +119,7 @@ def test_one_number_an_image_has_no_several_classes(name: str) -> None:
 def test_a_score_that_is_no_tensor() -> None:
     vit = shared("vit")
     refuses(
-        ("gave a float", "tensor [B]"), pl.explain, vit, images(vit), "ixg", score=lambda y: float(y.detach().sum())
+        ("returned a float", "tensor [B]"), pl.explain, vit, images(vit), "ixg", score=lambda y: float(y.detach().sum())
     )
 
 
@@ -197,8 +197,8 @@ def test_methods_and_metrics_that_are_no_names() -> None:
     vit = shared("vit")
     batch = images(vit)
     for wrong in (None, 3, ["genatt", 3], {"genatt": None}, {"genatt"}):
-        refuses("is no method; give a name, a list of names", pl.explain, vit, batch, wrong)
-        refuses("is no metric; give a name", pl.evaluate, vit, batch, "genatt", wrong)
+        refuses("is not a method; give a name, a list of names", pl.explain, vit, batch, wrong)
+        refuses("is not a metric; give a name", pl.evaluate, vit, batch, "genatt", wrong)
 
 
 def test_streams_of_images_are_read_as_they_come(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_streams_take_targets_that_fit_any_length() -> None:
         found, want = pl.explain(vit, iter(batch), "ixg", target), pl.explain(vit, batch, "ixg", target)
         assert torch.equal(found.scores, want.scores)
         assert found.captions == want.captions
-    refuses(("a list of 3, one per image", "not known beforehand"), pl.explain, vit, iter(batch), target=[0, 1, 2])
+    refuses(("a list of 3 classes, one per image", "is not known"), pl.explain, vit, iter(batch), target=[0, 1, 2])
     refuses("did you mean 'dog'?", pl.explain, vit, iter(batch), target="dgo")
     refuses("no images", pl.explain, vit, iter([]))
     told: list[Any] = []
@@ -258,10 +258,10 @@ def test_streams_are_measured_against_maps_of_their_length() -> None:
     att = pl.explain(vit, batch)
     want = pl.evaluate(vit, batch, att, "sparseness").values
     assert torch.equal(pl.evaluate(vit, iter(batch), att, "sparseness", batch_size=2).values, want)
-    refuses("maps of 3 images, but 2 images came", pl.evaluate, vit, iter(batch[:2]), att, "sparseness")
+    refuses("maps of 3 images, but 2 images", pl.evaluate, vit, iter(batch[:2]), att, "sparseness")
     more = torch.cat([batch, batch])
-    refuses("but at least 4 images came", pl.evaluate, vit, iter(more), att, "sparseness", batch_size=2)
-    refuses("known beforehand", pl.evaluate, vit, iter(batch), "genatt", "sparseness", labels=[0, 1, 2])
+    refuses("but at least 4 images", pl.evaluate, vit, iter(more), att, "sparseness", batch_size=2)
+    refuses("need a known number of images", pl.evaluate, vit, iter(batch), "genatt", "sparseness", labels=[0, 1, 2])
 
 
 @pytest.mark.parametrize(

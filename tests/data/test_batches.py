@@ -55,7 +55,7 @@ def test_boxes_that_cannot_be_of_the_image() -> None:
 
 def test_masks_that_cannot_be_of_the_image() -> None:
     empty = torch.zeros(30, 40, dtype=torch.int8)
-    assert refused(Sample("a", blank(), mask=empty)) == "the mask of 'a' has no object in it; leave the image out"
+    assert refused(Sample("a", blank(), mask=empty)) == "the mask of 'a' has no object; remove the image"
     turned = torch.ones(40, 30, dtype=torch.int8)
     assert refused(Sample("a", blank(), mask=turned)) == "the mask of 'a' is 30 x 40, but its image 40 x 30"
     assert refused(Sample("a", blank(), label=2), ["x", "y"]) == "'a' has class 2; the classes of 'toy' are 0 to 1"
@@ -65,7 +65,7 @@ def test_a_mask_whose_object_the_crop_cut_away_is_a_failure() -> None:
     mask = torch.zeros(30, 90, dtype=torch.int8)
     mask[:, :10] = 1
     batch = load_batch(one(Sample("a", blank(90), mask=mask)), [0], SMALL)
-    assert batch.failures == [("a", "the mask of 'a' has no object left inside the model's crop")]
+    assert batch.failures == [("a", "the mask of 'a' has no object inside the model's crop")]
 
 
 def test_a_box_the_crop_cut_away_leaves_an_empty_list() -> None:
@@ -157,9 +157,9 @@ def test_select(folder: Path) -> None:
     assert data.select([5, 1, 3])[1].name == data.names[1]
     with pytest.raises(PatchlightError, match="no sample 11 in data set 'set'; it has 0 to 10"):
         data.select([0, 11])
-    with pytest.raises(PatchlightError, match="every=0 is not a step"):
+    with pytest.raises(PatchlightError, match="every=0 is not a valid step"):
         data.select(every=0)
-    with pytest.raises(PatchlightError, match="a batch of size 0"):
+    with pytest.raises(PatchlightError, match="batch size 0 is not possible"):
         batches(data, SMALL, 0)
 
 

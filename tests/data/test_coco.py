@@ -140,13 +140,13 @@ def told(**broken: Any) -> str:
 
 def test_outlines_that_cannot_be() -> None:
     assert told(outline=[[1, 1, 4, 1, 4]]) == "a polygon of 'cat.jpg' has 5 coordinates; give x, y, x, y, …"
-    assert told(outline=[[1, 1, 4, 1]]) == "a polygon of 'cat.jpg' has 2 corners; give three or more"
+    assert told(outline=[[1, 1, 4, 1]]) == "a polygon of 'cat.jpg' has 2 corners; give at least three"
     assert "NaN or infinity" in told(outline=[[1, 1, 4, 1, float("nan"), 2]])
     assert "the mask of 'cat.jpg' is 4 x 6, but its image 6 x 4" in told(outline=Runs(size=(6, 4), counts=[24]))
-    assert "runs of 20 pixels in all; 6 x 4 are 24" in told(outline=Runs(size=(4, 6), counts=[12, 8]))
+    assert "have 20 pixels; 6 x 4 are 24" in told(outline=Runs(size=(4, 6), counts=[12, 8]))
     assert "a run of -2 pixels" in told(outline=Runs(size=(4, 6), counts=[26, -2]))
-    assert "has ' ' in its runs" in told(outline=Runs(size=(4, 6), counts="5 3"))
-    assert "broken off" in told(outline=Runs(size=(4, 6), counts="X"))
+    assert "contain ' ', which is not valid" in told(outline=Runs(size=(4, 6), counts="5 3"))
+    assert "truncated" in told(outline=Runs(size=(4, 6), counts="X"))
 
 
 IMAGES = [{"id": 7, "file_name": "val/1.jpg", "width": 6, "height": 4}, {"id": 9, "file_name": "val/b/2.jpg"}]
@@ -192,7 +192,7 @@ def test_images_are_known_by_the_end_of_their_path(tmp_path: Path) -> None:
     for name in ("val/1.jpg", "1.jpg", "1.png"):
         assert found.of([name])[name].category() == "car"
     for name in ("other/1.jpg", "3.jpg"):
-        with pytest.raises(PatchlightError, match=f"coco.json' has no entry for image '{name}'; add one or take the"):
+        with pytest.raises(PatchlightError, match=f"coco.json' has no entry for image '{name}'; add one or remove the"):
             found.of([name])
     twins = [{"id": 1, "file_name": "a/1.jpg"}, {"id": 2, "file_name": "b/1.jpg"}]
     with pytest.raises(PatchlightError, match=r"no entry for image '1\.jpg'"):
@@ -204,10 +204,10 @@ def test_images_are_known_by_the_end_of_their_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("annotations", "parts", "said"),
     [
-        ([{**CAR, "image_id": 8}], {}, "annotations[0] of '{}' is of image 8, which is not listed there"),
-        ([CAR, {**CAR, "category_id": 4}], {}, "annotations[1] of '{}' is of category 4, which is not listed there"),
-        ([], {"images": [*IMAGES, IMAGES[0]]}, "'{}' has two images of the id 7"),
-        ([], {"categories": [CATEGORIES[0]] * 2}, "'{}' has two categories of the id 18"),
+        ([{**CAR, "image_id": 8}], {}, "annotations[0] of '{}' has the unknown image id 8"),
+        ([CAR, {**CAR, "category_id": 4}], {}, "annotations[1] of '{}' has the unknown category id 4"),
+        ([], {"images": [*IMAGES, IMAGES[0]]}, "'{}' has two images with the id 7"),
+        ([], {"categories": [CATEGORIES[0]] * 2}, "'{}' has two categories with the id 18"),
         ([], {"categories": [CATEGORIES[0], {"id": 1, "name": "dog"}]}, "'{}' has two categories called 'dog'"),
         ([{**CAR, "bbox": [1, 2, 3]}], {}, "'{}' is not COCO's JSON: annotations.0.bbox.3: Field required"),
         ([], {"images": None}, "'{}' is not COCO's JSON: images: Input should be a valid array"),
@@ -223,7 +223,7 @@ def test_files_that_are_refused(
 
 def test_broken_json(tmp_path: Path) -> None:
     file = write(tmp_path / "coco.json", '{"images": [')
-    with pytest.raises(PatchlightError, match=r"coco.json' is not sound JSON: EOF while parsing"):
+    with pytest.raises(PatchlightError, match=r"coco.json' is not valid JSON: EOF while parsing"):
         read_coco(file)
     with pytest.raises(PatchlightError, match="cannot be read: No such file"):
         read_coco(tmp_path / "absent.json")

@@ -164,10 +164,10 @@ def test_what_is_refused() -> None:
     assert "has shape [5, 4, 3]; give [C,H,W] or [H,W]" in refused(torch.zeros(5, 4, 3))
     assert "has shape [3, 5, 6]; give [H,W,C] or [H,W]" in refused(np.zeros((3, 5, 6)))
     assert "the image of '000000' is a int" in refused(5)
-    assert "has the keys 'pixel_values', 'label', and none is 'image'" in refused({"pixel_values": PICTURE, "label": 1})
+    assert "has the keys 'pixel_values', 'label', but not 'image'" in refused({"pixel_values": PICTURE, "label": 1})
     assert "the label of '000000' is of shape [10]" in refused((PICTURE, torch.zeros(10)))
     assert "the label of '000000' is of type float" in refused((PICTURE, 1.5))
-    assert "has class 'cta', which is not one; did you mean 'cat'?" in refused((PICTURE, "cta"), labels=["cat"])
+    assert "has the unknown class 'cta'; did you mean 'cat'?" in refused((PICTURE, "cta"), labels=["cat"])
     assert "are XYXY of shape [2, 3]; give [n,4]" in refused({"image": PICTURE, "boxes": torch.zeros(2, 3)})
     boxes = tv_tensors.BoundingBoxes(torch.ones(1, 4), format="XYWH", canvas_size=(HEIGHT, WIDTH))
     assert "are XYWH of shape [1, 4]" in refused({"image": PICTURE, "boxes": boxes})
@@ -175,7 +175,7 @@ def test_what_is_refused() -> None:
     assert "has shape [2, 8, 12]; give [H,W]" in refused({"image": PICTURE, "mask": torch.ones(2, HEIGHT, WIDTH)})
     assert "the mask of '000000' is 8 x 12" in refused({"image": PICTURE, "mask": torch.ones(WIDTH, HEIGHT)})
     assert "3 labels and 1 boxes" in refused((PICTURE, detection(boxes=[[0, 0, 1, 1]])))
-    assert "which none of its objects is" in refused((PICTURE, detection(label=5)))
+    assert "but none of its objects has" in refused((PICTURE, detection(label=5)))
 
 
 class Broken(Pairs):

@@ -83,11 +83,11 @@ def test_boxes_csv(flat: Path) -> None:
     write(boxes, header + first)
     assert f"boxes.csv' has no line for image '{NAMES[1]}'" in refused(flat)
     write(boxes, header + first + second.replace(",0,n", ",1000,n"))
-    assert f"'{NAMES[1]}' has class '1000'; ImageNet's classes are 0 to 999" in refused(flat)
+    assert f"'{NAMES[1]}' has class '1000'; give 0 to 999 or a synset" in refused(flat)
     write(boxes, header + first.replace("2.5", "left") + second)
-    assert "has 'left' where a number should stand" in refused(flat)
+    assert "has 'left' instead of a number" in refused(flat)
     write(boxes, header + first.replace("40,30", "60,80") + second)
-    assert "were drawn on 60 x 80 pixels, which is not the shape of its image of 40 x 30" in unreadable(flat)
+    assert "refer to an image of 60 x 80 pixels, but it has 40 x 30, which are other proportions" in unreadable(flat)
     write(boxes, header + first.replace("30,20,", "30,3,") + second)
     assert "give xmin < xmax and ymin < ymax" in unreadable(flat)
     write(boxes, header.replace("ymax", "bottom") + first)
@@ -125,9 +125,9 @@ def test_xml(flat: Path) -> None:
     bomb = '<!DOCTYPE a [<!ENTITY b "bbbb"><!ENTITY c "&b;&b;&b;&b;">]><annotation>&c;</annotation>'
     for text, sentence in {
         bomb: "declares a document type",
-        "<annotation><object>": "is not sound XML",
+        "<annotation><object>": "is not valid XML",
         "<annotation></annotation>": "has no object",
-        XML.format(name="", width=40, height=30, objects=one.replace("<xmin>1</xmin>", "")): "where a number should",
+        XML.format(name="", width=40, height=30, objects=one.replace("<xmin>1</xmin>", "")): "instead of a number",
         XML.format(name="", width=40, height=30, objects=one.replace(">30<", ">99<")): "outside its image of 40 x 30",
     }.items():
         write(first, text)
@@ -137,7 +137,7 @@ def test_xml(flat: Path) -> None:
 def test_the_official_ground_truth_needs_its_table(flat: Path) -> None:
     kit = flat.parent / "ILSVRC2012_devkit_t12" / "data"
     truth = write(kit / "ILSVRC2012_validation_ground_truth.txt", "2\n1\n1\n")
-    assert "numbers classes as the development kit does, not as models do" in refused(flat)
+    assert "has the class numbers of the development kit, not those of models" in refused(flat)
     table = write(kit / "map_clsloc.txt", f"{TENCH} 1 tench\n{GOLDFISH} 2 goldfish\n")
     assert [s.label for s in by_name(open_data("imagenet", flat))] == [1, 0], "line 1 is image 1, line 3 image 3"
     table.unlink()

@@ -50,12 +50,12 @@ def test_lines_are_names_or_indices(content: str, expected: list[int], tmp_path:
     [
         ("a/1.png\n\na/2.png", "line 3: no image is called 'a/2.png'; did you mean"),
         ("-1", "line 1: no image is called '-1'"),
-        ("a/1.png\n0.png", "line 2: '0.png' may be 'a/0.png' or 'b/0.png'; write the whole name"),
+        ("a/1.png\n0.png", "line 2: '0.png' may be 'a/0.png' or 'b/0.png'; write the full name"),
         ("0\n# two\n5", "line 3: there is no image 5; indices are 0 to 4"),
         ("9" * 5000, "line 1: there is no image 99999999999999999999; indices are 0 to 4"),
-        ("0\n1\n00", "line 3: '00' is on line 1 already; list each image once"),
-        ("b/c d\n7\nc d.jpg", "line 3: 'c d.jpg' is on line 1 already; list each image once"),
-        ("# nothing\n\n", "lists no image; write one name or index per line"),
+        ("0\n1\n00", "line 3: '00' is already on line 1; list each image once"),
+        ("b/c d\n7\nc d.jpg", "line 3: 'c d.jpg' is already on line 1; list each image once"),
+        ("# nothing\n\n", "lists no images; write one name or index per line"),
     ],
 )
 def test_what_is_wrong_with_a_list_is_told_with_its_line(content: str, sentence: str, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_wrong_maps_are_refused(given: Any, words: str) -> None:
         ([], {}, "no metric was named"),
         ("deletion", {"target": 99}, "target 99 is out of range"),
         ("deletion", {"target": [0]}, "target has length 1 but there are 2 images"),
-        ("deletion", {"target": [[0, 1], [2, 3]]}, "one at a time"),
+        ("deletion", {"target": [[0, 1], [2, 3]]}, "one class at a time"),
     ],
 )
 def test_wrong_requests_are_refused(metric: Any, options: dict[str, Any], words: str) -> None:
@@ -103,7 +103,7 @@ def test_wrong_requests_are_refused(metric: Any, options: dict[str, Any], words:
 def test_an_attribution_of_several_classes_is_refused() -> None:
     vit = shared(VIT)
     att = pl.explain(vit, images(vit, 2), "ixg", target=[[0, 1], [2, 3]])
-    with pytest.raises(pl.PatchlightError, match="several classes an image; measure them one at a time"):
+    with pytest.raises(pl.PatchlightError, match="several classes per image; measure one class at a time"):
         evaluate(att)
 
 
@@ -124,10 +124,10 @@ def test_a_constant_map_is_a_random_one_with_a_warning() -> None:
 def test_a_broken_map_has_no_value_and_does_not_count(broken: float) -> None:
     given = maps(3)
     given[1, 2, 2] = broken
-    with pytest.warns(UndefinedMetric, match=r"no value for 1 of 3 images.*image 1: the map holds NaN or infinite"):
+    with pytest.warns(UndefinedMetric, match=r"no value for 1 of 3 images.*image 1: the map contains NaN or infinite"):
         found = evaluate(given, count=3, batch_size=2)
     assert found.values.isnan().tolist() == [False, True, False]
-    assert found.reasons == ("", "the map holds NaN or infinite values", "")
+    assert found.reasons == ("", "the map contains NaN or infinite values", "")
     assert found.mean == pytest.approx(float(found.values[[0, 2]].mean()))
     assert found.curve is not None
     assert found.curve[1].isnan().all()
@@ -189,7 +189,7 @@ def test_own_metrics_need_a_few_lines(first_pixel: str) -> None:
     row = next(row for row in pl.list_metrics() if row.name == first_pixel)
     assert isinstance(row, MetricInfo)
     assert row.higher_is_better is True
-    with pytest.raises(pl.PatchlightError, match="registered already"):
+    with pytest.raises(pl.PatchlightError, match="already registered"):
         register_metric("fp", paper="", higher_is_better=True)(lambda ask: Measured(ask.maps[:, 0, 0]))
 
 

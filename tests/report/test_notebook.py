@@ -226,7 +226,7 @@ def test_tables_for_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     broken[0] = torch.nan
     with pytest.warns(pl.UndefinedMetric):
         values = pl.evaluate(vit, batch, broken, "sparseness").to_frame()
-    assert values.reason.tolist() == ["the map holds NaN or infinite values", ""]
+    assert values.reason.tolist() == ["the map contains NaN or infinite values", ""]
     assert values.value.isna().tolist() == [True, False]
     table = pl.evaluate(vit, batch, maps, ["sparseness"]).to_frame()
     assert list(table.columns) == ["image", "method", "metric", "value", "reason"]

@@ -76,7 +76,7 @@ def test_grids_shown_have_few_and_many_red_patches() -> None:
 def test_a_counting_task_is_read_again(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    with pytest.raises(pl.PatchlightError, match="holds no counting task"):
+    with pytest.raises(pl.PatchlightError, match="has no counting task"):
         read_task(tmp_path)
     vit, explainer = train_task(TINY, progress=False)
     save_file({k: v.contiguous() for k, v in vit.model.state_dict().items()}, tmp_path / "vit.safetensors")

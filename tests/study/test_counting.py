@@ -110,7 +110,7 @@ def test_sizes_and_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ]
     assert [s.lambda_update for s in settings] == ["ascent", "ascent", "descent"]
     assert {(s.seed, s.margin) for s in settings} == {(3, 0.2)}
-    with pytest.raises(PatchlightError, match="no size of the counting task is called 'paper'; give small or base"):
+    with pytest.raises(PatchlightError, match="unknown size 'paper' of the counting task; give small or base"):
         counting.run(tmp_path, CountingTask("paper"))
     with pytest.raises(PatchlightError, match="no DiffMask preset is called 'code'"):
         counting.run(tmp_path, CountingTask(preset="code"))

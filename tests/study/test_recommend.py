@@ -277,7 +277,7 @@ def test_no_more_images_are_read_than_are_looked_at(tmp_path: Path, monkeypatch:
         ({"budget": 1e-6}, r"too small for one image of random and .*; give at least"),
         ({"methods": ["diffmask"]}, r"no method can be compared with random on .*: diffmask: it needs gates"),
         ({"methods": ["genat"]}, "did you mean 'genatt'"),
-        ({"methods": {"genatt": {"score": len}}}, "has a callable as score, which a verdict cannot write down"),
+        ({"methods": {"genatt": {"score": len}}}, "has a function as score, which a verdict cannot record"),
         ({"metrics": "miou"}, "needs masks"),
         ({"worth": -1}, "is not a valid difference"),
     ],

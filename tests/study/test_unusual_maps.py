@@ -89,7 +89,7 @@ def test_saved_maps_of_other_weights_are_refused(tmp_path: Path) -> None:
 def test_another_picture_of_the_same_name_is_refused(tmp_path: Path) -> None:
     images, maps = saved_maps(tmp_path)
     shutil.copy(f"{images}/0.png", f"{images}/1.png")
-    told = command("evaluate", maps, "--images", images, *QUICK, "--json", code=3, says=("is not the picture",))
+    told = command("evaluate", maps, "--images", images, *QUICK, "--json", code=3, says=("is not the image",))
     found = json.loads(told[: told.rindex("}") + 1])
     assert [list(r["values"]) for r in found["results"]] == [["0.png"]]
 

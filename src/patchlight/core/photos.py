@@ -1,4 +1,4 @@
-"""Small pictures of the first images of a call, so that a map can be shown over its photograph afterwards."""
+"""Small pictures of the first images of a call, so that maps can be shown over their photographs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from patchlight.core.images import Preprocess
 from patchlight.core.resize import to_pixels
 
 MOST, SIDE = 16, 224
-"""How many pictures are kept, and the longer side of each at most."""
+"""The largest number of pictures, and the largest length of their longer side."""
 
 
 @dataclass
 class Photos:
-    """What the model sees of the first images; of pictures that it sees coarsely, a sharper view of the same cut."""
+    """Collects what the model sees of the first images; for small inputs, a sharper view of the same crop."""
 
     preprocess: Preprocess
     most: int = MOST
@@ -27,7 +27,7 @@ class Photos:
     kept: list[Tensor] = field(default_factory=list)
 
     def add(self, picture: Image.Image | None) -> None:
-        """Take note of the next image that is read: a picture, or a tensor (None)."""
+        """Note the next image that is read: a picture, or None for a tensor."""
         height, width = self.preprocess.size
         scale = SIDE / max(height, width)
         if picture is not None and scale > 1 and self.read < self.most:
@@ -36,7 +36,7 @@ class Photos:
         self.read += 1
 
     def see(self, batch: Tensor) -> None:
-        """Keep small pictures of the next batch [b,C,H,W], as uint8 [3,h,w] on the CPU; none of other channels."""
+        """Keep small pictures of the next batch [b,C,H,W] as uint8 [3,h,w] on the CPU; none unless C is 1 or 3."""
         begin = len(self.kept)
         if begin >= self.most or batch.shape[1] not in (1, 3):
             return
@@ -50,7 +50,7 @@ class Photos:
 
 
 def as_picture(photo: Tensor, side: int) -> Image.Image:
-    """A kept photograph as a picture of that longer side."""
+    """A photograph [3,h,w] as a picture whose longer side has this length."""
     picture = Image.fromarray(photo.permute(1, 2, 0).contiguous().numpy())
     scale = side / max(picture.size)
     return picture.resize((round(picture.width * scale), round(picture.height * scale))) if scale != 1 else picture

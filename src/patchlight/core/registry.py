@@ -1,7 +1,4 @@
-"""Registries: things that are known by a name, such as methods, metrics, rules, compositions and kinds of data.
-
-One place for names and aliases, presets and typed settings, the nearest name of a misspelt one, and removal.
-"""
+"""Registries of methods, metrics, rules, compositions and kinds of data: names, aliases, presets and typed settings."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ Settings = Mapping[str, Any]
 
 
 class Named(Protocol):
-    """What a registry can hold."""
+    """An entry of a registry."""
 
     @property
     def name(self) -> str: ...
@@ -52,7 +49,12 @@ P = ParamSpec("P")
 
 
 class Registry(Mapping[str, N], Generic[N]):
-    """Things of one kind by name; `rooms` are the modules that register the bundled ones, imported on first use."""
+    """Entries of one kind by name.
+
+    Args:
+        noun: The kind of entry in errors.
+        rooms: The modules that register the bundled entries; they are imported on first use.
+    """
 
     def __init__(self, noun: str, rooms: Sequence[str] = ()) -> None:
         self.noun = noun
@@ -61,12 +63,12 @@ class Registry(Mapping[str, N], Generic[N]):
         self._aliases: dict[str, str] = {}
 
     def add(self, entry: N) -> N:
-        """Register under name and aliases, which must be free, or of the same function before it was redefined."""
+        """Register an entry. Names that are taken are refused, unless the same function is defined again."""
         old = self._entries.get(entry.name)
         replaced = () if old is None or not _redefines(entry, old) else (old.name, *old.aliases)
         for key in (entry.name, *entry.aliases):
             if key not in replaced and (key in self._entries or key in self._aliases):
-                raise PatchlightError(f"a {self.noun} called '{key}' is registered already")
+                raise PatchlightError(f"a {self.noun} called '{key}' is already registered")
         for alias in replaced[1:]:
             del self._aliases[alias]
         self._entries[entry.name] = entry
@@ -74,26 +76,26 @@ class Registry(Mapping[str, N], Generic[N]):
         return entry
 
     def remove(self, name: str) -> None:
-        """Take one out again, with its aliases."""
+        """Remove an entry and its aliases."""
         entry = self.find(name)
         for alias in entry.aliases:
             del self._aliases[alias]
         del self._entries[entry.name]
 
     def find(self, name: str) -> N:
-        """The one of that name or alias; else an error that says which names are near."""
+        """The entry with this name or alias; an error with the closest names if there is none."""
         entry = self.lookup(name)
         if entry is None:
             raise PatchlightError(f"no {self.noun} is called '{name}'; {nearest(name, [*self, *self._aliases])}")
         return entry
 
     def lookup(self, name: str) -> N | None:
-        """The one of that name or alias, where there is one."""
+        """The entry with this name or alias, or None."""
         self._load()
         return self._entries.get(self._aliases.get(name, name))
 
     def _load(self) -> None:
-        for room in self._rooms:  # a look-up each once they are there; another thread's import is waited for
+        for room in self._rooms:  # cheap once they are imported; waits for an import in another thread
             importlib.import_module(room)
         load_installed()
 
@@ -111,15 +113,15 @@ class Registry(Mapping[str, N], Generic[N]):
 
 
 def _redefines(entry: Named, old: Named) -> bool:
-    """Whether a notebook's cell, or a file that was mended, defines the same function once more."""
-    new, before = (getattr(one, "function", None) for one in (entry, old))
+    """Whether the same function is defined again, as in a notebook cell or an edited file."""
+    new, before = (getattr(each, "function", None) for each in (entry, old))
     if new is None or before is None or new is before or "<locals>" in new.__qualname__:
         return False
     return (new.__module__, new.__qualname__) == (before.__module__, before.__qualname__)
 
 
 class TableRow(Protocol):
-    """A line of a table: its words by the headings they stand under."""
+    """A row of a table: its text by column heading."""
 
     def cells(self) -> dict[str, str]: ...
 
@@ -128,18 +130,18 @@ T = TypeVar("T", bound=TableRow)
 
 
 class TableList(list[T]):
-    """A list that a notebook shows as a table."""
+    """A list that notebooks show as a table."""
 
     def _repr_html_(self) -> str:
         from patchlight.core.drawing import table_html
 
-        lines = [one.cells() for one in self]
+        lines = [row.cells() for row in self]
         return table_html(list(lines[0]) if lines else [], [list(line.values()) for line in lines])
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A keyword argument of a registered function: its name, type, default, and what its line under `Args:` says."""
+    """A setting: a keyword argument of a registered function, with the text of its line under `Args:`."""
 
     name: str
     kind: Any
@@ -151,12 +153,12 @@ class Setting:
         return TypeAdapter(self.kind)
 
     def checked(self, value: Any, owner: str) -> Any:
-        """A value of this type, or one sentence about why it is none."""
+        """Validate a value of this setting; `owner` is the name of the function in errors."""
         try:
             return self._adapter.validate_python(value)
         except ValidationError as error:
-            found = error.errors()
-            reason = found[0]["msg"] if len(found) == 1 else f"give {describe_type(self.kind)}"
+            problems = error.errors()
+            reason = problems[0]["msg"] if len(problems) == 1 else f"give {describe_type(self.kind)}"
             raise PatchlightError(f"setting {self.name}={value!r} of '{owner}' is not valid: {reason}") from error
 
     def __str__(self) -> str:
@@ -165,22 +167,24 @@ class Setting:
 
 @cache
 def settings_of(function: Callable[..., Any]) -> Mapping[str, Setting]:
-    """The settings of a function: all its parameters but the first."""
+    """The settings of a function: all its parameters except the first."""
     hints, lines = get_type_hints(function, include_extras=True), split_docstring(function)[1]
-    own = list(inspect.signature(function).parameters.values())[1:]
-    kinds = {p.name: hints.get(p.name, Any) for p in own}
-    return {p.name: Setting(p.name, k := kinds[p.name], p.default, lines.get(p.name) or _description(k)) for p in own}
+    settings = {}
+    for p in list(inspect.signature(function).parameters.values())[1:]:
+        kind = hints.get(p.name, Any)
+        settings[p.name] = Setting(p.name, kind, p.default, lines.get(p.name) or _description(kind))
+    return settings
 
 
 def _description(kind: Any) -> str:
-    """What a type itself says of its values, as `Annotated[float, Field(description=…)]`; a part of it may."""
-    own = (getattr(one, "description", None) for one in getattr(kind, "__metadata__", ()))
-    return next(filter(None, own), None) or next(filter(None, map(_description, get_args(kind))), "")
+    """The description in a type or in a part of it, as in `Annotated[float, Field(description=…)]`."""
+    descriptions = (getattr(field_info, "description", None) for field_info in getattr(kind, "__metadata__", ()))
+    return next(filter(None, descriptions), None) or next(filter(None, map(_description, get_args(kind))), "")
 
 
 @cache
 def split_docstring(function: Callable[..., Any]) -> tuple[str, Mapping[str, str]]:
-    """A Google-style docstring without its section `Args:`, and that section's text for each argument."""
+    """A Google-style docstring without its section `Args:`, and the text of that section by argument."""
     text = inspect.getdoc(function) or ""
     section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", text, re.MULTILINE)
     if section is None:
@@ -191,15 +195,21 @@ def split_docstring(function: Callable[..., Any]) -> tuple[str, Mapping[str, str
 
 
 def filter_settings(function: Callable[..., Any], settings: Settings) -> dict[str, Any]:
-    """Those of the settings that the function takes."""
+    """The settings that the function takes."""
     return {key: settings[key] for key in settings_of(function) if key in settings}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered function: what it is called, whose it is, and settings that have a name (`presets`).
+    """A registered function.
 
-    `quick`: settings for a cheap run, used by tests and quick benchmarks.
+    Args:
+        name: The name of the entry.
+        function: The function; its keyword arguments are the settings.
+        paper: The source.
+        aliases: Other names.
+        presets: Settings by the name of a preset.
+        quick: Settings of a cheap run, for tests and quick benchmarks.
     """
 
     name: str
@@ -216,11 +226,11 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """The function's docstring without its arguments, which `Setting.text` has."""
+        """The docstring of the function without its section `Args:`."""
         return split_docstring(self.function)[0]
 
     def preset(self, name: Any) -> Settings:
-        """The settings of a preset; none for None."""
+        """The settings of a preset; empty for None."""
         if name is None:
             return {}
         if name not in self.presets:
@@ -232,11 +242,11 @@ class Entry:
 def make_decorator(
     registry: Registry[N], kind: Callable[Concatenate[str, Callable[..., Any], P], N]
 ) -> Callable[Concatenate[str, P], Callable[[F], F]]:
-    """The decorator that registers a function as an entry of a kind; the entry's fields are its keywords."""
+    """A decorator that registers functions as entries of a kind; its keywords are the fields of the entry."""
 
-    def decorator(name: str, /, *args: P.args, **about: P.kwargs) -> Callable[[F], F]:
+    def decorator(name: str, /, *args: P.args, **fields: P.kwargs) -> Callable[[F], F]:
         def register(function: F) -> F:
-            registry.add(kind(name, function, *args, **about))
+            registry.add(kind(name, function, *args, **fields))
             return function
 
         return register
@@ -247,9 +257,14 @@ def make_decorator(
 def resolve_settings(
     owner: str, known: Mapping[str, Setting], start: Settings, given: Settings, also: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The values of all `known` settings: defaults, `start` over them, and what was given, each checked.
+    """The values of all settings, checked.
 
-    `also` are further words of the caller, of which a wrong setting may be a misspelling.
+    Args:
+        owner: The name of the function in errors.
+        known: The settings.
+        start: Values that replace the defaults.
+        given: The user's values.
+        also: Further valid keywords, for the hint of an error.
     """
     values = {key: setting.default for key, setting in known.items()} | dict(start)
     for key, value in given.items():
@@ -260,34 +275,46 @@ def resolve_settings(
 
 
 def _near_setting(key: str, known: Mapping[str, Setting], also: Sequence[str]) -> str:
-    """The nearest settings; where none is near, all that there are, in their own order."""
+    """The closest settings; if none is close, all of them in their own order."""
     hint = nearest(key, [*known, *also])
     return hint if hint.startswith("did") or not known else f"its settings: {', '.join(known)}"
 
 
 Selection = str | Sequence[str] | Mapping[str, Mapping[str, Any] | str]
-"""A name, a list of names, or a dict of names and settings, or of free labels and names."""
+"""A name, a list of names, a dict of names and settings, or a dict of labels and names."""
 
 
 def resolve_all(
-    asked: Selection | Sequence[R], settings: Settings, kind: type[R], noun: str, resolve: Callable[[str, Settings], R]
+    selection: Selection | Sequence[R],
+    settings: Settings,
+    kind: type[R],
+    noun: str,
+    resolve: Callable[[str, Settings], R],
 ) -> list[R]:
-    """What was asked, each resolved from its name and settings (`settings` belong to all), if it is not yet."""
-    if isinstance(asked, list | tuple) and asked and all(isinstance(one, kind) for one in asked):
-        return list(asked)
-    wanted = f"give a name, a list of names, or a dict of names and settings, {{label: {{'{noun}': name, …}}}}"
-    if isinstance(asked, str):
-        return [resolve(asked, settings)]
-    if isinstance(asked, Mapping) and all(isinstance(own, Mapping | str) for own in asked.values()):
-        named = {label: {noun: own} if isinstance(own, str) else own for label, own in asked.items()}
-        labelled = {label: {**settings, **own} for label, own in named.items()}
-    elif isinstance(asked, Sequence) and all(isinstance(name, str) for name in asked):
-        labelled = {str(name): dict(settings) for name in asked}
+    """Resolve a selection of methods or metrics.
+
+    Args:
+        selection: Names with or without settings, or requests that are already resolved.
+        settings: Settings of all of them.
+        kind: The type of a request.
+        noun: "method" or "metric".
+        resolve: Resolves a name or label and its settings.
+    """
+    if isinstance(selection, list | tuple) and selection and all(isinstance(each, kind) for each in selection):
+        return list(selection)
+    advice = f"give a name, a list of names, or a dict of names and settings, {{label: {{'{noun}': name, …}}}}"
+    if isinstance(selection, str):
+        return [resolve(selection, settings)]
+    if isinstance(selection, Mapping) and all(isinstance(value, Mapping | str) for value in selection.values()):
+        named = {label: {noun: value} if isinstance(value, str) else value for label, value in selection.items()}
+        labelled = {label: {**settings, **value} for label, value in named.items()}
+    elif isinstance(selection, Sequence) and all(isinstance(name, str) for name in selection):
+        labelled = {str(name): dict(settings) for name in selection}
     else:
-        raise PatchlightError(f"{noun} {asked!r} is no {noun}; {wanted}")
+        raise PatchlightError(f"{noun} {selection!r} is not a {noun}; {advice}")
     if not labelled:
-        raise PatchlightError(f"no {noun} was named; {wanted}")
-    return [resolve(label, own) for label, own in labelled.items()]
+        raise PatchlightError(f"no {noun} was named; {advice}")
+    return [resolve(label, values) for label, values in labelled.items()]
 
 
 def describe_type(kind: Any) -> str:
@@ -296,8 +323,8 @@ def describe_type(kind: Any) -> str:
     if hasattr(kind, "__metadata__"):
         signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
         limits = [m for field_info in kind.__metadata__ for m in getattr(field_info, "metadata", ())]
-        told = [f"{sign} {getattr(m, name)}" for m in limits for name, sign in signs.items() if hasattr(m, name)]
-        return " ".join([describe_type(kind.__origin__), " and ".join(told)]).strip()
+        bounds = [f"{sign} {getattr(m, name)}" for m in limits for name, sign in signs.items() if hasattr(m, name)]
+        return " ".join([describe_type(kind.__origin__), " and ".join(bounds)]).strip()
     if origin is Literal:
         return " | ".join(map(repr, inside))
     if origin in (Union, UnionType):
@@ -308,10 +335,10 @@ def describe_type(kind: Any) -> str:
 
 
 def match_names(names: Iterable[str], pattern: str) -> list[str]:
-    """The names with `pattern` in them, or like it where it has wildcards.
+    """The names that contain a pattern, or match it if it has wildcards.
 
-    >>> matching(["deit_tiny", "vit_tiny"], "deit*"), matching(["deit_tiny", "vit_tiny"], "vit")
+    >>> match_names(["deit_tiny", "vit_tiny"], "deit*"), match_names(["deit_tiny", "vit_tiny"], "vit")
     (['deit_tiny'], ['vit_tiny'])
     """
-    wanted = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
-    return sorted({name for name in names if fnmatch(name, wanted)})
+    wildcard = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+    return sorted({name for name in names if fnmatch(name, wildcard)})

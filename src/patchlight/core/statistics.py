@@ -1,4 +1,4 @@
-"""Statistics over images: the bootstrap as weights, so that any ratio of sums can be resampled at once; and ranks."""
+"""Statistics over images: bootstrap resampling of any function of sums, ranks and intervals."""
 
 from __future__ import annotations
 
@@ -10,115 +10,115 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Mark = Literal["best", "tied", ""]
-"""How a method stands to the best."""
+"""How a method compares with the best one."""
 SIGNS: dict[Mark, str] = {"best": "*", "tied": "†", "": ""}
 FEWEST = 6
-"""Images from which on an interval or a difference can be claimed at 95 %.
+"""The smallest number of images for an interval or a difference at 95 %.
 
-Of fewer, even all on one side are no evidence: 2 / 2^5 = 6 %.
+With five, even if all agree, the p-value is 2 / 2^5 = 6 %.
 """
 AT_ONCE = 2**22
-"""Numbers of weights that are held at a time."""
+"""Weights in memory at a time."""
 KEPT = 2**28
-"""Bytes of counts that are kept; more are drawn whenever they are asked for."""
+"""Bytes of counts that are kept; more are sampled again whenever they are needed."""
 
 
 class Summed(Protocol):
-    """Something whose number for a data set is made of sums over its images."""
+    """A quantity of a data set that is a function of sums over its images."""
 
     @property
     def exist(self) -> Tensor:
         """Which images have a value [B]."""
 
     def summed(self, images: Tensor | None = None) -> Tensor:
-        """What is summed [n,k], of all images or of those at these places; 0 where there is no value."""
+        """The columns to sum [n,k], of all images or of those with these indices; 0 where there is no value."""
 
     def number(self, sums: Tensor) -> Tensor:
-        """The number [S] of sums [S,k]."""
+        """The quantity [S] computed from sums [S,k]."""
 
 
 class Resamples:
-    """Bootstrap resamples of some images: how often each is drawn, B draws with replacement, S times.
+    """Bootstrap resamples: how often each of B images is sampled with replacement, S times.
 
-    They are drawn when they are first asked for, and kept as bytes where these are not too many: no image of a resample
-    is ever drawn 256 times. Sums that were made are known from then on.
+    Counts are sampled when they are first needed and kept as bytes if they fit into memory (no image is ever sampled
+    256 times). Sums are cached.
     """
 
     def __init__(self, images: int, samples: int = 1000, seed: int = 0) -> None:
         self.images, self.samples, self.seed = images, samples, seed
         self._kept: Tensor | None = None
         self._sums: dict[int, tuple[Summed, Tensor]] = {}
-        self._rooms: dict[torch.dtype, Tensor] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
 
-    def numbers(self, asked: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
-        """For each of these, its number [S] of every resample, of the images [B] that count and have a value."""
-        missing = {id(own): own for own, _ in asked if id(own) not in self._sums}
-        made = self.sums(own.summed() for own in missing.values())
-        self._sums |= {key: (own, sums) for (key, own), sums in zip(missing.items(), made, strict=True)}
-        left_out = [(own.exist & ~counts).nonzero().flatten() for own, counts in asked]
-        fewer = [(own, places) for (own, _), places in zip(asked, left_out, strict=True) if len(places)]
-        less = iter(self._of_some(fewer))
+    def numbers(self, pairs: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
+        """For each quantity and mask of images [B], the quantity [S] in every resample of these images."""
+        missing = {id(quantity): quantity for quantity, _ in pairs if id(quantity) not in self._sums}
+        new = self.sums(quantity.summed() for quantity in missing.values())
+        self._sums |= {key: (quantity, sums) for (key, quantity), sums in zip(missing.items(), new, strict=True)}
+        excluded = [(quantity.exist & ~mask).nonzero().flatten() for quantity, mask in pairs]
+        partial = [(quantity, rows) for (quantity, _), rows in zip(pairs, excluded, strict=True) if len(rows)]
+        excluded_sums = iter(self._sums_of_rows(partial))
         return [
-            own.number(self._sums[id(own)][1] - next(less) if len(places) else self._sums[id(own)][1])
-            for (own, _), places in zip(asked, left_out, strict=True)
+            q.number(self._sums[id(q)][1] - next(excluded_sums) if len(rows) else self._sums[id(q)][1])
+            for (q, _), rows in zip(pairs, excluded, strict=True)
         ]
 
     def sums(self, columns: Iterable[Tensor]) -> Iterator[Tensor]:
-        """For each of these columns [B,k], their sums [S,k] in float64 over the images of every resample."""
+        """For each tensor of columns [B,k], the sums [S,k] in float64 over the images of every resample."""
         for some in _within(columns, AT_ONCE):
             joined = some[0] if len(some) == 1 else torch.cat(some, 1)
             widths = [own.shape[1] for own in some]
-            some.clear()  # they may be large, and are not needed beside what they make together
-            made = torch.empty(self.samples, joined.shape[1], dtype=torch.float64)
+            some.clear()  # frees memory: the parts may be large
+            sums = torch.empty(self.samples, joined.shape[1], dtype=torch.float64)
             begin = 0
             for counts in self.counts():
-                weights = self._room(joined.dtype)[: len(counts)].copy_(counts)
-                made[begin : begin + len(counts)] = weights @ joined
+                weights = self._buffer(joined.dtype)[: len(counts)].copy_(counts)
+                sums[begin : begin + len(counts)] = weights @ joined
                 begin += len(counts)
             del joined
-            yield from made.split(widths, 1)
+            yield from sums.split(widths, 1)
 
-    def _room(self, dtype: torch.dtype) -> Tensor:
-        """Room for counts as weights, the same each time: freed and taken by turns, it would lie about in pieces."""
-        if dtype not in self._rooms:
-            self._rooms[dtype] = torch.empty(self._at_once, self.images, dtype=dtype)
-        return self._rooms[dtype]
+    def _buffer(self, dtype: torch.dtype) -> Tensor:
+        """A buffer for counts as weights; it is reused, as allocating it again and again fragments memory."""
+        if dtype not in self._buffers:
+            self._buffers[dtype] = torch.empty(self._at_once, self.images, dtype=dtype)
+        return self._buffers[dtype]
 
     @property
     def _at_once(self) -> int:
         return max(1, min(AT_ONCE // max(self.images, 1), self.samples))
 
-    def _of_some(self, asked: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
-        """For each of these, its sums [S,k] over the images at these places: few of all."""
-        columns = [own.summed(places).double() for own, places in asked]
-        made: list[list[Tensor]] = [[] for _ in asked]
-        for counts in self.counts() if asked else ():
-            for (_, places), own, sums in zip(asked, columns, made, strict=True):
-                sums.append(counts[:, places].double() @ own)
-        return [torch.cat(sums) for sums in made]
+    def _sums_of_rows(self, pairs: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
+        """For each quantity and a few images, given by index, the sums [S,k] over these images."""
+        columns = [quantity.summed(rows).double() for quantity, rows in pairs]
+        parts: list[list[Tensor]] = [[] for _ in pairs]
+        for counts in self.counts() if pairs else ():
+            for (_, rows), column, sums in zip(pairs, columns, parts, strict=True):
+                sums.append(counts[:, rows].double() @ column)
+        return [torch.cat(sums) for sums in parts]
 
     def counts(self) -> Iterator[Tensor]:
-        """How often each image is drawn [s,B] uint8, some resamples at a time; each is good until the next is there."""
+        """How often each image is sampled [s,B] uint8, for some resamples at a time; valid until the next one."""
         if self._kept is not None:
             yield from self._kept.split(self._at_once)
             return
         keep = self.images * self.samples <= KEPT
-        whole = torch.zeros(self.samples if keep else self._at_once, self.images, dtype=torch.uint8)
-        drawn = torch.empty(self._at_once, self.images, dtype=torch.int64)
+        buffer = torch.zeros(self.samples if keep else self._at_once, self.images, dtype=torch.uint8)
+        sampled = torch.empty(self._at_once, self.images, dtype=torch.int64)
         one = torch.ones((), dtype=torch.uint8)
         generator = torch.Generator().manual_seed(self.seed)
         for begin in range(0, self.samples, self._at_once):
             size = min(self._at_once, self.samples - begin)
-            counts = whole[begin : begin + size] if keep else whole[:size].zero_()
+            counts = buffer[begin : begin + size] if keep else buffer[:size].zero_()
             if self.images:
-                torch.randint(self.images, (size, self.images), generator=generator, out=drawn[:size])
-                counts.scatter_add_(1, drawn[:size], one.expand_as(counts))
+                torch.randint(self.images, (size, self.images), generator=generator, out=sampled[:size])
+                counts.scatter_add_(1, sampled[:size], one.expand_as(counts))
             yield counts
-        self._kept = whole if keep else None
+        self._kept = buffer if keep else None
 
 
 def _within(columns: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """These tensors in lists, as many at once as have no more numbers than the limit."""
+    """The tensors in lists with at most `limit` numbers each, or one tensor."""
     some: list[Tensor] = []
     for own in columns:
         if some and sum(map(Tensor.numel, some)) + own.numel() > limit:
@@ -130,17 +130,17 @@ def _within(columns: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 
 def bootstrap_weights(images: int, samples: int = 1000, seed: int = 0) -> Tensor:
-    """How often each image is drawn in each resample [S,B] float64: B draws with replacement."""
+    """How often each image is sampled in each resample [S,B], in float64."""
     return torch.cat([counts.double() for counts in Resamples(images, samples, seed).counts()])
 
 
 def constant(maps: Tensor) -> Tensor:
-    """Which maps [...,n] have one value, rounding aside: max - min <= 64 eps max |map|."""
+    """Which maps [...,n] are constant up to rounding: max - min <= 64 eps max |map|."""
     return maps.amax(-1) - maps.amin(-1) <= 64 * torch.finfo(maps.dtype).eps * maps.abs().amax(-1)
 
 
 def average_ranks(values: Tensor) -> Tensor:
-    """The rank of each value in its row [B,n], 1 the lowest, equal ones sharing their mean rank, in float64."""
+    """The rank of each value in its row [B,n] in float64, 1 being the lowest; ties share their mean rank."""
     order = values.argsort(1)
     first, last = tied(values.gather(1, order))
     ranks = (first + last).double() / 2 + 1
@@ -148,27 +148,27 @@ def average_ranks(values: Tensor) -> Tensor:
 
 
 def spearman(a: Tensor, b: Tensor) -> Tensor:
-    """Rank correlation [B] of rows [B,n]; 0 where one of them is constant and so has no order."""
+    """Rank correlation [B] of rows [B,n]; 0 if one of them is constant."""
     a, b = (r - r.mean(1, keepdim=True) for r in (average_ranks(a), average_ranks(b)))
     norm = (a.square().sum(1) * b.square().sum(1)).sqrt()
     return (a * b).sum(1) / torch.where(norm > 0, norm, 1)
 
 
 def tied(ordered: Tensor) -> tuple[Tensor, Tensor]:
-    """For each element of sorted rows [B,n], the places of the first and the last one equal to it."""
+    """For each element of sorted rows [B,n], the indices of the first and last element equal to it."""
     return ordered.shape[1] - 1 - tie_ends(ordered.flip(1)).flip(1), tie_ends(ordered)
 
 
 def tie_ends(ordered: Tensor) -> Tensor:
-    """For each element of sorted rows [B,n], the place of the last one equal to it."""
-    places = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
+    """For each element of sorted rows [B,n], the index of the last element equal to it."""
+    index = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
     last = F.pad(ordered[:, 1:] != ordered[:, :-1], (0, 1), value=True)
-    ends = torch.where(last, places, ordered.shape[1])
+    ends = torch.where(last, index, ordered.shape[1])
     return ends.flip(1).cummin(1).values.flip(1)
 
 
 def percentiles(values: Tensor, confidence: float = 0.95) -> tuple[float, float]:
-    """The central interval of a sample, undefined values left out; NaN where nothing is left."""
+    """The central interval of the finite values of a sample; NaN if there are none."""
     values = values[values.isfinite()]
     if len(values) == 0:
         return float("nan"), float("nan")

@@ -1,4 +1,4 @@
-"""Data sets for measuring: images with classes, boxes and masks, read from disk and cut as the model sees them."""
+"""Data sets: images with classes, boxes and masks, cropped as the model sees them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,27 @@ from patchlight.data.datasets import from_dataset as from_dataset
 
 
 def takes_classes(kind: str) -> bool:
-    """Whether data of this kind can be numbered as a model's classes are, by `classes=vit.labels`."""
+    """Whether data of this kind can use the class numbers of a model, with `classes=vit.labels`."""
     return "classes" in settings_of(KINDS.find(kind).function)
 
 
 def open_data(kind: str, path: str | Path | None = None, **options: Any) -> Data:
-    """The data set of this kind at `path`; docs/data.md tells layouts and options of each. Nothing is downloaded."""
+    """Open a data set on disk. Nothing is downloaded; docs/data.md describes the layouts.
+
+    Args:
+        kind: The kind of data set: "files", "imagenet", "imagenet-s", "pets", "cifar10", …
+        path: The folder or file of the data set; not needed for "counting", which is generated.
+        options: Options of this kind.
+
+    Returns:
+        A sequence of samples. `recommend` takes it, and `patchlight.data.batches` prepares it for a model.
+
+    Example:
+        >>> data = pl.open_data("files", "photos/", labels="labels.csv")                        # doctest: +SKIP
+    """
     entry = KINDS.find(kind)
     if path is None and not entry.made_up:
-        made_up = " and ".join(f"'{name}'" for name, other in KINDS.items() if other.made_up)
-        raise PatchlightError(f"data set '{kind}' needs the path it lies at; only {made_up} is made on the spot")
+        raise PatchlightError(f"data set '{kind}' needs a path; give its folder")
     known = settings_of(entry.function)
     for option, value in options.items():
         if option not in known:
@@ -45,24 +56,24 @@ def open_data(kind: str, path: str | Path | None = None, **options: Any) -> Data
 def open_images(
     paths: Sequence[Path], kind: str | None = None, classes: Sequence[str] | None = None, listed: str | None = None
 ) -> Data:
-    """The images at these paths with what is known of them; plain files and folders hold nothing but their images.
+    """Open images in files and folders, or a data set.
 
     Args:
-        paths: Files and folders, or the one place of a data set.
-        kind: The kind of data set.
-        classes: The labels of the model, by which a data set is numbered that can be.
-        listed: A file of the images to use.
+        paths: Files and folders, or the path of a data set.
+        kind: The kind of data set; None for plain images.
+        classes: The labels of the model, whose class numbers the data set uses if it can.
+        listed: A file that lists the images to use.
     """
     if kind is not None:
         if len(paths) > 1:
-            raise PatchlightError(f"a data set of kind '{kind}' lies at one place; {len(paths)} were given")
+            raise PatchlightError(f"{len(paths)} paths were given; a data set of kind '{kind}' has one")
         data = open_data(kind, paths[0], **({"classes": classes} if classes and takes_classes(kind) else {}))
         return data if listed is None else data.listed(listed)
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in paths:
         root = path if path.is_dir() else path.parent
-        for one in list_images(path) if path.is_dir() else [path]:
-            name = one.relative_to(root).as_posix()
-            found[name if len(paths) == 1 or name not in found else one.as_posix()] = one
-    data = Data(paths[0].name, list(found), lambda name: Sample(name, open_image(found[name])))
+        for file in list_images(path) if path.is_dir() else [path]:
+            name = file.relative_to(root).as_posix()
+            files[name if len(paths) == 1 or name not in files else file.as_posix()] = file
+    data = Data(paths[0].name, list(files), lambda name: Sample(name, open_image(files[name])))
     return data if listed is None else data.listed(listed)

@@ -1,4 +1,4 @@
-"""What every data set is, a sequence of samples read when asked for, and how samples become a batch for a model."""
+"""Data sets as sequences of samples that are read when needed, and batches of samples for a model."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ from patchlight.core.registry import Entry, Registry
 
 T = TypeVar("T")
 SLACK = 1.0
-"""Pixels by which a box may leave its image: annotations count from 0 or from 1, and were rounded."""
+"""Pixels by which a box may exceed its image: annotations are rounded, and count from 0 or from 1."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One image with what is known of it, in the pixels of `image`.
+    """One image and its annotations, in the pixels of the image.
 
-    `boxes` [n,4] are xmin, ymin, xmax, ymax; `mask` [H,W] int8 is 1 on the object, 0 on the background and -1 where
-    nobody labelled; `regions` [H,W] int16 are class indices and -1, where several classes are drawn: `mask` is then
-    the class with the largest area.
+    Attributes:
+        name: The name of the sample.
+        image: The image.
+        label: The class.
+        boxes: Boxes [n,4]: xmin, ymin, xmax, ymax.
+        mask: A mask [H,W] int8: 1 object, 0 background, -1 not labelled.
+        regions: Class indices [H,W] int16 and -1, if several classes are annotated; `mask` is then the largest class.
     """
 
     name: str
@@ -45,11 +49,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a sample is made of, told without opening its files: equal sources give equal samples.
+    """The origin of a sample, without opening its files: equal sources give equal samples.
 
-    `files` are its own (image, mask, boxes); `values` all else that reading it depends on, as plain values (boxes from
-    a table); `label` its class, where that is known before the mask is read; `known` its annotations besides: boxes,
-    masks, and labels that a mask tells.
+    Attributes:
+        files: The files of the sample: image, mask, boxes.
+        label: Its class, if it is known before the mask is read.
+        values: Everything else that the sample depends on, as plain values, such as boxes from a table.
+        known: Its other annotations: "boxes", "masks", and "labels" if the mask determines the class.
     """
 
     files: Sequence[Path]
@@ -59,16 +65,21 @@ class Sources:
 
     @property
     def annotations(self) -> set[str]:
-        """Which it has, of labels, boxes and masks."""
+        """The annotations that it has: labels, boxes and masks."""
         return {*self.known, *(() if self.label is None else ("labels",))}
 
 
 @dataclass(frozen=True)
 class Data:
-    """A sequence of samples: `data[i]` is `read(names[i])`; names are unique and stable, `labels` name the classes.
+    """A sequence of samples: `data[i]` is `read(names[i])`.
 
-    `sources` says by name what `read` reads, for kinds of data that lie in files; the benchmark then knows a sample by
-    its files, and does not decode it to see whether it has changed.
+    Attributes:
+        name: The name of the data set.
+        names: The names of the samples, unique and stable.
+        read: Reads a sample by name.
+        labels: The names of the classes.
+        sources: The origin of a sample by name, for data in files; the benchmark uses it to notice changes without
+            decoding images.
     """
 
     name: str
@@ -80,7 +91,7 @@ class Data:
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
             twice = Counter(self.names).most_common(1)[0][0]
-            raise PatchlightError(f"data set '{self.name}' has two samples called '{twice}'; give each its own name")
+            raise PatchlightError(f"data set '{self.name}' has two samples called '{twice}'; names must be unique")
 
     @classmethod
     def of_files(
@@ -91,40 +102,44 @@ class Data:
         labels: Sequence[str] | None = None,
         annotate: Callable[[Sample, Sources], Sample] | None = None,
     ) -> Data:
-        """Samples in files, the first of which is the image; `annotate` adds to it what the others say."""
+        """Samples in files, the first of which is the image; `annotate` adds the annotations in the others."""
         return cls(name, names, partial(_read_files, sources, annotate), labels, sources)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, index: int) -> Sample:
-        return _checked(self.read(self.names[index]), self)
+        return _check(self.read(self.names[index]), self)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
 
     def select(self, indices: Iterable[int] | None = None, every: int = 1) -> Data:
-        """The samples at `indices` (default: all), of these every n-th."""
+        """Every n-th of the samples with these indices (default: all)."""
         if every < 1:
-            raise PatchlightError(f"every={every} is not a step; give 1 or more")
-        chosen = list(range(len(self)) if indices is None else indices)
-        wrong = next((i for i in chosen if not 0 <= i < len(self)), None)
+            raise PatchlightError(f"every={every} is not a valid step; give at least 1")
+        selected = list(range(len(self)) if indices is None else indices)
+        wrong = next((i for i in selected if not 0 <= i < len(self)), None)
         if wrong is not None:
             raise PatchlightError(f"no sample {wrong} in data set '{self.name}'; it has 0 to {len(self) - 1}")
-        return replace(self, names=[self.names[i] for i in chosen[::every]])
+        return replace(self, names=[self.names[i] for i in selected[::every]])
 
     def listed(self, file: str | Path) -> Data:
-        """The samples that a file lists, in its order: see `read_list`."""
+        """The samples listed in a file, in its order: see `read_list`."""
         return self.select(read_list(file, self.names))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples as a model and a metric take them, boxes and masks on the model's input.
+    """Samples for a model; annotations are None if no sample has any.
 
-    `images` [B,C,H,W] preprocessed; `labels` [B] int64, -1 where a sample has none; `boxes` per image [n,4], [0,4]
-    where it has none or the crop cut them all away; `masks` [B,H,W] int8, all -1 where a sample has none; each is None
-    where no sample has any. `failures`: the (name, sentence) of samples that could not be read and are not among the B.
+    Attributes:
+        names: The names of the samples.
+        images: Preprocessed images [B,C,H,W].
+        labels: Classes [B] int64; -1 for samples without one.
+        boxes: Boxes [n,4] of each image on the model's input, [0,4] if there are none inside.
+        masks: Masks [B,H,W] int8 on the model's input; all -1 for samples without one.
+        failures: Name and reason of samples that could not be read; they are not part of the batch.
     """
 
     names: list[str]
@@ -138,20 +153,20 @@ class Batch:
 def _read_files(
     sources: Callable[[str], Sources], annotate: Callable[[Sample, Sources], Sample] | None, name: str
 ) -> Sample:
-    own = sources(name)
-    sample = Sample(name, open_image(own.files[0]), own.label)
-    return sample if annotate is None else annotate(sample, own)
+    origin = sources(name)
+    sample = Sample(name, open_image(origin.files[0]), origin.label)
+    return sample if annotate is None else annotate(sample, origin)
 
 
 def load_batch(data: Data, indices: Iterable[int], vit: Anatomy | Preprocess, workers: int = 0) -> Batch:
-    """The samples at `indices`, preprocessed for a model (or by a `Preprocess`), read by this many threads."""
+    """The samples with these indices, preprocessed for a model, read by this many threads."""
     return next(_batches(data, [list(indices)], vit, workers))
 
 
 def batches(data: Data, vit: Anatomy | Preprocess, size: int = 32, workers: int = 2) -> Iterator[Batch]:
-    """All samples in batches of `size`; threads read the next batch while this one is worked on."""
+    """All samples in batches; threads read the next batch in advance."""
     if size < 1:
-        raise PatchlightError(f"a batch of size {size} was asked; give 1 or more")
+        raise PatchlightError(f"batch size {size} is not possible; give at least 1")
     chunks = [list(range(i, min(i + size, len(data)))) for i in range(0, len(data), size)]
     return _batches(data, chunks, vit, workers)
 
@@ -161,15 +176,15 @@ def _batches(data: Data, chunks: Sequence[Sequence[int]], vit: Anatomy | Preproc
 
     def load(index: int) -> _Item:
         try:
-            return _prepared(data[index], preprocess, channels)
+            return _prepare(data[index], preprocess, channels)
         except PatchlightError as error:
             return data.names[index], str(error)
 
-    def stacked(items: Iterable[_Item]) -> Batch:
-        return _stacked(list(items), (channels, *preprocess.size))
+    def stack(items: Iterable[_Item]) -> Batch:
+        return _stack(list(items), (channels, *preprocess.size))
 
     if workers <= 0:
-        yield from (stacked(map(load, chunk)) for chunk in chunks)
+        yield from (stack(map(load, chunk)) for chunk in chunks)
         return
     pool = ThreadPoolExecutor(workers)
     ahead: deque[Iterator[_Item]] = deque()
@@ -177,16 +192,16 @@ def _batches(data: Data, chunks: Sequence[Sequence[int]], vit: Anatomy | Preproc
         for chunk in chunks:
             ahead.append(pool.map(load, chunk))
             if len(ahead) > 1:
-                yield stacked(ahead.popleft())
+                yield stack(ahead.popleft())
         while ahead:
-            yield stacked(ahead.popleft())
+            yield stack(ahead.popleft())
     finally:
-        pool.shutdown(cancel_futures=True)  # whoever stops early need not wait for what was read ahead
+        pool.shutdown(cancel_futures=True)  # if the caller stops early
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A sample on the model's input."""
+    """A sample with its annotations on the model's input."""
 
     name: str
     image: Tensor
@@ -198,7 +213,7 @@ class _Prepared:
 _Item = _Prepared | tuple[str, str]
 
 
-def _prepared(sample: Sample, preprocess: Preprocess, channels: int) -> _Prepared:
+def _prepare(sample: Sample, preprocess: Preprocess, channels: int) -> _Prepared:
     label, boxes, mask = sample.label, sample.boxes, sample.mask
     if boxes is not None:
         boxes = preprocess.boxes(boxes, sample.image.size)
@@ -207,11 +222,11 @@ def _prepared(sample: Sample, preprocess: Preprocess, channels: int) -> _Prepare
     elif mask is not None:
         mask = preprocess.mask(mask)
         if not bool((mask == 1).any()):
-            raise PatchlightError(f"the mask of '{sample.name}' has no object left inside the model's crop")
+            raise PatchlightError(f"the mask of '{sample.name}' has no object inside the model's crop")
     return _Prepared(sample.name, to_batch(sample.image, preprocess, channels)[0], label, boxes, mask)
 
 
-def _stacked(items: Sequence[_Item], shape: tuple[int, int, int]) -> Batch:
+def _stack(items: Sequence[_Item], shape: tuple[int, int, int]) -> Batch:
     good = [item for item in items if isinstance(item, _Prepared)]
     labels = [-1 if item.label is None else item.label for item in good]
     boxes = [torch.empty(0, 4) if item.boxes is None else item.boxes for item in good]
@@ -228,59 +243,59 @@ def _stacked(items: Sequence[_Item], shape: tuple[int, int, int]) -> Batch:
 
 
 def labelled(batch: Batch) -> Batch:
-    """The batch less its samples without a class, which become failures."""
-    known = [] if batch.labels is None else (batch.labels >= 0).nonzero().flatten().tolist()
-    if len(known) == len(batch.names):
+    """The batch without the samples that have no class; these become failures."""
+    rows = [] if batch.labels is None else (batch.labels >= 0).nonzero().flatten().tolist()
+    if len(rows) == len(batch.names):
         return batch
-    without = [(name, f"'{name}' has no label") for i, name in enumerate(batch.names) if i not in known]
+    without = [(name, f"'{name}' has no label") for i, name in enumerate(batch.names) if i not in rows]
     return Batch(
-        [batch.names[i] for i in known],
-        batch.images[known],
-        None if batch.labels is None else batch.labels[known],
-        None if batch.boxes is None else [batch.boxes[i] for i in known],
-        None if batch.masks is None else batch.masks[known],
+        [batch.names[i] for i in rows],
+        batch.images[rows],
+        None if batch.labels is None else batch.labels[rows],
+        None if batch.boxes is None else [batch.boxes[i] for i in rows],
+        None if batch.masks is None else batch.masks[rows],
         [*batch.failures, *without],
     )
 
 
 def largest_region(regions: Tensor, name: str) -> tuple[Tensor, int]:
-    """The class with the most pixels in `regions` [H,W] (the first of equals) as a mask of 1 and 0, and its index."""
+    """The class with the most pixels in `regions` [H,W], as a mask of 1 and 0, and its index (ties: the lowest)."""
     areas = torch.bincount(regions[regions >= 0].long())
     if not len(areas):
-        raise PatchlightError(f"the mask of '{name}' has no object in it; leave the image out")
+        raise PatchlightError(f"the mask of '{name}' has no object; remove the image")
     label = int(areas.argmax())
     return (regions == label).to(torch.int8), label
 
 
-def _checked(sample: Sample, data: Data) -> Sample:
-    """The sample, its boxes clipped to its image; refused where its annotations cannot be of this image."""
+def _check(sample: Sample, data: Data) -> Sample:
+    """Check the annotations of a sample, and clip its boxes to the image."""
     width, height = sample.image.size
     if sample.label is not None and data.labels is not None and not 0 <= sample.label < len(data.labels):
         raise PatchlightError(
             f"'{sample.name}' has class {sample.label}; the classes of '{data.name}' are 0 to {len(data.labels) - 1}"
         )
-    for drawn in (sample.mask, sample.regions):
-        if drawn is not None and tuple(drawn.shape) != (height, width):
+    for mask in (sample.mask, sample.regions):
+        if mask is not None and tuple(mask.shape) != (height, width):
             raise PatchlightError(
-                f"the mask of '{sample.name}' is {drawn.shape[1]} x {drawn.shape[0]}, but its image {width} x {height}"
+                f"the mask of '{sample.name}' is {mask.shape[1]} x {mask.shape[0]}, but its image {width} x {height}"
             )
     if sample.mask is not None and not bool((sample.mask == 1).any()):
-        raise PatchlightError(f"the mask of '{sample.name}' has no object in it; leave the image out")
+        raise PatchlightError(f"the mask of '{sample.name}' has no object; remove the image")
     if sample.boxes is None:
         return sample
     for box in sample.boxes.tolist():
         x0, y0, x1, y1 = box
-        told = ", ".join(f"{v:g}" for v in box)
+        sides = ", ".join(f"{v:g}" for v in box)
         if not (x0 < x1 and y0 < y1):
-            raise PatchlightError(f"a box of '{sample.name}' is ({told}); give xmin < xmax and ymin < ymax")
+            raise PatchlightError(f"a box of '{sample.name}' is ({sides}); give xmin < xmax and ymin < ymax")
         if x0 < -SLACK or y0 < -SLACK or x1 > width + SLACK or y1 > height + SLACK:
-            raise PatchlightError(f"a box of '{sample.name}' is ({told}), outside its image of {width} x {height}")
+            raise PatchlightError(f"a box of '{sample.name}' is ({sides}), outside its image of {width} x {height}")
     limit = sample.boxes.new_tensor([width, height, width, height])
     return replace(sample, boxes=torch.minimum(sample.boxes.clamp(min=0), limit))
 
 
 def existing_folder(path: str | Path, what: str) -> Path:
-    """`path`, if it is a folder."""
+    """The path of an existing folder; `what` is its content in errors."""
     path = Path(path)
     if not path.is_dir():
         why = "is not a folder" if path.exists() else "does not exist"
@@ -302,7 +317,7 @@ def read_text(path: Path) -> str:
 
 
 def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a CSV file with a header, which must have these columns."""
+    """The rows of a CSV file with a header that has these columns."""
     try:
         rows = csv.DictReader(read_text(path).splitlines(), restval="")
         missing = [column for column in columns if column not in (rows.fieldnames or [])]
@@ -317,11 +332,11 @@ def read_number(text: str, path: Path) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise PatchlightError(f"'{path}' has '{text}' where a number should stand") from error
+        raise PatchlightError(f"'{path}' has '{text}' instead of a number") from error
 
 
 def read_pairs(path: Path) -> dict[str, str]:
-    """A label file, by image: lines `name,label` or `name label`; a header and lines with # are passed over."""
+    """Labels by image from lines `name,label` or `name label`; a header and lines that begin with # are skipped."""
     pairs: dict[str, str] = {}
     for number, line in enumerate(read_text(path).splitlines()):
         words = next(csv.reader([line])) if "," in line else line.split(maxsplit=1)
@@ -336,18 +351,21 @@ def read_pairs(path: Path) -> dict[str, str]:
 
 
 def read_list(file: str | Path, names: Sequence[str]) -> list[int]:
-    """The indices of the images that a file lists, in its order; `names` are all images of the data set.
+    """The indices of the images listed in a file, in its order.
 
-    A line is the name of an image or its index, its place among `names` from 0 on. A file has either names or indices:
-    indices where every line is a whole number, unless each of them is also a name. A name may be written without its
-    suffix or its folders where that leaves one image. Blank lines and lines that begin with # do not count, and a line
-    may begin with "- ", as in a YAML list.
+    Each line is the name of an image, or each line is an index from 0. Lines are indices if all are integers, unless
+    all of them are names. Suffix and folders of a name may be omitted if one image remains. Blank lines and lines that
+    begin with # are skipped; a line may begin with "- ", as in YAML.
+
+    Args:
+        file: The file.
+        names: The names of all images of the data set.
     """
     path = Path(file)
     every = ((number, line.strip()) for number, line in enumerate(read_text(path).split("\n"), 1))
     lines = {number: line.removeprefix("- ").strip() for number, line in every if line and not line.startswith("#")}
     if not lines:
-        raise PatchlightError(f"'{path}' lists no image; write one name or index per line")
+        raise PatchlightError(f"'{path}' lists no images; write one name or index per line")
     numbers = all(line.isascii() and line.isdecimal() for line in lines.values())
     find = _by_index(len(names)) if numbers and not set(lines.values()) <= set(names) else _by_name(names)
     seen: dict[int, int] = {}
@@ -358,7 +376,7 @@ def read_list(file: str | Path, names: Sequence[str]) -> list[int]:
             raise PatchlightError(f"'{path}', line {number}: {error}") from error
         if index in seen:
             raise PatchlightError(
-                f"'{path}', line {number}: '{line}' is on line {seen[index]} already; list each image once"
+                f"'{path}', line {number}: '{line}' is already on line {seen[index]}; list each image once"
             )
         seen[index] = number
     return list(seen)
@@ -366,7 +384,7 @@ def read_list(file: str | Path, names: Sequence[str]) -> list[int]:
 
 def _by_index(count: int) -> Callable[[str], int]:
     def find(line: str) -> int:
-        index = int(line) if len(line) < 20 else count  # Python refuses to read numbers of thousands of digits
+        index = int(line) if len(line) < 20 else count  # Python cannot parse numbers with thousands of digits
         if index >= count:
             raise PatchlightError(f"there is no image {line[:20]}; indices are 0 to {count - 1}")
         return index
@@ -382,13 +400,13 @@ def _by_name(names: Sequence[str]) -> Callable[[str], int]:
             short.setdefault(key, []).append(index)
 
     def find(line: str) -> int:
-        found = [exact[line]] if line in exact else short.get(line, [])
-        if not found:
+        matches = [exact[line]] if line in exact else short.get(line, [])
+        if not matches:
             raise PatchlightError(f"no image is called '{line}'; {nearest(line, names)}")
-        if len(found) > 1:
-            one, other = (names[index] for index in found[:2])
-            raise PatchlightError(f"'{line}' may be '{one}' or '{other}'; write the whole name")
-        return found[0]
+        if len(matches) > 1:
+            first, second = (names[index] for index in matches[:2])
+            raise PatchlightError(f"'{line}' may be '{first}' or '{second}'; write the full name")
+        return matches[0]
 
     return find
 
@@ -400,35 +418,40 @@ def look_up(
     what: str = "line",
     endings: Mapping[str, str] | None = None,
 ) -> dict[str, T]:
-    """What a file says of images, which it may call by path or by file name, with or without suffix.
+    """The entries of a table by image, which the table may name by path or file name, with or without suffix.
 
-    `endings` are ends of paths, and what the table has for them. What is said of one image is said of no other.
+    Args:
+        names: The images.
+        table: The entries, each of one image.
+        path: The file of the table in errors.
+        what: What an entry is called in errors.
+        endings: Keys of the table by the endings of their paths.
     """
-    found: dict[str, T] = {}
+    entries: dict[str, T] = {}
     named: dict[str, str] = {}
     for name in names:
         keys = ((endings or {}).get(bare(name)), bare(name), bare(Path(name).name))
         key = next((key for key in keys if key in table), None)
         if key is None:
-            raise PatchlightError(f"'{path}' has no {what} for image '{name}'; add one or take the image away")
+            raise PatchlightError(f"'{path}' has no {what} for image '{name}'; add one or remove the image")
         other = named.setdefault(key, name)
         if bare(other) != bare(name):
             raise PatchlightError(
                 f"'{path}' has one {what}, '{key}', for two images, '{other}' and '{name}'; give each its own, by path"
             )
-        found[name] = table[key]
-    return found
+        entries[name] = table[key]
+    return entries
 
 
 def bare(name: str) -> str:
-    """An image's name without its suffix."""
+    """The name of an image without its suffix."""
     stem, dot, suffix = name.rpartition(".")
     return stem if f"{dot}{suffix}".lower() in SUFFIXES else name
 
 
 @dataclass(frozen=True)
 class Kind(Entry):
-    """A kind of data set: a function of a path and options to Data; one that is `made_up` needs no path."""
+    """A kind of data set: a function of a path and options that returns Data; if `made_up`, it needs no path."""
 
     made_up: bool = False
 
@@ -440,7 +463,17 @@ Opener = TypeVar("Opener", bound=Callable[..., Any])
 
 
 def register_data(name: str, *, aliases: tuple[str, ...] = (), made_up: bool = False) -> Callable[[Opener], Opener]:
-    """Register a kind of data set: a function of a path, whose keyword arguments, typed, are its options."""
+    """Register a kind of data set: a function of a path whose typed keyword arguments are its options.
+
+    Args:
+        name: The name of the kind.
+        aliases: Other names.
+        made_up: Whether the data are generated and need no path.
+
+    Example:
+        >>> @pl.register_data("slides")                                                         # doctest: +SKIP
+        ... def open_slides(path: str | Path, split: str = "test") -> Data: ...
+    """
 
     def register(function: Opener) -> Opener:
         KINDS.add(Kind(name, function, aliases=aliases, made_up=made_up))

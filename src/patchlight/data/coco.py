@@ -1,4 +1,4 @@
-"""COCO's JSON: classes, boxes and outlines of objects, which are drawn here and need no library of COCO's."""
+"""Annotations in COCO's JSON format: classes, boxes and outlines of objects; pycocotools is not needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Runs(BaseModel):
-    """A mask of `size` (height, width) as lengths of runs down its columns, of 0 and of 1 in turn, or as a word."""
+    """A mask of `size` (height, width) as run lengths down its columns, starting with 0, or in compressed form."""
 
     size: tuple[int, int]
     counts: list[int] | str
@@ -34,9 +34,9 @@ Outline = list[list[float]] | Runs
 
 @dataclass(frozen=True)
 class Thing:
-    """One annotation: a category's name, a box (xmin, ymin, xmax, ymax) and an outline, where it has them.
+    """One annotation: the name of a category, and optionally a box (xmin, ymin, xmax, ymax) and an outline.
 
-    A `crowd` is a group of objects that nobody told apart.
+    A `crowd` is a group of objects that are not annotated one by one.
     """
 
     category: str
@@ -48,52 +48,52 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is drawn on one image, which is of this `size` (width, height) where the file says so."""
+    """The annotations of one image, and its `size` (width, height) if the file has it."""
 
     size: tuple[int, int] | None = None
     things: list[Thing] = field(default_factory=list)
 
     def category(self) -> str | None:
-        """That of the largest object, the first of equals; None where there is none."""
+        """The category of the largest object (ties: the first), or None."""
         objects = [thing for thing in self.things if not thing.crowd]
         return max(objects, key=lambda thing: thing.area).category if objects else None
 
     def of(self, category: str | None) -> Scene:
-        """Only things of this category; all of them for None."""
+        """The annotations of this category; all for None."""
         return Scene(self.size, [thing for thing in self.things if category in (None, thing.category)])
 
     def boxes(self) -> Tensor | None:
-        """The boxes [n,4] of its objects; None where there is none."""
-        found = [thing.box for thing in self.things if thing.box is not None and not thing.crowd]
-        return torch.tensor(found) if found else None
+        """The boxes [n,4] of its objects, or None."""
+        boxes = [thing.box for thing in self.things if thing.box is not None and not thing.crowd]
+        return torch.tensor(boxes) if boxes else None
 
     def values(self) -> Any:
-        """All that boxes and mask are made of, as plain values."""
-        drawn = [(one.box, one.crowd, one.outline) for one in self.things]
-        return [self.size, [(*each, o.model_dump() if isinstance(o, Runs) else o) for *each, o in drawn]]
+        """Everything that boxes and mask depend on, as plain values."""
+        things = [(thing.box, thing.crowd, thing.outline) for thing in self.things]
+        return [self.size, [(*each, o.model_dump() if isinstance(o, Runs) else o) for *each, o in things]]
 
     def known(self) -> set[str]:
-        """Which it has, of boxes and masks."""
+        """The annotations that it has: boxes and masks."""
         objects = [thing for thing in self.things if not thing.crowd]
         boxes = {"boxes" for thing in objects if thing.box is not None}
         return boxes | {"masks" for thing in objects if thing.outline is not None}
 
     def mask(self, size: tuple[int, int], name: str) -> Tensor | None:
-        """1 in its objects, -1 in crowds, 0 elsewhere, on an image of this size; None where no object is drawn."""
-        drawn = [(thing.crowd, draw(thing.outline, size, name)) for thing in self.things if thing.outline is not None]
-        if all(crowd for crowd, _ in drawn):
+        """A mask of this size: 1 in objects, -1 in crowds, 0 elsewhere; None without outlines of objects."""
+        areas = [(thing.crowd, draw(thing.outline, size, name)) for thing in self.things if thing.outline is not None]
+        if all(crowd for crowd, _ in areas):
             return None
         mask = np.zeros((size[1], size[0]), np.int8)
-        for crowd, inside in sorted(drawn, key=lambda each: not each[0]):  # objects lie over crowds
+        for crowd, inside in sorted(areas, key=lambda each: not each[0]):  # objects overwrite crowds
             mask[inside] = -1 if crowd else 1
         return torch.from_numpy(mask)
 
 
 @dataclass(frozen=True)
 class Coco:
-    """A file of annotations: the names of its categories, in the order of their numbers, and a scene for each image.
+    """A file of annotations: the names of its categories in the order of their ids, and a scene for each image.
 
-    `endings` has the image of every end of a path that is no other's: 'val/1.jpg' is 'val/1' and '1'.
+    `endings` maps every unique ending of a path to its image: 'val/1.jpg' has the endings 'val/1' and '1'.
     """
 
     path: Path
@@ -102,7 +102,7 @@ class Coco:
     endings: Mapping[str, str]
 
     def of(self, names: Iterable[str]) -> dict[str, Scene]:
-        """Those of images, which the file may call by longer paths, or by their file names."""
+        """The scenes of images, which the file may name by longer paths or by file names."""
         return look_up(names, self.scenes, self.path, "entry", self.endings)
 
 
@@ -140,25 +140,24 @@ class _File(BaseModel):
 
 
 def read_coco(path: Path) -> Coco:
-    """The annotations in a file; one sentence about what is wrong with it."""
+    """Read a file of annotations."""
     file = _validated(path)
     for what, entries in (("images", file.images), ("categories", file.categories)):
-        twice = _twice(entry.id for entry in entries)
+        twice = _duplicate(entry.id for entry in entries)
         if twice is not None:
-            raise PatchlightError(f"'{path}' has two {what} of the id {twice!r}")
-    names = {one.id: one.name for one in sorted(file.categories, key=lambda one: (isinstance(one.id, str), one.id))}
-    if (twice := _twice(names.values())) is not None:
+            raise PatchlightError(f"'{path}' has two {what} with the id {twice!r}")
+    names = {c.id: c.name for c in sorted(file.categories, key=lambda c: (isinstance(c.id, str), c.id))}
+    if (twice := _duplicate(names.values())) is not None:
         raise PatchlightError(f"'{path}' has two categories called '{twice}'")
-    scenes = {one.id: Scene((one.width, one.height) if one.width and one.height else None) for one in file.images}
-    for number, one in enumerate(file.annotations):
-        for what, wanted, known in (("image", one.image_id, scenes), ("category", one.category_id, names)):
-            if wanted not in known:
-                raise PatchlightError(
-                    f"annotations[{number}] of '{path}' is of {what} {wanted!r}, which is not listed there"
-                )
-        scenes[one.image_id].things.append(one.thing(names[one.category_id]))
-    called = {bare(one.file_name.replace("\\", "/")): scenes[one.id] for one in file.images}
-    return Coco(path, tuple(names.values()), called, _endings(called))
+    scenes = {i.id: Scene((i.width, i.height) if i.width and i.height else None) for i in file.images}
+    for number, annotation in enumerate(file.annotations):
+        image, category = annotation.image_id, annotation.category_id
+        for what, key, known in (("image", image, scenes), ("category", category, names)):
+            if key not in known:
+                raise PatchlightError(f"annotations[{number}] of '{path}' has the unknown {what} id {key!r}")
+        scenes[image].things.append(annotation.thing(names[category]))
+    by_name = {bare(image.file_name.replace("\\", "/")): scenes[image.id] for image in file.images}
+    return Coco(path, tuple(names.values()), by_name, _endings(by_name))
 
 
 def _validated(path: Path) -> _File:
@@ -167,32 +166,32 @@ def _validated(path: Path) -> _File:
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
-            raise PatchlightError(f"'{path}' is not sound JSON: {first['ctx']['error']}") from error
+            raise PatchlightError(f"'{path}' is not valid JSON: {first['ctx']['error']}") from error
         where = ".".join(str(key) for key in first["loc"] if not isinstance(key, str) or key.isidentifier())
         raise PatchlightError(f"'{path}' is not COCO's JSON: {where}: {first['msg']}") from error
 
 
-def _twice(values: Iterable[Id]) -> Id | None:
-    """One that is there more than once."""
+def _duplicate(values: Iterable[Id]) -> Id | None:
+    """A value that occurs more than once, or None."""
     return next((value for value, count in Counter(values).items() if count > 1), None)
 
 
 def _endings(scenes: Mapping[str, Scene]) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
+    owners: dict[str, list[str]] = {}
     for name in scenes:
         parts = name.split("/")
         for begin in range(len(parts)):
-            found.setdefault("/".join(parts[begin:]), []).append(name)
-    return {ending: names[0] for ending, names in found.items() if len(names) == 1}
+            owners.setdefault("/".join(parts[begin:]), []).append(name)
+    return {ending: names[0] for ending, names in owners.items() if len(names) == 1}
 
 
 def draw(outline: Outline, size: tuple[int, int], name: str) -> Mask:
-    """What lies inside an outline [H,W], on an image of this size (width, height)."""
+    """The inside of an outline [H,W] on an image of this size (width, height)."""
     width, height = size
     if isinstance(outline, Runs):
         if outline.size != (height, width):
-            told = f"{outline.size[1]} x {outline.size[0]}"
-            raise PatchlightError(f"the mask of '{name}' is {told}, but its image {width} x {height}")
+            shape = f"{outline.size[1]} x {outline.size[0]}"
+            raise PatchlightError(f"the mask of '{name}' is {shape}, but its image {width} x {height}")
         counts = unpacked(outline.counts, name) if isinstance(outline.counts, str) else outline.counts
         return from_runs(counts, size, name)
     joined: Mask = np.logical_or.reduce([inside(_points(polygon, name), size) for polygon in outline])
@@ -203,18 +202,18 @@ def _points(polygon: Sequence[float], name: str) -> npt.NDArray[np.float64]:
     if len(polygon) % 2:
         raise PatchlightError(f"a polygon of '{name}' has {len(polygon)} coordinates; give x, y, x, y, …")
     if len(polygon) < 6:
-        raise PatchlightError(f"a polygon of '{name}' has {len(polygon) // 2} corners; give three or more")
+        raise PatchlightError(f"a polygon of '{name}' has {len(polygon) // 2} corners; give at least three")
     points = np.array(polygon, np.float64).reshape(-1, 2)
     if not np.isfinite(points).all():
-        raise PatchlightError(f"a polygon of '{name}' has NaN or infinity in it; give finite coordinates")
+        raise PatchlightError(f"a polygon of '{name}' contains NaN or infinity; give finite coordinates")
     return points
 
 
 def inside(corners: npt.NDArray[np.float64], size: tuple[int, int]) -> Mask:
-    """The pixels [H,W] whose centre, at (column + 0.5, row + 0.5), lies in a polygon of corners [n,2], by even and odd.
+    """The pixels [H,W] whose centre (column + 0.5, row + 0.5) lies in a polygon with corners [n,2] (even-odd rule).
 
     A row of centres enters or leaves the polygon wherever it crosses a side, so a pixel is inside if an odd number of
-    crossings lies to its left.
+    crossings is to its left.
     """
     width, height = size
     (x, y), (next_x, next_y) = corners.T, np.roll(corners, -1, 0).T
@@ -222,40 +221,38 @@ def inside(corners: npt.NDArray[np.float64], size: tuple[int, int]) -> Mask:
     row, side = np.nonzero((y <= middle) != (next_y <= middle))
     slope = (next_x[side] - x[side]) / (next_y[side] - y[side])
     crossing = x[side] + (row + 0.5 - y[side]) * slope
-    first = np.ceil(crossing - 0.5).clip(0, width).astype(np.int64)  # the first pixel whose centre is not left of it
+    first = np.ceil(crossing - 0.5).clip(0, width).astype(np.int64)  # the first pixel with its centre at or right of it
     flips = np.zeros((height, width + 1), np.uint8)
     np.add.at(flips, (row, first), 1)
-    odd: Mask = flips.cumsum(1, dtype=np.uint8)[:, :width] % 2 == 1  # where a sum is over 255, it stays odd or even
+    odd: Mask = flips.cumsum(1, dtype=np.uint8)[:, :width] % 2 == 1  # an overflow keeps the parity
     return odd
 
 
 def from_runs(counts: Sequence[int], size: tuple[int, int], name: str) -> Mask:
-    """The mask [H,W] whose columns, one after the other, are runs of these lengths, of 0 and of 1 in turn."""
+    """The mask [H,W] with these run lengths down its columns, starting with 0."""
     width, height = size
     if min(counts, default=0) < 0:
         raise PatchlightError(f"the mask of '{name}' has a run of {min(counts)} pixels")
     if sum(counts) != width * height:
         raise PatchlightError(
-            f"the mask of '{name}' has runs of {sum(counts)} pixels in all; {width} x {height} are {width * height}"
+            f"the runs of the mask of '{name}' have {sum(counts)} pixels; {width} x {height} are {width * height}"
         )
     values = np.repeat(np.arange(len(counts)) % 2 == 1, counts)
     return values.reshape(width, height).T
 
 
 def unpacked(word: str, name: str) -> list[int]:
-    """The lengths of runs in COCO's compressed form.
+    """Decode run lengths in COCO's compressed form.
 
-    A number is written five bits a character, the lowest first, in the characters from '0' on; 32 is added to all but
-    its last, whose bit 16 is the sign. From the fourth on, a number is the difference to the last but one.
+    A number has five bits per character, lowest first, encoded in the characters from '0' on; 32 is added to all but
+    the last, whose bit 16 is the sign. From the fourth on, a number is the difference to the one two places before.
     """
     counts: list[int] = []
     number = shift = 0
     for character in word:
         bits = ord(character) - 48
         if not 0 <= bits < 64:
-            raise PatchlightError(
-                f"the mask of '{name}' has {character!r} in its runs, which COCO's form does not have"
-            )
+            raise PatchlightError(f"the runs of the mask of '{name}' contain {character!r}, which is not valid")
         number |= (bits & 31) << shift
         shift += 5
         if not bits & 32:
@@ -263,5 +260,5 @@ def unpacked(word: str, name: str) -> list[int]:
             counts.append(number + (counts[-2] if len(counts) > 2 else 0))
             number = shift = 0
     if shift:
-        raise PatchlightError(f"the runs of the mask of '{name}' are broken off")
+        raise PatchlightError(f"the runs of the mask of '{name}' are truncated")
     return counts

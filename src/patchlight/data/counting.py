@@ -1,4 +1,4 @@
-"""The counting-patches task: grids of 3 x 3 coloured patches, whose class is how many of them are red."""
+"""The counting task: grids of 3 x 3 coloured patches; the class is the number of red ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from patchlight.core.errors import PatchlightError
 
 RED = 4
-"""Colours are numbered by their bits (red, green, blue) read as binary: blue 1, green 2, … red 4, … yellow 6."""
+"""The number of a colour is its bits (red, green, blue) as a binary number: blue 1, green 2, red 4, yellow 6."""
 SIDE, PATCH = 3, 16
 Part = Literal["train", "validation", "test"]
 _PER_COLOUR, _SPLIT = 1000, {"train": 5400, "validation": 300, "test": 300}
@@ -20,7 +20,7 @@ _PER_COLOUR, _SPLIT = 1000, {"train": 5400, "validation": 300, "test": 300}
 
 @dataclass(frozen=True)
 class CountingGrids:
-    """Images [n,3,48,48] of -1 and 1, `labels` [n] = number of red patches, and where they are: `red` [n,3,3]."""
+    """Images [n,3,48,48] of -1 and 1, the numbers of red patches `labels` [n], and their positions `red` [n,3,3]."""
 
     images: Tensor
     labels: Tensor
@@ -33,18 +33,21 @@ class CountingGrids:
 def counting_grids(
     count: int | None = None, seed: int = 0, part: Part = "train", distractors: int = 5
 ) -> CountingGrids:
-    """Grids drawn from one part of the pool; by default as many as its patches fill (600, 33 and 33).
+    """Sample grids from one part of a pool of patches.
 
     The pool has 1,000 patches of each colour of {0, 1}^3 without black and white, split at random 90:5:5. A grid has
-    n ~ Uniform{0..9} red patches and 9 - n others, drawn without replacement, in random order. The released code has
-    five colours besides red; the paper speaks of six: `distractors=6` adds white.
+    n ~ Uniform{0..9} red patches and 9 - n others, sampled without replacement, in random order.
+
+    Args:
+        count: The number of grids; by default as many as the patches of the part fill (600, 33 and 33).
+        seed: Random seed.
+        part: "train", "validation" or "test".
+        distractors: The number of colours besides red: 5 as in the released code, or 6 as in the paper, with white.
     """
     if distractors not in (5, 6):
-        raise PatchlightError(
-            f"{distractors} distractor colours are not possible; give 5 (the code's) or 6 (the paper's)"
-        )
+        raise PatchlightError(f"distractors={distractors} is not possible; give 5 (released code) or 6 (paper)")
     if count is not None and count < 1:
-        raise PatchlightError(f"{count} grids are not possible; give 1 or more")
+        raise PatchlightError(f"{count} grids are not possible; give at least 1")
     colours = np.arange(1, 7 if distractors == 5 else 8)
     share = len(colours) * _PER_COLOUR / 6000
     pool = np.random.default_rng([seed, 0]).permutation(np.repeat(colours, _PER_COLOUR))
@@ -54,7 +57,7 @@ def counting_grids(
     others, reds = pool[pool != RED], int((pool == RED).sum())
     cells = SIDE * SIDE
     if reds < cells:
-        raise PatchlightError(f"seed {seed} leaves only {reds} red patches in the {part} part; take another")
+        raise PatchlightError(f"seed {seed} leaves only {reds} red patches in the {part} part; give another seed")
     rng = np.random.default_rng([seed, 1, sorted(sizes).index(part)])
     count = len(pool) // cells if count is None else count
     grids = np.empty((count, cells), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Any `torch.utils.data.Dataset` as a data set: pairs, dicts, and the targets of torchvision's detection models."""
+"""A `torch.utils.data.Dataset` as a data set: pairs, dicts, and the targets of torchvision's detection models."""
 
 from __future__ import annotations
 
@@ -19,23 +19,29 @@ from patchlight.data.base import Data, Sample
 
 Objects = tuple[int | None, Tensor | None, Any]
 """A class, boxes [n,4], and a mask [H,W] as an array."""
-GIVEN = ("image", "label", "boxes", "mask", "labels", "masks")
+KEYS = "image, label, boxes, mask, labels, masks"
 
 
 def from_dataset(dataset: Any, names: Sequence[str] | None = None, labels: Sequence[str] | None = None) -> Data:
-    """The samples of a `torch.utils.data.Dataset`, or of anything else that has a length and an item for each index.
+    """The samples of a `torch.utils.data.Dataset`, or of any object with a length and an item for each index.
 
-    An item is an image, (image, label), (image, target), or a dict with the keys `image` and, where they are known,
-    `label`, `boxes` and `mask`; so is a target. An image is a PIL image, a path, or pixels before any normalisation:
-    uint8 from 0 to 255 or floats from 0 to 1, as a tensor [C,H,W] or [H,W], or an array [H,W,C] or [H,W]. A label is an
-    index, or a name among `labels`; `boxes` [n,4] are xmin, ymin, xmax, ymax in pixels; a `mask` [H,W] is above 0 on
-    the object, 0 on the background and below 0 where nobody labelled. torchvision's targets have several objects:
-    `labels` [n], `boxes` [n,4] and perhaps `masks` [n,H,W]; the class is that of the largest, and boxes and mask are
-    those of its class.
+    An item is an image, (image, label), (image, target) or a dict with the keys `image` and optionally `label`, `boxes`
+    and `mask`; so is a target.
 
-    Samples are called `names`, by default "000000", "000001", … by index; `labels` are the names of the classes, by
-    default the data set's own `classes`. An item must be the same each time it is read, so leave out random transforms.
-    One item is read at a time.
+    - An image is a PIL image, a path, or pixels before any normalisation: uint8 from 0 to 255 or floats from 0 to 1, as
+      a tensor [C,H,W] or [H,W], or an array [H,W,C] or [H,W].
+    - A label is an index, or one of the names in `labels`.
+    - `boxes` [n,4] are xmin, ymin, xmax, ymax in pixels.
+    - A `mask` [H,W] is above 0 on the object, 0 on the background and below 0 where it is not labelled.
+    - The targets of torchvision have several objects: `labels` [n], `boxes` [n,4] and optionally `masks` [n,H,W]. The
+      class is that of the largest object; boxes and mask are those of its class.
+
+    An item must be the same each time it is read, so do not use random transforms. One item is read at a time.
+
+    Args:
+        dataset: The data set.
+        names: The names of the samples; by default their indices, "000000", "000001", …
+        labels: The names of the classes; by default `dataset.classes`.
     """
     try:
         count = len(dataset)
@@ -44,17 +50,17 @@ def from_dataset(dataset: Any, names: Sequence[str] | None = None, labels: Seque
         raise PatchlightError(
             f"a {kind} has no length; give a Dataset with an item for each index, or a list"
         ) from error
-    called = [f"{index:06d}" for index in range(count)] if names is None else [str(name) for name in names]
-    if len(called) != count:
-        raise PatchlightError(f"{len(called)} names were given for {count} samples; give one for each")
-    own = getattr(dataset, "classes", None)
-    if labels is None and isinstance(own, list | tuple) and all(isinstance(one, str) for one in own):
-        labels = own
-    return Data(type(dataset).__name__, called, Reader(dataset, called, labels), labels)
+    names = [f"{index:06d}" for index in range(count)] if names is None else [str(name) for name in names]
+    if len(names) != count:
+        raise PatchlightError(f"{len(names)} names were given for {count} samples; give one for each")
+    classes = getattr(dataset, "classes", None)
+    if labels is None and isinstance(classes, list | tuple) and all(isinstance(name, str) for name in classes):
+        labels = classes
+    return Data(type(dataset).__name__, names, Reader(dataset, names, labels), labels)
 
 
 class Reader:
-    """Reads samples by name, one at a time: a data set may hold a file open, which threads cannot share."""
+    """Reads samples by name, one at a time, as a data set may have an open file, which threads cannot share."""
 
     def __init__(self, dataset: Any, names: Sequence[str], labels: Sequence[str] | None) -> None:
         self.dataset, self.names, self.labels = dataset, names, labels
@@ -68,30 +74,29 @@ class Reader:
         with self.lock:
             try:
                 item = self.dataset[self.places[name]]
-            except Exception as error:  # whatever a user's own code raises
-                told = f"{type(error).__name__}: {first_line(error)}"
-                raise PatchlightError(f"sample '{name}' of the data set cannot be read: {told}") from error
+            except Exception as error:  # the user's code may raise anything
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                raise PatchlightError(f"sample '{name}' of the data set cannot be read: {reason}") from error
         return read_item(item, name, self.labels)
 
 
 def read_item(item: Any, name: str, labels: Sequence[str] | None = None) -> Sample:
     """An item of a data set as a sample."""
     if isinstance(item, list | tuple):
-        given, target = (*item, None, None)[:2]
+        image, target = (*item, None, None)[:2]
     else:
-        given, target = item, item if isinstance(item, Mapping) else None
-    if isinstance(given, Mapping):
-        if "image" not in given:
-            keys = ", ".join(map(repr, given))
-            raise PatchlightError(f"sample '{name}' has the keys {keys}, and none is 'image'; it may have {GIVEN}")
-        given = given["image"]
-    image = _picture(given, name)
-    about = target if isinstance(target, Mapping) else {"label": target}
-    label = _label(about.get("label"), name, labels)
-    boxes, mask = _boxes(about.get("boxes"), name), _array(about.get("mask"))
-    if about.get("labels") is not None:
-        label, boxes, mask = _largest(about, label, boxes, name)
-    return Sample(name, image, label, boxes, None if mask is None else _signs(mask, name))
+        image, target = item, item if isinstance(item, Mapping) else None
+    if isinstance(image, Mapping):
+        if "image" not in image:
+            keys = ", ".join(map(repr, image))
+            raise PatchlightError(f"sample '{name}' has the keys {keys}, but not 'image'; the keys are {KEYS}")
+        image = image["image"]
+    annotations = target if isinstance(target, Mapping) else {"label": target}
+    label = _label(annotations.get("label"), name, labels)
+    boxes, mask = _boxes(annotations.get("boxes"), name), _array(annotations.get("mask"))
+    if annotations.get("labels") is not None:
+        label, boxes, mask = _largest(annotations, label, boxes, name)
+    return Sample(name, _picture(image, name), label, boxes, None if mask is None else _signs(mask, name))
 
 
 def _picture(given: Any, name: str) -> Image.Image:
@@ -109,14 +114,14 @@ def _label(given: Any, name: str, labels: Sequence[str] | None) -> int | None:
         return None
     if isinstance(given, str):
         if given not in (labels or ()):
-            raise PatchlightError(f"'{name}' has class '{given}', which is not one; {nearest(given, labels or ())}")
+            raise PatchlightError(f"'{name}' has the unknown class '{given}'; {nearest(given, labels or ())}")
         return list(labels or ()).index(given)
     try:
         return operator.index(given)
     except TypeError as error:
         shape = list(given.shape) if isinstance(given, Tensor | np.ndarray) else None
-        told = f"of shape {shape}" if shape else f"of type {getattr(given, 'dtype', type(given).__name__)}"
-        raise PatchlightError(f"the label of '{name}' is {told}; give the index of one class, or its name") from error
+        kind = f"of shape {shape}" if shape else f"of type {getattr(given, 'dtype', type(given).__name__)}"
+        raise PatchlightError(f"the label of '{name}' is {kind}; give the index or name of one class") from error
 
 
 def _boxes(given: Any, name: str) -> Tensor | None:
@@ -131,15 +136,13 @@ def _boxes(given: Any, name: str) -> Tensor | None:
     return boxes.reshape(-1, 4) if boxes.numel() else None
 
 
-def _largest(about: Mapping[str, Any], label: int | None, boxes: Tensor | None, name: str) -> Objects:
-    """The class of the largest of several objects, unless it is given, and the boxes and mask of that class."""
-    classes, masks = _array(about["labels"]).reshape(-1), _array(about.get("masks"))
+def _largest(target: Mapping[str, Any], label: int | None, boxes: Tensor | None, name: str) -> Objects:
+    """The given class, or that of the largest object, and the boxes and mask of this class."""
+    classes, masks = _array(target["labels"]).reshape(-1), _array(target.get("masks"))
     masks = None if masks is None or not len(masks) else masks.reshape(len(masks), *masks.shape[-2:])
-    for what, found in (("boxes", boxes), ("masks", masks)):
-        if found is not None and len(found) != len(classes):
-            raise PatchlightError(
-                f"'{name}' has {len(classes)} labels and {len(found)} {what}; give one for each object"
-            )
+    for what, each in (("boxes", boxes), ("masks", masks)):
+        if each is not None and len(each) != len(classes):
+            raise PatchlightError(f"'{name}' has {len(classes)} labels and {len(each)} {what}; give one per object")
     if not len(classes):
         return label, None, None
     if label is None:
@@ -148,7 +151,7 @@ def _largest(about: Mapping[str, Any], label: int | None, boxes: Tensor | None, 
         label = _label(classes[int(areas.argmax())], name, None)
     same = classes == label
     if not same.any():
-        raise PatchlightError(f"'{name}' is of class {label}, which none of its objects is; give its own labels")
+        raise PatchlightError(f"'{name}' has class {label}, but none of its objects has; give the objects' labels")
     mask = None if masks is None else (masks[same] > 0).any(0)
     return label, None if boxes is None else boxes[torch.from_numpy(same)], mask
 
@@ -159,7 +162,7 @@ def _array(given: Any) -> Any:
 
 
 def _signs(mask: Any, name: str) -> Tensor:
-    """1 on the object, 0 on the background, -1 where nobody labelled."""
+    """A mask of 1 (object), 0 (background) and -1 (not labelled)."""
     mask = mask[0] if mask.ndim == 3 and len(mask) == 1 else mask
     if mask.ndim != 2:
         raise PatchlightError(f"the mask of '{name}' has shape {list(mask.shape)}; give [H,W]")

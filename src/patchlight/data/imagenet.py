@@ -1,8 +1,7 @@
 """ImageNet's validation images with classes and boxes, from the official files or a CSV.
 
-A class index is the place of the class's synset in the sorted list of the 1,000, as in timm and torchvision. The
-official `ILSVRC2012_validation_ground_truth.txt` numbers classes differently, and is read only beside the table that
-says how.
+A class index is the position of the synset in the sorted list of the 1,000, as in timm and torchvision. The official
+`ILSVRC2012_validation_ground_truth.txt` numbers classes differently and needs a table of its numbers.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ DEVKITS = ("", "data/", "ILSVRC2012_devkit_t12/data/")
 
 @register_data("imagenet")
 def open_imagenet(path: str | Path, labels: str | Path | None = None, boxes: str | Path | None = None) -> Data:
-    """ImageNet's validation images below `path`: folders named by synset, or one flat folder with a label file.
+    """ImageNet's validation images: folders named by synset, or one folder of images with a label file.
 
-    Boxes drawn on a larger copy of the image are scaled. Images come class by class, so that every n-th of them are of
-    all classes.
+    Boxes that refer to a larger copy of the image are scaled. Images are sorted by class, so that every n-th image
+    covers all classes.
 
     Args:
         labels: The official ground truth, `LOC_val_solution.csv`, a `boxes.csv`, or lines `name,label` with a synset or
-            a class index; None: what lies in `path` or beside it.
-        boxes: `boxes.csv` (image, class_index or synset, xmin, ymin, xmax, ymax and perhaps width and height),
-            `LOC_val_solution.csv`, or the folder of the official XML files; None: what lies in `path` or beside it.
+            a class index. Default: a file in the folder or beside it.
+        boxes: `boxes.csv` (image, class_index or synset, xmin, ymin, xmax, ymax, optionally width and height),
+            `LOC_val_solution.csv`, or the folder of the official XML files. Default: those in the folder or beside it.
     """
     root = existing_folder(path, "ImageNet's validation images")
     paths = list_images(first_existing(root / name for name in IMAGE_FOLDERS) or root)
@@ -58,20 +57,20 @@ def open_imagenet(path: str | Path, labels: str | Path | None = None, boxes: str
     if len(images) < len(paths):
         raise PatchlightError(f"'{root}' has {len(paths) - len(images)} images of the same name in different folders")
     places = (root, root.parent)
-    drawn = Path(boxes) if boxes else _found(places, ("boxes.csv", "LOC_val_solution.csv", *XML_FOLDERS))
-    truth = _found(places, [f"{kit}{GROUND_TRUTH}" for kit in DEVKITS])
-    for given in (labels, boxes):
-        if given is not None and not Path(given).exists():
-            raise PatchlightError(f"'{given}' does not exist; give a file with ImageNet's labels or boxes")
-    synsets = _synsets(_found(places, ("classes.csv",)))
-    notes = _read_notes(drawn, images) if drawn is not None and drawn.is_file() else None
+    box_file = Path(boxes) if boxes else _first_in(places, ("boxes.csv", "LOC_val_solution.csv", *XML_FOLDERS))
+    ground_truth = _first_in(places, [f"{kit}{GROUND_TRUTH}" for kit in DEVKITS])
+    for file in (labels, boxes):
+        if file is not None and not Path(file).exists():
+            raise PatchlightError(f"'{file}' does not exist; give a file with ImageNet's labels or boxes")
+    synsets = _synsets(_first_in(places, ("classes.csv",)))
+    notes = _read_notes(box_file, images) if box_file is not None and box_file.is_file() else None
     if labels is not None:
         words = _labels(_read_notes(Path(labels), images))
     elif all(_is_synset(p.parent.name) for p in paths):
         words = {name: p.parent.name for name, p in images.items()}
     elif notes is not None:
         words = _labels(notes)
-    elif (source := truth or drawn) is not None:
+    elif (source := ground_truth or box_file) is not None:
         words = _labels(_read_notes(source, images))
     else:
         raise PatchlightError(
@@ -80,8 +79,9 @@ def open_imagenet(path: str | Path, labels: str | Path | None = None, boxes: str
         )
     numbers = {name: _class_index(word, name, synsets) for name, word in words.items()}
     ordered = sorted(images, key=lambda name: (numbers.get(name, -1), name))
-    sources = {name: _sources(images[name], numbers[name], drawn if notes is None else notes[name]) for name in ordered}
-    annotate = None if drawn is None else partial(_add_boxes, notes)
+    boxes_of = dict.fromkeys(ordered, box_file) if notes is None else notes
+    sources = {name: _sources(images[name], numbers[name], boxes_of[name]) for name in ordered}
+    annotate = None if box_file is None else partial(_add_boxes, notes)
     return Data.of_files("imagenet", ordered, sources.__getitem__, class_names(), annotate)
 
 
@@ -109,7 +109,7 @@ def _synsets(classes: Path | None) -> Mapping[str, int]:
 
 
 def _sources(image: Path, label: int, boxes: Note | Path | None) -> Sources:
-    """The files of one image, with its note or the folder of its XML file, where there are boxes."""
+    """The files of one image; `boxes` is its note, or the folder of its XML file."""
     if boxes is None:
         return Sources([image], label)
     if isinstance(boxes, Path):
@@ -120,7 +120,7 @@ def _sources(image: Path, label: int, boxes: Note | Path | None) -> Sources:
 def _add_boxes(notes: Mapping[str, Note] | None, sample: Sample, sources: Sources) -> Sample:
     note = _read_xml(sources.files[1], sample.name) if notes is None else notes[sample.name]
     if not note.boxes:
-        raise PatchlightError(f"'{sample.name}' has no box; leave the image out")
+        raise PatchlightError(f"'{sample.name}' has no box; remove the image")
     return replace(sample, boxes=scaled(note, sample.image.size, sample.name))
 
 
@@ -129,7 +129,7 @@ def _labels(notes: Mapping[str, Note]) -> dict[str, str]:
 
 
 def _read_notes(path: Path, images: Mapping[str, Path]) -> dict[str, Note]:
-    """What a label or box file says of each image."""
+    """The annotations of each image in a label or box file."""
     if path.is_dir():
         return {name: _read_xml(path / f"{name}.xml", name) for name in images}
     first = read_text(path).partition("\n")[0]
@@ -145,50 +145,50 @@ def _read_notes(path: Path, images: Mapping[str, Path]) -> dict[str, Note]:
 
 
 def _solution(text: str, path: Path) -> Note:
-    """One image of LOC_val_solution.csv: `synset xmin ymin xmax ymax`, once or more."""
+    """One image of LOC_val_solution.csv: `synset xmin ymin xmax ymax`, at least once."""
     words = text.split()
     if not words or len(words) % 5:
-        raise PatchlightError(f"'{path}' has '{text}'; write synset xmin ymin xmax ymax, once or more")
+        raise PatchlightError(f"'{path}' has '{text}'; write synset xmin ymin xmax ymax, at least once")
     groups = [words[i : i + 5] for i in range(0, len(words), 5)]
     return Note(words[0], [tuple(read_number(w, path) for w in group[1:]) for group in groups])
 
 
 def _read_xml(path: Path, name: str) -> Note:
-    """One image of the official annotations, in PASCAL VOC's form."""
+    """One image of the official annotations, in the format of PASCAL VOC."""
     if not path.is_file():
         raise PatchlightError(f"no boxes for image '{name}': '{path}' does not exist")
     text = read_text(path)
     if "<!DOCTYPE" in text or "<!ENTITY" in text:
-        raise PatchlightError(f"'{path}' declares a document type, which ImageNet's annotations never do; not read")
+        raise PatchlightError(f"'{path}' declares a document type, which is refused for safety; remove it")
     try:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
-        raise PatchlightError(f"'{path}' is not sound XML: {error}") from error
+        raise PatchlightError(f"'{path}' is not valid XML: {error}") from error
 
     def number(parent: ElementTree.Element, tag: str) -> float:
         return read_number(parent.findtext(tag, ""), path)
 
     objects = root.findall("object")
     if not objects:
-        raise PatchlightError(f"'{path}' has no object; leave the image out")
+        raise PatchlightError(f"'{path}' has no object; remove the image")
     size = None if root.find("size") is None else (number(root, "size/width"), number(root, "size/height"))
     boxes = [tuple(number(o, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")) for o in objects]
     return Note(objects[0].findtext("name", ""), boxes, size)
 
 
 def _read_ground_truth(path: Path, names: Sequence[str]) -> dict[str, Note]:
-    """The official list: line i is the class of ILSVRC2012_val_<i>, in the numbering of the development kit."""
+    """The official list: line i is the class of ILSVRC2012_val_<i>, numbered as in the development kit."""
     synsets = _devkit_synsets(path)
     lines = read_text(path).split()
     notes = {}
     for name in names:
         match = re.search(r"_val_(\d{8})$", name)
-        place = int(match[1]) if match else 0
-        if not 1 <= place <= len(lines):
+        line = int(match[1]) if match else 0
+        if not 1 <= line <= len(lines):
             raise PatchlightError(
                 f"'{path}' has no line for image '{name}'; its {len(lines)} lines are for ILSVRC2012_val_00000001, …"
             )
-        number = int(read_number(lines[place - 1], path))
+        number = int(read_number(lines[line - 1], path))
         if number not in synsets:
             raise PatchlightError(f"'{name}' has class {number} in '{path}'; classes there are 1 to {len(synsets)}")
         notes[name] = Note(synsets[number])
@@ -205,12 +205,12 @@ def _devkit_synsets(path: Path) -> dict[int, str]:
         from scipy.io import loadmat
 
         try:
-            found = np.atleast_1d(loadmat(meta, squeeze_me=True)["synsets"])
-            return {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in found if int(row["ILSVRC2012_ID"]) <= 1000}
-        except Exception as error:  # a damaged file makes scipy raise all kinds of exceptions
+            synsets = np.atleast_1d(loadmat(meta, squeeze_me=True)["synsets"])
+            return {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets if int(row["ILSVRC2012_ID"]) <= 1000}
+        except Exception as error:  # scipy raises all kinds of exceptions for damaged files
             raise PatchlightError(f"'{meta}' is not the meta.mat of ImageNet's development kit: {error}") from error
     raise PatchlightError(
-        f"'{path}' numbers classes as the development kit does, not as models do; put the kit's meta.mat or "
+        f"'{path}' has the class numbers of the development kit, not those of models; put the kit's meta.mat or "
         "map_clsloc.txt beside it, or give labels by synset"
     )
 
@@ -222,11 +222,9 @@ def _is_synset(word: str) -> bool:
 def _class_index(word: str, name: str, synsets: Mapping[str, int]) -> int:
     index = int(word) if word.isdecimal() else synsets.get(word, -1)
     if not 0 <= index < 1000:
-        raise PatchlightError(
-            f"'{name}' has class '{word}'; ImageNet's classes are 0 to 999 or a synset like n01440764"
-        )
+        raise PatchlightError(f"'{name}' has class '{word}'; give 0 to 999 or a synset such as n01440764")
     return index
 
 
-def _found(places: Sequence[Path], names: Sequence[str]) -> Path | None:
+def _first_in(places: Sequence[Path], names: Sequence[str]) -> Path | None:
     return first_existing(place / name for place in places for name in names)

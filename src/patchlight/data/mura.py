@@ -1,4 +1,4 @@
-"""MURA's radiographs, whose class is in their path."""
+"""MURA's radiographs; the class is in the path."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from patchlight.data.base import Data, Sources, existing_folder, read_text, regi
 
 @register_data("mura")
 def open_mura(path: str | Path, split: str = "valid", part: str | None = None) -> Data:
-    """MURA-v1.1: class 1 where the study's folder ends in `_positive` (abnormal), 0 where in `_negative`.
+    """MURA-v1.1: class 1 if the folder of the study ends with `_positive` (abnormal), 0 if with `_negative`.
 
     Args:
-        split: "valid" or "train", listed in `valid_image_paths.csv` or else walked.
-        part: A body part, as XR_WRIST; None: all.
+        split: "valid" or "train": the images in `valid_image_paths.csv`, or all in the folder without such a file.
+        part: A body part such as XR_WRIST; by default all.
     """
     root = existing_folder(path, "MURA-v1.1")
     root = root / "MURA-v1.1" if (root / "MURA-v1.1").is_dir() else root
@@ -43,5 +43,5 @@ def open_mura(path: str | Path, split: str = "valid", part: str | None = None) -
 def _study_class(name: str, labels: Sequence[str]) -> int:
     ending = Path(name).parent.name.rpartition("_")[2]
     if ending not in labels:
-        raise PatchlightError(f"the folder of '{name}' ends neither in _positive nor in _negative, so it has no class")
+        raise PatchlightError(f"the folder of '{name}' ends with neither _positive nor _negative, so it has no class")
     return labels.index(ending)

@@ -1,4 +1,4 @@
-"""What a file says of an image, and boxes as CSV."""
+"""Annotations of an image in a file, and boxes in CSV files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patchlight.data.base import read_number, read_table
 
 @dataclass(frozen=True)
 class Note:
-    """What a file says of one image: its synset or class index, boxes, and the size of the image they were drawn on."""
+    """The annotations of one image: its synset or class index, boxes, and the size of the image that they refer to."""
 
     label: str
     boxes: list[tuple[float, ...]] = field(default_factory=list)
@@ -22,9 +22,11 @@ class Note:
 
 
 def read_boxes(path: Path, called: Callable[[str], str]) -> dict[str, Note]:
-    """A CSV file with a line a box: image, xmin, ymin, xmax, ymax, and perhaps class, and the image's width and height.
+    """Read a CSV file with one line per box: image, xmin, ymin, xmax, ymax, optionally class, width and height.
 
-    `called` makes the name that images are looked up by of the one in the file.
+    Args:
+        path: The file.
+        called: From the name of an image in the file to the name that it is looked up by.
     """
     rows = read_table(path, ("image", "xmin", "ymin", "xmax", "ymax"))
     notes: dict[str, Note] = {}
@@ -39,7 +41,7 @@ def read_boxes(path: Path, called: Callable[[str], str]) -> dict[str, Note]:
 
 
 def scaled(note: Note, size: tuple[int, int], name: str) -> torch.Tensor:
-    """The boxes in the pixels of the image; they may have been drawn on a copy of another size, but not shape."""
+    """The boxes in the pixels of the image; they may refer to a copy of another size but the same proportions."""
     boxes = torch.tensor(note.boxes)
     width, height = size
     if note.size is None or min(note.size) <= 0 or note.size == (width, height):
@@ -47,7 +49,7 @@ def scaled(note: Note, size: tuple[int, int], name: str) -> torch.Tensor:
     x, y = width / note.size[0], height / note.size[1]
     if abs(x / y - 1) > 0.02:
         raise PatchlightError(
-            f"the boxes of '{name}' were drawn on {note.size[0]:g} x {note.size[1]:g} pixels, which is not the shape "
-            f"of its image of {width} x {height}"
+            f"the boxes of '{name}' refer to an image of {note.size[0]:g} x {note.size[1]:g} pixels, but it has "
+            f"{width} x {height}, which are other proportions"
         )
     return boxes * boxes.new_tensor([x, y, x, y])

@@ -1,4 +1,4 @@
-"""Images with masks: ImageNet-S, ImageNet-Segmentation and the trimaps of Oxford-IIIT Pet."""
+"""Images with masks: ImageNet-S, ImageNet-Segmentation and Oxford-IIIT Pet."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ NO_CLASS = -2
 def open_imagenet_s(path: str | Path, split: str = "validation", categories: str | Path | None = None) -> Data:
     """ImageNet-S: images in `validation/SYNSET/`, masks in `validation-segmentation/SYNSET/` as PNG.
 
-    A mask's pixel is the class id R + 256 G: 0 is another class, 1000 is ignored, i the i-th of the sorted synsets. The
-    class of an image is the one with the largest area on the model's input, its mask 1 there and 0 elsewhere.
+    The class id of a pixel is R + 256 G: 0 is another class, 1000 is ignored, and i is the i-th of the sorted synsets.
+    The class of an image is the one with the largest area on the model's input; its mask is 1 there and 0 elsewhere.
 
     Args:
         split: The name of the folder of images.
-        categories: A file of synsets, `ImageNetS_categories_im919.txt`; None: the one in the folder or above it (a
-            complete set of class folders says the same).
+        categories: A file of synsets, `ImageNetS_categories_im919.txt`. Default: the one in the folder or above it, or
+            else a complete set of class folders.
     """
     root = existing_folder(path, "ImageNet-S")
     folder, masks = root / split, root / f"{split}-segmentation"
@@ -50,7 +50,7 @@ def open_imagenet_s(path: str | Path, split: str = "validation", categories: str
         existing_folder(needed, f"ImageNet-S ({needed.name})")
     paths = {escape_surrogates(p.stem): p for p in list_images(folder)}
     table = _class_table(_categories(root, masks, categories))
-    values, known = json_digest(table.tolist()), {"labels", "masks"}  # the class is the mask's to tell, by the table
+    values, known = json_digest(table.tolist()), {"labels", "masks"}  # the mask determines the class, by the table
     sources = {
         name: Sources([p, (masks / p.relative_to(folder)).with_suffix(".png")], values=values, known=known)
         for name, p in paths.items()
@@ -64,13 +64,13 @@ def open_imagenet_s(path: str | Path, split: str = "validation", categories: str
 def open_imagenet_segmentation(path: str | Path) -> Data:
     """ImageNet-Segmentation (Guillaumin et al.): `gtsegs_ijcv.mat`, 4,276 images with one object each.
 
-    Read with h5py (`pip install 'patchlight[segmentation]'`). An image has a label if its synset is one of ImageNet's
+    Needs h5py (`pip install 'patchlight[segmentation]'`). An image has a label if its synset is one of ImageNet's
     1,000; the papers explain the predicted class.
     """
     file = Path(path)
     file = file / "gtsegs_ijcv.mat" if file.is_dir() else file
     if not file.is_file():
-        raise PatchlightError(f"'{file}' does not exist; give gtsegs_ijcv.mat or the folder it lies in")
+        raise PatchlightError(f"'{file}' does not exist; give gtsegs_ijcv.mat or its folder")
     with _open_mat(file) as mat:
         missing = [key for key in ("value/img", "value/gt") if key not in mat]
         if missing:
@@ -84,11 +84,11 @@ def open_imagenet_segmentation(path: str | Path) -> Data:
 def open_pets(path: str | Path, split: str = "all") -> Data:
     """Oxford-IIIT Pet: `images/` and `trimaps/` (or `annotations/trimaps/`): 1 animal, 2 background, 3 border.
 
-    The border is not labelled. Classes are the breeds, in alphabetical order.
+    The border counts as not labelled. Classes are the breeds in alphabetical order.
 
     Args:
-        split: "trainval" or "test": the images of `annotations/trainval.txt` or `test.txt`; "all": those of `list.txt`,
-            or else every image.
+        split: "trainval" or "test": the images in `annotations/trainval.txt` or `test.txt`; "all": those in `list.txt`,
+            or all images without such a file.
     """
     root = existing_folder(path, "Oxford-IIIT Pet")
     images = existing_folder(root / "images", "its images")
@@ -123,7 +123,7 @@ def _add_regions(table: torch.Tensor, sample: Sample, sources: Sources) -> Sampl
 
 
 def _class_table(synsets: Sequence[str]) -> torch.Tensor:
-    """ImageNet-S class id to class index: -1 for what belongs to no class."""
+    """The class index of each class id of ImageNet-S; -1 for ids without a class."""
     table = torch.full((IGNORED + 2,), NO_CLASS, dtype=torch.int16)
     table[0] = table[IGNORED] = -1
     for i, synset in enumerate(sorted(synsets), start=1):
@@ -134,7 +134,7 @@ def _class_table(synsets: Sequence[str]) -> torch.Tensor:
 
 
 def _categories(root: Path, masks: Path, given: str | Path | None) -> list[str]:
-    """The synsets of this ImageNet-S, from its list, or from class folders where none can be missing."""
+    """The synsets of this ImageNet-S, from its list, or from a complete set of class folders."""
     if given is not None:
         return read_text(Path(given)).split()
     above = (root, *root.resolve().parents[:2])
@@ -149,8 +149,8 @@ def _categories(root: Path, masks: Path, given: str | Path | None) -> list[str]:
     if len(folders) in (50, 300, 919):
         return folders
     raise PatchlightError(
-        f"which classes the ids of '{masks}' mean is not known; give categories=, the ImageNetS_categories_im*.txt of "
-        "the data set"
+        f"the classes of the ids in '{masks}' are not known; give categories=, the ImageNetS_categories_im*.txt of the "
+        "data set"
     )
 
 
@@ -167,7 +167,7 @@ def _open_mat(file: Path) -> Any:
 
 def _read_mat(file: Path, name: str) -> Sample:
     index = int(name.rpartition("-")[2])
-    with _open_mat(file) as mat:  # opened anew each time: threads and processes share no handle
+    with _open_mat(file) as mat:  # opened again each time: threads and processes cannot share a handle
 
         def array(key: str) -> Any:
             value = mat[key][index, 0]
@@ -176,24 +176,22 @@ def _read_mat(file: Path, name: str) -> Sample:
             return mat[value][()]
 
         try:
-            pixels, drawn = array("value/img"), array("value/gt")
-            told = "".join(map(chr, array("value/id").ravel())) if "value/id" in mat else ""
+            pixels, mask = array("value/img"), array("value/gt")
+            image_id = "".join(map(chr, array("value/id").ravel())) if "value/id" in mat else ""
         except (OSError, KeyError, ValueError, TypeError) as error:
             raise PatchlightError(f"'{name}' of '{file}' cannot be read: {error}") from error
-    if pixels.ndim != 3 or pixels.shape[0] != 3 or pixels.dtype != np.uint8 or drawn.ndim != 2:
-        raise PatchlightError(f"'{name}' of '{file}' is no RGB image with a mask: {pixels.shape}, {drawn.shape}")
+    if pixels.ndim != 3 or pixels.shape[0] != 3 or pixels.dtype != np.uint8 or mask.ndim != 2:
+        raise PatchlightError(f"'{name}' of '{file}' is not an RGB image with a mask: {pixels.shape}, {mask.shape}")
     # MATLAB stores columns first: [C,W,H] and [W,H]
-    mask = torch.from_numpy(np.where(drawn == 1, 1, np.where(drawn == 0, 0, -1)).astype(np.int8).T.copy())
+    signs = torch.from_numpy(np.where(mask == 1, 1, np.where(mask == 0, 0, -1)).astype(np.int8).T.copy())
     image = Image.fromarray(np.ascontiguousarray(pixels.transpose(2, 1, 0)))
-    return Sample(name, image, synset_indices().get(told.partition("_")[0]), mask=mask)
+    return Sample(name, image, synset_indices().get(image_id.partition("_")[0]), mask=signs)
 
 
 def _add_trimap(sample: Sample, sources: Sources) -> Sample:
     trimap = np.asarray(open_mask(sources.files[1]))
     if trimap.ndim != 2 or not np.isin(trimap, (1, 2, 3)).all():
-        raise PatchlightError(
-            f"the trimap of '{sample.name}' has other values than 1 (animal), 2 (background), 3 (border)"
-        )
+        raise PatchlightError(f"the trimap of '{sample.name}' has values other than 1, 2 and 3")
     return replace(sample, mask=torch.from_numpy(np.array([0, 1, 0, -1], dtype=np.int8)[trimap]))
 
 

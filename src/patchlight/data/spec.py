@@ -1,4 +1,4 @@
-"""The images as options and recipes name them: a kind, a place, and which of them."""
+"""The data of recipes and command-line options: kind, path and selection of images."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from patchlight.data import KINDS, Data, open_data, read_list
 
 
 class DataSpec(Spec):
-    """The images: kind, path and options for `open_data`, and which of them.
+    """A data set and a selection of its images.
 
-    `list` is a text file of names or indices, one per line; without it, all images in the data set's own order. The
-    other keys choose among these: the first `skip` are left out, then every `every`-th is taken, and of the rest
-    `images` are picked `spread` evenly, `first`, or at `random` (seeded). `stands_for` is the recipe's kind in whose
-    place the user gave this one.
+    Attributes:
+        kind: The kind, as in `open_data`.
+        path: The path, as in `open_data`.
+        options: Options, as in `open_data`.
+        list: A text file with one name or index per line. Default: all images in the order of the data set.
+        skip: Skip this many of the first images.
+        every: Then keep every n-th image.
+        images: Use this many of the remaining images.
+        pick: Pick them evenly "spread", the "first", or at "random" (seeded).
+        stands_for: The kind in the recipe, if the user replaced it by another.
     """
 
     kind: str
@@ -35,12 +41,12 @@ class DataSpec(Spec):
 
     @property
     def meaning(self) -> dict[str, Any]:
-        """The options that are no paths: not where the data are, but what is read of them."""
+        """The options that are not paths."""
         hints = get_type_hints(KINDS.find(self.kind).function)
         return {name: value for name, value in self.options.items() if Path not in get_args(hints.get(name))}
 
     def at(self, given: str) -> DataSpec:
-        """The data at `DIR` or `KIND:DIR`. Another kind has neither these options nor this list of images."""
+        """The data at `DIR` or `KIND:DIR`; the options and the list of images are dropped for another kind."""
         kind, path = kind_and_path(given)
         if kind == "" or KINDS.find(kind) is KINDS.lookup(self.kind):
             return self.model_copy(update={"path": path})
@@ -49,38 +55,34 @@ class DataSpec(Spec):
         )
 
     def with_list(self, file: str) -> DataSpec:
-        """The images that a file lists, in place of those this chooses."""
+        """The images that a file lists, instead of this selection."""
         return self.model_copy(update={"list": file, "skip": 0, "every": 1, "images": None})
 
     def check_given(self) -> None:
-        """Refuse data of which nobody has said where they are."""
+        """Raise an error if the path is missing."""
         if not self.path and not KINDS.find(self.kind).made_up:
             raise PatchlightError(
                 f"the recipe needs '{self.kind}' data; name its folder with --images FOLDER (and --data KIND)"
             )
 
     def open(self, **options: Any) -> Data:
-        """The whole data set, with these options besides its own."""
+        """Open the complete data set with these additional options."""
         self.check_given()
         return open_data(self.kind, self.path, **{**self.options, **options})
 
     def chosen(self, names: Sequence[str], seed: int = 0) -> Sequence[int]:
-        """The indices of the images to use, out of all `names` of the data set.
-
-        All that `list`, `skip` and `every` leave are used where `images` is not given, or is larger.
-        """
-        every = range(len(names)) if self.list is None else read_list(self.list, names)
-        listed = every[self.skip :: self.every]
-        left = len(listed)
-        if left < 1:
-            skipped = f" behind the first {self.skip}" if every else ""
+        """The indices of the selected images among the `names` of the data set."""
+        listed = range(len(names)) if self.list is None else read_list(self.list, names)
+        kept = listed[self.skip :: self.every]
+        if not kept:
+            skipped = f" after the first {self.skip}" if listed else ""
             raise PatchlightError(f"there are no images in '{self.list or self.path}'{skipped}")
-        count = left if self.images is None else min(self.images, left)
-        if self.pick == "random" and count < left:
-            drawn = torch.randperm(left, generator=torch.Generator().manual_seed(seed))[:count]
-            return [listed[i] for i in sorted(drawn.tolist())]
-        reach = left if self.pick == "spread" else count
-        return [listed[i * reach // count] for i in range(count)]
+        count = len(kept) if self.images is None else min(self.images, len(kept))
+        if self.pick == "random" and count < len(kept):
+            sampled = torch.randperm(len(kept), generator=torch.Generator().manual_seed(seed))[:count]
+            return [kept[i] for i in sorted(sampled.tolist())]
+        reach = len(kept) if self.pick == "spread" else count
+        return [kept[i * reach // count] for i in range(count)]
 
 
 def kind_and_path(given: str) -> tuple[str, str]:

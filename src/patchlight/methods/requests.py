@@ -151,7 +151,7 @@ def resolve(
     values = resolve_settings(name, known, start, given, ["preset", "score", *options])
     own_score = given_score or start_score or score or method.score
     if not callable(own_score) and own_score not in get_args(ScoreName):
-        raise PatchlightError(f"score {own_score!r} is not known; {SCORES}")
+        raise PatchlightError(f"unknown score {own_score!r}; {SCORES}")
     chosen_score = given_score is not None or score is not None
     return Request(label, name, method, composition, rule, values, own_score, chosen_score)
 
@@ -279,9 +279,9 @@ def _no_score(request: Request, vit: Anatomy) -> str | None:
     """Why the number to be explained does not exist; None where it does."""
     if request.score == "probability" and request.chosen_score:
         reason = vit.outputs.no_probability(vit.classes)
-        return None if reason is None else f"{vit.name} gives no probabilities: {reason}; score='logit' works"
+        return None if reason is None else f"{vit.name} has no probabilities: {reason}; score='logit' works"
     if request.score == "cosine" and vit.outputs.scale is None:
-        return f"the logits of {vit.name} are made of no cosines; score='logit' explains them as they are"
+        return f"the logits of {vit.name} are not computed from cosines; score='logit' explains them as they are"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What there is: every method and metric with all that is told of it, as rows of plain values."""
+"""Every method and metric with its description, as rows of plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from patchlight.metrics.base import list_metrics, resolve_metric
 
 
 def method_rows(vit: Anatomy | None = None) -> list[dict[str, Any]]:
-    """What `list_methods` tells of every method, its text, and what may follow its name."""
+    """The rows of `list_methods` with descriptions, presets, and the compositions and rules that may follow a name."""
     rows = []
     for info in list_methods(vit):
         method = METHODS[info.name]
@@ -40,7 +40,7 @@ def _may_follow(name: str, word: str) -> bool:
 
 
 def composed_row(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """The row of a name with a composition or a rule behind it, which have settings and texts of their own."""
+    """The row of a name with a composition or rule, including their settings and descriptions."""
     request = resolve(name)
     composition = request.composition
     row = next(row for row in rows if row["name"] == request.method.name)
@@ -56,5 +56,5 @@ def composed_row(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]
 
 
 def metric_rows() -> list[dict[str, Any]]:
-    """What `list_metrics` tells of every metric, and its text."""
+    """The rows of `list_metrics` with descriptions."""
     return [{**asdict(info), "text": resolve_metric(info.name).metric.text} for info in list_metrics()]

@@ -1,4 +1,4 @@
-"""One measurement: what a metric says of a method's map of one image."""
+"""One measurement: the value of a metric for a method's map of one image."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Cell:
         image: The name of the image.
         method: The label of the method.
         metric: The label of the metric.
-        value: The number, or None where there is none.
-        note: Why the value does not exist, or says little.
+        value: The number, or None.
+        note: Why there is no value, or why it is not informative.
         error: Why explaining or measuring failed.
-        target: The class that was explained.
-        curve: The metric's curve, where it has one.
-        parts: The flat columns that a micro average is made of.
+        target: The explained class.
+        curve: The metric's curve, if it has one.
+        parts: The flat columns of a micro average.
         measure_seconds: Time of measuring this image.
         explain_seconds: Time of the pass that explained this image.
-        shared_by: How many methods share that pass.
+        shared_by: The number of methods that share this pass.
     """
 
     image: str
@@ -40,5 +40,5 @@ class Cell:
 
     @property
     def reason(self) -> str:
-        """Why there is no value, or why it says little."""
+        """Why there is no value, or why it is not informative."""
         return self.error or self.note

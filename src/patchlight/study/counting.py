@@ -1,6 +1,6 @@
-"""The counting-patches task end to end: a ViT that counts red patches, DiffMask on it, and a verdict for every method.
+"""The counting task: train a ViT that counts red patches, train DiffMask on it, and score all methods.
 
-Only the red patches matter to the count, or only the others: a faithful mask is one of these two sets, on every grid.
+The red patches alone determine the count, and so do the others: a faithful mask is one of these two sets.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from patchlight.trained.diffmask.train import train
 SizeName = Literal["small", "base"]
 METHODS = ("gradcam", "rollout", "transatt", "genatt", "tis", "vit-cx", "decompx.skipplus", "tokentm", "random")
 ENOUGH = 0.95
-"""The share of grids on which DiffMask must be exact."""
+"""The share of grids on which DiffMask should be exact."""
 
 
 @dataclass(frozen=True)
 class CountingSize:
-    """A size of the task: the ViT, how it is trained, and how many steps our default takes on it."""
+    """A size of the task: the ViT, its training, and the number of steps of DiffMask."""
 
     width: int
     depth: int
@@ -55,24 +55,24 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "paper": {"steps": 3750},
     "authors": {"steps": 7500, "batch_size": 8, "gates": "weighted"},
 }
-"""The published schedule of this task: 100 epochs of 600 grids, as the text and as the released checkpoint have it."""
+"""The published schedules of this task: 100 epochs of 600 grids, in the paper and in the released checkpoint."""
 
 
 def gate_settings(size: CountingSize, preset: str = "default", **changes: Any) -> DiffMaskSettings:
-    """How the gates of a preset are trained on this task."""
+    """The settings of DiffMask on this task."""
     return DiffMaskSettings.preset(preset, **{**SCHEDULES.get(preset, {"steps": size.steps}), **changes})
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """On what share of the grids a binarised map is the red set, or its complement; the better of the two counts."""
+    """The share of grids on which a binarised map is exactly the red set, or its complement."""
 
     method: str
     red: float
     complement: float
     threshold: float
     normalised: bool
-    """Whether the threshold is on maps stretched to [0, 1] grid by grid."""
+    """Whether the threshold applies to maps that are scaled to [0, 1] per grid."""
 
     @property
     def exact(self) -> float:
@@ -84,11 +84,11 @@ def train_counter(
     seed: int = 0,
     device: str = "cpu",
     distractors: int = 5,
-    tell: Callable[[int, float], None] | None = None,
+    report: Callable[[int, float], None] | None = None,
 ) -> Anatomy:
-    """A ViT trained until it counts every validation grid right, with a margin; refused if it never does."""
+    """Train a ViT until it counts every validation grid correctly with a margin; an error if it never does."""
     grids = counting_grids(6000, seed, "train", distractors)
-    held = counting_grids(500, seed, "validation", distractors)
+    validation = counting_grids(500, seed, "validation", distractors)
     images, labels = grids.images.to(device), grids.labels.to(device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -100,27 +100,27 @@ def train_counter(
     for step in range(1, size.vit_steps + 1):
         for group in optimiser.param_groups:
             group["lr"] = size.rate * min(1.0, step / 100)
-        chosen = torch.randint(len(grids), (size.batch,), generator=generator).to(device)
-        loss = F.cross_entropy(model(images[chosen]), labels[chosen])
+        batch = torch.randint(len(grids), (size.batch,), generator=generator).to(device)
+        loss = F.cross_entropy(model(images[batch]), labels[batch])
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         if step % 100 == 0:
             vit = counter(model)
-            logits = vit.logits(held.images)
-            accuracy = float((logits.argmax(1).cpu() == held.labels).float().mean())
-            sure = float(F.cross_entropy(logits, held.labels.to(device)))
-            if tell is not None:
-                tell(step, accuracy)
-            if accuracy == 1 and sure < 0.02:
+            logits = vit.logits(validation.images)
+            accuracy = float((logits.argmax(1).cpu() == validation.labels).float().mean())
+            loss = F.cross_entropy(logits, validation.labels.to(device))
+            if report is not None:
+                report(step, accuracy)
+            if accuracy == 1 and float(loss) < 0.02:
                 model.eval().requires_grad_(False)
                 return vit
-    raise PatchlightError(f"the ViT counts only {accuracy:.1%} right after {size.vit_steps} steps; take another seed")
+    raise PatchlightError(f"the accuracy of the ViT is {accuracy:.1%} after {size.vit_steps} steps; try another seed")
 
 
 def untrained_counter(size: CountingSize) -> nn.Module:
-    """A ViT of this size for the task, with random weights."""
+    """A ViT of this size with random weights."""
     from timm.models.vision_transformer import VisionTransformer
 
     shape: dict[str, Any] = {"embed_dim": size.width, "depth": size.depth, "num_heads": size.heads}
@@ -129,12 +129,12 @@ def untrained_counter(size: CountingSize) -> nn.Module:
 
 
 def read_task(folder: str | Path, size: CountingSize = SIZES["small"]) -> tuple[Anatomy, DiffMask]:
-    """The ViT and the explainer that `run` has left in a folder."""
+    """The ViT and the explainer that `run` wrote to a folder."""
     from safetensors.torch import load_file
 
     weights = Path(folder) / "vit.safetensors"
     if not weights.is_file():
-        raise PatchlightError(f"'{folder}' holds no counting task; make one with `patchlight diffmask counting --out`")
+        raise PatchlightError(f"'{folder}' has no counting task; create one with `patchlight diffmask counting --out`")
     model = untrained_counter(size)
     model.load_state_dict(load_file(weights))
     vit = counter(model.eval().requires_grad_(False))
@@ -142,12 +142,10 @@ def read_task(folder: str | Path, size: CountingSize = SIZES["small"]) -> tuple[
 
 
 def counter(model: nn.Module) -> Anatomy:
-    """A counting ViT, wrapped."""
+    """The anatomy of a counting ViT."""
     half = (0.5, 0.5, 0.5)
-    side = SIDE * PATCH
-    return wrap(
-        model, name="counting", labels=[str(n) for n in range(10)], preprocess=Preprocess((side, side), half, half)
-    )
+    preprocess = Preprocess((SIDE * PATCH, SIDE * PATCH), half, half)
+    return wrap(model, name="counting", labels=[str(n) for n in range(10)], preprocess=preprocess)
 
 
 def loader_of(grids: CountingGrids, batch: int, device: str = "cpu") -> DataLoader[Any]:
@@ -156,72 +154,76 @@ def loader_of(grids: CountingGrids, batch: int, device: str = "cpu") -> DataLoad
 
 
 def best_threshold(scores: Tensor, inside: Tensor) -> tuple[float, float]:
-    """The share of rows [n,P] with {scores > t} = `inside`, and t, for the t at which it is largest.
+    """The largest share of rows [n,P] with {scores > t} = `inside` over all thresholds t, and its threshold.
 
-    A row is exact for t in [max outside, min inside), so t is the point that most of these intervals hold.
+    A row is exact for t in [max outside, min inside), so the best t lies in most of these intervals.
     """
     low = scores.masked_fill(inside, -torch.inf).amax(1).double()
     high = scores.masked_fill(~inside, torch.inf).amin(1).double()
-    holding = (low[:, None] <= low[None]) & (low[None] < high[:, None])
-    share, which = holding.double().mean(0).max(0)
+    contained = (low[:, None] <= low[None]) & (low[None] < high[:, None])
+    share, which = contained.double().mean(0).max(0)
     return float(share), float(low[which])
 
 
 def judge(name: str, maps: Tensor, red: Tensor, threshold: float | None = None) -> Exactness:
-    """How exact maps [n,3,3] are: at `threshold`, or at the best one, of raw or of stretched maps."""
+    """The exactness of maps [n,3,3] at a threshold, or at the best one, of raw or scaled maps."""
     scores, inside = maps.flatten(1), red.flatten(1)
     if threshold is not None:
         mask = scores > threshold
-        shares = [float((mask == want).all(1).double().mean()) for want in (inside, ~inside)]
+        shares = [float((mask == expected).all(1).double().mean()) for expected in (inside, ~inside)]
         return Exactness(name, shares[0], shares[1], threshold, False)
     span = (scores.amax(1, keepdim=True) - scores.amin(1, keepdim=True)).clamp_min(1e-12)
-    found = []
+    candidates = []
     for normalised, values in ((False, scores), (True, (scores - scores.amin(1, keepdim=True)) / span)):
         (a, at_a), (b, at_b) = best_threshold(values, inside), best_threshold(values, ~inside)
-        found.append(Exactness(name, a, b, at_a if a >= b else at_b, normalised))
-    return max(found, key=lambda v: v.exact)
+        candidates.append(Exactness(name, a, b, at_a if a >= b else at_b, normalised))
+    return max(candidates, key=lambda v: v.exact)
 
 
 def judge_methods(
-    vit: Anatomy, explainer: DiffMask, grids: CountingGrids, seed: int, tell: Callable[[str], None]
+    vit: Anatomy, explainer: DiffMask, grids: CountingGrids, seed: int, report: Callable[[str], None]
 ) -> list[Exactness]:
-    """DiffMask at its own threshold 0.5, and each other method at its best."""
+    """Score DiffMask at its threshold of 0.5, and each other method at its best threshold."""
 
     def maps(name: str, **settings: Any) -> Tensor:
-        with warnings.catch_warnings():  # a grid of red patches alone, or of none, has a constant map
+        with warnings.catch_warnings():  # a grid with only red patches, or none, has a constant map
             warnings.simplefilter("ignore", DegenerateMap)
-            found: Tensor = explain(vit, grids.images, name, seed=seed, **settings).scores
-        return found
+            scores: Tensor = explain(vit, grids.images, name, seed=seed, **settings).scores
+        return scores
 
     rows = [judge("diffmask", maps("diffmask", explainer=explainer), grids.red, 0.5)]
     for name in METHODS:
-        tell(name)
+        report(name)
         rows.append(judge(name, F.adaptive_avg_pool2d(maps(name), SIDE), grids.red))
     return rows
 
 
 @dataclass(frozen=True)
 class CountingTask:
-    """Which ViT is trained, by which preset its gates are, and on how many held-out grids all methods are judged."""
+    """The settings of a run.
+
+    Attributes:
+        size: "small", or "base" for the paper's ViT-Base.
+        preset: The preset of `DiffMaskSettings`.
+        seed: Random seed of the grids, the ViT and the gates.
+        device: The device of the ViT.
+        distractors: The number of colours besides red.
+        grids: The number of held-out grids that methods are scored on.
+        changes: Settings of DiffMask that differ from the preset.
+    """
 
     size: str = "small"
-    """`small`, or `base` for the paper's ViT-Base."""
     preset: str = "default"
-    """The preset of `DiffMaskSettings`."""
     seed: int = 0
-    """Seed of the grids, the ViT and the gates."""
     device: str = "cpu"
     distractors: int = 5
-    """Colours besides red."""
     grids: int = 100
-    """Held-out grids to judge on."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the gates that differ from the preset."""
 
 
 @dataclass(frozen=True)
 class CountingResult:
-    """How exact each method is, DiffMask first, and the explainer."""
+    """The exactness of each method, DiffMask first, and the explainer."""
 
     rows: list[Exactness]
     explainer: DiffMask
@@ -230,35 +232,37 @@ class CountingResult:
 def run(
     out: str | Path,
     task: CountingTask | None = None,
-    tell: Callable[[str], None] = lambda words: None,
+    report: Callable[[str], None] = lambda words: None,
     callback: Callback | None = None,
 ) -> CountingResult:
-    """Train the ViT and DiffMask and judge all methods on held-out grids.
+    """Train the ViT and DiffMask, and score all methods on held-out grids.
 
     Args:
-        out: Folder for the ViT, the explainer and the table.
-        task: What is trained and judged; `CountingTask()` by default.
-        tell: Called with a line about each stage.
+        out: The folder for the ViT, the explainer and the table.
+        task: The settings; by default `CountingTask()`.
+        report: Called with a line about each stage.
         callback: Called with the `DiffMaskProgress` of the gates.
     """
     from safetensors.torch import save
 
     task, out = task or CountingTask(), Path(out)
     if task.size not in SIZES:
-        raise PatchlightError(f"no size of the counting task is called '{task.size}'; give {' or '.join(SIZES)}")
+        raise PatchlightError(f"unknown size '{task.size}' of the counting task; give {' or '.join(SIZES)}")
     size, seed = SIZES[task.size], task.seed
     settings = gate_settings(size, task.preset, **{"seed": seed, **task.changes})
-    tell("training the ViT")
-    vit = train_counter(
-        size, seed, task.device, task.distractors, lambda step, right: tell(f"ViT step {step}: {right:.1%} right")
-    )
+    report("training the ViT")
+
+    def report_step(step: int, accuracy: float) -> None:
+        report(f"ViT step {step}: accuracy {accuracy:.1%}")
+
+    vit = train_counter(size, seed, task.device, task.distractors, report_step)
     weights = {name: value.cpu().contiguous() for name, value in vit.model.state_dict().items()}
     write_atomic(out / "vit.safetensors", save(weights))
-    tell("training DiffMask")
+    report("training DiffMask")
     loader = loader_of(counting_grids(6000, seed, "train", task.distractors), settings.batch_size, task.device)
     explainer = train(vit, loader, settings, callback, out / "diffmask", resume=False)
-    held = counting_grids(task.grids, seed, "test", task.distractors)
-    rows = judge_methods(vit, explainer, held, seed, lambda name: tell(f"judging {name}"))
+    held_out = counting_grids(task.grids, seed, "test", task.distractors)
+    rows = judge_methods(vit, explainer, held_out, seed, lambda name: report(f"scoring {name}"))
     write_atomic(out / "verdicts.json", json.dumps([asdict(r) for r in rows], indent=1).encode() + b"\n")
     write_atomic(out / "verdicts.md", table(rows).encode())
     return CountingResult(rows, explainer)

@@ -1,4 +1,4 @@
-"""`evaluate`: measure maps of images by metrics."""
+"""`evaluate`: measure maps of images with metrics."""
 
 from __future__ import annotations
 
@@ -56,27 +56,39 @@ def evaluate(
     current: bool = False,
     **settings: Any,
 ) -> Evaluation | Evaluations:
-    """Measure maps of images: an Attribution, an array [B,h,w], a method's name, or a callable that explains.
+    """Measure maps of images with metrics.
 
-    A dict of these, such as `explain` gives for several methods, or a list of names gives a dict by label. `images`
-    and `progress` are as in `explain`: a generator or DataLoader is read as it comes, and explained with the methods
-    that are given by name (or as a dict with their settings), all in one pass. A callable takes (vit, images [B,C,H,W],
-    targets, seed) and gives maps [B,h,w].
+    Args:
+        vit: The model.
+        images: The images of the maps, as in `explain`. A stream is explained and measured batch by batch.
+        maps: An Attribution, an array [B,h,w], the name of a method, a dict {"method": name, …} with its settings, or
+            a function of (vit, images [B,C,H,W], targets, seed) that returns maps [B,h,w]. A list of names, or a dict
+            of labels and any of these, measures several.
+        metric: A name, a list of names, or a dict of names and settings; with {"label": {"metric": name, …}}, the keys
+            are free labels.
+        target: The class to score. Default: the class that an Attribution explains, else the prediction.
+        labels: The true classes as a list, with None if one is not known; True takes the labels of a loader of
+            (images, labels). Default: the target.
+        boxes: A tensor [n,4] for each image (xmin, ymin, xmax, ymax) on the model's input; `pl.open_data` provides
+            them.
+        masks: Masks [B,H,W] on the model's input: 1 object, 0 background, -1 not labelled.
+        seed: Random seed.
+        batch_size: Images per batch.
+        progress: As in `explain`.
+        current: Whether an Attribution is the method's result for exactly these images, classes and seed, so that
+            metrics which explain images can reuse it.
+        settings: Settings of the metric.
 
-    `metric`: a name, a list, or a dict of names and settings (a setting `metric` makes the name a free label); the
-    latter two give a dict. `target`: the class asked about; by default the one an Attribution explains, else the
-    prediction. `labels` are the true classes (default: the target; None where one is not known); True takes those that
-    come with a loader's images, as (images, labels), which must be classes of this model. `boxes` are one [n,4] per
-    image and `masks` [B,H,W] on the canvas the model sees (`patchlight.data` makes them). `current` says that an
-    Attribution is what its method makes of these very images, classes and seed, so that a metric which explains images
-    itself need not begin with it. Further keywords are the metric's settings.
+    Returns:
+        An `Evaluation`; `Evaluations` by metric, by method, or by method and metric if there are several.
 
-    >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean      # doctest: +SKIP
+    Example:
+        >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean                # doctest: +SKIP
     """
     requests = resolve_all(
         metric, settings, MetricRequest, "metric", lambda label, own: resolve_metric(label, own, _OPTIONS)
     )
-    if isinstance(maps, list | tuple) and maps and all(isinstance(one, str) for one in maps):
+    if isinstance(maps, list | tuple) and maps and all(isinstance(name, str) for name in maps):
         maps = {name: name for name in maps}
     several = isinstance(maps, Mapping)
     sources = maps if several else {"": maps}
@@ -90,7 +102,8 @@ _OPTIONS = ("metric", "target", "labels", "boxes", "masks", "seed", "batch_size"
 
 
 def unwrapped(outcomes: Mapping[str, Mapping[str, Outcome[Evaluation]]]) -> dict[str, Evaluations]:
-    """The evaluations of a measurement in which errors were raised."""
+    """The evaluations of outcomes without errors."""
     return {
-        label: Evaluations({name: outcome.result for name, outcome in own.items()}) for label, own in outcomes.items()
+        label: Evaluations({name: outcome.result for name, outcome in by_metric.items()})
+        for label, by_metric in outcomes.items()
     }

@@ -1,4 +1,4 @@
-"""Images in files: explain them, or measure maps of them, batch by batch. What fails is reported, the rest is done."""
+"""Explain images in files, or measure maps of them, batch by batch; failures are reported and skipped."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from patchlight.study.evaluate import evaluate
 from patchlight.study.sources import check_model
 
 EXPLAINED, MEASURED = 16, 64
-"""Images that are held at a time."""
+"""Images in memory at a time."""
 
 
 @dataclass(frozen=True)
 class FileLog:
-    """What failed, by the path or name of an image, and what was warned of; `say` prints each when it comes."""
+    """Failures by path or name of an image, and warnings; `say` is called with each at once."""
 
     say: Callable[[str], None] = lambda words: None
     errors: list[tuple[str, str]] = field(default_factory=list)
@@ -55,7 +55,7 @@ class FileLog:
 
 @dataclass(frozen=True)
 class ExplainedFile:
-    """An image that was read, what the model sees of it, its maps by method, and its best classes."""
+    """An image, what the model sees of it, its maps by method, and its best classes."""
 
     path: Path
     tensor: Tensor
@@ -77,7 +77,7 @@ class ExplainOptions:
 def explain_files(
     vit: Anatomy, paths: Sequence[Path], options: ExplainOptions, log: FileLog
 ) -> Iterator[ExplainedFile]:
-    """The images that can be read and explained, in order; one batch is all that is held at a time."""
+    """Yield the images that can be read and explained, in order; only one batch is in memory."""
     size = options.batch_size or EXPLAINED
     for begin in range(0, len(paths), size):
         read = list(_read(paths[begin : begin + size], vit, log))
@@ -97,8 +97,8 @@ def _read(paths: Sequence[Path], vit: Anatomy, log: FileLog) -> Iterator[Explain
 def _explain(
     read: Sequence[ExplainedFile], vit: Anatomy, options: ExplainOptions, log: FileLog
 ) -> Iterator[ExplainedFile]:
-    """Explain together, or one by one where a map is not finite; an image without a finite map fails."""
-    batch = torch.cat([one.tensor for one in read])
+    """Explain images together, or one by one if a map is not finite, which is a failure."""
+    batch = torch.cat([file.tensor for file in read])
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -109,14 +109,14 @@ def _explain(
         if len(read) == 1:
             log.fail(str(read[0].path), f"'{read[0].path}': {error}")
             return
-        for one in read:
-            yield from _explain([one], vit, options, log)
+        for file in read:
+            yield from _explain([file], vit, options, log)
         return
     for warning in caught:
         if issubclass(warning.category, UserWarning):
             log.warn(" ".join(str(warning.message).split()))
-    for i, (one, best) in enumerate(zip(read, vit.predict(batch, k=3), strict=True)):
-        yield replace(one, maps={label: own[i] for label, own in maps.items()}, predictions=best)
+    for i, (file, best) in enumerate(zip(read, vit.predict(batch, k=3), strict=True)):
+        yield replace(file, maps={label: att[i] for label, att in maps.items()}, predictions=best)
 
 
 SavedMaps = Mapping[str, Mapping[str, Path]]
@@ -125,9 +125,16 @@ SavedMaps = Mapping[str, Mapping[str, Path]]
 
 @dataclass(frozen=True)
 class MeasureTask:
-    """What is measured: the maps in `saved` by `methods`, or else those that `requests` make.
+    """What is measured.
 
-    `target` is the name or index of a class, or `label` for each image's own.
+    Attributes:
+        metrics: The metrics.
+        methods: The methods by label.
+        requests: The methods that compute maps.
+        saved: Saved maps, instead of computed ones.
+        target: The name or index of a class, or "label" for the true class of each image.
+        seed: Random seed.
+        batch_size: Images per batch.
     """
 
     metrics: Sequence[MetricRequest]
@@ -139,23 +146,23 @@ class MeasureTask:
     batch_size: int = 16
 
     def classes(self, vit: Anatomy, batch: Batch) -> Any:
-        """The class asked about; `label` is the true one of each image."""
+        """The classes to score."""
         if self.target is None:
             return None
         if not self.by_label(vit):
             return read_class(self.target, vit.outcomes, vit.labels)
         if batch.labels is None:
-            raise PatchlightError("--target label needs the images' labels; name the kind of data with --data")
+            raise PatchlightError("--target label needs labels; give the kind of data with --data")
         return batch.labels
 
     def by_label(self, vit: Anatomy) -> bool:
-        """Whether each image is asked about its own label, and not about a class that is called so."""
+        """Whether the target is the true class of each image, and not a class called "label"."""
         return self.target == "label" and "label" not in (vit.labels or ())
 
 
 @dataclass(frozen=True)
 class MeasuredFiles:
-    """By method, the names of its images and the evaluation of every metric."""
+    """By method, the names of its images and the evaluations by metric."""
 
     names: dict[str, list[str]]
     evaluations: dict[str, dict[str, Evaluation]]
@@ -166,16 +173,16 @@ class MeasuredFiles:
             {
                 "method": method,
                 "metric": metric,
-                "mean": _number(one.mean),
-                "interval": _interval(one),
-                "higher_is_better": one.higher_is_better,
-                "images": one.count,
-                "undefined": len(one) - one.count,
-                "settings": one.settings,
-                "values": dict(zip(self.names[method], map(_number, one.values.tolist()), strict=True)),
+                "mean": _number(evaluation.mean),
+                "interval": _interval(evaluation),
+                "higher_is_better": evaluation.higher_is_better,
+                "images": evaluation.count,
+                "undefined": len(evaluation) - evaluation.count,
+                "settings": evaluation.settings,
+                "values": dict(zip(self.names[method], map(_number, evaluation.values.tolist()), strict=True)),
             }
-            for method, own in self.evaluations.items()
-            for metric, one in own.items()
+            for method, by_metric in self.evaluations.items()
+            for metric, evaluation in by_metric.items()
         ]
 
     def to_csv(self) -> str:
@@ -183,16 +190,16 @@ class MeasuredFiles:
         text = io.StringIO()
         lines = csv.writer(text)
         lines.writerow(["image", "method", "metric", "value", "reason"])
-        for method, own in self.evaluations.items():
-            for metric, one in own.items():
-                for name, value, reason in zip(self.names[method], one.values.tolist(), one.reasons, strict=True):
-                    known = "" if value != value else value
-                    lines.writerow([csv_cell(each) for each in (name, method, metric, known, reason)])
+        for method, by_metric in self.evaluations.items():
+            for metric, each in by_metric.items():
+                for name, value, reason in zip(self.names[method], each.values.tolist(), each.reasons, strict=True):
+                    row = (name, method, metric, "" if value != value else value, reason)
+                    lines.writerow(map(csv_cell, row))
         return text.getvalue()
 
 
-def _interval(one: Evaluation) -> list[float | None] | None:
-    low, high = one.interval()
+def _interval(evaluation: Evaluation) -> list[float | None] | None:
+    low, high = evaluation.interval()
     return None if low != low else [_number(low), _number(high)]
 
 
@@ -206,40 +213,40 @@ def find_maps(
     """The attributions saved below a folder, by image and method.
 
     Args:
-        folder: What `patchlight explain … --save` wrote; it leaves out a suffix that no name needs.
+        folder: What `patchlight explain … --save` wrote. Names there lack the suffix if it is not needed.
         data: The images.
-        methods: The methods to measure; by default all that have maps. One without any map is refused.
-        whole: Whether maps of other images are kept, to be reported.
+        methods: The methods to measure; by default all that have maps. A method without maps is an error.
+        whole: Whether to keep maps of other images, so that they are reported.
 
     Returns:
         The folders of the maps, the methods, and the images that have maps.
     """
     if not folder.is_dir():
         raise PatchlightError(f"no folder of maps at '{folder}'; `patchlight explain … --save {folder}` writes one")
-    found: dict[str, dict[str, Path]] = {}
-    for about in sorted(folder.rglob("attribution.json")):
-        image = escape_surrogates(about.parent.parent.relative_to(folder).as_posix())
-        found.setdefault(image, {})[about.parent.name] = about.parent
-    if not found:
+    folders: dict[str, dict[str, Path]] = {}
+    for file in sorted(folder.rglob("attribution.json")):
+        image = escape_surrogates(file.parent.parent.relative_to(folder).as_posix())
+        folders.setdefault(image, {})[file.parent.name] = file.parent
+    if not folders:
         raise PatchlightError(f"no maps in '{folder}'; `patchlight explain … --save {folder}` writes them")
     saved = {}
     stems = Counter(_stem(name) for name in data.names)
     for name in data.names:
         keys = (name, _stem(name)) if stems[_stem(name)] == 1 else (name,)
-        match = next((found.pop(key) for key in map(escape_surrogates, keys) if key in found), None)
+        match = next((folders.pop(key) for key in map(escape_surrogates, keys) if key in folders), None)
         if match is not None:
             saved[name] = match
     if not saved:
-        first = next(iter(found))
+        first = next(iter(folders))
         raise PatchlightError(
-            f"no map in '{folder}' is of an image in --images: '{first}' is not; {nearest(first, data.names)}"
+            f"the maps in '{folder}' belong to none of --images: there is no '{first}'; {nearest(first, data.names)}"
         )
-    saved |= found if whole else {}
-    known = sorted({name for each in saved.values() for name in each})
-    unknown = next((name for name in methods if name not in known), None)
+    saved |= folders if whole else {}
+    available = sorted({name for each in saved.values() for name in each})
+    unknown = next((name for name in methods if name not in available), None)
     if unknown is not None:
-        raise PatchlightError(f"no map in '{folder}' is by '{unknown}'; {nearest(unknown, known)}")
-    return saved, list(methods) or known, data.select([i for i, name in enumerate(data.names) if name in saved])
+        raise PatchlightError(f"no map in '{folder}' is by '{unknown}'; {nearest(unknown, available)}")
+    return saved, list(methods) or available, data.select([i for i, name in enumerate(data.names) if name in saved])
 
 
 def _stem(name: str) -> str:
@@ -249,30 +256,31 @@ def _stem(name: str) -> str:
 def measure_files(
     task: MeasureTask, vit: Anatomy, data: Data, log: FileLog, advance: Callable[[int], None]
 ) -> MeasuredFiles:
-    """Explain images or read their saved maps, and measure them; one batch is all that is held at a time."""
+    """Explain images or read their saved maps, and measure them; only one batch is in memory."""
     names: dict[str, list[str]] = {method: [] for method in task.methods}
     parts: dict[str, dict[str, list[Evaluation]]] = {method: {} for method in task.methods}
-    for orphan in sorted(set(task.saved or ()) - set(data.names)):
-        log.fail(orphan, f"the maps of '{orphan}' have no image in --images")
+    for unused in sorted(set(task.saved or ()) - set(data.names)):
+        log.fail(unused, f"the maps of '{unused}' have no image in --images")
     for batch in _batches(task, vit, data, log):
-        made: Mapping[str, tuple[list[int], Attribution]] = {}
+        maps: Mapping[str, tuple[list[int], Attribution]] = {}
         if batch.names:
-            with warnings.catch_warnings():  # they number the images of a batch, which are named below
+            with warnings.catch_warnings():  # they number the images of a batch; the log names them
                 warnings.simplefilter("ignore", UserWarning)
-                made = _maps(task, vit, batch, log)
-                measured = _measure(task, vit, batch, made)
-        for method, (rows, maps) in made.items():
-            shown = [batch.names[i] for i in rows]
-            names[method] += shown
-            _warn_constant(method, maps, shown, log)
+                maps = _maps(task, vit, batch, log)
+                measured = _measure(task, vit, batch, maps)
+        for method, (rows, att) in maps.items():
+            measured_names = [batch.names[i] for i in rows]
+            names[method] += measured_names
+            _warn_constant(method, att, measured_names, log)
             for metric, evaluation in measured[method].items():
                 parts[method].setdefault(metric, []).append(evaluation)
-                for name, reason in zip(shown, evaluation.reasons, strict=True):
+                for name, reason in zip(measured_names, evaluation.reasons, strict=True):
                     if reason:
                         log.warn(f"{metric} of {method} has no value for '{name}': {reason}")
         advance((len(batch.names) + len(batch.failures)) * len(task.methods))
     evaluations = {
-        method: {metric: Evaluation.concat(each) for metric, each in own.items()} for method, own in parts.items()
+        method: {metric: Evaluation.concat(each) for metric, each in by_metric.items()}
+        for method, by_metric in parts.items()
     }
     if not any(evaluations.values()):
         raise PatchlightError(f"nothing could be measured: {log.errors[0][1]}")
@@ -280,10 +288,10 @@ def measure_files(
 
 
 def _batches(task: MeasureTask, vit: Anatomy, data: Data, log: FileLog) -> Iterator[Batch]:
-    """The images with those of their labels that are classes of the model."""
+    """The images; their labels are dropped if they are not classes of the model."""
     foreign = data.labels is not None and len(data.labels) != vit.outcomes
     if foreign:
-        log.warn(f"the labels of {data.name} are not the classes of {vit.name}, and are left out")
+        log.warn(f"the labels of {data.name} are not the classes of {vit.name} and are ignored")
     some_labels = data.labels is not None and not foreign
     for loaded in batches(data, vit, MEASURED):
         batch = replace(loaded, labels=None) if foreign else loaded
@@ -293,65 +301,61 @@ def _batches(task: MeasureTask, vit: Anatomy, data: Data, log: FileLog) -> Itera
         for name, sentence in batch.failures:
             log.fail(name, sentence)
         if batch.labels is not None and bool((batch.labels < 0).any()):
-            bare = batch.names[int((batch.labels < 0).nonzero()[0])]
-            log.warn(f"'{bare}' has no label; where a metric reads it, the class explained counts as true")
+            unlabelled = batch.names[int((batch.labels < 0).nonzero()[0])]
+            log.warn(f"'{unlabelled}' has no label; metrics that need it use the explained class instead")
         yield batch
 
 
 def _maps(task: MeasureTask, vit: Anatomy, batch: Batch, log: FileLog) -> dict[str, tuple[list[int], Attribution]]:
-    """By method: which images of the batch have a map, and the maps."""
+    """By method: the indices of the images that have a map, and the maps."""
     if task.saved is None:
-        made = explain(vit, batch.images, task.requests, task.classes(vit, batch), seed=task.seed, finite=False)
-        return {method: (list(range(len(batch.names))), maps) for method, maps in made.items()}
-    shown = hash_images(vit.place(batch.images))
+        maps = explain(vit, batch.images, task.requests, task.classes(vit, batch), seed=task.seed, finite=False)
+        return {method: (list(range(len(batch.names))), att) for method, att in maps.items()}
+    hashes = hash_images(vit.place(batch.images))
     loaded: dict[str, tuple[list[int], Attribution]] = {}
     for method in task.methods:
         rows: list[int] = []
-        each: list[Attribution] = []
+        parts: list[Attribution] = []
         for i, name in enumerate(batch.names):
             try:
-                one = _load(task.saved[name].get(method), name, method)
-                if one.model != vit.name:
-                    log.warn(f"the maps are of {one.model}, but are measured on {vit.name}")
-                check_model(one, vit)
-                folder = task.saved[name][method]
-                if one.images and one.images[0] != shown[i]:
-                    raise PatchlightError(f"'{name}' is not the picture that the map in '{folder}' was made of")
-                if each and one.scores.shape != each[0].scores.shape:
+                folder = task.saved[name].get(method)
+                if folder is None:
+                    raise PatchlightError(f"there is no map of '{name}' by '{method}'")
+                att = Attribution.load(folder)
+                if att.model != vit.name:
+                    log.warn(f"the maps are of {att.model}, but are measured on {vit.name}")
+                check_model(att, vit)
+                if att.images and att.images[0] != hashes[i]:
+                    raise PatchlightError(f"'{name}' is not the image that the map in '{folder}' explains")
+                if parts and att.scores.shape != parts[0].scores.shape:
                     raise PatchlightError(
-                        f"the map in '{folder}' has shape {list(one.scores.shape)}, those before it "
-                        f"{list(each[0].scores.shape)}; measure maps of one size at a time"
+                        f"the map in '{folder}' has shape {list(att.scores.shape)}, the previous ones "
+                        f"{list(parts[0].scores.shape)}; measure maps of one size at a time"
                     )
                 rows.append(i)
-                each.append(one)
+                parts.append(att)
             except PatchlightError as error:
                 log.fail(name, str(error))
         if rows:
-            loaded[method] = rows, Attribution.concat(each)
+            loaded[method] = rows, Attribution.concat(parts)
     return loaded
 
 
-def _load(folder: Path | None, name: str, method: str) -> Attribution:
-    if folder is None:
-        raise PatchlightError(f"there is no map of '{name}' by '{method}'")
-    return Attribution.load(folder)
-
-
 def _measure(
-    task: MeasureTask, vit: Anatomy, batch: Batch, made: Mapping[str, tuple[list[int], Attribution]]
+    task: MeasureTask, vit: Anatomy, batch: Batch, maps: Mapping[str, tuple[list[int], Attribution]]
 ) -> dict[str, Any]:
-    """By method, the evaluations of its maps; methods that have maps of the same images are measured together."""
-    alike: dict[tuple[int, ...], dict[str, Attribution]] = {}
-    for method, (rows, maps) in made.items():
-        alike.setdefault(tuple(rows), {})[method] = maps
+    """By method, the evaluations of its maps; methods with maps of the same images are measured together."""
+    groups: dict[tuple[int, ...], dict[str, Attribution]] = {}
+    for method, (rows, att) in maps.items():
+        groups.setdefault(tuple(rows), {})[method] = att
     measured: dict[str, Any] = {}
     classes = task.classes(vit, batch)
-    for group, together in alike.items():
-        rows = list(group)
+    for indices, by_method in groups.items():
+        rows = list(indices)
         measured |= evaluate(
             vit,
             batch.images[rows],
-            together,
+            by_method,
             task.metrics,
             classes[rows] if isinstance(classes, Tensor) else classes,
             labels=None if batch.labels is None else batch.labels[rows],
@@ -365,7 +369,7 @@ def _measure(
 
 
 def _warn_constant(method: str, maps: Attribution, names: Sequence[str], log: FileLog) -> None:
-    dead = constant(maps.scores.flatten(1)).nonzero().flatten().tolist()
-    if dead:
-        more = f" and of {len(dead) - 1} more" if len(dead) > 1 else ""
-        log.warn(f"the map of '{names[dead[0]]}'{more} by {method} is constant; it is ordered by a seeded draw")
+    flat = constant(maps.scores.flatten(1)).nonzero().flatten().tolist()
+    if flat:
+        more = f" and {len(flat) - 1} more" if len(flat) > 1 else ""
+        log.warn(f"the map of '{names[flat[0]]}'{more} by {method} is constant; its patches are in random order")

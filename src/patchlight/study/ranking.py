@@ -1,4 +1,4 @@
-"""Which method a metric calls best, and which are statistically tied with it; every image counts for all of them."""
+"""The best method by a metric, and the methods without a significant difference to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compared(columns: Mapping[str, Evaluation], resamples: Resamples | None = No
 
 
 def mean_on(column: Evaluation, images: Tensor) -> float:
-    """The data set's number on some images [B], given as a mask."""
+    """The mean on the images of a mask [B]."""
     if not bool((column.exist & ~images).any()):
         return column.mean
     return float(column.resampled(images.double()[None])[0])
@@ -50,7 +50,7 @@ def mean_on(column: Evaluation, images: Tensor) -> float:
 def paired_differences(
     best: Evaluation, others: Mapping[str, Evaluation], resamples: Resamples, images: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The best method's number minus that of each other [S], on the same images: `images`, or those both have."""
+    """The best method's mean minus that of each other [S], on the images of a mask, or on those that both have."""
     both = {m: best.exist & other.exist if images is None else images for m, other in others.items()}
     first = resamples.numbers([(best, both[m]) for m in others])
     second = resamples.numbers([(other, both[m]) for m, other in others.items()])
@@ -58,22 +58,21 @@ def paired_differences(
 
 
 def placed(columns: Mapping[str, Evaluation]) -> tuple[list[str], Tensor | None]:
-    """The methods with a value, and their ranks [N,k] on the images where all have one; None where that is too few."""
-    known = {m: c for m, c in columns.items() if c.count}
-    if len(known) < 2:
-        return list(known), None
-    higher = next(iter(known.values())).higher_is_better
-    values = torch.stack([c.values for c in known.values()], 1)
+    """The methods with a value, and their ranks [N,k] on the images that all have; None for fewer than six."""
+    with_value = {m: c for m, c in columns.items() if c.count}
+    if len(with_value) < 2:
+        return list(with_value), None
+    higher = next(iter(with_value.values())).higher_is_better
+    values = torch.stack([c.values for c in with_value.values()], 1)
     values = values[values.isfinite().all(1)]
-    return list(known), average_ranks(-values if higher else values) if len(values) >= FEWEST else None
+    return list(with_value), average_ranks(-values if higher else values) if len(values) >= FEWEST else None
 
 
 def friedman(ranks: Tensor) -> tuple[float, float]:
-    """Friedman's statistic, corrected for ties, and its p-value: do the methods of ranks [N,k] differ at all?
+    """Friedman's test of ranks [N,k], corrected for ties: the statistic and its p-value.
 
-    (12 / (N k (k+1)) sum_j R_j^2 - 3 N (k+1)) / (1 - sum (t^3 - t) / (N k (k^2-1))), R_j the sums of ranks, t the sizes
-    of ties.
-    Of two methods it is the chi-squared test of how often each is first, (a - b)^2 / (a + b).
+    (12 / (N k (k+1)) sum_j R_j^2 - 3 N (k+1)) / (1 - sum (t^3 - t) / (N k (k^2-1))), with the rank sums R_j and the
+    sizes of ties t. For two methods it is the chi-squared test of how often each is first, (a - b)^2 / (a + b).
     """
     from scipy.stats import chi2
 
@@ -81,7 +80,7 @@ def friedman(ranks: Tensor) -> tuple[float, float]:
     if n < 1 or k < 2 or bool((ranks == ranks[:, :1]).all()):
         return 0.0, 1.0
     first, last = tied(ranks.sort(1).values)
-    ties = float(((last - first + 1).double().square() - 1).sum())  # of each group of t equal ones, t^3 - t
+    ties = float(((last - first + 1).double().square() - 1).sum())  # t^3 - t for each tie of t values
     plain = 12 / (n * k * (k + 1)) * float(ranks.sum(0).square().sum()) - 3 * n * (k + 1)
     statistic = plain / (1 - ties / (n * k * (k * k - 1)))
     return statistic, float(chi2.sf(statistic, k - 1))

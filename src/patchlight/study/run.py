@@ -1,4 +1,4 @@
-"""The one driver: methods explain images, metrics measure the maps, and a failure stays with its own cells."""
+"""The driver of all studies: methods explain images, metrics measure the maps, and failures are isolated per cell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.errors import PatchlightError, UndefinedMetric, escape_surrogates, integer, warn
-from patchlight.core.images import Note, in_batches
+from patchlight.core.images import GIVE_IMAGES, Note, in_batches
 from patchlight.core.progress import Progress, show_progress
 from patchlight.core.statistics import constant
 from patchlight.core.targets import Target, Targets, resolve_targets, top_classes
@@ -26,6 +26,7 @@ from patchlight.methods.requests import Request, refusal
 from patchlight.metrics.base import Evaluation, Measure, Measured, MetricRequest, checked_maps, made_by
 from patchlight.study.cell import Cell
 from patchlight.study.sources import (
+    GIVE_MAPS,
     Annotations,
     BatchMaps,
     Source,
@@ -38,13 +39,13 @@ from patchlight.study.sources import (
 )
 
 BATCH = 16
-"""Images that are measured at once."""
-BROKEN = "the map holds NaN or infinite values"
+"""Images per batch."""
+BROKEN = "the map contains NaN or infinite values"
 
 T = TypeVar("T")
 Plan = Mapping[Request, Sequence[MetricRequest]]
 Watch = Callable[[Tensor, Targets, Mapping[str, Tensor]], None]
-"""A function of every batch: its images [b,C,H,W], the classes explained and the maps [b,h,w] by label."""
+"""Called with every batch: images [b,C,H,W], explained classes and maps [b,h,w] by label."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ class Outcome(Generic[T]):
     """A result, or the error in its place.
 
     Attributes:
-        result: What was computed; None where that failed.
+        result: The result, or None.
         error: Why there is no result.
         seconds: Seconds per image.
-        shared_by: How many results share that time.
+        shared_by: The number of results that share this time.
     """
 
     result: T | None = None
@@ -75,27 +76,27 @@ def explain_each(
     catch: type[Exception] = Exception,
     finished: Callable[[Mapping[str, Outcome[Attribution]]], None] = lambda outcomes: None,
 ) -> dict[str, Outcome[Attribution]]:
-    """Explain images with every method: all that share a pass together, and one by one where that fails.
+    """Explain images with every method; methods that share a pass run together, or one by one if that fails.
 
     Args:
         vit: The opened model.
         images: Preprocessed images [B,C,H,W].
         requests: The methods, each under its own label.
         target: The classes to explain, as `explain` takes them.
-        seed: The seed of methods that sample.
-        finite: Whether a map that is not finite counts as failed.
+        seed: Random seed.
+        finite: Whether a map that is not finite is an error.
         catch: The errors that become reasons; others are raised.
-        finished: Called with the outcomes of every call as it is done.
+        finished: Called with the outcomes after every call.
 
     Returns:
         By label, an attribution or the reason why there is none.
     """
     outcomes: dict[str, Outcome[Attribution]] = {}
-    able: list[Request] = []
+    supported: list[Request] = []
     for request in requests:
         reason = refusal(request.suited(vit), vit)
         if reason is None:
-            able.append(request)
+            supported.append(request)
         else:
             refused = Outcome[Attribution](error=f"'{request.name}' does not work on {vit.name}: {reason}")
             outcomes[request.label] = refused
@@ -104,44 +105,46 @@ def explain_each(
     def call(some: Sequence[Request]) -> dict[str, Attribution]:
         return explain(vit, images, some, target, seed=seed, finite=finite, progress=False)
 
-    for some in filter(None, [[r for r in able if r.in_pass], *([r] for r in able if not r.in_pass)]):
-        together = _together(call, some, len(images), catch)
+    in_pass = [r for r in supported if r.in_pass]
+    for group in filter(None, [in_pass, *([r] for r in supported if not r.in_pass)]):
+        together = _explain_together(call, group, len(images), catch)
         outcomes |= together
         finished(together)
     return {request.label: outcomes[request.label] for request in requests}
 
 
-def _together(
+def _explain_together(
     call: Callable[[Sequence[Request]], Mapping[str, Attribution]],
     requests: Sequence[Request],
     images: int,
     catch: type[Exception],
 ) -> dict[str, Outcome[Attribution]]:
-    """One call for all these methods, which share its time; where it fails, one for each."""
+    """Explain with one call for all methods, which share its time; if it fails, with one call for each."""
     begin = time.perf_counter()
     try:
         maps = call(requests)
     except catch as error:
         if len(requests) == 1:
             return {requests[0].label: Outcome(error=reason_of(error))}
-        return {label: one for request in requests for label, one in _together(call, [request], images, catch).items()}
+        alone = (_explain_together(call, [request], images, catch) for request in requests)
+        return {label: outcome for outcomes in alone for label, outcome in outcomes.items()}
     seconds = (time.perf_counter() - begin) / images
     return {request.label: Outcome(maps[request.label], "", seconds, len(requests)) for request in requests}
 
 
 def reason_of(error: Exception) -> str:
-    """An error as one sentence; the type of an unexpected one comes first."""
+    """An error as one sentence; for an unexpected error, its type comes first."""
     text = escape_surrogates(" ".join(str(error).split())) or type(error).__name__
     return text if isinstance(error, PatchlightError) else f"{type(error).__name__}: {text}"
 
 
 @dataclass(frozen=True)
 class BatchStudy:
-    """What methods and metrics say of a batch of images.
+    """The results of methods and metrics for a batch of images.
 
     Attributes:
         batch: The images.
-        target: The class [B] each was explained and measured for.
+        target: The explained class [B] of each.
         explained: By method, its attribution or the reason why there is none.
         evaluations: By method and metric, the evaluation or the reason why there is none.
     """
@@ -200,26 +203,21 @@ def study_batch(
     seed: int = 0,
     progress: Callable[[str, str], None] = lambda step, label: None,
 ) -> BatchStudy:
-    """Explain a batch with every method of the plan, and measure each by its metrics; failures become reasons.
+    """Explain a batch with every method of a plan, and measure each with its metrics; failures become reasons.
 
     Args:
         vit: The opened model.
         batch: Images with their names and annotations, as `patchlight.data` loads them.
-        plan: The methods, each with the metrics that measure it.
+        plan: The methods, each with its metrics.
         target: The class [B] of each image; by default the prediction.
-        seed: The seed of methods and metrics that sample.
+        seed: Random seed.
         progress: Called with "explain" and the labels, or "measure" and the label, after each step.
-
-    Returns:
-        The attributions and evaluations, and with them the cells.
     """
     pairs = list(plan.items() if isinstance(plan, Mapping) else plan)
     if not batch.names:
-        unread: Mapping[tuple[str, str], Outcome[Evaluation]] = {
-            (request.label, metric.label): Outcome() for request, metrics in pairs for metric in metrics
-        }
-        none = {request.label: Outcome[Attribution]() for request, _ in pairs}
-        return BatchStudy(batch, torch.empty(0, dtype=torch.long), none, unread)
+        empty = {(r.label, metric.label): Outcome[Evaluation]() for r, metrics in pairs for metric in metrics}
+        no_maps = {request.label: Outcome[Attribution]() for request, _ in pairs}
+        return BatchStudy(batch, torch.empty(0, dtype=torch.long), no_maps, empty)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if target is None:
@@ -261,10 +259,10 @@ def cells(
     target: Tensor | None = None,
     seed: int = 0,
 ) -> Iterator[Cell]:
-    """Explain a batch with every method, measure the maps with every metric, and give a cell for each.
+    """Explain a batch with every method, measure the maps with every metric, and yield a cell for each.
 
-    Methods that share a pass run together, and one by one where that fails. Constant maps are noted, maps that are not
-    finite are errors, and the model's answer to the images themselves is computed once for all metrics.
+    Methods that share a pass run together, or one by one if that fails. Constant maps are noted, and maps that are not
+    finite are errors.
 
     Args:
         vit: The opened model.
@@ -272,7 +270,7 @@ def cells(
         methods: The methods.
         metrics: The metrics.
         target: The class [B] of each image; by default the prediction.
-        seed: The seed of methods and metrics that sample.
+        seed: Random seed.
     """
     plan = [(method, metrics) for method in methods]
     return study_batch(vit, batch, plan, target=target, seed=seed).cells()
@@ -283,17 +281,17 @@ class MeasureOptions:
     """How maps are measured.
 
     Attributes:
-        target: The classes asked about; by default those that given maps explain, else the prediction.
+        target: The classes to score; by default those that given maps explain, else the prediction.
         annotations: Labels, boxes and masks of the images.
-        seed: The seed of methods and metrics that sample.
-        batch_size: Images at once.
+        seed: Random seed.
+        batch_size: Images per batch.
         progress: A progress bar, or a function of the images done.
-        current: Whether given maps are what their method makes of these images, classes and seed.
-        isolate: Whether an error becomes the reason of its own method and metric instead of being raised.
+        current: Whether given maps are the results of their method for these images, classes and seed.
+        isolate: Whether an error is recorded for its method and metric instead of being raised.
         note: Called with every image as it is read.
         watch: Called with every batch and its maps.
         finished: Called with a label when a batch is measured for it.
-        kept: What metrics keep from batch to batch; give the same to go on in another call on the same model.
+        kept: A cache of the metrics across batches; pass the same one to share it between calls on one model.
     """
 
     target: Target = None
@@ -311,7 +309,7 @@ class MeasureOptions:
 
 @dataclass
 class _Column:
-    """What one metric says of one label's maps, batch by batch; with `isolate`, an error ends it instead of the run."""
+    """The results of one metric for one label, batch by batch; with `isolate`, an error ends only this column."""
 
     request: MetricRequest
     isolate: bool
@@ -344,54 +342,63 @@ def measure(
     metrics: Mapping[str, Sequence[MetricRequest]],
     options: MeasureOptions,
 ) -> dict[str, dict[str, Outcome[Evaluation]]]:
-    """By label of the maps, every metric asked of it: batch by batch, of which nothing but the values is kept."""
+    """Measure maps batch by batch; only the values are kept.
+
+    Args:
+        vit: The model.
+        images: The images, as in `explain`.
+        maps: Maps by label, as in `evaluate`.
+        metrics: The metrics of each label.
+        options: See `MeasureOptions`.
+
+    Returns:
+        Outcomes by label and metric.
+    """
     vit.renew()
     columns = {label: [_Column(request, options.isolate) for request in metrics[label]] for label in maps}
     for column in itertools.chain(*columns.values()):
         with column.attempt():
             column.request = column.request.suited(vit)
     seed, batch_size = integer("seed", options.seed, 0), integer("batch_size", options.batch_size, 1)
-    given = options.annotations
-    read: list[Any] | None = [] if given.labels is True else None
-    count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels, options.note, read)
+    streamed_labels: list[Any] | None = [] if options.annotations.labels is True else None
+    count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels, options.note, streamed_labels)
     count = next(filter(None, map(map_count, maps.values())), None) if count is None else count
-    sources = {label: source_of(own, count, vit) for label, own in maps.items()}
+    sources = {label: source_of(each, count, vit) for label, each in maps.items()}
     if not sources:
-        raise PatchlightError(
-            "no maps were given; give an Attribution, an array [B,h,w], a method's name or a callable"
-        )
+        raise PatchlightError(f"no maps were given; {GIVE_MAPS}")
     targets = resolve_targets(options.target, count, vit.outcomes, vit.labels)
     for label, source in sources.items():
         _check_one_class(targets or source.targets)
         for column in columns[label]:
             with column.attempt():
-                check_needs(column.request, source.method, given)
-    annotations = checked_annotations(given, count, vit, read)
+                check_needs(column.request, source.method, options.annotations)
+    annotations = checked_annotations(options.annotations, count, vit, streamed_labels)
     undefined: dict[str, dict[int, str]] = {label: {} for label in sources}
     begin = 0
-    with show_progress(options.progress, "measuring") as tell:
+    with show_progress(options.progress, "measuring") as report:
         for images_of_batch in batches:
             batch = vit.place(images_of_batch)
             part = slice(begin, begin + len(batch))
             _check_count(part.stop, count, more=True)
             check_images(sources.values(), part, batch)
-            chosen = _classes(vit, batch, sources, targets, part, count)
-            explained = _maps(vit, batch, sources, chosen, part, seed)
+            classes = _classes(vit, batch, sources, targets, part, count)
+            explained = _maps(vit, batch, sources, classes, part, seed)
             if options.watch is not None:
-                options.watch(batch, chosen[next(iter(sources))], {label: own.maps for label, own in explained.items()})
+                maps_by_label = {label: each.maps for label, each in explained.items()}
+                options.watch(batch, classes[next(iter(sources))], maps_by_label)
             labels, boxes, masks = annotations(part)
             clean: dict[Any, Any] = {}
             for n, (label, source) in enumerate(sources.items()):
-                of_label = explained.pop(label)
-                finite, broken = _finite(of_label.maps, begin, label)
+                batch_maps = explained.pop(label)
+                finite, broken = _finite(batch_maps.maps, begin, label)
                 undefined[label] |= broken
-                classes = None if options.target is None else chosen[label].index[:, 0]
+                as_labels = None if options.target is None else classes[label].index[:, 0]
                 scene = Measure(
                     vit,
                     batch,
                     finite,
-                    chosen[label],
-                    labels if labels is not None else classes,
+                    classes[label],
+                    labels if labels is not None else as_labels,
                     boxes,
                     masks,
                     source.method,
@@ -399,16 +406,16 @@ def measure(
                     clean=clean,
                     kept=options.kept,
                     current=options.current or source.scores is None,
-                    facts=of_label.facts,
+                    facts=batch_maps.facts,
                 )
                 for m, column in enumerate(columns[label]):
                     if not column.error:
                         with column.attempt():
                             column.parts.append(_only_labelled(column.request, scene, column.request.of(scene)))
-                    tell(begin + len(batch) * (n + (m + 1) / len(columns[label])) / len(sources), count)
+                    report(begin + len(batch) * (n + (m + 1) / len(columns[label])) / len(sources), count)
                 options.finished(label)
             begin = part.stop
-            tell(begin, count)
+            report(begin, count)
     _check_count(begin, count)
     return {
         label: {column.request.label: column.outcome(undefined[label], label) for column in columns[label]}
@@ -424,67 +431,65 @@ def _classes(
     part: slice,
     count: int | None,
 ) -> dict[str, Targets]:
-    """By label, the classes asked about: those given, those that its maps explain, or the prediction."""
-    known = {label: targets or source.targets for label, source in sources.items()}
-    guess = None if all(known.values()) else top_classes(vit.logits(batch), vit.outputs)
+    """By label, the classes to score: those given, those that its maps explain, or the prediction."""
+    given = {label: targets or source.targets for label, source in sources.items()}
+    predicted = None if all(given.values()) else top_classes(vit.logits(batch), vit.outputs)
     return {
-        label: guess if classes is None else classes.part(part.start, len(batch), count)  # type: ignore[misc]
-        for label, classes in known.items()
+        label: predicted if classes is None else classes.part(part.start, len(batch), count)  # type: ignore[misc]
+        for label, classes in given.items()
     }
 
 
 def _maps(
-    vit: Anatomy, batch: Tensor, sources: Mapping[str, Source], chosen: Mapping[str, Targets], part: slice, seed: int
+    vit: Anatomy, batch: Tensor, sources: Mapping[str, Source], classes: Mapping[str, Targets], part: slice, seed: int
 ) -> dict[str, BatchMaps]:
     """By label, the maps of one batch; all methods explain it in one pass."""
-    together = {label: source.request for label, source in sources.items() if source.request is not None}
-    made: dict[str, BatchMaps] = {}
-    if together:
-        found = computed_maps(vit, batch, list(together.values()), chosen[next(iter(together))], seed)
-        made = dict(zip(together, found, strict=True))
+    requests = {label: source.request for label, source in sources.items() if source.request is not None}
+    computed: dict[str, BatchMaps] = {}
+    if requests:
+        results = computed_maps(vit, batch, list(requests.values()), classes[next(iter(requests))], seed)
+        computed = dict(zip(requests, results, strict=True))
     maps: dict[str, BatchMaps] = {}
     for label, source in sources.items():
         if source.scores is not None:
             facts = {name: torch.tensor(values[part]) for name, values in source.facts.items()}
             maps[label] = BatchMaps(source.scores[part].to(vit.device), facts)
-        elif label in made:
-            own = made[label]
-            maps[label] = replace(own, maps=checked_maps(own.maps.detach(), len(batch), vit).to(vit.device))
+        elif label in computed:
+            scores = checked_maps(computed[label].maps.detach(), len(batch), vit)
+            maps[label] = replace(computed[label], maps=scores.to(vit.device))
         else:
-            maps[label] = BatchMaps(made_by(source.method, vit, batch, chosen[label], seed))
+            maps[label] = BatchMaps(made_by(source.method, vit, batch, classes[label], seed))
     return maps
 
 
 def _check_count(seen: int, count: int | None, more: bool = False) -> None:
-    """Refuse images that come one after another and turn out to be none, or not as many as the maps."""
+    """Refuse a stream without images, or with another number of images than maps."""
     if seen == 0:
-        raise PatchlightError("no images were given; give a tensor, PIL image(s) or path(s)")
+        raise PatchlightError(f"no images were given; {GIVE_IMAGES}")
     if count is not None and (seen > count if more else seen != count):
-        raise PatchlightError(f"there are maps of {count} images, but {'at least ' if more else ''}{seen} images came")
+        raise PatchlightError(f"there are maps of {count} images, but {'at least ' if more else ''}{seen} images")
 
 
 def _check_one_class(targets: Targets | None) -> None:
     if targets is not None and targets.count != 1:
-        raise PatchlightError(f"maps of {targets.count} classes an image were given; a metric measures one at a time")
+        raise PatchlightError(f"maps of {targets.count} classes per image were given; measure one class at a time")
 
 
 def _finite(maps: Tensor, first: int, label: str) -> tuple[Tensor, dict[int, str]]:
-    """Maps without NaN, and the images that had one; constant maps are told."""
+    """Maps without NaN and infinity, and the reasons of the images that had them; warns of constant maps."""
     flat = maps.flatten(1)
     broken = (~flat.isfinite()).any(1)
-    bad = {first + int(i): BROKEN for i in broken.nonzero().flatten()}
-    dead = (constant(flat) & ~broken).nonzero().flatten()
-    if len(dead) and flat.shape[1] > 1:
-        names = ", ".join(str(first + int(i)) for i in dead[:8]) + (f" by {label}" if label else "")
-        warn(
-            f"the map of image {names} is constant: its order is a seeded draw, and its value that of a random map",
-            UndefinedMetric,
-        )
-    return torch.where(broken[:, None, None], 0, maps), bad
+    reasons = {first + int(i): BROKEN for i in broken.nonzero().flatten()}
+    flat_maps = (constant(flat) & ~broken).nonzero().flatten()
+    if len(flat_maps) and flat.shape[1] > 1:
+        names = ", ".join(str(first + int(i)) for i in flat_maps[:8]) + (f" by {label}" if label else "")
+        words = f"the map of image {names} is constant: its order is random, and its value is that of a random map"
+        warn(words, UndefinedMetric)
+    return torch.where(broken[:, None, None], 0, maps), reasons
 
 
 def _only_labelled(request: MetricRequest, given: Measure, measured: Measured) -> Measured:
-    """A metric that cannot do without labels has no value for the images whose true class is not known."""
+    """A metric that needs labels has no value for the images without one."""
     if "labels" not in request.metric.needs or given.labels is None:
         return measured
     unknown = (given.labels < 0).nonzero().flatten().tolist()
@@ -492,12 +497,12 @@ def _only_labelled(request: MetricRequest, given: Measure, measured: Measured) -
 
 
 def _evaluation(
-    request: MetricRequest, found: Sequence[Measured], undefined: Mapping[int, str], label: str
+    request: MetricRequest, parts: Sequence[Measured], undefined: Mapping[int, str], label: str
 ) -> Evaluation:
-    values = torch.cat([m.values.detach().double().cpu() for m in found])
+    values = torch.cat([m.values.detach().double().cpu() for m in parts])
     reasons = [""] * len(values)
     first = 0
-    for m in found:
+    for m in parts:
         for i, reason in m.reasons.items():
             reasons[first + i] = reason
             values[first + i] = float("nan")
@@ -512,11 +517,11 @@ def _evaluation(
     if missing:
         whose = f"{request.label} of {label}" if label else request.label
         warn(
-            f"{whose}: no value for {len(missing)} of {len(values)} images, which do not count "
+            f"{whose}: no value for {len(missing)} of {len(values)} images, which are skipped "
             f"(image {missing[0]}: {reasons[missing[0]]})",
             UndefinedMetric,
         )
-    curves = [m.curve.detach().double().cpu() for m in found if m.curve is not None]
+    curves = [m.curve.detach().double().cpu() for m in parts if m.curve is not None]
     curve = torch.cat(curves) if curves else None
     if curve is not None:
         curve[missing] = float("nan")
@@ -526,9 +531,9 @@ def _evaluation(
         higher_is_better=request.metric.rises(request.settings),
         bounds=request.metric.limits(request.settings),
         curve=curve,
-        x=found[0].x.double().cpu() if found[0].x is not None else None,
+        x=parts[0].x.double().cpu() if parts[0].x is not None else None,
         reasons=tuple(reasons),
         settings=request.settings,
-        parts={key: torch.cat([m.parts[key].detach().double().cpu() for m in found]) for key in found[0].parts},
+        parts={key: torch.cat([m.parts[key].detach().double().cpu() for m in parts]) for key in parts[0].parts},
         combine=request.metric.combine,
     )

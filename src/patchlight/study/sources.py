@@ -1,4 +1,4 @@
-"""Where maps come from (given, or made by a method), and the checks of maps, images and annotations."""
+"""Where maps come from (given, or computed by a method), and checks of maps, images and annotations."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from patchlight.methods.maps import estimate
 from patchlight.methods.requests import Request, check_contrast, check_supported, resolve
 from patchlight.metrics.base import MapFunction, MetricRequest, checked_maps
 
+GIVE_MAPS = "give an Attribution, an array [B,h,w], the name of a method or a function"
+
 
 @dataclass(frozen=True)
 class Annotations:
-    """What is known of the images besides their maps, as `evaluate` takes it."""
+    """Labels, boxes and masks of images, as in `evaluate`."""
 
     labels: Any = None
     boxes: Sequence[Any] | None = None
@@ -32,10 +34,15 @@ class Annotations:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the maps of one label come from: they are given (`scores`), or made of each batch.
+    """Where the maps of one label come from.
 
-    `targets` are the classes that given maps explain, `images` the hashes of what they were made of, `facts` the
-    numbers that their method reports of each image.
+    Attributes:
+        scores: Given maps [B,h,w]; None if maps are computed for each batch.
+        request: The method that computes them.
+        method: A function that computes maps of any images.
+        targets: The classes that given maps explain.
+        images: The hashes of the images of given maps.
+        facts: The numbers that the method of given maps reports for each image.
     """
 
     scores: Tensor | None = None
@@ -48,7 +55,7 @@ class Source:
 
 @dataclass(frozen=True)
 class BatchMaps:
-    """The maps [b,h,w] of one label on a batch, and what their method reports of each image [b], by name."""
+    """The maps [b,h,w] of one label on a batch, and the numbers [b] that their method reports, by name."""
 
     maps: Tensor
     facts: Mapping[str, Tensor] = field(default_factory=dict)
@@ -57,53 +64,55 @@ class BatchMaps:
 def computed_maps(
     vit: Anatomy, images: Tensor, requests: Sequence[Request], targets: Targets, seed: int
 ) -> list[BatchMaps]:
-    """What methods make of images, without their warnings: a metric has its own for maps that say nothing."""
+    """The maps of methods, without their warnings: metrics warn of maps without information themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for request in requests:
             check_contrast(request, targets, vit)
-        return [BatchMaps(one.maps[:, 0], one.facts) for one in estimate(vit, images, requests, targets, seed)[1]]
+        return [BatchMaps(each.maps[:, 0], each.facts) for each in estimate(vit, images, requests, targets, seed)[1]]
 
 
 Beside = tuple[Tensor | None, Sequence[Tensor] | None, Tensor | None]
-"""The labels, boxes and masks of some of the images."""
+"""Labels, boxes and masks of some of the images."""
 
 
 def checked_annotations(
-    given: Annotations, count: int | None, vit: Anatomy, read: list[Any] | None
+    given: Annotations, count: int | None, vit: Anatomy, streamed_labels: list[Any] | None
 ) -> Callable[[slice], Beside]:
-    """Labels, boxes and masks of some of the images, all checked; labels that come with the images are in `read`."""
-    labels = None if read is not None else given.labels
-    known = _known(count, labels, given.boxes, given.masks)
-    truth = _labels(labels, known, vit) if labels is not None else None
-    canvas = _masks(given.masks, known, vit) if given.masks is not None else None
-    frames = _boxes(given.boxes, known, vit) if given.boxes is not None else None
+    """Check annotations, and return a function that selects those of some images.
 
-    def of(part: slice) -> Beside:
-        own = truth[part] if truth is not None else None
+    Args:
+        given: The annotations.
+        count: The number of images; None if it is not known.
+        vit: The model.
+        streamed_labels: The list to which the labels of a stream are added as they are read.
+    """
+    given_labels = None if streamed_labels is not None else given.labels
+    if count is None and any(each is not None for each in (given_labels, given.boxes, given.masks)):
+        raise PatchlightError("labels, boxes and masks need a known number of images; give a list of images")
+    number = count or 0
+    labels = _labels(given_labels, number, vit) if given_labels is not None else None
+    masks = _masks(given.masks, number, vit) if given.masks is not None else None
+    boxes = _boxes(given.boxes, number, vit) if given.boxes is not None else None
+
+    def select(part: slice) -> Beside:
+        selected = labels[part] if labels is not None else None
         return (
-            own if read is None else _labels(read[part], part.stop - part.start, vit),
-            frames[part] if frames is not None else None,
-            canvas[part].to(vit.device) if canvas is not None else None,
+            selected if streamed_labels is None else _labels(streamed_labels[part], part.stop - part.start, vit),
+            boxes[part] if boxes is not None else None,
+            masks[part].to(vit.device) if masks is not None else None,
         )
 
-    return of
+    return select
 
 
 def map_count(maps: Any) -> int | None:
-    """How many images maps are of, where they are given."""
+    """The number of given maps; None if a method computes them."""
     return len(maps) if isinstance(maps, Attribution | Tensor | np.ndarray | list | tuple) else None
 
 
-def _known(count: int | None, *annotations: Any) -> int:
-    """The number of images, which annotations cannot do without."""
-    if count is None and any(given is not None for given in annotations):
-        raise PatchlightError("labels, boxes and masks need images whose number is known beforehand; give a list")
-    return count or 0
-
-
 def source_of(maps: Any, count: int | None, vit: Anatomy) -> Source:
-    """Maps as they were given, or what makes them; of an Attribution, both where its method is known."""
+    """The source of maps: what was given, the method that computes them, or for an Attribution both."""
     if isinstance(maps, Source):
         return maps
     if isinstance(maps, str):
@@ -115,78 +124,76 @@ def source_of(maps: Any, count: int | None, vit: Anatomy) -> Source:
         return Source(request=maps, method=maps_by(maps))
     if isinstance(maps, Attribution):
         if maps.scores.ndim != 3:
-            raise PatchlightError("this attribution explains several classes an image; measure them one at a time")
+            raise PatchlightError("this attribution explains several classes per image; measure one class at a time")
         check_model(maps, vit)
-        own = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
+        targets = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
         scores = checked_maps(maps.scores, len(maps) if count is None else count, vit)
-        return Source(scores, method=_maker_of(maps), targets=own, images=maps.images, facts=maps.facts)
+        return Source(scores, method=_method_of(maps), targets=targets, images=maps.images, facts=maps.facts)
     if callable(maps):
         return Source(method=maps)
     try:
         tensor = maps if isinstance(maps, Tensor) else torch.as_tensor(np.asarray(maps))
     except (TypeError, ValueError) as error:
-        raise PatchlightError(
-            f"maps are a {type(maps).__name__}; give an Attribution, an array [B,h,w], a method's name or a callable"
-        ) from error
+        raise PatchlightError(f"maps are a {type(maps).__name__}; {GIVE_MAPS}") from error
     return Source(checked_maps(tensor, len(tensor) if count is None else count, vit))
 
 
 def check_model(maps: Attribution, vit: Anatomy) -> None:
-    """Refuse maps of other weights, or of classes that the model does not have."""
+    """Refuse maps of other weights, of another head, or of classes that the model does not have."""
     classes = vit.outcomes
-    asked = [maps.target.flatten(), *(() if maps.against is None else (maps.against.flatten(),))]
-    wrong = next((int(c) for c in torch.cat(asked) if not 0 <= int(c) < classes), None)
+    explained = [maps.target.flatten(), *(() if maps.against is None else (maps.against.flatten(),))]
+    wrong = next((int(c) for c in torch.cat(explained) if not 0 <= int(c) < classes), None)
     if wrong is not None:
         raise PatchlightError(
-            f"the maps are of {maps.model} and explain its class {wrong}, but {vit.name} has {classes} classes; "
-            f"measure them on the model they are of"
+            f"the maps explain class {wrong} of {maps.model}, but {vit.name} has {classes} classes; measure them on "
+            "the same model"
         )
     head = {} if vit.head is None else vit.head.about()
     if maps.weights and maps.head != head:
         theirs, ours = (", ".join(each["labels"]) if each else "its own classifier" for each in (maps.head, head))
         raise PatchlightError(
-            f"the maps are of another head of {maps.model} ({theirs}) than is asked here ({ours}); measure them with "
-            "the head they are of"
+            f"the maps explain another head of {maps.model} ({theirs}) than this one ({ours}); measure them with the "
+            "same head"
         )
     if maps.weights and maps.weights != identity(vit):
         raise PatchlightError(
-            f"the maps are of other weights ({maps.model}, {maps.weights}) than those of {vit.name} "
-            f"({identity(vit)}); measure them on the model they are of (in Python, maps.scores on any)"
+            f"the maps explain other weights ({maps.model}, {maps.weights}) than those of {vit.name} "
+            f"({identity(vit)}); measure them on the same model (in Python, maps.scores works on any model)"
         )
 
 
 def check_images(sources: Iterable[Source], part: slice, batch: Tensor) -> None:
-    """Refuse images that are not those the maps were made of; nothing is known of older maps."""
-    known = [source.images[part] for source in sources if source.images]
-    seen = hash_images(batch) if known else ()
-    for explained in known:
-        wrong = next((i for i, (one, other) in enumerate(zip(explained, seen, strict=False)) if one != other), None)
+    """Refuse images that are not those of the maps, if the maps have hashes of them."""
+    recorded = [source.images[part] for source in sources if source.images]
+    hashes = hash_images(batch) if recorded else ()
+    for explained in recorded:
+        wrong = next((i for i, (a, b) in enumerate(zip(explained, hashes, strict=False)) if a != b), None)
         if wrong is not None:
             raise PatchlightError(
-                f"image {part.start + wrong} is not the one its map was made of; give the same images in the same "
-                f"order, or maps.scores to measure the maps on these"
+                f"image {part.start + wrong} is not the one that its map explains; give the same images in the same "
+                "order, or maps.scores to measure the maps on these images"
             )
 
 
 def map_function(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> MapFunction:
-    """A registered method as a function that makes maps."""
+    """A registered method as a function that computes maps."""
     return maps_by(resolve(name, settings, score))
 
 
 def maps_by(request: Request) -> MapFunction:
-    """A method as asked, as a function that makes maps."""
+    """A request as a function that computes maps."""
     return lambda vit, images, targets, seed: computed_maps(vit, images, [request], targets, seed)[0].maps
 
 
-def _maker_of(maps: Attribution) -> MapFunction | None:
-    """How an attribution was made; None where its method is not registered here or its score was a callable."""
+def _method_of(maps: Attribution) -> MapFunction | None:
+    """The method of an attribution; None if it is not registered or its score was a function."""
     try:
         entry = resolve(maps.method)
     except PatchlightError:
         return None
     settings = dict(maps.settings)
     if maps.level == "pixel" and entry.in_pass:
-        settings.pop("start", None)  # blocks, of which a map of the image itself has none
+        settings.pop("start", None)  # a map of pixels has no blocks
     if "level" in entry.settings:
         settings["level"] = maps.level
     score = maps.score if maps.score in get_args(ScoreName) else None
@@ -196,26 +203,26 @@ def _maker_of(maps: Attribution) -> MapFunction | None:
 def check_needs(request: MetricRequest, method: MapFunction | None, given: Annotations) -> None:
     if request.metric.explains and method is None:
         raise PatchlightError(
-            f"'{request.metric.name}' explains images itself, so it needs a method: give an Attribution, a method's "
-            f"name or a callable instead of maps"
+            f"'{request.metric.name}' explains images itself, so it needs a method: give an Attribution, the name of a "
+            "method or a function instead of maps"
         )
     needs = sorted(request.metric.needs)
-    missing = [need for need in needs if all(getattr(given, one) is None for one in need.split(" or "))]
+    missing = [need for need in needs if all(getattr(given, kind) is None for kind in need.split(" or "))]
     if missing:
         first = missing[0].split(" or ")[0]
         raise PatchlightError(f"'{request.metric.name}' needs {' and '.join(missing)}; give {first}=… (or --data KIND)")
 
 
 def _labels(labels: Any, count: int, vit: Anatomy) -> Tensor:
-    """The true classes [B]; -1 where one is not known, which is None or -1 in a list or tensor."""
+    """The true classes [B]; -1 for unknown ones, which are None or -1 in a list or tensor."""
     rows = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else labels
     unknown = [i for i, row in enumerate(rows) if row is None or row == -1] if isinstance(rows, list | tuple) else []
-    given = [0 if i in unknown else row for i, row in enumerate(rows)] if unknown else labels
-    targets = resolve_targets(given, count, vit.outcomes, vit.labels)
+    filled = [0 if i in unknown else row for i, row in enumerate(rows)] if unknown else labels
+    targets = resolve_targets(filled, count, vit.outcomes, vit.labels)
     assert targets is not None
-    truth = targets.index[:, 0].clone()
-    truth[unknown] = -1
-    return truth
+    classes = targets.index[:, 0].clone()
+    classes[unknown] = -1
+    return classes
 
 
 def _masks(masks: Any, count: int, vit: Anatomy) -> Tensor:
@@ -226,7 +233,7 @@ def _masks(masks: Any, count: int, vit: Anatomy) -> Tensor:
     values = set(tensor.unique().tolist())
     if not values <= {-1, 0, 1}:
         raise PatchlightError(
-            f"masks hold {sorted(values)[:5]}; give 1 for the object, 0 around it, -1 for not labelled"
+            f"masks contain {sorted(values)[:5]}; give 1 for the object, 0 for the background, -1 for not labelled"
         )
     return tensor.to(torch.int8)
 

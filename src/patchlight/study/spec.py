@@ -1,4 +1,4 @@
-"""Methods and metrics as recipes name them; each is resolved once."""
+"""Methods and metrics in recipes; each is resolved once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from patchlight.metrics.base import MetricRequest, resolve_metric
 
 
 class MethodSpec(OpenSpec):
-    """A registered method; all other keys are its settings.
-
-    `upsampling` says how its map becomes pixels where that is the method's own affair; it wins over the metrics'.
-    """
+    """A registered method; all other keys are its settings. `upsampling` replaces that of the metrics."""
 
     method: str
     upsampling: Literal["nearest", "bilinear", "bicubic"] | None = None
@@ -31,15 +28,15 @@ class MethodSpec(OpenSpec):
 
     @property
     def registered(self) -> str:
-        """The name the method is registered under."""
+        """The registered name of the method."""
         return self.request.method.name
 
     def measured_by(self, metric: MetricSpec) -> MetricRequest:
-        """The metric as it measures this method."""
-        asked = metric.request
-        if self.upsampling is None or "upsampling" not in asked.metric.settings:
-            return asked
-        return replace(asked, settings={**asked.settings, "upsampling": self.upsampling})
+        """The metric with the upsampling of this method."""
+        request = metric.request
+        if self.upsampling is None or "upsampling" not in request.metric.settings:
+            return request
+        return replace(request, settings={**request.settings, "upsampling": self.upsampling})
 
 
 class MetricSpec(OpenSpec):
@@ -58,5 +55,5 @@ class MetricSpec(OpenSpec):
 
     @property
     def registered(self) -> str:
-        """The name the metric is registered under."""
+        """The registered name of the metric."""
         return self.request.metric.name

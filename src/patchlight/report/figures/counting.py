@@ -39,7 +39,7 @@ def train_task(size: CountingSize, seed: int = 0, progress: Progress | bool = Tr
     settings = gate_settings(size, seed=seed)
     most = size.vit_steps + size.steps
     with show_progress(progress, "training on the counting task") as tell:
-        vit = train_counter(size, seed, tell=lambda step, right: tell(step, most))
+        vit = train_counter(size, seed, report=lambda step, right: tell(step, most))
         loader = loader_of(counting_grids(6000, seed, "train"), settings.batch_size)
         return vit, train(vit, loader, settings, lambda p: tell(size.vit_steps + p.step, most))
 

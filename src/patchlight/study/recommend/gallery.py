@@ -1,4 +1,4 @@
-"""The images of a race in a seeded order, read when first needed."""
+"""The images of a race in random order, read when they are first needed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from patchlight.core.images import GIVE_IMAGES, image_list, in_batches, list_ima
 from patchlight.data import Data
 
 HELD = 256
-"""Prepared images that are kept; others are read again. Of a generator or loader, no more are taken."""
+"""Prepared images in memory; others are read again. A stream is read up to this number."""
 
 
 class Gallery:
-    """Images by their place in a seeded order, so that a folder sorted by class is not read class by class.
+    """Images by their place in a random order, so that a folder sorted by class is not read class by class.
 
-    `failed` says by name why an image cannot be read; `on_failure` is called with both when that turns out.
+    Attributes:
+        failed: Why images cannot be read, by name.
+        on_failure: Called with the name and the reason when an image cannot be read.
     """
 
     def __init__(self, vit: Anatomy, images: Any, seed: int) -> None:
@@ -38,7 +40,7 @@ class Gallery:
         self._readable: dict[int, bool] = {}
 
     def __len__(self) -> int:
-        """Images that are not known to be broken."""
+        """The number of images, without those that could not be read."""
         return self.total - list(self._readable.values()).count(False)
 
     @property
@@ -53,15 +55,15 @@ class Gallery:
         return self._open(self._order[place])
 
     def first(self, count: int) -> list[int]:
-        """The first `count` places that can be read, or as many as there are; what was never read is read once."""
+        """The first `count` places that can be read, or fewer; images that were not read before are read."""
         return list(islice(filter(self.readable, range(self.total)), count))
 
     def planned(self, count: int) -> list[int]:
-        """The same as far as is known: nothing is read, so some of them may turn out broken."""
+        """The same without reading anything, so some of the images may not be readable."""
         return list(islice((place for place in range(self.total) if self._readable.get(place, True)), count))
 
     def readable(self, place: int) -> bool:
-        """Whether an image can be read; this is tried once."""
+        """Whether an image can be read; tried only once."""
         if place not in self._readable:
             try:
                 self._prepared(place)
@@ -84,7 +86,7 @@ class Gallery:
 
 
 def _opener(vit: Anatomy, images: Any) -> tuple[list[str], Callable[[int], Any]]:
-    """The names of images, and a function that opens the one of a number."""
+    """The names of images, and a function that opens an image by index."""
     if isinstance(images, Data):
         data = images
         return list(data.names), lambda i: data[i].image

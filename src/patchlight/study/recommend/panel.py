@@ -1,4 +1,4 @@
-"""What takes part in a race: methods that work on the model, at settings that fit the time, and metrics."""
+"""The methods and metrics of a race, with settings that fit the budget."""
 
 from __future__ import annotations
 
@@ -17,37 +17,40 @@ from patchlight.study.cost import duration, explain_forwards
 
 RANDOM = "random"
 AGREEMENT = "agreement"
-"""Not a metric of maps: how far two seeds of a method that draws agree."""
+"""The agreement of two seeds of a sampling method; not a metric of maps."""
 FIRST = (
     *(RANDOM, "genatt", "decompx.plus", "posterior", "attcat.libra", "decompx.skipplus", "tis", "tokentm"),
     *("fullgrad-plus.libra", "ixg.plus.libra", "transatt", "legrad", "rollout", "gradcam", "rawatt", "vit-cx"),
     *("vit-shapley", "diffmask", "kernel-shap", "occlusion", "lrp", "grad-eclip", "ig", "attcat", "ixg.plus"),
 )
-"""Where time is short, these come first: what docs/results calls good, the usual baselines, and the compositions that
-are worth having. All other registered methods follow."""
+"""The first methods if time is short: good ones according to docs/results, the usual baselines, and compositions. All
+other registered methods follow."""
 FEWEST_SAMPLES = {
     **{"posterior": 32, "tis": 64, "kernel-shap": 250, "rise": 500, "lime": 250, "hsic": 384, "smoothgrad": 10},
     **{"ig": 10, "bt-h": 10, "bt-t": 10, "tam": 10},
 }
-"""Of methods that sample: with fewer their map is mostly noise, and they are left out instead."""
+"""The smallest number of samples. With fewer, a map is mostly noise, and the method is left out."""
 MOST_SAMPLES = {"posterior": 1024}
-"""Of methods that gain by more than their default."""
+"""The largest number of samples, if more than the default help."""
 FORWARDS = 10_000
-"""Forwards that a budget must pay for, if the deciding metric is to have all its steps."""
+"""Forward passes within the budget that are needed for the full number of steps of the deciding metric."""
 SHARE = 0.06
-"""Of the budget, what the maps of one method that samples may take on the first 24 images."""
+"""Share of the budget for the maps of one sampling method on the first 24 images."""
 FILLS = {"zero": "zero", "blur": "blur-tis"}
-"""What stands where patches are removed, for the deciding metric: the data's mean colour, and a blur that leaves the
-rough shapes. A map should be right under both."""
+"""The fills of the deciding metric: the mean colour of the data, and a blur that keeps rough shapes."""
 Spec = dict[str, Any]
-"""A method or metric by its name and the settings that are not its defaults, as `explain` and `evaluate` take it."""
+"""The name of a method or metric and the settings that differ from its defaults, as in `explain` and `evaluate`."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """What takes part in a race: methods and metrics by label. The mean of the `deciding` metrics is a map's score.
+    """The methods and metrics of a race by label.
 
-    `agreement`: whether it is measured how far two seeds of a sampling method agree.
+    Attributes:
+        metrics: The metrics.
+        deciding: The metrics whose mean is the score of a map.
+        agreement: Whether the agreement of two seeds of sampling methods is measured.
+        methods: The methods.
     """
 
     metrics: Mapping[str, MetricRequest]
@@ -56,26 +59,30 @@ class Panel:
     methods: Mapping[str, Request] = field(default_factory=dict)
 
     def sign(self, label: str) -> int:
-        """-1 where lower is better."""
+        """-1 if lower is better, else 1."""
         metric = self.metrics.get(label)
         return 1 if metric is None or metric.metric.rises(metric.settings) else -1
 
 
-def choose_metrics(asked: Selection | None, vit: Anatomy, affordable: float = math.inf) -> Panel:
-    """The metrics named, of which the first decides; by default SRG over two fills, and the others where they exist.
+def choose_metrics(selection: Selection | None, vit: Anatomy, affordable: float = math.inf) -> Panel:
+    """The metrics of a race.
 
-    If only few forward passes are `affordable`, SRG is measured in fewer steps.
+    Args:
+        selection: The user's metrics, of which the first decides. Default: SRG over two fills decides, and others are
+            reported if they work on the model.
+        vit: The model.
+        affordable: The number of forward passes within the budget; with few, SRG has fewer steps.
     """
-    if asked is not None:
-        requests = resolve_all(asked, {}, MetricRequest, "metric", resolve_metric)
+    if selection is not None:
+        requests = resolve_all(selection, {}, MetricRequest, "metric", resolve_metric)
         needing = next((r for r in requests if r.metric.needs), None)
         if needing is not None:
             needs = " and ".join(sorted(needing.metric.needs))
-            raise PatchlightError(f"'{needing.label}' needs {needs}; `recommend` uses metrics that need none, as srg")
+            raise PatchlightError(f"'{needing.label}' needs {needs}; `recommend` uses other metrics, such as srg")
         return Panel({r.label: r.suited(vit) for r in requests}, (requests[0].label,), agreement=False)
     cells = vit.grid[0] * vit.grid[1]
-    wanted = (8, 7, 9, 6, 10) if affordable > FORWARDS else (4, 5, 3)
-    steps = next((s for s in wanted if cells % s == 0), min(wanted[0], cells))
+    preferred = (8, 7, 9, 6, 10) if affordable > FORWARDS else (4, 5, 3)
+    steps = next((s for s in preferred if cells % s == 0), min(preferred[0], cells))
     named: dict[str, Spec] = {
         **{f"srg {word}": {"metric": "srg", "steps": steps, "fill": fill} for word, fill in FILLS.items()},
         "token-deletion": {"quantity": "aopc", "points": 5, "target_class": "prediction"},
@@ -96,38 +103,45 @@ def choose_metrics(asked: Selection | None, vit: Anatomy, affordable: float = ma
     return Panel(metrics, deciding, agreement=True)
 
 
-def choose_methods(asked: Selection | None, vit: Anatomy) -> tuple[dict[str, Request], dict[str, str]]:
-    """The methods by label in order of worth, `random` among them, and why others cannot take part.
+def choose_methods(selection: Selection | None, vit: Anatomy) -> tuple[dict[str, Request], dict[str, str]]:
+    """The methods of a race by label, most promising first and with `random`, and why others do not work on the model.
 
-    Those that were named must all be known; those of them that do not work on the model are left out.
+    Args:
+        selection: The user's methods; by default all.
+        vit: The model.
     """
-    if asked is None:
+    if selection is None:
         names = [*FIRST, *sorted(set(METHODS) - set(FIRST))]
         requests = [resolve(name) for name in names if name.split(".")[0] in METHODS]
     else:
-        requests = resolve_all(asked, {}, Request, "method", resolve)
+        requests = resolve_all(selection, {}, Request, "method", resolve)
         if not any(request.name == RANDOM for request in requests):
             requests = [resolve(RANDOM), *requests]
     custom = next((request.label for request in requests if callable(request.score)), None)
     if custom is not None:
         raise PatchlightError(
-            f"'{custom}' has a callable as score, which a verdict cannot write down; name a score instead, as 'logit'"
+            f"'{custom}' has a function as score, which a verdict cannot record; give a named score such as 'logit'"
         )
     reasons = {request.label: refusal(request.suited(vit), vit) for request in requests}
     works = {r.label: r.suited(vit) for r in requests if reasons[r.label] is None}
     left_out = {label: reason for label, reason in reasons.items() if reason is not None}
     if all(request.name == RANDOM for request in works.values()):
-        told = "; ".join(f"{label}: {reason}" for label, reason in left_out.items()) or "none was named but random"
-        raise PatchlightError(f"no method can be compared with random on {vit.name}: {told}")
+        reasons_given = "; ".join(f"{label}: {reason}" for label, reason in left_out.items())
+        raise PatchlightError(
+            f"no method can be compared with random on {vit.name}: {reasons_given or 'only random was named'}"
+        )
     return works, left_out
 
 
 def affordable_methods(
     works: Mapping[str, Request], forward: float, allowed: float
 ) -> tuple[dict[str, Request], dict[str, str]]:
-    """Methods at settings for which a map takes at most `allowed` seconds, and why others are left out.
+    """Methods with settings for which a map takes at most `allowed` seconds, and why others are left out.
 
-    `forward` is the time of one forward pass in seconds.
+    Args:
+        works: The methods.
+        forward: Seconds of a forward pass.
+        allowed: Seconds of a map.
     """
     fitting: dict[str, Request] = {}
     left_out: dict[str, str] = {}
@@ -141,33 +155,38 @@ def affordable_methods(
 
 
 def sampled(request: Request, seconds: float, allowed: float) -> Request | str:
-    """The same with as many samples as `allowed` seconds an image buy, at `seconds` a forward; or why that is too few.
+    """A method with as many samples as fit, or the reason why there would be too few.
 
-    The label says what it comes to, where that is not the method's default.
+    The label contains the number of samples if it is not the default.
+
+    Args:
+        request: The method.
+        seconds: Seconds of a forward pass.
+        allowed: Seconds of a map.
     """
     setting = "samples" if "samples" in request.settings else "steps"
     base = request.name.split(".")[0]
     least = FEWEST_SAMPLES.get(base)
     if least is None or setting not in request.settings:
         return request
-    own = int(request.settings[setting])
-    most = max(own, MOST_SAMPLES.get(base, 0))
-    each = seconds * explain_forwards(request) / own
-    if own == most and each * own <= allowed:
+    default = int(request.settings[setting])
+    most = max(default, MOST_SAMPLES.get(base, 0))
+    each = seconds * explain_forwards(request) / default
+    if default == most and each * default <= allowed:
         return request
     if each * least > allowed:
         return f"one map would take about {duration(each * least)} even with only {least} {setting}"
     count = least
     while 2 * count * each <= allowed and 2 * count <= most:
         count *= 2
-    if count == own:
+    if count == default:
         return request
     label = f"{request.label}({setting}={count})"
     return replace(request, label=label, settings={**request.settings, setting: count})
 
 
 def method_spec(request: Request) -> Spec:
-    """A method by name and settings that differ from its defaults."""
+    """The name of a method and the settings that differ from its defaults."""
     usual = resolve(request.name)
     settings = {k: v for k, v in request.settings.items() if k not in usual.settings or v != usual.settings[k]}
     score = {"score": request.score} if request.chosen_score or request.score != usual.score else {}
@@ -175,6 +194,6 @@ def method_spec(request: Request) -> Spec:
 
 
 def metric_spec(request: MetricRequest) -> Spec:
-    """A metric by name and settings that differ from its defaults."""
+    """The name of a metric and the settings that differ from its defaults."""
     defaults = resolve_metric(request.metric.name).settings
     return {"metric": request.metric.name, **{k: v for k, v in request.settings.items() if v != defaults[k]}}

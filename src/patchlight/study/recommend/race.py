@@ -1,6 +1,6 @@
-"""The race: what paired differences of scores decide, corrected for every pair of methods and every look at them.
+"""The statistics of a race: paired differences of scores, corrected for all pairs of methods and all looks.
 
-Nothing here knows a model. Scores are numbers by method and by the image's place in the seeded order; more is better.
+Scores are numbers by method and by the place of the image in the random order; higher is better.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from patchlight.core.statistics import FEWEST
 
 ALPHA = 0.05
 COMPARED = 3
-"""A best method needs a comparison of at least this many methods besides random, on shared images."""
+"""The smallest number of methods besides random, on shared images, for which a best one is named."""
 SENSITIVE = 10
-"""The class's score must change by this many times `worth` without the image, or the model hardly uses the image."""
+"""The model hardly uses the image if blanking it changes the class's score by less than this many times `worth`."""
 FARTHEST = 10**6
-"""Images beyond which nobody will look."""
+"""The largest number of images that `Pair.needed` considers."""
 Scores = Mapping[str, Mapping[int, float]]
-"""By method, the score of each image, by its place."""
+"""By method, the scores of images by place."""
 
 
 def looks(images: int) -> list[int]:
@@ -33,18 +33,22 @@ def looks(images: int) -> list[int]:
     >>> looks(20), looks(5)
     ([6, 8, 12, 16, 20], [])
     """
-    found, n = [], FEWEST
+    numbers, n = [], FEWEST
     while n < images:
-        found.append(n)
+        numbers.append(n)
         n = 8 if n == FEWEST else n * 3 // 2 if n & (n - 1) == 0 else n * 4 // 3
-    return [*found, images] if images >= FEWEST else []
+    return [*numbers, images] if images >= FEWEST else []
 
 
 @dataclass(frozen=True)
 class Pair:
-    """How far one method is above another on the same images: the mean difference, its standard error, a p-value.
+    """The difference of two methods on the same images.
 
-    `p` is one-sided, of a difference that is not above zero: paired t.
+    Attributes:
+        images: The number of images.
+        mean: The mean difference, first minus second.
+        error: Its standard error.
+        p: The one-sided p-value of a paired t-test that the difference is above zero.
     """
 
     images: int
@@ -53,15 +57,15 @@ class Pair:
     p: float
 
     def reach(self, level: float) -> float:
-        """Half the width of the interval of the difference at a one-sided `level`."""
+        """Half the width of the confidence interval of the difference at a one-sided level."""
         return float(-stdtrit(self.images - 1, level)) * self.error if self.images > 1 else math.inf
 
     def surely_above(self, worth: float) -> bool:
-        """Whether this comparison alone shows a difference that is worth anything."""
+        """Whether the difference is significant in this comparison alone, and larger than `worth`."""
         return self.p < ALPHA and self.mean > worth
 
     def needed(self, level: float) -> float:
-        """How many images would tell the two apart, by the present difference and spread."""
+        """The number of images that would make the difference significant, if mean and spread stay the same."""
         if self.images < 2 or not abs(self.mean) > 0:
             return math.inf
         spread, n = self.error * math.sqrt(self.images), FEWEST
@@ -71,7 +75,7 @@ class Pair:
 
 
 def paired(first: np.ndarray, second: np.ndarray) -> Pair:
-    """Compare scores of the same images [n]. Differences that are all the same are as sure as n coins on one side."""
+    """Compare scores of the same images [n]. If all differences are equal, p is that of a sign test, 0.5^n."""
     d = first - second
     n = len(d)
     mean = float(d.mean()) if n else math.nan
@@ -85,12 +89,17 @@ def paired(first: np.ndarray, second: np.ndarray) -> Pair:
 
 @dataclass(frozen=True, eq=False)
 class Race:
-    """Scores of methods on images, of which there are `images` in all, and what can be said of them at 95 %.
+    """The scores of a race, and what follows from them at 95 % confidence.
 
-    Two methods are compared on the images that both have, cut to the last planned look: so the correction, Bonferroni
-    over all ordered pairs and all looks, holds whenever the race was stopped, and in whatever order it was run.
-    `worth`: the smallest difference that counts; what is surely above zero but smaller decides nothing. `floor` is the
-    random one, which runs beside.
+    Two methods are compared on the images that both have, up to the last planned look. So the correction (Bonferroni
+    over all ordered pairs and all looks) holds whenever the race is stopped and in whatever order it is run.
+
+    Attributes:
+        scores: Scores by method and place.
+        images: The number of images.
+        worth: The smallest difference that counts.
+        alpha: The significance level.
+        floor: The random method.
     """
 
     scores: Scores
@@ -105,13 +114,13 @@ class Race:
 
     @property
     def level(self) -> float:
-        """The one-sided level of one comparison of two methods at one look."""
+        """The one-sided significance level of one comparison of two methods at one look."""
         m = len(self.scores)
         return self.alpha / max(1, m * (m - 1) * len(self.looks))
 
     @property
     def level_of_random(self) -> float:
-        """The same of comparisons with one method that was not chosen by its scores."""
+        """The same for comparisons with random, which was not chosen by its scores."""
         return self.alpha / max(1, (len(self.scores) - 1) * len(self.looks))
 
     def count(self, method: str) -> int:
@@ -122,13 +131,13 @@ class Race:
         return fmean(scores) if scores else math.nan
 
     def pair(self, first: str, second: str) -> Pair:
-        """The two compared at the last planned look; of fewer images than the first look has, at all they share."""
+        """Compare two methods at the last planned look, or before the first look on all images that they share."""
         key = (first, second)
         if key not in self._pairs:
             a, b = self.scores[first], self.scores[second]
             shared = sorted(a.keys() & b.keys())
             most = max((n for n in self.looks if n <= len(shared)), default=len(shared))
-            x, y = (np.array([own[place] for place in shared[:most]], dtype=np.float64) for own in (a, b))
+            x, y = (np.array([scores[place] for place in shared[:most]], dtype=np.float64) for scores in (a, b))
             self._pairs[key] = paired(x, y)
         return self._pairs[key]
 
@@ -137,60 +146,60 @@ class Race:
         return {}
 
     def beats(self, first: str, second: str, level: float | None = None) -> bool:
-        """Whether the first is surely better than the second, and by a difference that is worth anything."""
-        found = self.pair(first, second)
+        """Whether the first is significantly better than the second, by more than `worth`."""
+        pair = self.pair(first, second)
         level = self.level if level is None else level
-        return found.images >= FEWEST and found.p < level and found.mean > self.worth
+        return pair.images >= FEWEST and pair.p < level and pair.mean > self.worth
 
     def above_random(self, method: str) -> bool | None:
-        """Whether a method is shown to beat random; None where fewer than six images could show it."""
+        """Whether a method beats random significantly; None with fewer than six shared images."""
         if method == self.floor or self.floor not in self.scores or self.pair(method, self.floor).images < FEWEST:
             return None
         return self.beats(method, self.floor, self.level_of_random)
 
     def confidence(self, method: str) -> float:
-        """How sure it is that a method beats random, corrected for all methods and looks."""
+        """The confidence that a method beats random, corrected for all methods and looks."""
         return 1 - min(1.0, self.pair(method, self.floor).p * self.alpha / self.level_of_random)
 
     def same(self, first: str, second: str) -> bool:
-        """Whether the two surely differ by less than is worth anything: the whole interval lies inside."""
-        found = self.pair(first, second)
-        return found.images >= FEWEST and abs(found.mean) + found.reach(self.level) < self.worth
+        """Whether the two differ significantly by less than `worth`: the whole confidence interval lies inside."""
+        pair = self.pair(first, second)
+        return pair.images >= FEWEST and abs(pair.mean) + pair.reach(self.level) < self.worth
 
     @cached_property
     def beaten(self) -> dict[str, str]:
         """The methods that cannot be the best, each with one that beats it."""
         order = self.standing
-        found = {}
-        for i, method in enumerate(order):
-            by = next((better for better in order[:i] if self.beats(better, method)), None)
-            if by is not None:
-                found[method] = by
-        return found
+        winners = {
+            method: next((better for better in order[:i] if self.beats(better, method)), None)
+            for i, method in enumerate(order)
+        }
+        return {method: winner for method, winner in winners.items() if winner is not None}
 
     @cached_property
     def standing(self) -> list[str]:
         """The methods with a score, highest first.
 
-        By what each is above the one with the most images, on the images both have: scores of few images compare so.
+        The order is that of the differences to the method with the most images, on shared images, as methods may have
+        different images.
         """
-        known = [m for m in self.scores if self.scores[m]]
-        if not known:
+        scored = [m for m in self.scores if self.scores[m]]
+        if not scored:
             return []
-        first = max(known, key=lambda m: (self.count(m), self.mean(m), m))
-        above = {m: self.pair(m, first).mean for m in known}
-        return sorted(known, key=lambda m: (-above[m] if above[m] == above[m] else math.inf, m))
+        first = max(scored, key=lambda m: (self.count(m), self.mean(m), m))
+        above = {m: self.pair(m, first).mean for m in scored}
+        return sorted(scored, key=lambda m: (-above[m] if above[m] == above[m] else math.inf, m))
 
     def look(self, method: str) -> int:
-        """The last planned look that a method has the images for; before the first, the images it has."""
+        """The last planned look that a method has reached; before the first look, its number of images."""
         count = self.count(method)
         return max((n for n in self.looks if n <= count), default=count)
 
     @cached_property
     def candidates(self) -> list[str]:
-        """Those that may be the best: not beaten, and followed to half the images of the farthest of these at least.
+        """The methods that may be the best: not beaten, with at least half of the largest number of images among them.
 
-        The leader stands first, the highest of those that were followed farthest; then the others, highest first.
+        First the leading one, which is the highest of those with the most images; then the others, highest first.
         """
         alive = [m for m in self.standing if m not in self.beaten and m != self.floor]
         last = max(map(self.look, alive), default=0)

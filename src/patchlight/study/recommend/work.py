@@ -31,19 +31,19 @@ from patchlight.study.run import MeasureOptions, measure
 from patchlight.study.sources import Source, computed_maps, maps_by
 
 EXPLANATION = "explanation"
-"""The step before any metric: making the map."""
+"""The step before any metric: computing the map."""
 GROUP = 8
-"""Images that are worked on at a time, at most."""
+"""The largest number of images at a time."""
 LATEST = 5
-"""Measurements of one thing that its prediction is made of."""
+"""The number of measurements that a prediction uses."""
 MAPS = 2**26
-"""Numbers of the maps that are kept, 256 MiB; beyond that the maps that were not used for longest are made again."""
+"""Numbers in cached maps (256 MiB); if there are more, the least recently used maps are dropped."""
 MARGIN = 1.25
-"""How much longer than predicted anything may take, and still fit."""
+"""A step is started only if this many times its predicted time is left."""
 
 
 class Clock:
-    """The time there is: seconds since the beginning, and until the end, for which some are kept in `reserve`."""
+    """The time of a run in seconds: budget, time spent, and time left before a reserve for the end."""
 
     def __init__(self, budget: float, spent: float = 0.0) -> None:
         self.budget, self._begun = budget, time.monotonic() - spent
@@ -55,14 +55,20 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Until what is kept for the end."""
+        """Seconds until the reserve begins."""
         return self.budget - self.reserve - self.spent
 
 
 class RaceWorker:
-    """Explains and measures images by their places; every finished cell goes to the record.
+    """Explains and measures images by their places; every finished cell is recorded.
 
-    `forward` is the time of a forward pass in seconds; `progress` is called after every step.
+    Args:
+        gallery: The images.
+        panel: The methods and metrics.
+        record: The record of cells.
+        clock: The time.
+        forward: Seconds of a forward pass.
+        progress: Called after every step.
     """
 
     def __init__(
@@ -83,7 +89,7 @@ class RaceWorker:
         self._kept: dict[Any, Any] = {}
 
     def cost(self, method: str, metric: str) -> float:
-        """Seconds per image: the median of the latest measurements, or before the first one a guess."""
+        """Seconds per image: the median of the latest measurements, or an estimate before the first one."""
         if (method, metric) in self._costs:
             return median(self._costs[method, metric])
         if metric == EXPLANATION:
@@ -97,27 +103,28 @@ class RaceWorker:
         return measure_seconds(request, self.vit, self._forward, self.cost(method, EXPLANATION))
 
     def seconds(self, method: str, places: Sequence[int], metrics: Sequence[str]) -> float:
-        """Predicted seconds of what is missing of these cells."""
+        """Predicted seconds of the missing cells."""
         missing = {metric: self._missing(method, metric, places) for metric in metrics}
         unexplained = [p for p in set().union(*missing.values()) if (method, p) not in self._maps]
         measuring = sum(len(some) * self.cost(method, metric) for metric, some in missing.items())
         return measuring + len(unexplained) * self.cost(method, EXPLANATION)
 
     def seconds_new(self, method: str, images: int) -> float:
-        """Predicted seconds of explaining and scoring this many images of which nothing is done."""
+        """Predicted seconds of explaining and scoring this many new images."""
         return images * sum(self.cost(method, metric) for metric in (EXPLANATION, *self.panel.deciding))
 
     def fill(self, method: str, places: Sequence[int], metrics: Sequence[str], until: float = 0.0) -> bool:
-        """Fill what is missing of these cells, as many images at a time as fit before `until` seconds are left.
+        """Measure the missing cells, as many images at a time as fit before `until` seconds are left.
 
-        False if time did not allow all, or the method failed, which the record says.
+        Returns:
+            False if there was not enough time, or the method failed and was left out.
         """
         waiting = [p for p in places if any(self._missing(method, metric, [p]) for metric in metrics)]
         while waiting and method not in self.record.left_out:
-            one = max(self.seconds(method, waiting[:1], metrics), 1e-6)
+            per_image = max(self.seconds(method, waiting[:1], metrics), 1e-6)
             measured = all((method, metric) in self._costs for metric in (EXPLANATION, *metrics))
-            room = (self.clock.left - until) / (MARGIN * one)
-            count = min(GROUP if measured else 1, len(waiting), int(room))
+            fitting = int((self.clock.left - until) / (MARGIN * per_image))
+            count = min(GROUP if measured else 1, len(waiting), fitting)
             if count < 1:
                 return False
             some, waiting = [p for p in waiting[:count] if self.gallery.readable(p)], waiting[count:]
@@ -143,7 +150,7 @@ class RaceWorker:
 
     @contextmanager
     def _failures(self, method: str, metric: str, places: Sequence[int]) -> Iterator[None]:
-        """Inside, an error becomes the reason of these cells, unless the metric decides."""
+        """Record an error as the reason of these cells, unless the metric decides."""
         try:
             yield
         except Exception as error:
@@ -153,22 +160,22 @@ class RaceWorker:
                 self.record.add(place, method, metric, error=f"it failed: {first_line(error)}")
 
     def _spent(self, method: str, metric: str, begun: float, images: int) -> float:
-        """Seconds per image since `begun`, which later predictions are made of."""
+        """Seconds per image since `begun`, remembered for predictions."""
         each = (time.monotonic() - begun) / images
         self._costs.setdefault((method, metric), deque(maxlen=LATEST)).append(each)
         return round(each, 6)
 
     def _explain(self, method: str, places: Sequence[int]) -> None:
-        """Make the maps that are not kept; of those kept, the ones that were not used for longest give way."""
-        some = [p for p in places if (method, p) not in self._maps]
-        for place in set(places) - set(some):
+        """Compute the maps that are not cached; the least recently used ones are dropped from the cache."""
+        missing = [p for p in places if (method, p) not in self._maps]
+        for place in set(places) - set(missing):
             self._maps[method, place] = self._maps.pop((method, place))
-        if some:
+        if missing:
             begun = time.monotonic()
-            maps = self._computed(method, some, self._seed)
-            each = self._spent(method, EXPLANATION, begun, len(some))
-            self._maps |= {(method, place): (one, each) for place, one in zip(some, maps, strict=True)}
-        while len(self._maps) > len(places) and sum(one.numel() for one, _ in self._maps.values()) > MAPS:
+            maps = self._computed(method, missing, self._seed)
+            each = self._spent(method, EXPLANATION, begun, len(missing))
+            self._maps |= {(method, place): (scores, each) for place, scores in zip(missing, maps, strict=True)}
+        while len(self._maps) > len(places) and sum(scores.numel() for scores, _ in self._maps.values()) > MAPS:
             del self._maps[next(iter(self._maps))]
 
     def _computed(self, method: str, places: Sequence[int], seed: int) -> Tensor:
@@ -184,13 +191,13 @@ class RaceWorker:
             for label, column in columns.items():
                 value = None if reasons[i] else finite_or_none(float(column[i]))
                 seconds = each if label == metric else 0.0
-                own = {"note": reasons[i], "measure_seconds": seconds, "explain_seconds": times[i]}
-                self.record.add(place, method, label, value, **own)
+                rest = {"note": reasons[i], "measure_seconds": seconds, "explain_seconds": times[i]}
+                self.record.add(place, method, label, value, **rest)
 
     def _columns(
         self, method: str, metric: str, places: Sequence[int], maps: Tensor
     ) -> tuple[dict[str, Tensor], Sequence[str]]:
-        """The values [n] of a metric, and of what it is made of; and why some do not exist."""
+        """The values [n] of a metric and of its parts, and why some do not exist."""
         if metric == AGREEMENT:
             agreement = spearman(maps.flatten(1), self._computed(method, places, self._seed + 1).flatten(1))
             return {metric: agreement.where(maps.flatten(1).isfinite().all(1), torch.nan)}, [""] * len(places)
@@ -204,20 +211,20 @@ class RaceWorker:
         return {metric: evaluation.values, **parts}, evaluation.reasons
 
     def untrained(self, method: str, places: Sequence[int]) -> None:
-        """The method's score on an untrained copy of the model, for the class that this predicts, where time allows.
+        """Measure the method's score on an untrained copy of the model, for the class that the copy predicts.
 
-        On as many images as fit, if six then have it; where it fails, the cells say why.
+        It is measured on as many images as fit, if these are at least six; failures are recorded.
         """
         missing = self._missing(method, UNTRAINED, places)
-        one = max(MARGIN * self.seconds_new(method, 1), 1e-6)
-        some = missing[: max(0, int(self.clock.left / one))]
+        per_image = max(MARGIN * self.seconds_new(method, 1), 1e-6)
+        some = missing[: max(0, int(self.clock.left / per_image))]
         if not some or len(places) - len(missing) + len(some) < FEWEST:
             return
         with warnings.catch_warnings(), self._failures(method, UNTRAINED, some):  # not every model can be copied
             warnings.simplefilter("ignore")
             if UNTRAINED not in self._kept:
-                copy, drawn = twin(self.vit), random_parameters(self.vit.model, self._seed)
-                copy.model.load_state_dict(drawn, strict=False)
+                copy = twin(self.vit)
+                copy.model.load_state_dict(random_parameters(self.vit.model, self._seed), strict=False)
                 self._kept[UNTRAINED] = copy
             metrics = [self.panel.metrics[label] for label in self.panel.deciding]
             options = MeasureOptions(seed=self._seed, batch_size=len(some), progress=False)
@@ -260,7 +267,7 @@ class RaceWorker:
 
 
 def _score(request: MetricRequest, vit: Anatomy) -> ScoreName:
-    """What a metric reads of a class; where that is no score, its probability, or its logit if the model has none."""
-    found = request.settings.get("score", request.settings.get("quantity"))
-    other: ScoreName = "probability" if lacking("probability", vit) is None else "logit"
-    return next((name for name in get_args(ScoreName) if name == found), other)
+    """The score that a metric reads; by default the probability, or the logit if the model has no probabilities."""
+    setting = request.settings.get("score", request.settings.get("quantity"))
+    default: ScoreName = "probability" if lacking("probability", vit) is None else "logit"
+    return next((name for name in get_args(ScoreName) if name == setting), default)
