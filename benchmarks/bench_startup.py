@@ -1,7 +1,11 @@
-"""What starting costs: CPU seconds of commands in fresh processes, minus those of importing torch (and timm)."""
+"""What starting costs: CPU seconds of commands in fresh processes, minus those of importing torch (and timm).
+
+`PATCHLIGHT_BEFORE=FOLDER` names the `src` folder of another version, whose times go into a column of their own.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import subprocess
@@ -9,53 +13,85 @@ import sys
 import tempfile
 from pathlib import Path
 
+import patchlight
 from benchmarks.common import record
 from patchlight.zoo.pocket import PHOTOS
 
 REPEATS = 3
+HERE = str(Path(patchlight.__file__).parents[1])
 PHOTO = str(PHOTOS / "dog.jpg")
-LOAD = "import patchlight as pl; pl.load('pocket')"
-TIMM = "import patchlight as pl; pl.load('vit_tiny_patch16_224', pretrained=False)"
-COMMANDS = {
+PROGRAM = ("-m", "patchlight")
+TIMM = ("--model", "vit_tiny_patch16_224", "--no-pretrained")
+STEPS = ("--method", "genatt", "--set", "ins-del.steps=4")
+PLAN = ("tis-table-1", "--quick", "--model", "pocket", "--images", str(PHOTOS), "--data", "files", "--limit", "2")
+COMMANDS: dict[str, tuple[str, ...]] = {
     "import torch": ("-c", "import torch"),
     "import torch, timm": ("-c", "import torch, timm"),
-    "pl.load('pocket')": ("-c", LOAD),
-    "pl.explain(pl.load('pocket'), 'dog.jpg')": (
-        "-c",
-        f"import patchlight as pl; pl.explain(pl.load('pocket'), {PHOTO!r})",
-    ),
-    "patchlight explain dog.jpg": ("-m", "patchlight", "explain", PHOTO, "--out", "{folder}/{run}.png"),
-    "patchlight doctor": ("-m", "patchlight", "doctor"),
-    "patchlight methods, first time": ("-m", "patchlight", "methods"),
-    "patchlight methods": ("-m", "patchlight", "methods"),
-    "patchlight bench list": ("-m", "patchlight", "bench", "list"),
-    "pl.load('vit_tiny_patch16_224', pretrained=False)": ("-c", TIMM),
+    "pl.load('pocket')": ("-c", "import patchlight as pl; pl.load('pocket')"),
+    "patchlight explain dog.jpg": (*PROGRAM, "explain", PHOTO, "--out", "{folder}/a{run}.png"),
+    "patchlight evaluate --images dog.jpg, 4 steps": (*PROGRAM, "evaluate", "--images", PHOTO, *STEPS),
+    "patchlight doctor": (*PROGRAM, "doctor"),
+    "patchlight serve, until it is ready": (*PROGRAM, "serve", "--port", "0"),
+    "patchlight bench plan tis-table-1 --model pocket": (*PROGRAM, "bench", "plan", *PLAN, "--target", "prediction"),
+    "patchlight bench list": (*PROGRAM, "bench", "list"),
+    "patchlight methods, first time": (*PROGRAM, "methods"),
+    "patchlight methods": (*PROGRAM, "methods"),
+    "patchlight explain dog.jpg, a model of timm": (*PROGRAM, "explain", PHOTO, *TIMM, "--out", "{folder}/b{run}.png"),
+    "patchlight serve, a model of timm": (*PROGRAM, "serve", *TIMM, "--port", "0"),
 }
 
 
-def cpu_seconds(arguments: tuple[str, ...], cache: str) -> float:
-    """CPU seconds of one Python process."""
+def cpu_seconds(arguments: tuple[str, ...], source: str, cache: str) -> float:
+    """CPU seconds of one Python process; infinite if it fails. A server is stopped as soon as it prints its address."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATCHLIGHT_CACHE": cache}
-    subprocess.run([sys.executable, *arguments], check=True, capture_output=True, env=environment)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATCHLIGHT_CACHE": cache, "PYTHONPATH": source}
+    words = [sys.executable, *arguments]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stderr is not None
+        ready = any("http://" in line for line in run.stderr)
+        if ready:
+            run.kill()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds if ready or run.returncode == 0 else math.inf
 
 
-def main() -> None:
-    """Run every command in turn, several times, and keep the least of each."""
-    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+def least_seconds(sources: dict[str, str]) -> dict[tuple[str, str], float]:
+    """By source and command, the least CPU seconds of several runs in turn."""
+    times: dict[tuple[str, str], float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for run in range(REPEATS):
             for name, words in COMMANDS.items():
-                arguments = tuple(word.replace("{folder}", folder).replace("{run}", str(run)) for word in words)
-                cache = Path(folder) / (f"{run}" if name.startswith("patchlight methods") else "cache")
-                times[name].append(cpu_seconds(arguments, str(cache)))
-    least = {name: min(values) for name, values in times.items()}
-    torch, timm = least["import torch"], least["import torch, timm"]
-    rows = [[f"`{name}`", f"{s:.2f}", f"{s - torch:+.2f}", f"{s - timm:+.2f}"] for name, s in least.items()]
-    header = ["command", "CPU s", "minus `import torch`", "minus `import torch, timm`"]
-    record("startup", "Start-up time", header, rows, cpu=True)
+                for source, path in sources.items():
+                    arguments = tuple(
+                        word.replace("{folder}", f"{folder}/{source}").replace("{run}", str(run)) for word in words
+                    )
+                    cache = f"{folder}/{source}/{f'{run}' if name.startswith('patchlight methods') else 'cache'}"
+                    seconds = cpu_seconds(arguments, path, cache)
+                    times[source, name] = min(times.get((source, name), math.inf), seconds)
+    return times
+
+
+def main() -> None:
+    """Time every command, here and in the version before."""
+    before = os.environ.get("PATCHLIGHT_BEFORE")
+    times = least_seconds({"now": HERE} | ({"before": before} if before else {}))
+    torch, timm = times["now", "import torch"], times["now", "import torch, timm"]
+    rows = []
+    for name in COMMANDS:
+        seconds = times["now", name]
+        over = seconds - (timm if "timm" in name else torch)
+        row = [f"`{name}`", f"{seconds:.2f}", f"{over:+.2f}"]
+        if before:
+            row.insert(1, "–" if math.isinf(times["before", name]) else f"{times['before', name]:.2f}")
+        rows.append(row)
+    header = [
+        "command",
+        *(["before, CPU s"] if before else []),
+        "CPU s",
+        "minus `import torch` (with timm: minus both)",
+    ]
+    record("startup", "Start-up time: CPU seconds of a fresh process", header, rows, cpu=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from patchlight.core.errors import PatchlightError
 from patchlight.core.extras import EXTRAS
 
 if TYPE_CHECKING:
+    from patchlight.core.attribution import Attribution
     from patchlight.report.files import WrittenFiles
 
 DEMO_METHODS: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ DEMO_METHODS: dict[str, dict[str, Any]] = {
     "random": {},
 }
 """A method of each of the five papers, and the random baseline."""
-TWO_CLASSES = "dog-and-cat.jpg"
+READING = "Red patches support dog, blue patches support cat."
 TABLE_ROWS = 50
 METHOD_HELP = (
     "Methods, separated by commas. auto: the best method with one pass that works on the model. best: the most "
@@ -67,15 +68,13 @@ def demo(
         from patchlight.engine import explain
         from patchlight.methods.requests import resolve
         from patchlight.report.files import ExplainTask, ImageFile, write_explanations
-        from patchlight.report.pictures import figure
         from patchlight.zoo import pocket
 
-        photos = [pocket.PHOTOS / card["file"] for card in json.loads((pocket.PHOTOS / "photos.json").read_text())]
         vit = ModelOptions().load()
-        first, photo = out / "patchlight-two-classes.png", pocket.PHOTOS / TWO_CLASSES
-        maps = explain(vit, photo, target=[["dog", "cat"]])
-        figure(photo, maps, vit=vit, path=first)
-        items = [ImageFile(photo) for photo in photos if photo.name != TWO_CLASSES]
+        photo, first = pocket.PHOTOS / "dog-and-cat.jpg", out / "patchlight-two-classes.png"
+        _draw_contrast(explain(vit, photo, target="dog", against="cat"), photo, first)
+        cards = json.loads((pocket.PHOTOS / "photos.json").read_text())
+        items = [ImageFile(pocket.PHOTOS / card["file"]) for card in cards if card["file"] != photo.name]
         requests = [resolve(name, settings) for name, settings in DEMO_METHODS.items()]
         update(description="explaining", total=len(items))
         task = ExplainTask(items, requests, out / "patchlight-demo.png")
@@ -84,23 +83,35 @@ def demo(
     _print(done, used_methods(requests, vit), {"methods": DEMO_METHODS}, as_json)
     if open_it:
         typer.launch(str(first))
-    if not as_json:
-        _print_demo_end(done.written, maps.method)
-
-
-def _print_demo_end(written: Sequence[str], method: str) -> None:
-    first, second = written
-    show()
-    show(f"Look at {first} first.")
-    show(f"One photograph, two questions: red patches support 'dog' or 'cat', blue ones oppose it ({method}).")
-    show(f"{second} compares {len(DEMO_METHODS) - 1} methods and random on other photographs.")
-    show()
-    show("Next:")
+    if as_json:
+        return
     absent = EXTRAS["web"].missing()
-    install = f"  (first: pip install 'patchlight[web]', for {', '.join(absent)})" if absent else ""
-    show(f"  {program()} explain photo.jpg --target dog      your own photograph")
-    show(f"  {program()} serve --open                        the web page{install}")
-    show(f"  {program()} methods                             all methods")
+    install = f" (first: pip install 'patchlight[web]', for {', '.join(absent)})" if absent else ""
+    show()
+    show(f"Look at {first} first: {READING}")
+    show(f"{done.written[1]} compares {len(DEMO_METHODS) - 1} methods and random maps on other photographs.")
+    show()
+    show("Try next:")
+    show(f"  {program()} explain photo.jpg     explain your own photograph")
+    show(f"  {program()} serve --open          the same on a web page{install}")
+    show(f"  {program()} methods               all methods, and which to use")
+
+
+def _draw_contrast(att: Attribution, photo: Path, path: Path) -> None:
+    """Draw a photograph and its map, large and with a sentence on how to read it."""
+    from matplotlib.figure import Figure
+
+    from patchlight.core.images import open_image
+
+    figure = Figure(figsize=(12, 6.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.imshow(open_image(photo))
+    left.set_axis_off()
+    left.set_title("the photograph", fontsize=16)
+    att.plot(right, image=photo).title.set_fontsize(16)
+    figure.suptitle(f"Why dog and not cat? {READING}", fontsize=17)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
 
 
 @command
