@@ -70,6 +70,19 @@ def test_a_word_has_one_meaning() -> None:
     assert {name for panel in options.OPTIONS.values() for name in panel} == used - {"help"}
 
 
+def test_words_of_earlier_versions_still_work_with_a_warning(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["recommend", "--images", str(tmp_path), "--methods=genat", "--metrics", "srg"])
+    assert "warning: --methods is now --method; the old word will be removed" in done.stderr
+    assert "did you mean 'genatt'" in done.stderr
+    done = CliRunner().invoke(
+        cli.app, ["bench", "report", str(tmp_path), "--latex", "--html", "x.html", "--against", "a"]
+    )
+    assert "--latex is now --format latex" in done.stderr
+    assert "--baseline adds a table" in done.stderr
+    words = ["bench", "plan", "tis-table-1", "--data", "cifar10:there"]
+    assert "write --images there --data cifar10" in CliRunner().invoke(cli.app, words).stderr
+
+
 @pytest.mark.usefixtures("tiny")
 def test_auto_is_the_default_and_is_named(folder: Path) -> None:
     shown = run("explain", "photos/a.jpg").stdout

@@ -45,10 +45,6 @@ def run(
 
     Only one process may work on a run, or on a shard of it. SIGTERM stops it after the current step with exit code 75;
     the same command resumes it.
-
-    Examples:
-        patchlight bench run tis-table-1 --images /data/imagenet --limit 16 --quick --out runs/tis
-        patchlight bench run mine.toml --device cuda:all --out runs/mine
     """
     from patchlight.bench.executors import devices_of
     from patchlight.bench.local import PREEMPTED, RunOptions, preemptible
@@ -86,12 +82,7 @@ def run(
 
 @command
 def status(folder: Folder, as_json: bool = False) -> None:
-    """Show how much of a run is done, and what failed.
-
-    Examples:
-        patchlight bench status runs/tis
-        patchlight bench status runs/tis --json
-    """
+    """Show how much of a run is done, and what failed."""
     from patchlight.bench.store import Store
 
     store = Store(folder)
@@ -130,12 +121,7 @@ def report(
     baseline: str | None = None,
     plugin: Plugin = None,
 ) -> None:
-    """Print the tables of a run, or write a report.
-
-    Examples:
-        patchlight bench report runs/tis
-        patchlight bench report runs/tis --html report.html
-    """
+    """Print the tables of a run, or write a report."""
     if style is not None and style not in STYLES:
         raise PatchlightError(f"no format is called '{style}'; {nearest(style, STYLES)}")
     if style == "per-image" and html is not None:

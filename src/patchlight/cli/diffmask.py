@@ -42,12 +42,7 @@ def train(
     preset: Preset = None,
     as_json: bool = False,
 ) -> None:
-    """Train DiffMask for a model: gates that keep the few patches that its output depends on.
-
-    Examples:
-        patchlight diffmask train --images photos/ --out gates/
-        patchlight diffmask train --recipe diffmask-cifar10 --images cifar10/ --out gates/ --device cuda
-    """
+    """Train DiffMask for a model: gates that keep the few patches that its output depends on."""
     with progress("loading the model") as update:
         from patchlight.trained.diffmask import load
         from patchlight.trained.diffmask import train as train_gates
@@ -79,12 +74,7 @@ def import_file(
     alpha: float | None = None,
     as_json: bool = False,
 ) -> None:
-    """Import gates that the authors published. Only tensors and numbers are read; no code in the file is run.
-
-    Examples:
-        patchlight diffmask import gates.ckpt --model vit_base_patch16_224 --out gates/
-        patchlight diffmask import gates.safetensors --out gates/ --alpha 20
-    """
+    """Import gates that the authors published. Only tensors and numbers are read; no code in the file is run."""
     if not file.is_file():
         raise PatchlightError(f"no file at '{file}'")
     model.check()
@@ -113,12 +103,7 @@ def counting(
     device: str = "cpu",
     as_json: bool = False,
 ) -> None:
-    """Run the counting task of the paper. The exit code is 3 if DiffMask is exact on fewer than 95 % of the grids.
-
-    Examples:
-        patchlight diffmask counting --out counting/
-        patchlight diffmask counting --size base --device cuda --out counting/
-    """
+    """Run the counting task of the paper. The exit code is 3 if DiffMask is exact on fewer than 95 % of the grids."""
     with progress("loading") as update:
         from patchlight.study.counting import ENOUGH, CountingTask, run, table
 

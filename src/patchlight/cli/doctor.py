@@ -18,12 +18,7 @@ BROKEN = 2
 
 @command
 def doctor(as_json: bool = False, debug: bool = False) -> None:
-    """Check the installation and run a self-test. The exit code is 2 if something is broken.
-
-    Examples:
-        patchlight doctor
-        patchlight doctor --json
-    """
+    """Check the installation and run a self-test. The exit code is 2 if something is broken."""
     with progress("checking"):
         from patchlight.report.installation import examine_installation
 

@@ -10,22 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchlight.cli.common import (
-    SOME_FAILED,
-    UsedMethods,
-    check_images,
-    check_new,
-    describe_methods,
-    label_methods,
-    print_json,
-    print_table,
-    progress,
-    read_settings,
-    say,
-    show,
-    split_names,
-    used_methods,
-)
+from patchlight.cli import common
 from patchlight.cli.complete import complete_preset
 from patchlight.cli.options import ModelOptions, command
 from patchlight.core.errors import PatchlightError
@@ -64,21 +49,16 @@ def evaluate(
     force: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Measure how faithful explanations are: of saved maps, or of methods that are run first.
-
-    Examples:
-        patchlight evaluate --images photos/ --method auto,rollout,random
-        patchlight evaluate maps/ --images photos/ --metric insertion,deletion --csv values.csv
-    """
+    """Measure how faithful explanations are: of saved maps, or of methods that are run first."""
     if images is None:
         raise PatchlightError("no images were given; name a folder or an image with --images PATH")
-    check_images([images])
+    common.check_images([images])
     if maps is not None and not maps.is_dir():
         raise PatchlightError(f"no folder of maps at '{maps}'")
-    metrics, methods = split_names(metric), split_names(method)
+    metrics, methods = common.split_names(metric), common.split_names(method)
     methods = methods or ([] if maps is not None else ["auto"])
     named = [*metrics, *(methods if maps is None else [])]
-    by_name = read_settings(named, settings or [], "metric", "metric or method" if named != metrics else "")
+    by_name = common.read_settings(named, settings or [], "metric", "metric or method" if named != metrics else "")
     from patchlight.data import KINDS, open_images
     from patchlight.methods.requests import resolve
     from patchlight.metrics.base import resolve_metric
@@ -97,9 +77,9 @@ def evaluate(
     model.check(None if target == "label" else target)
     if csv_file is not None:
         check_writable(csv_file.parent)
-    check_new([csv_file], force)
-    log = FileLog(say)
-    with progress("loading the model") as update:
+    common.check_new([csv_file], force)
+    log = FileLog(common.say)
+    with common.progress("loading the model") as update:
         vit = model.load()
         shown = open_images([images], data, vit.labels, listed)
         if maps is not None:
@@ -107,21 +87,21 @@ def evaluate(
             task = replace(task, saved=saved, methods=methods)
         update(description="measuring", total=len(shown) * len(methods))
         measured = measure_files(task, vit, shown, log, lambda count: update(advance=count))
-    used = used_methods(task.requests, vit) if maps is None else _saved_methods(task.saved or {})
+    used = common.used_methods(task.requests, vit) if maps is None else _saved_methods(task.saved or {})
     if as_json:
         results = {"model": vit.name, "target": target, "seed": seed, "results": measured.to_json()}
         errors = [{"image": name, "error": sentence} for name, sentence in log.errors]
-        print_json(results | describe_methods(used) | {"errors": errors, "warnings": log.warnings})
+        common.print_json(results | common.describe_methods(used) | {"errors": errors, "warnings": log.warnings})
     else:
-        _print(measured, label_methods(used), vit.name, len(log.errors))
+        _print(measured, common.label_methods(used), vit.name, len(log.errors))
     if csv_file is not None:
         write_atomic(csv_file, measured.to_csv().encode(errors="surrogateescape"))
-        say(f"Wrote {csv_file}")
+        common.say(f"Wrote {csv_file}")
     if log.errors:
-        raise typer.Exit(SOME_FAILED)
+        raise typer.Exit(common.SOME_FAILED)
 
 
-def _saved_methods(saved: SavedMaps) -> UsedMethods:
+def _saved_methods(saved: SavedMaps) -> common.UsedMethods:
     """The methods of saved maps, as the first readable map of each says."""
     from patchlight.core.attribution import Attribution
 
@@ -144,8 +124,8 @@ def _print(measured: MeasuredFiles, labels: Mapping[str, str], model: str, faile
     counts = {len(measured.names[method]) for method in by_method}
     images = plural(max(counts), "image") if len(counts) == 1 else f"{min(counts)} to {max(counts)} images"
     rows = [(labels.get(method, method), *(one.summary for one in own.values())) for method, own in by_method.items()]
-    print_table(("method", *headings), rows, f"{model}, {images}, mean [95 % interval]")
+    common.print_table(("method", *headings), rows, f"{model}, {images}, mean [95 % interval]")
     if min(one.count for own in by_method.values() for one in own.values()) < FEWEST:
-        show(f"An interval needs at least {FEWEST} images with a value.")
+        common.show(f"An interval needs at least {FEWEST} images with a value.")
     if failed:
-        show(f"{failed} failed; the means are over the other images.")
+        common.show(f"{failed} failed; the means are over the other images.")

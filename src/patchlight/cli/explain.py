@@ -9,23 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchlight.cli.common import (
-    SOME_FAILED,
-    UsedMethods,
-    check_images,
-    command_line,
-    describe_methods,
-    label_methods,
-    print_json,
-    print_table,
-    program,
-    progress,
-    read_settings,
-    say,
-    show,
-    split_names,
-    used_methods,
-)
+from patchlight.cli import common
 from patchlight.cli.options import ModelOptions, command
 from patchlight.core.errors import PatchlightError
 from patchlight.core.extras import EXTRAS
@@ -45,11 +29,6 @@ DEMO_METHODS: dict[str, dict[str, Any]] = {
 """A method of each of the five papers, and the random baseline."""
 READING = "Red patches support dog, blue patches support cat."
 TABLE_ROWS = 50
-METHOD_HELP = (
-    "Methods, separated by commas. auto: the best method with one pass that works on the model. best: the most "
-    "faithful (posterior). inside: all methods that read attention, gradients or tokens inside the model. all: every "
-    "method. `patchlight methods` lists them."
-)
 
 
 @command
@@ -58,13 +37,8 @@ def demo(
     open_it: Annotated[bool, typer.Option(help="Open the first picture.")] = False,
     as_json: bool = False,
 ) -> None:
-    """Explain bundled photographs with the bundled model, and write two pictures.
-
-    Examples:
-        patchlight demo
-        patchlight demo --out pictures --open
-    """
-    with progress("loading the model") as update:
+    """Explain bundled photographs with the bundled model, and write two pictures."""
+    with common.progress("loading the model") as update:
         from patchlight.engine import explain
         from patchlight.methods.requests import resolve
         from patchlight.report.files import ExplainTask, ImageFile, write_explanations
@@ -78,23 +52,23 @@ def demo(
         requests = [resolve(name, settings) for name, settings in DEMO_METHODS.items()]
         update(description="explaining", total=len(items))
         task = ExplainTask(items, requests, out / "patchlight-demo.png")
-        done = write_explanations(task, vit, say, lambda count: update(completed=count))
+        done = write_explanations(task, vit, common.say, lambda count: update(completed=count))
     done.written.insert(0, str(first))
-    _print(done, used_methods(requests, vit), {"methods": DEMO_METHODS}, as_json)
+    _print(done, common.used_methods(requests, vit), {"methods": DEMO_METHODS}, as_json)
     if open_it:
         typer.launch(str(first))
     if as_json:
         return
     absent = EXTRAS["web"].missing()
     install = f" (first: pip install 'patchlight[web]', for {', '.join(absent)})" if absent else ""
-    show()
-    show(f"Look at {first} first: {READING}")
-    show(f"{done.written[1]} compares {len(DEMO_METHODS) - 1} methods and random maps on other photographs.")
-    show()
-    show("Try next:")
-    show(f"  {program()} explain photo.jpg     explain your own photograph")
-    show(f"  {program()} serve --open          the same on a web page{install}")
-    show(f"  {program()} methods               all methods, and which to use")
+    common.show()
+    common.show(f"Look at {first} first: {READING}")
+    common.show(f"{done.written[1]} compares {len(DEMO_METHODS) - 1} methods and random maps on other photographs.")
+    common.show()
+    common.show("Try next:")
+    common.show(f"  {common.program()} explain photo.jpg     explain your own photograph")
+    common.show(f"  {common.program()} serve --open          the same on a web page{install}")
+    common.show(f"  {common.program()} methods               all methods, and which to use")
 
 
 def _draw_contrast(att: Attribution, photo: Path, path: Path) -> None:
@@ -119,7 +93,7 @@ def explain(
     *,
     context: typer.Context,
     paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH")],
-    method: Annotated[str, typer.Option(help=METHOD_HELP)] = "auto",
+    method: str = "auto",
     model: ModelOptions,
     target: str | None = None,
     against: str | None = None,
@@ -139,18 +113,14 @@ def explain(
     """Explain images: which patches support a class. Writes pictures and prints predictions.
 
     With --report, pictures are written only if --out is given.
-
-    Examples:
-        patchlight explain photo.jpg --target dog --against cat
-        patchlight explain photos/ --method auto,tis --out maps/ --report report.html
     """
-    check_images(paths)
+    common.check_images(paths)
     if report is not None and Path(report).suffix.lower() not in (".html", ".htm"):
         raise PatchlightError(f"'{report}' is not an HTML file; the name of a report ends in .html")
     if against is not None and target is None:
         raise PatchlightError("--against needs --target, the class it is contrasted with")
-    names = expand_groups(split_names(method))
-    by_name = read_settings(names, settings or [])
+    names = expand_groups(common.split_names(method))
+    by_name = common.read_settings(names, settings or [])
     from patchlight.methods.requests import resolve
     from patchlight.report.files import ExplainTask, destination, plan_files, write_explanations
 
@@ -168,20 +138,20 @@ def explain(
         seed,
         batch_size,
         force,
-        command_line(context),
-        optional=frozenset(names) - set(split_names(method)),
+        common.command_line(context),
+        optional=frozenset(names) - set(common.split_names(method)),
     )
     model.check(target, against)
     task.check_outputs()
-    with progress("loading the model") as update:
+    with common.progress("loading the model") as update:
         vit = model.load()
         update(description="explaining", total=len(task.items))
-        done = write_explanations(task, vit, say, lambda count: update(completed=count))
-    used = used_methods((request for request in requests if request.label in done.methods), vit)
+        done = write_explanations(task, vit, common.say, lambda count: update(completed=count))
+    used = common.used_methods((request for request in requests if request.label in done.methods), vit)
     options = {"methods": {name: by_name[name] for name in used}, "score": score, "seed": seed}
     _print(done, used, options, as_json)
     if done.log.errors:
-        raise typer.Exit(SOME_FAILED)
+        raise typer.Exit(common.SOME_FAILED)
 
 
 def _add_explainer(settings: dict[str, dict[str, Any]], explainer: Path) -> None:
@@ -208,12 +178,12 @@ def expand_groups(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(one for name in names for one in groups.get(name, [name])))
 
 
-def _print(done: WrittenFiles, used: UsedMethods, options: dict[str, Any], as_json: bool) -> None:
+def _print(done: WrittenFiles, used: common.UsedMethods, options: dict[str, Any], as_json: bool) -> None:
     """Print the predictions as a table and the files written, or everything as JSON."""
     errors = [{"path": path, "error": sentence} for path, sentence in done.log.errors]
     if as_json:
         results = {"images": done.images, "errors": errors, "warnings": done.log.warnings, "written": done.written}
-        print_json({"model": done.model, **options, **describe_methods(used), **results})
+        common.print_json({"model": done.model, **options, **common.describe_methods(used), **results})
         return
     from patchlight.core.drawing import describe_prediction, short
 
@@ -228,13 +198,15 @@ def _print(done: WrittenFiles, used: UsedMethods, options: dict[str, Any], as_js
             explained += f" against {short(image['against']['label'])}"
         rows.append((Path(image["path"]).name, words[0], ", ".join(words[1:]), explained))
     if rows:
-        print_table(("image", "prediction", "runners-up", "explained class"), rows, f"Predictions of {done.model}")
-        show(f"Explained by {', '.join(label_methods(used).values())}.")
+        common.print_table(
+            ("image", "prediction", "runners-up", "explained class"), rows, f"Predictions of {done.model}"
+        )
+        common.show(f"Explained by {', '.join(common.label_methods(used).values())}.")
     if len(done.images) > TABLE_ROWS:
-        show(f"{len(done.images) - TABLE_ROWS} more images are not shown; --json lists all.")
+        common.show(f"{len(done.images) - TABLE_ROWS} more images are not shown; --json lists all.")
     if errors:
-        show(f"{len(errors)} of {len(errors) + len(done.images)} images failed.")
+        common.show(f"{len(errors)} of {len(errors) + len(done.images)} images failed.")
     if 1 <= len(done.written) <= 3:
-        show(f"Wrote {' and '.join(done.written)}")
+        common.show(f"Wrote {' and '.join(done.written)}")
     elif done.written:
-        show(f"Wrote {len(done.written)} files, from {done.written[0]} to {done.written[-1]}")
+        common.show(f"Wrote {len(done.written)} files, from {done.written[0]} to {done.written[-1]}")

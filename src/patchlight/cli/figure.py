@@ -9,16 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchlight.cli.common import (
-    check_images,
-    check_new,
-    print_json,
-    print_table,
-    progress,
-    read_settings,
-    say,
-    show,
-)
+from patchlight.cli import common
 from patchlight.cli.complete import complete_figure
 from patchlight.cli.names import find_row, table
 from patchlight.cli.options import ModelOptions, Plugin, command
@@ -54,12 +45,7 @@ def figure(
     force: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Draw a figure of one of the papers with your own model and images.
-
-    Examples:
-        patchlight figure skipplus-2 --images photos/ --out figure.pdf
-        patchlight figure tis-2 --images a.jpg --images b.jpg --set methods=tis,genatt
-    """
+    """Draw a figure of one of the papers with your own model and images."""
     if name is None:
         raise PatchlightError("no figure was named; `patchlight figures` lists all names")
     from patchlight.core.drawing.pictures import figure_format
@@ -67,9 +53,9 @@ def figure(
 
     row = find_row(_rows(bool(model.plugin)), name, "figure")
     path = out or Path(f"{row['name']}.pdf")
-    check_images(images or ())
+    common.check_images(images or ())
     figure_format(path)
-    own = read_settings([row["name"]], settings or [], "figure")[row["name"]]
+    own = common.read_settings([row["name"]], settings or [], "figure")[row["name"]]
     from patchlight.data import KINDS, open_images
     from patchlight.report.figures import FIGURES, draw
 
@@ -80,8 +66,8 @@ def figure(
     second = None if other is None else ModelOptions(other, other_weights, model.labels, device=model.device)
     if second is not None:
         second.check()
-    check_new((path, numbers), force)
-    with progress("loading the model"):
+    common.check_new((path, numbers), force)
+    with common.progress("loading the model"):
         vit = model.load()
         loaded = None if second is None else second.load()
         from patchlight.core.targets import read_class
@@ -96,9 +82,9 @@ def figure(
     width, height = (round(float(side), 2) for side in drawn.get_size_inches())
     if as_json:
         written = {"written": path, "inches": [width, height], "numbers": numbers}
-        print_json({"figure": row["name"], "model": vit.name, "seed": seed, "settings": own, **written})
+        common.print_json({"figure": row["name"], "model": vit.name, "seed": seed, "settings": own, **written})
     else:
-        show(f"Wrote {path} ({width} x {height} inches){'' if numbers is None else f' and {numbers}'}")
+        common.show(f"Wrote {path} ({width} x {height} inches){'' if numbers is None else f' and {numbers}'}")
 
 
 @command
@@ -109,26 +95,21 @@ def figures(
     plugin: Plugin = None,
     as_json: bool = False,
 ) -> None:
-    """List the figures that `patchlight figure` draws, or the settings of one.
-
-    Examples:
-        patchlight figures
-        patchlight figures tis-masks
-    """
+    """List the figures that `patchlight figure` draws, or the settings of one."""
     rows = _rows(bool(plugin))
     row = None if name is None else find_row(rows, name, "figure")
     if as_json:
-        print_json(row or rows)
+        common.print_json(row or rows)
     elif row is not None:
         describe(row, {"Paper": row["paper"], "Needs": ", ".join(row["needs"])})
     else:
         cells = [(r["name"], r["paper"], r["shows"], ", ".join(r["needs"])) for r in rows]
-        print_table(("figure", "in the paper", "what it shows", "needs"), cells)
-        say("Details: patchlight figures NAME. Draw one: patchlight figure NAME --images FOLDER --out figure.pdf")
+        common.print_table(("figure", "in the paper", "what it shows", "needs"), cells)
+        common.say("Details: patchlight figures NAME. Draw one: patchlight figure NAME --images FOLDER")
 
 
 def _rows(plugins: bool) -> list[dict[str, Any]]:
-    with progress("loading the figures"):
+    with common.progress("loading the figures"):
         rows: list[dict[str, Any]] = figure_rows() if plugins else table()["figures"]
     return rows
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -14,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo
 
-from patchlight.cli.common import answering, showing_warnings
+from patchlight.cli.common import answering, say, showing_warnings
 from patchlight.cli.complete import (
     complete_kind,
     complete_methods,
@@ -30,93 +31,9 @@ if TYPE_CHECKING:
     from patchlight.anatomy.opened import Anatomy
     from patchlight.anatomy.spec import ModelSpec
 
-OPTIONS: dict[str, dict[str, tuple[str, str]]] = {
-    "Model": {
-        "model": ("NAME", "pocket, a timm name, hf:NAME, open_clip:NAME or torchvision:NAME."),
-        "weights": ("FILE", "Weights of the model, a safetensors file."),
-        "labels": ("FILE", "Class names: a text file, one per line, or a CSV file."),
-        "preprocess": ("FILE", "Preprocessing: a JSON or TOML file (size, mean, std), or the folder of a processor."),
-        "stage": ("N", "Stage at which a hierarchical model (Swin, PVT) is opened."),
-        "sigmoid": ("", "Multi-label model (use sigmoid)."),
-        "no_pretrained": ("", "Use random weights."),
-        "other": ("NAME", "Second model, for figures of two."),
-        "other_weights": ("FILE", "Weights of the second model."),
-    },
-    "Question": {
-        "recipe": ("RECIPE", "Name of a bundled recipe, or a TOML file. Other options take precedence over it."),
-        "images": ("PATH", "The images: a folder, or one image."),
-        "data": ("KIND", "Kind of data set at --images, such as imagenet or folder."),
-        "listed": ("FILE", "Text file of the images to use: one name or index per line."),
-        "limit": ("N", "Use this many of the images, evenly spread."),
-        "held_out": ("PATH", "Images that the model was not trained on, measured at the end."),
-        "method": ("NAME,…", "Methods, separated by commas. `patchlight methods` lists them."),
-        "metric": ("NAME,…", "Metrics, separated by commas. `patchlight metrics` lists them."),
-        "target": ("CLASS", "Class to explain, a name or index. Default: the prediction."),
-        "against": ("CLASS", "Class that the target is contrasted with."),
-        "text": ("TEXT", "A sentence as a class, for an image-text model. Repeatable."),
-        "template": ("TEXT", "Prompt template for each --text: 'a photo of a {}'."),
-        "similar_to": ("IMAGE", "An image as a class: explain the similarity to it. Repeatable."),
-        "score": ("NAME", "Number to explain: logit, probability or cosine."),
-        "preset": ("NAME", "Preset of every metric, such as tis."),
-        "settings": ("KEY=VALUE", "A setting: key=value, or name.key=value if several names are given. Repeatable."),
-        "explainer": ("FOLDER", "Folder of a trained explainer, for diffmask and vit-shapley."),
-        "initial": ("FOLDER", "Explainer whose gates the training starts from."),
-        "alpha": ("NUMBER", "Scale of the gates' stretch. Default: as in the file."),
-        "size": ("NAME", "small (minutes on a CPU) or base (ViT-Base as in the paper, for an accelerator)."),
-        "distractors": ("N", "Colours besides red: 5 (the released code) or 6 (the paper)."),
-        "grids": ("N", "Number of held-out grids to test on."),
-        "quick": ("", "Use the quick settings of the recipe."),
-        "baseline": ("METHOD", "Add the difference of every method to this one (Markdown)."),
-        "worth": ("NUMBER", "Smallest difference of scores that counts."),
-    },
-    "Output": {
-        "out": ("PATH", "An empty or new folder."),
-        "save": ("FOLDER", "Folder for the raw scores of every method."),
-        "report": ("FILE", "HTML file for a report: the maps, a faithfulness test and how they were computed."),
-        "html": ("FILE", "Write the whole report to this HTML file."),
-        "csv_file": ("FILE", "CSV file with a line per image and metric."),
-        "numbers": ("FILE", "File for the numbers in the figure: .csv or .json."),
-        "style": ("NAME", "What to print: markdown or csv."),
-        "licence": ("NAME", "Licence of the values and maps, such as CC-BY-4.0."),
-        "data_licence": ("NAME", "Licence of the images they were computed from."),
-        "open_it": ("", "Open the result in a browser or viewer."),
-        "force": ("", "Replace existing output."),
-        "as_json": ("", "Print the results as JSON."),
-    },
-    "Run": {
-        "budget": ("TIME", "Time for everything: 90s, 10m or 1h. Loading counts."),
-        "device": ("NAME", "Device: cpu, cuda, cuda:1 or mps."),
-        "batch_size": ("N", "Images at once."),
-        "workers": ("N", "Number of processes."),
-        "seed": ("N", "Random seed."),
-        "resume": ("", "Continue with what is in --out."),
-        "retry": ("", "Run again what failed."),
-        "shard": ("I/N", "Run only this part of the images, as in 3/16."),
-        "ray": ("ADDRESS", "Run on a Ray cluster: auto, or HOST:PORT."),
-        "source": ("FOLDER", "Another run, or an export: its values are not measured again."),
-        "estimate": ("", "Time a first batch of every group of methods."),
-        "seconds": ("NUMBER", "Longest time for timing one group of methods."),
-        "host": ("ADDRESS", "Address to listen on; 0.0.0.0 allows other machines to connect."),
-        "port": ("N", "Port; 0 takes a free one."),
-        "token": ("TEXT", "Secret that the page and the API require; 'new' creates one."),
-        "allow_host": ("NAME", "Name that this server is reached by, behind a proxy. Repeatable."),
-        "array": ("N", "Number of tasks; 64%8 runs eight at once."),
-        "time": ("TIME", "Time limit of a task: 2h, 90m or 1-12:00:00. A task that needs more is requeued."),
-        "cpus": ("N", "CPUs per task."),
-        "gpus": ("N", "GPUs per task, used unless --device names another device."),
-        "mem": ("SIZE", "Memory per task, such as 32G."),
-        "partition": ("NAME", "Partition."),
-        "account": ("NAME", "Account."),
-        "mail": ("ADDRESS", "Address that is notified when the report is ready."),
-        "setup": ("COMMAND", "Shell command to run first, such as 'source venv/bin/activate'. Repeatable."),
-        "plugin": ("FILE", "Python file that registers methods, metrics or models. Repeatable."),
-        "debug": ("", "Show the traceback of an error."),
-    },
-}
-"""The options of all commands, by the panel of the help: the kind of value, and what the option is for.
-
-A word means the same in every command. A command may explain it in more detail.
-"""
+_HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
+OPTIONS: dict[str, dict[str, list[str]]] = _HELP["options"]
+"""The options of all commands, by the panel of the help: the kind of value, and what the option is for."""
 _PLACES = {name: (panel, *words) for panel, options in OPTIONS.items() for name, words in options.items()}
 _ORDER = {name: place for place, name in enumerate(_PLACES)}
 _FLAGS = {
@@ -140,20 +57,21 @@ _COMPLETIONS = {
     "settings": complete_setting,
     "size": one_of("small", "base"),
 }
-_EXAMPLES = "Examples:\n"
 
 
 class _PlainHelp(TyperCommand):
     """Help with bare flags and arguments, and examples below."""
 
     def __init__(self, *args: Any, help: str | None = None, **options: Any) -> None:
-        text, _, examples = (help or "").partition(_EXAMPLES)
-        self.examples = [line.strip() for line in examples.splitlines() if line.strip()]
-        paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-        super().__init__(*args, help="\n\n".join(paragraphs).strip(), **options)
+        paragraphs = (" ".join(paragraph.split()) for paragraph in (help or "").split("\n\n"))
+        super().__init__(*args, help="\n\n".join(paragraphs), **options)
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _plain(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {flag for one in self.params for flag in one.opts}
+        return super().parse_args(ctx, [new for word in args for new in _current_words(word, flags)])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [one for one in self.params if one.param_type_name == "argument"]
@@ -161,8 +79,19 @@ class _PlainHelp(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        if self.examples:
-            print("\n ".join([" Examples:", *(f"  {line}" for line in self.examples)]))
+        words = [str(self.name)] if ctx.parent.parent is None else [ctx.parent.info_name, str(self.name)]
+        examples = [line for line in _HELP["examples"]["commands"] if line.split()[1 : len(words) + 1] == words]
+        print("\n ".join([" Examples:", *(f"  {line}" for line in examples)]))
+
+
+def _current_words(word: str, flags: Collection[str]) -> list[str]:
+    """A word of the command line, or with a warning the words that replace it."""
+    flag, equals, value = word.partition("=")
+    if flag in flags or flag not in _HELP["renamed"]:
+        return [word]
+    new = _HELP["renamed"][flag]
+    say(f"warning: {flag} is now {new}; the old word will be removed")
+    return [f"{new}={value}"] if equals else new.split()
 
 
 class _PlainGroup(TyperGroup):

@@ -23,12 +23,7 @@ def plan_run(
     seconds: Annotated[float, typer.Option(min=1)] = 60.0,
     as_json: bool = False,
 ) -> None:
-    """Show what a run consists of, and with --estimate how long it takes. Nothing is saved.
-
-    Examples:
-        patchlight bench plan tis-table-1 --images /data/imagenet
-        patchlight bench plan mine.toml --estimate --device cuda
-    """
+    """Show what a run consists of, and with --estimate how long it takes. Nothing is saved."""
     from patchlight.bench.estimate import estimated
     from patchlight.bench.executors import devices_of
     from patchlight.bench.plan import plan

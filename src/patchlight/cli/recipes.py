@@ -23,7 +23,8 @@ def data_place(images: str | None, kind: str | None) -> str | None:
     if kind is None:
         return images
     if images is None:
-        raise PatchlightError(f"--data {kind} needs --images, the folder of the data set")
+        name, _, folder = kind.partition(":")
+        raise PatchlightError(f"--data is a kind of data set; write --images {folder or 'FOLDER'} --data {name}")
     from patchlight.data import KINDS
 
     KINDS.find(kind)
@@ -109,12 +110,7 @@ def list_recipes(
     ] = None,
     as_json: bool = False,
 ) -> None:
-    """List the bundled recipes with their papers, metrics, models and data, or print one.
-
-    Examples:
-        patchlight bench list
-        patchlight bench list tis-table-1
-    """
+    """List the bundled recipes with their papers, metrics, models and data, or print one."""
     if name is not None:
         from patchlight.core.recipes import read_text
 

@@ -9,15 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchlight.cli.common import (
-    SOME_FAILED,
-    check_images,
-    print_json,
-    read_settings,
-    say,
-    show_text,
-    split_names,
-)
+from patchlight.cli import common
 from patchlight.cli.options import ModelOptions, command
 from patchlight.core.errors import PatchlightError
 
@@ -50,15 +42,11 @@ def recommend(
     """Compare methods on your images within a time budget, and recommend the most faithful one.
 
     No labels are needed. The verdict names equally good and cheaper methods, and how certain it is.
-
-    Examples:
-        patchlight recommend --images photos/ --budget 10m --out verdict/
-        patchlight recommend --images photos/ --method auto,tis,rollout --metric ins-del
     """
     begun = time.monotonic()
     if images is None:
         raise PatchlightError("no images were given; name a folder or an image with --images PATH")
-    check_images([images])
+    common.check_images([images])
     if resume and out is None:
         raise PatchlightError("--resume needs --out, the folder of the earlier run")
     from patchlight.data import KINDS, open_images
@@ -69,7 +57,8 @@ def recommend(
     from patchlight.study.recommend.work import Clock
 
     seconds = seconds_of(budget)
-    selection = _with_settings({"method": split_names(method), "metric": split_names(metric)}, settings or [])
+    names = {"method": common.split_names(method), "metric": common.split_names(metric)}
+    selection = _with_settings(names, settings or [])
     for noun, resolver in (("method", resolve), ("metric", resolve_metric)):
         for name, own in (selection[noun] or {}).items():
             resolver(name, own)
@@ -89,13 +78,13 @@ def recommend(
         resume=resume,
     )
     if as_json:
-        print_json(json.loads(verdict.to_json()) | {"seconds": verdict.seconds})
+        common.print_json(json.loads(verdict.to_json()) | {"seconds": verdict.seconds})
     else:
-        show_text(f"{verdict}\n")
+        common.show_text(f"{verdict}\n")
     if out is not None:
-        say(f"Wrote {out / 'verdict.html'}")
+        common.say(f"Wrote {out / 'verdict.html'}")
     if verdict.failed:
-        raise typer.Exit(SOME_FAILED)
+        raise typer.Exit(common.SOME_FAILED)
 
 
 def _with_settings(names: dict[str, list[str]], settings: list[str]) -> dict[str, Any]:
@@ -105,5 +94,5 @@ def _with_settings(names: dict[str, list[str]], settings: list[str]) -> dict[str
         if settings:
             raise PatchlightError(f"'--set {settings[0]}' needs a method or metric; name it with --method or --metric")
         return dict.fromkeys(names)
-    by_name = read_settings(every, settings, "method", "method or metric")
+    by_name = common.read_settings(every, settings, "method", "method or metric")
     return {noun: {name: by_name[name] for name in some} or None for noun, some in names.items()}

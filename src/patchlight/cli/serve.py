@@ -28,12 +28,7 @@ def serve(
     open_it: Annotated[bool, typer.Option(help="Open the page in a browser.")] = False,
     model: ModelOptions,
 ) -> None:
-    """Start the interactive web page: maps of an image, patches to hide, and a faithfulness test.
-
-    Examples:
-        patchlight serve --open
-        patchlight serve --model vit_tiny_patch16_224 --weights mine.safetensors --labels names.txt
-    """
+    """Start the interactive web page: maps of an image, patches to hide, and a faithfulness test."""
     check_extra()
     if token is not None and not token.strip():
         raise PatchlightError("--token is empty; give a secret, or 'new' to create one")

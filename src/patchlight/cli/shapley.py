@@ -32,12 +32,7 @@ def train(
     ] = None,
     as_json: bool = False,
 ) -> None:
-    """Train ViT-Shapley for a model: a network that gives the Shapley values of all patches in one forward pass.
-
-    Examples:
-        patchlight shapley train --images photos/ --out shapley/
-        patchlight shapley train --recipe shapley-cifar10 --images cifar10/ --out shapley/ --device cuda
-    """
+    """Train ViT-Shapley for a model: a network that gives the Shapley values of all patches in one forward pass."""
     with progress("loading the model") as update:
         from patchlight.trained.shapley import train as train_values
         from patchlight.trained.shapley.settings import ShapleyRecipe

@@ -26,10 +26,6 @@ def merge(
     """Combine runs of one recipe: shards, or other methods on the same images. Nothing is computed.
 
     Runs that do not belong together are refused. `bench run` can resume the result.
-
-    Examples:
-        patchlight bench merge runs/part-1 runs/part-2 --out runs/all
-        patchlight bench merge mine theirs --out both --json
     """
     from patchlight.bench.share import merge as merge_runs
 
@@ -50,12 +46,7 @@ def compare(
     plugin: Plugin = None,
     as_json: bool = False,
 ) -> None:
-    """Compare two runs on the images that both have, with an interval for every difference.
-
-    Examples:
-        patchlight bench compare runs/before runs/after
-        patchlight bench compare runs/before runs/after --format csv
-    """
+    """Compare two runs on the images that both have, with an interval for every difference."""
     if style not in ("markdown", "csv"):
         raise PatchlightError(f"no format is called '{style}'; give markdown or csv")
     if style == "csv" and as_json:
@@ -85,10 +76,6 @@ def export(
     """Write a run for others: values per image as Parquet, maps and a data card. No local paths and no images.
 
     Others add their method with `bench run --from`; nothing in the export is measured again.
-
-    Examples:
-        patchlight bench export runs/tis --out public --licence CC-BY-4.0
-        patchlight bench export runs/tis --out public --licence CC0-1.0 --data-licence CC-BY-4.0
     """
     from patchlight.bench.share import export as export_run
 

@@ -31,10 +31,6 @@ def print_job(
     """Print a file for sbatch that runs a recipe as an array of tasks, and then writes the report.
 
     A task that is preempted or reaches its time limit is requeued and resumes.
-
-    Examples:
-        patchlight bench slurm tis-table-1 --images /data/imagenet --out runs/tis --array 16 --time 2h > job.sh
-        patchlight bench slurm mine.toml --out runs/mine --array 64%8 --time 12h --gpus 1 --mem 32G > job.sh
     """
     from patchlight.bench.slurm import Job, script
 

@@ -37,12 +37,7 @@ def methods(
     plugin: Plugin = None,
     as_json: bool = False,
 ) -> None:
-    """List the methods, or show the formula, paper, cost and settings of one.
-
-    Examples:
-        patchlight methods
-        patchlight methods ixg.plus.libra
-    """
+    """List the methods, or show the formula, paper, cost and settings of one."""
     with progress(f"loading {model or 'the methods'}"):
         vit = None if model is None else ModelOptions(model, no_pretrained=True).load()
         rows = names()["methods"] if vit is None and not plugin else catalogue().method_rows(vit)
@@ -93,12 +88,7 @@ def metrics(
     plugin: Plugin = None,
     as_json: bool = False,
 ) -> None:
-    """List the metrics, or show the formula, paper, cost and settings of one.
-
-    Examples:
-        patchlight metrics
-        patchlight metrics ins-del
-    """
+    """List the metrics, or show the formula, paper, cost and settings of one."""
     with progress("loading the metrics"):
         rows = catalogue().metric_rows() if plugin else names()["metrics"]
     if name is not None:
@@ -124,12 +114,7 @@ def models(
     pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern such as 'deit*'.")] = "",
     as_json: bool = False,
 ) -> None:
-    """List the models that can be loaded by name.
-
-    Examples:
-        patchlight models
-        patchlight models 'deit*'
-    """
+    """List the models that can be loaded by name."""
     with progress("loading the names"):
         known = names("models")["models"]
     from patchlight.core.registry import match_names
