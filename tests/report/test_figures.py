@@ -123,7 +123,7 @@ def test_the_note_says_what_it_was_drawn_with(vit: pl.Anatomy) -> None:
     words = noted(draw("skipplus-1", vit, PHOTOS[:1], methods="genatt", progress=False))
     assert "Drawn with pocket and 1 image; the paper: EVA-L/14 and one image, a newt." in words
     fig = small(vit)
-    assert "Drawn with pocket and 1 image. The paper does not say with what its own was drawn." in noted(fig)
+    assert "Drawn with pocket and 1 image. The paper does not say what its figure was drawn with." in noted(fig)
     assert "from block 0" in noted(fig)
 
 
@@ -135,12 +135,12 @@ def test_the_note_says_what_it_was_drawn_with(vit: pl.Anatomy) -> None:
         ("skipplus-2", {"shown": 0}, "shown=0"),
         ("skipplus-2", {"starts": [99]}, "block 99 does not exist"),
         ("skipplus-1", {"methods": "genat"}, "no method is called 'genat'"),
-        ("skipplus-1", {"methods": []}, "no method was named"),
+        ("skipplus-1", {"methods": []}, "no method was given"),
         ("skipplus-2", {"path": "fig.docx"}, "'fig.docx' cannot be a figure"),
         ("skipplus-2", {"labels": [1, 2]}, "2 labels for 1 images"),
         ("tis-3", {}, "figure 'tis-3' needs the true classes .*, or the class to explain"),
-        ("tis-3", {"labels": ["cat"]}, "all 1 images are predicted as they should be"),
-        ("tis-4", {"step": 9, "steps": 8, "methods": ["genatt"]}, "step 9 is after the last of 8"),
+        ("tis-3", {"labels": ["cat"]}, "all 1 images are predicted correctly"),
+        ("tis-4", {"step": 9, "steps": 8, "methods": ["genatt"]}, "step 9 is after the last of 8 steps"),
         ("skipplus-5", {"methods": ["genatt"], "composed": ["ixg"]}, "give the same labels"),
     ],
 )
@@ -196,11 +196,11 @@ def test_tensors_and_folders_are_images_too(vit: pl.Anatomy) -> None:
 
 def test_unreadable_images_are_left_out_and_told(vit: pl.Anatomy, tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"nothing")
-    with pytest.warns(UserWarning, match="left out: .*a.jpg"):
+    with pytest.warns(UserWarning, match="skipped: .*a.jpg"):
         (drawing,) = seen_by_a_toy(vit, [tmp_path / "a.jpg", PHOTOS[0]], labels=["dog", "cat"])
     assert drawing.target == [3]
     with (
-        pytest.warns(UserWarning, match="left out"),
+        pytest.warns(UserWarning, match="skipped"),
         pytest.raises(pl.PatchlightError, match="none of the images can be read"),
     ):
         seen_by_a_toy(vit, tmp_path / "a.jpg")
@@ -286,7 +286,7 @@ def test_intervals_are_told_where_there_are_some(
 ) -> None:
     few = noted(draw(name, vit, PHOTOS[:2], progress=False, **options))
     assert "95 %" not in few
-    assert "No intervals with fewer than 6 images" in few
+    assert "No intervals for fewer than 6 images" in few
     assert f"{what}: 95 % intervals over images" in noted(draw(name, vit, PHOTOS[:6], progress=False, **options))
 
 

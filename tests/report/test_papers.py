@@ -156,7 +156,7 @@ def test_a_mask_that_is_an_artefact_is_told_with_its_scores(vit: pl.Anatomy) -> 
 
 def test_a_file_without_the_cnns_weights_is_refused(vit: pl.Anatomy) -> None:
     weights = str(pocket.WEIGHTS)
-    with pytest.raises(pl.PatchlightError, match="holds no weights of resnet18"):
+    with pytest.raises(pl.PatchlightError, match="does not contain weights of resnet18"):
         draw("vitcx-4", vit, PHOTOS[:2], cnn="resnet18", cnn_weights=weights, progress=False)
 
 
@@ -171,7 +171,7 @@ def test_masks_of_a_cnn_and_of_a_second_model_stand_beside_the_models_own(vit: p
     fig = draw("vitcx-4", vit, PHOTOS[:2], other=other, cnn="test_resnet", cnn_weights=weights, progress=False)
     labels = fig.axes[0].get_legend_handles_labels()[1]
     assert labels == ["pocket", "untrained", "test_resnet", "random masks (RISE)"]
-    assert not any("drawn where its weights" in word for word in words(fig))
+    assert not any("cnn_weights=FILE" in word for word in words(fig))
 
 
 def test_images_without_a_box_are_left_out_of_localisation(vit: pl.Anatomy) -> None:

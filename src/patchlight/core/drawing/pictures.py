@@ -9,9 +9,9 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from patchlight.core.drawing.shown import ShownFigure
 
 Prediction = tuple[str, float] | str
+T = TypeVar("T")
 
 DPI, DENSE, COARSEST = 144, 16, 90
-"""Dots per inch, for up to DENSE pictures; figures of more are drawn coarser to stay below a megabyte or so."""
-CELL, GAP, EDGE, LINE = 1.4, 0.05, 0.1, 0.165
-WORDS, SMALL = 8.5, 7.0
-LETTERS = 16
-MAX_ROWS = 64
-BAND = 10
+"""Dots per inch for up to DENSE pictures; larger figures are drawn coarser, to stay below about a megabyte."""
+CELL = 1.4
+"""Width of a picture, in inches."""
+LETTERS, MAX_ROWS, BAND = 16, 64, 10
+"""Letters per line of a row's label, most rows of a figure, and most columns before they continue in a band below."""
 FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".pdf": "pdf", ".svg": "svg"}
 SCALES = {
     False: ("lowest", "highest (each map to its 99th percentile)"),
@@ -49,6 +49,40 @@ IGNORES_CLASS = "ignores the class"
 """The badge of maps that are the same for every class."""
 _SETTINGS = threading.Lock()
 """Held while matplotlib's settings, which all threads share, are changed."""
+
+
+@dataclass(frozen=True)
+class Print:
+    """Sizes of print and gaps: `words` and `small` in points, the others in inches."""
+
+    words: float
+    small: float
+    line: float
+    small_line: float
+    edge: float
+    gap: float
+    label_gap: float
+
+
+SCREEN = Print(8.5, 7.0, 0.165, 0.13, 0.1, 0.05, 0.1)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A picture with a title above and a caption below; `numbers` are the numbers in the caption, by quantity."""
+
+    picture: Image.Image
+    title: str = ""
+    caption: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Pictures side by side, with a label to their left."""
+
+    cells: Sequence[Tile | None]
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,63 +138,150 @@ def _figure(
     _check_counts(maps, len(pictures))
     same_classes = len({att.captions for att in maps.values()}) == 1
     columns = [column for label, att in maps.items() for column in _columns(label, att, same_classes)]
-    headings = _headings([c.title for c in columns] if titles is None else titles, len(columns))
+    headings = [column.title for column in columns] if titles is None else titles
+    if len(headings) != len(columns):
+        raise PatchlightError(f"{len(headings)} titles for {len(columns)} columns; give one per column")
     labels = _row_labels(images, next(iter(maps.values())), predictions, vit, same_classes)
-    fig = _drawn(columns, headings, pictures, labels)
+    rows = []
+    for band in in_bands(range(len(columns)), BAND):
+        for r, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+            titles = ["" if r else "\n".join(_title_lines(headings[c])) for c in band]
+            heats = [_heat(picture, columns[c], r) for c in band]
+            tiles = [Tile(heat, title) for heat, title in zip(heats, titles, strict=True)]
+            rows.append(Row([Tile(picture), *tiles], label))
+    dpi = DPI * min(1.0, (DENSE / (len(pictures) * (len(columns) + 1))) ** 0.5)
+    fig = draw_rows(rows, CELL, SCREEN, max(dpi, COARSEST), sorted({column.signed for column in columns}))
     if path is not None:
         write_atomic(path, figure_bytes(fig, path))
     return fig
 
 
-def _drawn(
-    columns: Sequence[_Column], headings: Sequence[str], pictures: Sequence[Image.Image], labels: Sequence[str]
+def _title_lines(title: str) -> list[str]:
+    return [part for line in title.split("\n") for part in wrapped(line, CELL, SCREEN.words, " .")]
+
+
+def _heat(picture: Image.Image, column: _Column, r: int) -> Image.Image:
+    return blend(picture, column.scores[r], robust_scale(column.scores[r], column.signed), covers=column.covers)
+
+
+def in_bands(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Items in groups of at most `most`, all about equally long."""
+    count = -(-len(items) // most)
+    each = -(-len(items) // count)
+    return [items[begin : begin + each] for begin in range(0, len(items), each)]
+
+
+def draw_rows(
+    rows: Sequence[Row],
+    side: float,
+    sizes: Print,
+    dpi: float,
+    scales: Sequence[bool] = (),
+    note: str = "",
+    width: float = 0.0,
 ) -> ShownFigure:
-    """Pictures, heat, headings, row labels and scales, each at its place."""
+    """A figure of rows of pictures, with colour scales and a note below; texts are broken at newlines.
+
+    Args:
+        rows: The pictures.
+        side: Width of a picture, in inches.
+        sizes: Sizes of print and gaps.
+        dpi: Dots per inch.
+        scales: The colour scales to explain: unsigned (False), signed (True).
+        note: Text below the pictures, which is wrapped.
+        width: Least width of the figure, in inches.
+    """
     from patchlight.core.drawing.shown import ShownFigure
 
-    kinds = sorted({c.signed for c in columns})
-    bands = _bands(len(columns))
-    tall = CELL * pictures[0].height / pictures[0].width
-    left = EDGE + max(inches(line, WORDS) for label in labels for line in label.split("\n")) + 0.1
-    top = EDGE + LINE * max(1 + heading.count("\n") for heading in headings)
-    band = top + len(pictures) * (tall + GAP)
-    bottom = EDGE + LINE * len(kinds)
-    grid_width = (len(bands[0]) + 1) * (CELL + GAP) - GAP
-    width = left + EDGE + max(grid_width, *(_scale_inches(signed) for signed in kinds))
-    height = len(bands) * band + bottom
-    dpi = DPI * min(1.0, (DENSE / (len(pictures) * (len(columns) + 1))) ** 0.5)
-    fig = ShownFigure(figsize=(width, height), dpi=max(dpi, COARSEST), facecolor="white")
+    edge, gap, line = sizes.edge, sizes.gap, sizes.line
+    left, first = label_width(rows, sizes), next(cell for row in rows for cell in row.cells if cell is not None)
+    tall = side * first.picture.height / first.picture.width
+    across = max(len(row.cells) for row in rows)
+    widest = max((sum(inches(w, sizes.small) for w in SCALES[signed]) + _BAR + 0.12 for signed in scales), default=0.0)
+    width = max(width, left + edge + across * (side + gap) - gap, widest + 2 * edge)
+    lines = wrapped(note, width - 2 * edge, sizes.small, " ")
+    titles, captions = (
+        [
+            [[] if cell is None or not getattr(cell, part) else getattr(cell, part).split("\n") for cell in row.cells]
+            for row in rows
+        ]
+        for part in ("title", "caption")
+    )
+    heads, feet = (
+        [line * max(map(len, row), default=0) + (0.03 if any(row) else 0.0) for row in texts]
+        for texts in (titles, captions)
+    )
+    bottom = edge + sizes.small_line * len(lines) + 0.05 + line * len(scales)
+    height = edge + sum(heads) + sum(feet) + len(rows) * (tall + gap) + bottom
+    fig = ShownFigure(figsize=(width, height), dpi=dpi, facecolor="white")
 
     def place(picture: Any, x: float, y: float, w: float, h: float) -> None:
         axes = fig.add_axes((x / width, y / height, w / width, h / height))
         axes.imshow(np.asarray(picture), interpolation="antialiased", aspect="auto")
         axes.set_axis_off()
 
-    def write(words: str, x: float, y: float, size: float = WORDS, **how: Any) -> None:
-        fig.text(x / width, y / height, words, size=size, linespacing=1.25, **how)
+    def write(words: str, x: float, y: float, size: float = sizes.words, **where: Any) -> None:
+        fig.text(x / width, y / height, words, size=size, **where)
 
-    for b, places in enumerate(bands):
-        below = height - b * band - top
-        for c, index in enumerate(places):
-            middle = left + (c + 1) * (CELL + GAP) + CELL / 2
-            for n, line in enumerate(reversed(headings[index].split("\n"))):
-                write(line, middle, below + 0.07 + n * LINE, ha="center", va="baseline")
-        for r, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
-            y = below - r * (tall + GAP) - tall
-            write(label, left - 0.1, y + tall / 2, ha="right", va="center", multialignment="right")
-            place(picture, left, y, CELL, tall)
-            for c, index in enumerate(places):
-                column = columns[index]
-                scale = robust_scale(column.scores[r], column.signed)
-                heat = blend(picture, column.scores[r], scale, covers=column.covers)
-                place(heat, left + (c + 1) * (CELL + GAP), y, CELL, tall)
-    for k, signed in enumerate(kinds):
+    y = height - edge
+    for row, title, caption, head, foot in zip(rows, titles, captions, heads, feet, strict=True):
+        y -= head + tall
+        for c, cell in enumerate(row.cells):
+            x = left + c * (side + gap)
+            if cell is not None:
+                place(cell.picture, x, y, side, tall)
+            for n, words in enumerate(reversed(title[c])):
+                write(words, x + side / 2, y + tall + 0.035 + n * line, ha="center", va="bottom")
+            for n, words in enumerate(caption[c]):
+                write(words, x + side / 2, y - 0.02 - n * line, ha="center", va="top")
+        if row.label:
+            aligned: dict[str, Any] = {"ha": "right", "va": "center", "multialignment": "right", "linespacing": 1.25}
+            write(row.label, left - sizes.label_gap, y + tall / 2, **aligned)
+        y -= foot + gap
+    for k, signed in enumerate(scales):
         low, high = SCALES[signed]
-        y, begin = bottom - (k + 1) * LINE, left + inches(low, SMALL) + 0.06
-        write(low, left, y + 0.045, SMALL, va="center", color="0.25")
-        place(colour_bar(signed), begin, y, _BAR, 0.09)
-        write(high, begin + _BAR + 0.06, y + 0.045, SMALL, va="center", color="0.25")
+        y, begin = bottom - (k + 1) * line, edge + inches(low, sizes.small) + 0.05
+        write(low, edge, y + 0.035, sizes.small, va="center", color="0.25")
+        place(colour_bar(signed), begin, y, _BAR, 0.01 * sizes.small + 0.015)
+        write(high, begin + _BAR + 0.05, y + 0.035, sizes.small, va="center", color="0.25")
+    write_note(fig, lines, sizes)
     return fig
+
+
+def label_width(rows: Sequence[Row], sizes: Print) -> float:
+    """Where the pictures begin: the edge, and the labels to their left, in inches."""
+    lines = [words for row in rows if row.label for words in row.label.split("\n")]
+    return sizes.edge + max((inches(words, sizes.words) + sizes.label_gap for words in lines), default=0.0)
+
+
+def write_note(fig: Figure, lines: Sequence[str], sizes: Print) -> None:
+    """Write the lines of a note at the bottom of a figure."""
+    width, height = fig.get_size_inches()
+    for n, words in enumerate(reversed(lines)):
+        y = (sizes.edge + n * sizes.small_line) / height
+        text = fig.text(sizes.edge / width, y, words, size=sizes.small, color="0.35", va="bottom")
+        text.set_in_layout(False)
+
+
+def wrapped(words: str, width: float, size: float, behind: str = " ∘.-/") -> list[str]:
+    """Lines that fit a width in inches, broken after spaces and a few signs (not in a number), else anywhere."""
+    lines = [""]
+    marked = re.sub(rf"([{re.escape(behind)}])(?!\d)| ", lambda found: found[0] + "\0", words)
+    for part in marked.split("\0"):
+        for piece in _pieces(part, width, size):
+            if lines[-1] and inches((lines[-1] + piece).rstrip(), size) > width:
+                lines.append("")
+            lines[-1] += piece
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _pieces(part: str, width: float, size: float) -> list[str]:
+    """Pieces of a long word that fit a width, broken before a capital if there is one (Smooth|Grad)."""
+    if inches(part.rstrip(), size) <= width:
+        return [part]
+    most = next((n for n in range(len(part) - 1, 1, -1) if inches(part[:n], size) <= width), 1)
+    most = next((n for n in range(most, 0, -1) if part[n].isupper() and part[n - 1].islower()), most)
+    return [part[:most], *_pieces(part[most:], width, size)]
 
 
 def _by_name(maps: Attribution | Mapping[str, Attribution] | Sequence[Attribution]) -> dict[str, Attribution]:
@@ -180,13 +301,6 @@ def _by_name(maps: Attribution | Mapping[str, Attribution] | Sequence[Attributio
             f"a map to draw is a {wrong[0]}; give an Attribution, a list of them, or a dict by their titles"
         )
     return named
-
-
-def _bands(columns: int) -> list[range]:
-    """Columns in bands of at most BAND, all about as long; each band repeats the photographs."""
-    count = -(-columns // BAND)
-    each = -(-columns // count)
-    return [range(begin, min(begin + each, columns)) for begin in range(0, columns, each)]
 
 
 def ignores_class(att: Attribution) -> bool:
@@ -267,7 +381,8 @@ def percent(probability: float) -> str:
     return "> 99 %" if whole == 100 and probability < 1 else "< 1 %" if whole == 0 else f"{whole} %"
 
 
-_BAR = 0.8
+_BAR = 0.6
+"""Width of a colour scale, in inches."""
 _PERCENTAGE = re.compile(r"(.*?)\s*((?:[<>] )?\d+ %)?", re.DOTALL)
 
 
@@ -276,10 +391,6 @@ def colour_bar(signed: bool) -> Any:
     rgb, opacity = tint(np.linspace(-1.0 if signed else 0.0, 1.0, 128)[None], signed)
     darkest, contrast = GREY[signed]
     return rgb * opacity + (darkest + contrast / 2) * (1 - opacity)
-
-
-def _scale_inches(signed: bool) -> float:
-    return sum(inches(words, SMALL) for words in SCALES[signed]) + _BAR + 0.12
 
 
 def inches(words: str, size: float) -> float:
@@ -335,24 +446,6 @@ def _columns(label: str, att: Attribution, same_classes: bool) -> list[_Column]:
         words = short(names.pop()) if len(names) == 1 else f"({t + 1})"
         columns.append(_Column(f"{title}\n{words}{badge}", att.scores[:, t], signed, att.covers))
     return columns
-
-
-def _headings(titles: Sequence[str], count: int) -> list[str]:
-    """Titles that fit their columns: broken after the dots of a method's name, or smaller spaces."""
-    if len(titles) != count:
-        raise PatchlightError(f"{len(titles)} titles for {count} columns; give one per column")
-    return ["\n".join(_broken(line) for line in title.split("\n")) for title in titles]
-
-
-def _broken(title: str) -> str:
-    if inches(title, WORDS) <= CELL:
-        return title
-    lines = [""]
-    for part in title.replace(".", ".\0").replace(" ", " \0").split("\0"):
-        if lines[-1] and inches(lines[-1] + part, WORDS) > CELL:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(piece for line in lines for piece in textwrap.wrap(line, 19))
 
 
 def _row_labels(

@@ -1,7 +1,7 @@
 """The registry of figures, and `draw`.
 
-A figure is a function of a `Drawing` to a matplotlib Figure; its keyword arguments, typed and with defaults, are its
-settings. Where a paper's own models are not available it runs on whatever is given, and says so in a line below.
+A figure is a function that takes a `Drawing` and returns a matplotlib Figure. Its keyword arguments, typed and with
+defaults, are its settings. The text below a figure says which model and images it was drawn with.
 """
 
 from __future__ import annotations
@@ -39,16 +39,20 @@ NEEDS = {
         "a trained explainer (explainer=FOLDER; at the command line --explainer FOLDER)",
     ),
 }
-"""What a figure may need besides a model and images, in short, and how it is given."""
+"""What a figure may need besides a model and images: in short, and how to give it."""
 
 
 @dataclass(frozen=True)
 class FigureEntry(Entry):
     """A registered figure.
 
-    `shows`: what is to be seen, in one sentence. `needs`: of NEEDS, what it cannot do without ("labels or target":
-    either). `stand_in`: what the paper's own was drawn with, for the note; nothing where that is not known. `least`:
-    images it needs at least. With a setting `shown` it is given that many images, the first ones; else all.
+    A figure with the setting `shown` gets that many images, the first ones; other figures get all.
+
+    Attributes:
+        shows: What the figure shows, in one sentence.
+        needs: Keys of `NEEDS`; "labels or target" means that either is enough.
+        stand_in: What the paper's figure was drawn with; empty if unknown.
+        least: The smallest number of images.
     """
 
     shows: str = ""
@@ -57,9 +61,9 @@ class FigureEntry(Entry):
     least: int = 1
 
     def __post_init__(self) -> None:
-        unknown = {one for need in self.needs for one in need.split(" or ")} - set(NEEDS)
+        unknown = {part for need in self.needs for part in need.split(" or ")} - set(NEEDS)
         if unknown:
-            raise PatchlightError(f"figure '{self.name}' needs {sorted(unknown)}; what can be given is {sorted(NEEDS)}")
+            raise PatchlightError(f"figure '{self.name}' needs {sorted(unknown)}; possible needs are {sorted(NEEDS)}")
 
 
 FIGURES: Registry[FigureEntry] = Registry("figure", ["patchlight.report.figures.papers"])
@@ -68,7 +72,7 @@ register_figure = make_decorator(FIGURES, FigureEntry)
 
 @dataclass(frozen=True)
 class FigureInfo:
-    """A line of the table of figures."""
+    """A row of the table of figures."""
 
     name: str
     aliases: tuple[str, ...]
@@ -84,17 +88,17 @@ class FigureInfo:
 
 
 def list_figures() -> TableList[FigureInfo]:
-    """All figures: name, the paper's own, what it shows, what it needs, and its settings."""
+    """All figures: name, place in the paper, what they show, what they need, and their settings."""
 
     def info(entry: FigureEntry) -> FigureInfo:
         count = "an image" if entry.least == 1 else f"{entry.least} images"
-        needs = (" or ".join(NEEDS[one][0] for one in need.split(" or ")) for need in sorted(entry.needs))
+        needs = (" or ".join(NEEDS[part][0] for part in need.split(" or ")) for need in sorted(entry.needs))
         settings = {key: str(setting) for key, setting in settings_of(entry.function).items()}
         words = entry.paper, entry.shows, (count, *needs), entry.stand_in
         return FigureInfo(entry.name, entry.aliases, *words, settings)
 
     def place(entry: FigureEntry) -> tuple[str, int, str]:
-        """Papers by name, their figures by number, then those without one."""
+        """Sort key: papers by name, their figures by number, then figures without a number."""
         paper, _, which = entry.name.partition("-")
         return paper, int(which) if which.isdecimal() else 1000, which
 
@@ -118,15 +122,23 @@ def draw(
     progress: Progress | bool = True,
     **settings: Any,
 ) -> ShownFigure:
-    """A figure of a paper, drawn with this model and these images.
+    """Draw a figure of a paper with your model and images.
 
-    `name`: one of `list_figures()`. `images`: a folder, paths, PIL images, a preprocessed tensor, or a data set
-    (`pl.open_data`), which brings its labels, boxes and masks; else `labels` are one class per image, `boxes` one [n,4]
-    per image and `masks` [B,H,W], both on the model's input. `target`: the class to explain; by default the true ones
-    where all are known, else the predictions. `other` is a second model, `explainer` the folder of a trained one, for
-    figures that need them. Further keywords are the figure's settings. With `path` it is also written there, whole or
-    not at all: pdf (fonts embedded), svg or png (300 dots an inch). `numbers` is a .csv or .json file for the numbers
-    that the figure shows.
+    Args:
+        name: One of `list_figures()`.
+        vit: The model.
+        images: A folder, paths, PIL images, a preprocessed tensor, or a data set (`pl.open_data`) with its annotations.
+        path: A file to write as well: pdf (fonts embedded), svg or png (300 dpi).
+        target: The class to explain; by default the true classes if all are known, else the predictions.
+        labels: One class per image.
+        boxes: One tensor [n,4] per image, on the model's input.
+        masks: Outlines [B,H,W], on the model's input.
+        other: A second model, for figures that compare two.
+        explainer: Folder of a trained explainer, for figures that need one.
+        numbers: A .csv or .json file for the numbers that the figure shows.
+        seed: Seed of methods and metrics that sample.
+        progress: Whether a progress bar is shown, or the bar.
+        settings: Settings of the figure.
 
     >>> draw("skipplus-2", vit, "photos/", "fig.pdf", shown=2)      # doctest: +SKIP
     """
@@ -140,8 +152,8 @@ def draw(
         check_writable(numbers)
     vit = wrap(vit)
     with show_progress(progress, f"drawing {entry.name}"):
-        known = {"labels": labels, "boxes": boxes, "masks": masks}
-        drawing = read_drawing(vit, images, known, values.get("shown"))
+        annotations = {"labels": labels, "boxes": boxes, "masks": masks}
+        drawing = read_drawing(vit, images, annotations, values.get("shown"))
     drawing = replace(
         drawing,
         user_target=target,
@@ -164,11 +176,11 @@ _OPTIONS = ("target", "labels", "boxes", "masks", "other", "explainer", "numbers
 
 
 def _check_needs(entry: FigureEntry, drawing: Drawing) -> None:
-    there = {need for need in NEEDS if getattr(drawing, "user_target" if need == "target" else need) is not None}
-    there |= {"explainer"} if drawing.vit.name == "pocket" else set()  # the bundled model brings its own
+    present = {need for need in NEEDS if getattr(drawing, "user_target" if need == "target" else need) is not None}
+    present |= {"explainer"} if drawing.vit.name == "pocket" else set()  # the bundled model has its own
     for need in sorted(entry.needs):
         either = need.split(" or ")
-        if not there & set(either):
-            raise PatchlightError(f"figure '{entry.name}' needs {', or '.join(NEEDS[one][1] for one in either)}")
+        if not present & set(either):
+            raise PatchlightError(f"figure '{entry.name}' needs {', or '.join(NEEDS[part][1] for part in either)}")
     if len(drawing) < entry.least:
         raise PatchlightError(f"figure '{entry.name}' needs {entry.least} images; {len(drawing)} can be read")

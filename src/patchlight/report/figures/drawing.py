@@ -1,4 +1,4 @@
-"""What a figure is given: a model, and images with what is known of them."""
+"""What a figure is drawn from: a model, and images with their annotations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution, Attributions
 from patchlight.core.drawing.heat import blend, is_signed, robust_scale, seen
-from patchlight.core.drawing.pictures import short
+from patchlight.core.drawing.pictures import IGNORES_CLASS, ignores_class, short
 from patchlight.core.errors import DegenerateMap, PatchlightError, warn
 from patchlight.core.images import list_images, open_image, to_batch
 from patchlight.core.progress import Progress
@@ -27,39 +27,53 @@ from patchlight.data.base import load_batch
 from patchlight.engine import default_batch_size, explain
 from patchlight.methods.requests import refusal, resolve
 from patchlight.metrics.base import Evaluations
-from patchlight.report.figures.sheet import PAGE, Row, pictures, sheet
+from patchlight.report.figures import sheet
+from patchlight.report.figures.sheet import PAGE, Row
 from patchlight.study.evaluate import evaluate
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from patchlight.core.drawing.shown import ShownFigure
 
 NO_METHODS: dict[str, Any] = {}
-KNOWN = ("labels", "boxes", "masks")
-"""What may be known of images."""
+ANNOTATIONS = ("labels", "boxes", "masks")
 
 
 def split_names(methods: Any) -> Any:
-    """Names in one string, between commas, as a list."""
+    """Split a string of comma-separated names into a list."""
     return [name.strip() for name in methods.split(",") if name.strip()] if isinstance(methods, str) else methods
 
 
 def by_label(methods: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-    """Methods by label; names are their own labels."""
+    """Methods by label; a name without a label is its own label."""
     return dict(methods) if isinstance(methods, Mapping) else {name: name for name in methods}
 
 
 Methods = Annotated[dict[str, Any] | list[str], BeforeValidator(split_names)]
-"""Names of methods, or by label a name or settings, as `explain` takes them."""
+"""Names of methods, or names or settings by label, as `explain` takes them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """What a figure is given: a model and images with what is known of them.
+    """What a figure is drawn from: a model, and images with their annotations.
 
-    `images` [B,C,H,W] are prepared, and wait in main memory however many there are; `pictures` are what a person sees
-    of them. `labels` [B] are the true classes, -1 where one is not known; `boxes` one [n,4] per image and `masks`
-    [B,H,W] on the model's input; None where nobody gave any. `user_target` is the class the user wants explained,
-    `other` a second model, `explainer` the folder of a trained explainer. `notes` are said below the figure.
+    Attributes:
+        vit: The model.
+        images: Preprocessed images [B,C,H,W], in main memory.
+        pictures: What a person sees of the images.
+        labels: True classes [B], -1 if unknown; None if none were given.
+        boxes: One [n,4] per image, on the model's input.
+        masks: Outlines [B,H,W], on the model's input.
+        user_target: The class that the user wants explained.
+        other: A second model.
+        explainer: Folder of a trained explainer.
+        seed: Seed of methods and metrics that sample.
+        progress: Whether a progress bar is shown, or the bar.
+        stand_in: What the paper's figure was drawn with.
+        notes: Sentences below the figure.
+        chosen: The indices of these images among those given.
+        read: Reads some of the given images for another model.
     """
 
     vit: Anatomy
@@ -76,15 +90,13 @@ class Drawing:
     stand_in: str = ""
     notes: list[str] = field(default_factory=list)
     chosen: tuple[int, ...] = ()
-    """Which of the images given these are."""
     read: Callable[[Anatomy, Sequence[int]], Drawing] | None = None
-    """Reads some of the images given for another model."""
 
     def __len__(self) -> int:
         return len(self.images)
 
     def select(self, indices: Iterable[int]) -> Drawing:
-        """The same with some of its images; notes are still shared."""
+        """The drawing of some of the images; notes are shared."""
         places = list(indices)
 
         def part(value: Any) -> Any:
@@ -93,59 +105,59 @@ class Drawing:
             return None if value is None else value[places]
 
         target = part(self.user_target) if isinstance(self.user_target, list) else self.user_target
-        fields = ("images", "pictures", "chosen", *KNOWN)
+        fields = ("images", "pictures", "chosen", *ANNOTATIONS)
         return replace(self, user_target=target, **{name: part(getattr(self, name)) for name in fields})
 
     def of(self, vit: Anatomy) -> Drawing:
-        """The same images as another model is shown them; boxes and masks as they lie on its input."""
+        """The same images, preprocessed for another model, with boxes and masks on its input."""
         assert self.read is not None
         images = self.read(vit, self.chosen)
-        return replace(self, vit=vit, **{key: getattr(images, key) for key in ("images", "pictures", *KNOWN)})
+        return replace(self, vit=vit, **{key: getattr(images, key) for key in ("images", "pictures", *ANNOTATIONS)})
 
     def of_prediction(self) -> Drawing:
-        """The same with the classes predicted in place of the true ones: explained unless the user names others."""
+        """The same with predicted classes in place of true ones; a target of the user still has priority."""
         return replace(self, labels=self.predictions)
 
     @property
     def models(self) -> list[Drawing]:
-        """This, and the same with the second model where there is one."""
+        """The drawing of each model: the first, and the second if there is one."""
         return [self] if self.other is None else [self, self.of(self.other)]
 
     @property
     def target(self) -> Target:
-        """The class to explain: the user's, else the true ones where all are known, else None, the prediction."""
+        """The class to explain: the user's; else the true ones if all are known; else None (the prediction)."""
         if self.user_target is not None or self.labels is None or bool((self.labels < 0).any()):
             return self.user_target
         return self.labels.tolist()
 
     @property
     def logits(self) -> Tensor:
-        """The model's logits [B,C] of all images, batch by batch."""
+        """The model's logits [B,C] of all images, computed in batches."""
         parts = self.images.split(default_batch_size(self.vit))
         return torch.cat([self.vit.logits(part).cpu() for part in parts])
 
     @property
     def predictions(self) -> Tensor:
-        """The classes [B] that the model predicts."""
+        """The predicted classes [B]."""
         return top_classes(self.logits, self.vit.outputs).index[:, 0]
 
     @property
     def classes(self) -> Tensor:
-        """The classes [B] explained."""
+        """The explained classes [B]."""
         targets = resolve_targets(self.target, len(self), self.vit.outcomes, self.vit.labels)
         return self.predictions if targets is None else targets.index[:, 0].cpu()
 
     @property
     def class_names(self) -> list[str]:
-        """The first name of each class explained."""
+        """The first name of each explained class."""
         return [self.name_of(index) for index in self.classes.tolist()]
 
     def name_of(self, index: int) -> str:
-        """The first of a class's names."""
+        """The first name of a class."""
         return short(self.vit.label(int(index)))
 
     def working(self, methods: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-        """Those of the methods that this model can be explained by; the others are named in the note."""
+        """The methods that work on this model; the note names the others."""
         labelled = by_label(methods)
         reasons = {}
         for label, method in labelled.items():
@@ -153,48 +165,51 @@ class Drawing:
             reasons[label] = refusal(request, self.vit)
         refused = [label for label, reason in reasons.items() if reason is not None]
         if refused:
-            self.say(f"{', '.join(refused)} left out, which {self.vit.name} cannot be explained by")
+            self.say(f"{', '.join(refused)} left out: not available for {self.vit.name}")
         if not labelled:
-            raise PatchlightError("no method was named; give methods=['genatt', …]")
+            raise PatchlightError("no method was given; give methods=['genatt', …]")
         if len(refused) == len(labelled):
             reason = reasons[refused[0]]
             raise PatchlightError(f"none of the methods {', '.join(labelled)} works on {self.vit.name}: {reason}")
         return {label: method for label, method in labelled.items() if reasons[label] is None}
 
     def explain(self, methods: Mapping[str, Any] | Sequence[str], target: Target = None) -> Attributions:
-        """Maps of all images by every method that works here; the note counts those that are constant."""
-        wanted = self.target if target is None else target
+        """Maps of all images by every method that works; the note names class-agnostic methods and constant maps."""
+        target = self.target if target is None else target
         with warnings.catch_warnings(action="ignore", category=DegenerateMap):
-            maps = explain(self.vit, self.images, self.working(methods), wanted, seed=self.seed, progress=self.progress)
-        dead = {label: int(constant(att.scores.flatten(-2).flatten(0, -2)).sum()) for label, att in maps.items()}
-        if any(dead.values()):
-            counts = ", ".join(f"{count} of {label}" for label, count in dead.items() if count)
-            self.say(f"maps that are constant have no heat: {counts}")
+            maps = explain(self.vit, self.images, self.working(methods), target, seed=self.seed, progress=self.progress)
+        empty = {label: int(constant(att.scores.flatten(-2).flatten(0, -2)).sum()) for label, att in maps.items()}
+        if any(empty.values()):
+            counts = ", ".join(f"{count} of {label}" for label, count in empty.items() if count)
+            self.say(f"constant maps have no heat: {counts}")
+        agnostic = [label for label, att in maps.items() if ignores_class(att)]
+        if agnostic:
+            self.say(f"{', '.join(agnostic)}: {IGNORES_CLASS}")
         return maps
 
     def evaluate(self, maps: Any, metrics: Any, **options: Any) -> Evaluations:
-        """What metrics say of maps, or of methods that make them, on all images.
+        """Evaluate maps, or methods, on all images.
 
-        Where the true classes are not known, those explained count as true, and the note says so.
+        If the true classes are not known, the explained ones count as true, and the note says so.
         """
         labels = self.labels
         if labels is None or bool((labels < 0).any()):
             labels = self.classes
-            self.say("true classes are not known, so the classes explained count as true")
-        known: dict[str, Any] = {"labels": labels, "boxes": self.boxes, "masks": self.masks, "target": self.target}
-        given = {"seed": self.seed, "progress": self.progress, **known, **options}
-        evaluations: Evaluations = evaluate(self.vit, self.images, maps, metrics, **given)
+            self.say("the true classes are unknown, so the explained ones count as true")
+        annotations: dict[str, Any] = {"labels": labels, "boxes": self.boxes, "masks": self.masks}
+        settings = {"seed": self.seed, "progress": self.progress, "target": self.target, **annotations, **options}
+        evaluations: Evaluations = evaluate(self.vit, self.images, maps, metrics, **settings)
         return evaluations
 
     def heat(self, i: int, scores: Tensor, positive: bool = False, att: Attribution | None = None) -> Image.Image:
-        """Scores [h,w] over picture i; `positive` shows what speaks for the class alone, the brighter the more."""
+        """Scores [h,w] over picture i; `positive` shows only positive scores."""
         shown = scores.detach().float().cpu()
         shown = shown.clamp_min(0) if positive else shown
         scale = robust_scale(shown, False if positive else is_signed(shown))
         return blend(self.pictures[i], shown, scale, covers=(1.0, 1.0) if att is None else att.covers)
 
     def positive(self, i: int, att: Attribution, *class_number: int) -> Image.Image:
-        """What speaks for the class in the map of image i; of several classes, the one of that number."""
+        """The positive part of the map of image i; with several classes, of the class with that number."""
         return self.heat(i, att.scores[(i, *class_number)], True, att)
 
     def say(self, words: str) -> None:
@@ -203,31 +218,54 @@ class Drawing:
             self.notes.append(words)
 
     def say_intervals(self, what: str = "bands") -> None:
-        """Say what bands (or bars) are, or why there are none."""
+        """Add to the note what bands (or bars) are, or why there are none."""
         enough = len(self) >= FEWEST
-        self.say(f"{what}: 95 % intervals over images" if enough else f"no intervals with fewer than {FEWEST} images")
+        self.say(f"{what}: 95 % intervals over images" if enough else f"no intervals for fewer than {FEWEST} images")
 
     @property
     def note(self) -> str:
-        """The line below: what it was drawn with, what the paper's had, and what else there is to say."""
+        """The text below the figure: what it was drawn with, what the paper used, and the notes."""
         models = self.vit.name if self.other is None else f"{self.vit.name} and {self.other.name}"
         count = f"{len(self)} image{'' if len(self) == 1 else 's'}"
         drawn = f"Drawn with {models} and {count}" + (f"; the paper: {self.stand_in}" if self.stand_in else "")
         return ". ".join([drawn, *(words[:1].upper() + words[1:] for words in self.notes)]) + "."
 
     def sheet(self, height: float, width: float = PAGE) -> ShownFigure:
-        """An empty figure with the note below; what is said afterwards is not on it."""
-        return sheet(self.note, height, width)
+        """An empty figure with the note below; later notes are not on it."""
+        return sheet.blank(self.note, height, width)
+
+    def pictures_over_chart(
+        self, rows: Sequence[Row], side: float, chart: float, spare: float = 0.0
+    ) -> tuple[ShownFigure, Axes]:
+        """A figure with rows of pictures above one chart, and the axes of the chart.
+
+        Args:
+            rows: The pictures, with titles and row labels.
+            side: Height of a row, in inches.
+            chart: Height of the chart, in inches.
+            spare: Additional height for titles, in inches.
+        """
+        fig = self.sheet(len(rows) * side + chart + spare)
+        grid = fig.add_gridspec(len(rows) + 1, len(rows[0].cells), height_ratios=[*[side] * len(rows), chart])
+        for r, row in enumerate(rows):
+            for c, tile in enumerate(row.cells):
+                assert tile is not None
+                sheet.show(fig.add_subplot(grid[r, c]), tile.picture, tile.title, "" if c else row.label)
+        return fig, fig.add_subplot(grid[len(rows), :])
 
     def rows(self, rows: Sequence[Row], width: float = PAGE, signed: Sequence[bool] = (False,)) -> ShownFigure:
         """Rows of pictures with the note below."""
-        return pictures(self.note, rows, width, signed)
+        return sheet.pictures(self.note, rows, width, signed)
 
 
 def read_drawing(vit: Anatomy, images: Any, given: Mapping[str, Any], most: int | None) -> Drawing:
-    """The images prepared, at most so many, with what is known of them; those that cannot be read are left out.
+    """Preprocess the images and their annotations; unreadable images are skipped.
 
-    `given` are labels, boxes and masks by name, or None.
+    Args:
+        vit: The model.
+        images: A folder, paths, PIL images, a tensor or a data set.
+        given: Labels, boxes and masks by name; None if not given.
+        most: The largest number of images to take.
     """
     data = None if isinstance(images, Tensor) else images if isinstance(images, Data) else _as_data(images)
     count = len(images) if data is None else len(data)
@@ -237,23 +275,23 @@ def read_drawing(vit: Anatomy, images: Any, given: Mapping[str, Any], most: int 
 
     def read(model: Anatomy, chosen: Sequence[int]) -> Drawing:
         drawing = _of_tensor(model, images, chosen) if data is None else _of_data(model, data, chosen)
-        known: dict[str, Any] = {}
+        annotations: dict[str, Any] = {}
         if given["labels"] is not None:
             targets = resolve_targets(list(given["labels"]), count, model.outcomes, model.labels)
             assert targets is not None
-            known["labels"] = targets.index[:, 0][list(chosen)]
+            annotations["labels"] = targets.index[:, 0][list(chosen)]
         if model is vit or model.preprocess == vit.preprocess:  # boxes and masks lie on the first model's input
             if given["boxes"] is not None:
-                known["boxes"] = [given["boxes"][i] for i in chosen]
+                annotations["boxes"] = [given["boxes"][i] for i in chosen]
             if given["masks"] is not None:
-                known["masks"] = torch.stack([torch.as_tensor(given["masks"][i]) for i in chosen])
-        return replace(drawing, **known, chosen=tuple(chosen), read=read)
+                annotations["masks"] = torch.stack([torch.as_tensor(given["masks"][i]) for i in chosen])
+        return replace(drawing, **annotations, chosen=tuple(chosen), read=read)
 
     return read(vit, range(count)[:most] if data is None else _readable(data, most))
 
 
 def _readable(data: Data, most: int | None) -> list[int]:
-    """The first images that can be read, at most so many."""
+    """Indices of the first `most` images that can be read."""
     good: list[int] = []
     for i in range(len(data)):
         if most is not None and len(good) == most:
@@ -262,7 +300,7 @@ def _readable(data: Data, most: int | None) -> list[int]:
             data[i]
             good.append(i)
         except PatchlightError as error:
-            warn(f"left out: {error}", UserWarning)
+            warn(f"skipped: {error}", UserWarning)
     if not good:
         raise PatchlightError("none of the images can be read; give other images")
     return good
@@ -276,7 +314,7 @@ def _of_data(vit: Anatomy, data: Data, chosen: Sequence[int]) -> Drawing:
     foreign = batch.labels is not None and data.labels is not None and len(data.labels) != vit.outcomes
     drawing = Drawing(vit, batch.images, shown, None if foreign else batch.labels, batch.boxes, batch.masks)
     if foreign:
-        drawing.say(f"the labels of {data.name} are not the classes of {vit.name}, and are left out")
+        drawing.say(f"the labels of {data.name} are not the classes of {vit.name}, so they are not used")
     return drawing
 
 
@@ -287,15 +325,15 @@ def _of_tensor(vit: Anatomy, images: Tensor, chosen: Sequence[int]) -> Drawing:
 
 
 def _as_data(images: Any) -> Data:
-    """Paths, pictures or a folder as a data set that knows nothing but its images."""
+    """Paths, pictures or a folder as a data set without annotations."""
     if isinstance(images, str | Path) and Path(images).is_dir():
         images = list_images(Path(images))
     if isinstance(images, str | Path | Image.Image):
         images = [images]
     if not isinstance(images, Sequence) or not images:
         raise PatchlightError(f"images are {images!r}; give a folder, paths, PIL images, a tensor or a data set")
-    wrong = next((one for one in images if not isinstance(one, str | Path | Image.Image)), None)
+    wrong = next((image for image in images if not isinstance(image, str | Path | Image.Image)), None)
     if wrong is not None:
         raise PatchlightError(f"an image was given as {type(wrong).__name__}; give a path or a PIL image")
-    named = {f"{i}": one for i, one in enumerate(images)}
+    named = {f"{i}": image for i, image in enumerate(images)}
     return Data("images", list(named), lambda name: Sample(name, open_image(named[name])))

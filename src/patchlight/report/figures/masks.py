@@ -1,4 +1,4 @@
-"""ViT-CX taken apart: the masks of one image, how alike they are, and what each of them causes."""
+"""The steps of ViT-CX for one image: its masks, their similarities, and their scores."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from patchlight.methods.vitcx import (
 )
 
 DISTANCE, SIGMA = 0.1, 0.1
-"""The paper's threshold of clustering and deviation of the noise."""
+"""The paper's clustering threshold and standard deviation of the noise."""
 
 
 def ask_about(vit: Anatomy, image: Tensor, target: int = 0, seed: int = 0) -> Ask:
-    """The question that ViT-CX is asked about an image [C,H,W]: the probability of a class."""
+    """The question that ViT-CX answers for an image [C,H,W]: the probability of a class."""
     plain = {"chunk": None, "precision": "full", "compile": False}
     targets = Targets(torch.tensor([[target]]))
     return Ask(vit, vit.place(image[None]), targets, "probability", seed, PLAIN, ablation_settings=plain)
 
 
 def channel_masks(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, float]:
-    """The channels of a layer as masks [D,h,w] in [0, 1], constant ones left out; and the image's own score."""
+    """The channels of a layer as masks [D,h,w] in [0, 1], without constant ones, and the score of the clean image."""
     features, clean = feature_maps(ask, layer)
     masks, spans = scaled(features[0].double(), ask.vit.extent)
     return masks[spans > 0], float(clean[0, 0])
 
 
 def similarities(masks: Tensor, size: tuple[int, int]) -> Tensor:
-    """Sim(i, j) of all pairs i < j of masks [D,h,w], seen at `size`: D (D - 1) / 2 numbers."""
+    """Sim(i, j) of all D (D - 1) / 2 pairs of masks [D,h,w], upsampled to `size`."""
     first, second = torch.triu_indices(len(masks), len(masks), 1)
     return 1 - cosine_distances(masks, size)[first, second]
 
 
 def clustered(channels: Tensor, size: tuple[int, int], distance: float = DISTANCE) -> Tensor:
-    """The masks [K,h,w] of channels [D,h,w], those closer than `distance` put together as ViT-CX does."""
+    """The masks [K,h,w] of ViT-CX: channels [D,h,w], clustered up to `distance`."""
     return cluster_masks(channels[None], clusters(cosine_distances(channels, size)[None], distance), size)
 
 
 @dataclass(frozen=True)
 class Impact:
-    """What the K masks [K,h,w] of one image cause: s_i [K], the effect of the noise subtracted."""
+    """The masks [K,h,w] of one image and their scores s_i [K], from which the effect of the noise is subtracted."""
 
     ask: Ask
     masks: Tensor
@@ -64,7 +64,7 @@ class Impact:
     sigma: float
 
     def plain(self) -> Tensor:
-        """f(X M_i) [K], the score with nothing subtracted: K forwards."""
+        """The plain scores f(X M_i) [K]: K forward passes."""
         owner = torch.zeros(len(self.masks), dtype=torch.long)
         at_size = upsampled(self.masks, self.ask.images, self.ask.vit.extent)
         return masked_scores(self.ask, at_size, owner)[:, 0].double().cpu()
@@ -78,11 +78,11 @@ class Impact:
         return saliency(scores[:, None], self.masks.cpu(), self.ask.vit.extent, corrected)[0]
 
     def at_size(self, index: int) -> Tensor:
-        """A mask [H,W] as the image is seen through it."""
+        """A mask [H,W] at the size of the image."""
         return upsampled(self.masks, self.ask.images, self.ask.vit.extent)(torch.tensor([index]))[0, 0]
 
     def through(self, index: int, noisy: bool) -> tuple[Tensor, float]:
-        """The image [C,H,W] through a mask, the gaps filled with noise where `noisy`; and the class's probability."""
+        """The image [C,H,W] through a mask, with noise in its gaps if `noisy`, and the probability of the class."""
         mask = self.at_size(index)
         image = self.ask.images * mask
         if noisy:
@@ -92,7 +92,7 @@ class Impact:
 
 
 def impact(ask: Ask, distance: float = DISTANCE, sigma: float = SIGMA, layer: int | str = NORM1) -> Impact:
-    """The masks of an image at a layer and their scores for the class asked about: 1 + 2 K forwards."""
+    """The masks of an image at a layer, and their scores for the class in question: 1 + 2 K forward passes."""
     vit = ask.vit
     channels, clean = channel_masks(ask, layer)
     masks = clustered(channels, vit.extent, distance)

@@ -1,4 +1,4 @@
-"""The numbers that a figure shows, kept with it and written as a table beside it."""
+"""The numbers that a figure shows: recorded with the figure, and written as a table."""
 
 from __future__ import annotations
 
@@ -20,9 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FigureNumber:
-    """A number of a figure: what it is (`quantity`), of which `series` and panel, at which `x` of an axis.
+    """A number that a figure shows.
 
-    `low` and `high` are the 95 % interval of a mean over `images`; NaN where there is none.
+    Attributes:
+        panel: Title of the panel.
+        series: The line, row or method.
+        axis: Label of the x axis.
+        x: Position on the x axis.
+        quantity: What the number is.
+        value: The number, or the mean over images.
+        low: Lower end of the 95 % interval; NaN if there is none.
+        high: Upper end of the interval.
+        images: Number of images.
     """
 
     panel: str
@@ -47,17 +56,17 @@ def record(
     panel: str = "",
     quantity: str = "",
 ) -> None:
-    """Keep a number with the figure that shows it.
+    """Record a number with the figure that shows it; the arguments are the fields of `FigureNumber`.
 
     Args:
-        where: The axes it is drawn in, or the figure.
-        series: Which of the lines, rows or methods it belongs to.
+        where: The axes, which give `panel`, `axis` and `quantity` by default; or the figure.
+        series: The line, row or method.
         value: The number, or the mean over images.
         interval: Its 95 % interval.
-        x: Its place on the axis: a number or a name.
-        images: How many images it is the mean of.
-        panel: The panel's name; by default the title of the axes.
-        quantity: What the number is; by default the words on the y axis.
+        x: Position on the x axis: a number or a name.
+        images: Number of images.
+        panel: Name of the panel; by default the title of the axes.
+        quantity: What the number is; by default the label of the y axis.
     """
     axes: Any = where if hasattr(where, "get_ylabel") else None
     numbers = getattr(where if axes is None else axes.figure, "numbers", None)
@@ -67,14 +76,14 @@ def record(
 
 
 def numbers_of(figure: Figure) -> list[FigureNumber]:
-    """The numbers of a figure, with the words of their axes as they are now."""
+    """The recorded numbers of a figure, with the current labels of their axes."""
     return [number if axes is None else _with_words(number, axes) for axes, number in getattr(figure, "numbers", ())]
 
 
 def _with_words(number: FigureNumber, axes: Axes) -> FigureNumber:
-    """A number with the words of its axes; where panels share the y axis, those of the panel that has them."""
+    """A number with the labels of its axes; panels that share a y axis share its label."""
     sharing = [axes, *axes.get_shared_y_axes().get_siblings(axes)]
-    y_words = next((one.get_ylabel() for one in sharing if one.get_ylabel()), "")
+    y_words = next((panel.get_ylabel() for panel in sharing if panel.get_ylabel()), "")
     return replace(
         number,
         panel=number.panel or " ".join(axes.get_title().split()),
@@ -84,13 +93,13 @@ def _with_words(number: FigureNumber, axes: Axes) -> FigureNumber:
 
 
 def check_numbers_path(path: str | Path) -> None:
-    """Refuse a file that is neither CSV nor JSON."""
+    """Raise an error unless the path is a CSV or JSON file."""
     if Path(path).suffix.lower() not in (".csv", ".json"):
-        raise PatchlightError(f"'{path}' cannot hold the numbers of a figure; name a .csv or .json file")
+        raise PatchlightError(f"the numbers of a figure cannot be written to '{path}'; name a .csv or .json file")
 
 
 def write_numbers(figure: Figure, path: str | Path) -> Path:
-    """Write the numbers of a figure as CSV or JSON, whole or not at all."""
+    """Write the numbers of a figure as CSV or JSON, atomically."""
     check_numbers_path(path)
     rows = [finite_or_none(asdict(number)) for number in numbers_of(figure)]
     if Path(path).suffix.lower() == ".json":

@@ -1,4 +1,4 @@
-"""The figures of the papers: TOML files in `recipes/figures`, each a layout with its settings."""
+"""Registers the figures of the papers from the TOML files in `recipes/figures`: a layout and its settings each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from patchlight.report.figures.layouts import LAYOUTS
 
 
 def methods_of(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Methods by label as a figure lists them, or those of a benchmark recipe.
+    """Methods by label: those in the table, or those of the benchmark recipe that it names.
 
-    `recipe` names it, `labels` are patterns of the labels that are taken (default: all), `without` those that are not.
+    With `recipe`, `labels` are patterns of the labels to take (default: all) and `without` labels to skip.
     """
     if "recipe" not in table:
         return dict(table)
@@ -34,8 +34,8 @@ def methods_of(table: Mapping[str, Any]) -> dict[str, Any]:
 def figure_function(figure: Mapping[str, Any]) -> Callable[..., Figure]:
     """A figure as a function whose keyword arguments are its settings.
 
-    These are the parameters of the layout before its star, with the defaults of the file; those behind it are the
-    file's `options`.
+    The settings are the positional parameters of the layout, with the defaults in the file's `settings`. The file's
+    `options` set the keyword-only parameters.
     """
     layout = LAYOUTS[figure["layout"]]
     defaults, options = (

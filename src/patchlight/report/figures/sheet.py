@@ -1,13 +1,12 @@
-"""Sheets of paper: pictures in rows, or axes, with a note below, at a column's or a page's width, at 300 dots an inch.
+"""Figures for papers: rows of pictures, or axes, with a note below, as wide as a column or a page, at 300 dpi.
 
-Lines are in Okabe and Ito's colours, which colour-blind readers tell apart; bands are 95 % intervals over images.
+Lines have Okabe and Ito's colours, which colour-blind readers can distinguish; bands are 95 % intervals over images.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from patchlight.core.drawing.heat import colour_map
-from patchlight.core.drawing.pictures import SCALES, colour_bar, inches
+from patchlight.core.drawing.pictures import Print, draw_rows, label_width, wrapped, write_note
+from patchlight.core.drawing.pictures import Row as Row
+from patchlight.core.drawing.pictures import Tile as Tile
 from patchlight.core.statistics import FEWEST, bootstrap_weights
 from patchlight.report.figures.numbers import record
 
@@ -26,38 +27,19 @@ if TYPE_CHECKING:
     from patchlight.core.drawing.shown import ShownFigure
 
 COLUMN, PAGE = 3.3, 6.9
-"""Widths in inches: of a column of a paper, and of its page."""
+"""Widths of a paper's column and page, in inches."""
 DPI = 300
-WORDS, NOTE = 7.0, 5.5
-LINE, NOTE_LINE = 0.125, 0.095
-EDGE, GAP, LABEL_GAP = 0.04, 0.035, 0.06
+WORDS = 7.0
+PAPER = Print(WORDS, 5.5, 0.125, 0.095, 0.04, 0.035, 0.06)
 WIDEST_LABEL = 0.75
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-"""Okabe and Ito's, the yellow last."""
+"""Okabe and Ito's colours, yellow last."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", "-.", ":")
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A picture with words above and below it; `numbers` are those in the words, by what they are."""
-
-    picture: Image.Image
-    title: str = ""
-    caption: str = ""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Row:
-    """Pictures side by side, with words to their left."""
-
-    cells: Sequence[Tile | None]
-    label: str = ""
-
-
 def style(index: int) -> dict[str, Any]:
-    """How the line of this number is drawn: its colour, marker and, beyond the colours, dashes."""
+    """Style of the line with this index: colour, marker and, after the last colour, dashes."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "marker": MARKERS[index % len(MARKERS)],
@@ -67,46 +49,18 @@ def style(index: int) -> dict[str, Any]:
     }
 
 
-def wrapped(words: str, width: float, size: float = WORDS, behind: str = " ∘.-/") -> list[str]:
-    """Lines that fit a width in inches: broken behind spaces and a few signs (not inside a number), else anywhere."""
-    lines = [""]
-    marked = re.sub(rf"([{re.escape(behind)}])(?!\d)| ", lambda found: found[0] + "\0", words)
-    for part in marked.split("\0"):
-        for piece in _pieces(part, width, size):
-            if lines[-1] and inches((lines[-1] + piece).rstrip(), size) > width:
-                lines.append("")
-            lines[-1] += piece
-    return [line.strip() for line in lines if line.strip()]
-
-
-def _pieces(part: str, width: float, size: float) -> list[str]:
-    if inches(part.rstrip(), size) <= width:
-        return [part]
-    most = next((n for n in range(len(part) - 1, 1, -1) if inches(part[:n], size) <= width), 1)
-    humps = (n for n in range(most, 0, -1) if part[n].isupper() and part[n - 1].islower())
-    most = next(humps, most)  # Smooth|Grad
-    return [part[:most], *_pieces(part[most:], width, size)]
-
-
-def sheet(note: str, height: float, width: float = PAGE) -> ShownFigure:
-    """An empty figure for axes (which keep out of each other's way), with the note below."""
+def blank(note: str, height: float, width: float = PAGE) -> ShownFigure:
+    """An empty figure with the note below; its axes are laid out without overlaps."""
     from patchlight.core.drawing.shown import ShownFigure
 
-    lines = wrapped(note, width - 2 * EDGE, NOTE, " ")
-    below = EDGE + NOTE_LINE * len(lines) + (0.03 if lines else 0.0)
+    lines = wrapped(note, width - 2 * PAPER.edge, PAPER.small, " ")
+    below = PAPER.edge + PAPER.small_line * len(lines) + (0.03 if lines else 0.0)
     whole = height + below
     fig = ShownFigure(figsize=(width, whole), dpi=DPI, facecolor="white", layout="constrained")
     engine: Any = fig.get_layout_engine()
     engine.set(rect=(0.0, below / whole, 1.0, 1.0 - below / whole), w_pad=0.03, h_pad=0.03)
-    _write_note(fig, lines, width, whole)
+    write_note(fig, lines, PAPER)
     return fig
-
-
-def _write_note(fig: ShownFigure, lines: Sequence[str], width: float, height: float) -> None:
-    for n, line in enumerate(reversed(lines)):
-        y = (EDGE + n * NOTE_LINE) / height
-        words = fig.text(EDGE / width, y, line, size=NOTE, color="0.35", va="bottom")
-        words.set_in_layout(False)
 
 
 def pictures(
@@ -116,61 +70,33 @@ def pictures(
     scales: Sequence[bool] = (False,),
     largest: float = 1.15,
 ) -> ShownFigure:
-    """Rows of pictures, as large as the width allows and at most `largest` inches, with the note below.
+    """A figure of rows of pictures with the note below.
 
-    Few of them make a narrower sheet.
-
-    `scales` are the kinds of heat whose colours are explained: unsigned (False) and signed (True).
+    Args:
+        note: Text below the pictures.
+        rows: The pictures.
+        width: Largest width of the figure, in inches; few pictures make a narrower one.
+        scales: The colour scales to explain: unsigned (False), signed (True).
+        largest: Largest width of a picture, in inches.
     """
-    from patchlight.core.drawing.shown import ShownFigure
-
-    labels = [wrapped(row.label, WIDEST_LABEL) for row in rows]
-    left = EDGE + max((inches(line, WORDS) + LABEL_GAP for label in labels for line in label), default=0.0)
+    fitted = [replace(row, label="\n".join(wrapped(row.label, WIDEST_LABEL, WORDS))) for row in rows]
     columns = max(len(row.cells) for row in rows)
-    side = min(largest, (width - left - EDGE - (columns - 1) * GAP) / columns)
-    first = next(cell for row in rows for cell in row.cells if cell is not None).picture
-    tall = side * first.height / first.width
-    width = max(min(width, COLUMN), left + EDGE + columns * (side + GAP) - GAP)
-    titles = [_above(row, side, "title") for row in rows]
-    captions = [_above(row, side, "caption") for row in rows]
-    heads = [LINE * max(map(len, own), default=0) + (0.03 if any(own) else 0.0) for own in titles]
-    feet = [LINE * max(map(len, own), default=0) + (0.03 if any(own) else 0.0) for own in captions]
-    lines = wrapped(note, width - 2 * EDGE, NOTE, " ")
-    bottom = EDGE + NOTE_LINE * len(lines) + 0.05 + LINE * len(scales)
-    height = EDGE + sum(heads) + sum(feet) + len(rows) * (tall + GAP) + bottom
-    fig = ShownFigure(figsize=(width, height), dpi=DPI, facecolor="white")
-
-    def place(picture: Any, x: float, y: float, w: float, h: float) -> None:
-        axes = fig.add_axes((x / width, y / height, w / width, h / height))
-        axes.imshow(np.asarray(picture), interpolation="antialiased", aspect="auto")
-        axes.set_axis_off()
-
-    def write(words: str, x: float, y: float, size: float = WORDS, **where: Any) -> None:
-        fig.text(x / width, y / height, words, size=size, **where)
-
-    y = height - EDGE
-    for row, label, title, caption, head, foot in zip(rows, labels, titles, captions, heads, feet, strict=True):
-        y -= head + tall
-        middle = y + tall / 2 + LINE * (len(label) - 1) / 2
-        for n, line in enumerate(label):
-            write(line, left - LABEL_GAP, middle - n * LINE, ha="right", va="center")
-        for c, cell in enumerate(row.cells):
-            x = left + c * (side + GAP)
-            if cell is not None:
-                place(cell.picture, x, y, side, tall)
-            for n, line in enumerate(reversed(title[c])):
-                write(line, x + side / 2, y + tall + 0.035 + n * LINE, ha="center", va="bottom")
-            for n, line in enumerate(caption[c]):
-                write(line, x + side / 2, y - 0.02 - n * LINE, ha="center", va="top")
-        y -= foot + GAP
-    _write_scales(write, place, scales, bottom)
-    _write_note(fig, lines, width, height)
+    side = min(largest, (width - label_width(fitted, PAPER) - PAPER.edge - (columns - 1) * PAPER.gap) / columns)
+    fitted = [replace(row, cells=[_wrapped_tile(cell, side) for cell in row.cells]) for row in fitted]
+    fig = draw_rows(fitted, side, PAPER, DPI, scales, note, min(width, COLUMN))
     _record_cells(fig, rows)
     return fig
 
 
+def _wrapped_tile(tile: Tile | None, side: float) -> Tile | None:
+    if tile is None:
+        return None
+    title, caption = ("\n".join(wrapped(words, side, WORDS)) for words in (tile.title, tile.caption))
+    return replace(tile, title=title, caption=caption)
+
+
 def _record_cells(fig: ShownFigure, rows: Sequence[Row]) -> None:
-    """Keep the numbers below pictures; a row without a label goes by the title of its first picture."""
+    """Record the numbers in captions; a row without a label is named by the title of its first picture."""
     for row in rows:
         panel = row.label or next((cell.title for cell in row.cells if cell is not None), "")
         for cell in row.cells:
@@ -178,21 +104,8 @@ def _record_cells(fig: ShownFigure, rows: Sequence[Row]) -> None:
                 record(fig, cell.title if cell is not None else "", value, panel=panel, quantity=quantity)
 
 
-def _above(row: Row, side: float, which: str) -> list[list[str]]:
-    return [[] if cell is None else wrapped(getattr(cell, which), side) for cell in row.cells]
-
-
-def _write_scales(write: Any, place: Any, scales: Sequence[bool], bottom: float) -> None:
-    for k, signed in enumerate(scales):
-        low, high = SCALES[signed]
-        y, begin = bottom - (k + 1) * LINE, EDGE + inches(low, NOTE) + 0.05
-        write(low, EDGE, y + 0.035, NOTE, va="center", color="0.25")
-        place(colour_bar(signed), begin, y, 0.6, 0.07)
-        write(high, begin + 0.65, y + 0.035, NOTE, va="center", color="0.25")
-
-
 def tidy(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
-    """Small words, no box, a faint grid."""
+    """Set the title and labels in small print, with two spines and a faint grid."""
     axes.set_title(title, size=WORDS + 0.5)
     axes.set_xlabel(x, size=WORDS)
     axes.set_ylabel(y, size=WORDS)
@@ -205,7 +118,7 @@ def tidy(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
 
 
 def legend(axes: Axes, columns: int = 0, fontsize: float = WORDS - 0.5, loc: Any = "best") -> None:
-    """The names of the lines: inside of the axes, or in so many columns above all of the figure."""
+    """Add a legend: inside the axes, or in some columns above the figure."""
     if columns:
         handles, words = axes.get_legend_handles_labels()
         above: Any = {"loc": "outside upper center", "ncols": columns}
@@ -215,7 +128,7 @@ def legend(axes: Axes, columns: int = 0, fontsize: float = WORDS - 0.5, loc: Any
 
 
 def show(axes: Axes, picture: Any, title: str = "", label: str = "") -> None:
-    """A picture instead of axes, with words above and to its left."""
+    """Show a picture in axes without ticks, with a title above and a label to its left."""
     axes.imshow(np.asarray(picture), interpolation="antialiased")
     axes.set(xticks=[], yticks=[])
     axes.set_title(title, size=WORDS)
@@ -225,7 +138,7 @@ def show(axes: Axes, picture: Any, title: str = "", label: str = "") -> None:
 
 
 def mean_interval(values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean over images of values [B,P] and its bootstrapped 95 % interval [P] each; NaN below six images."""
+    """Mean [P] over images of values [B,P], and the ends of its bootstrap 95 % interval; NaN below six images."""
     values = values.double().cpu()
     mean = values.mean(0)
     if len(values) < FEWEST:
@@ -245,14 +158,21 @@ def line(
     names: Sequence[Any] | None = None,
     **more: Any,
 ) -> None:
-    """The mean of values [B,P] over x [P], in the colour of a number, with its interval as a band.
+    """Draw the mean of values [B,P] over x [P] with its interval as a band, and record the numbers.
 
-    The numbers are kept with the figure; `names` are the places on the axis by name.
+    Args:
+        axes: Where to draw.
+        x: Positions on the axis.
+        values: Values per image and position.
+        label: Name of the line.
+        index: Index of the line, for its style.
+        names: Names of the positions, for the recorded numbers.
+        more: Further style settings.
     """
     mean, low, high = mean_interval(values)
     places = torch.as_tensor(x).tolist() if names is None else names
-    for place, *own in zip(places, mean.tolist(), low.tolist(), high.tolist(), strict=True):
-        record(axes, label, own[0], (own[1], own[2]), x=place, images=len(values))
+    for place, *numbers in zip(places, mean.tolist(), low.tolist(), high.tolist(), strict=True):
+        record(axes, label, numbers[0], (numbers[1], numbers[2]), x=place, images=len(values))
     where = torch.as_tensor(x).double().cpu()
     looks = {**style(index), **more}
     axes.plot(where.numpy(), mean.numpy(), label=label, **looks)
@@ -265,7 +185,7 @@ def line(
 def coloured(
     values: Tensor, ends: tuple[float, float] | None = None, colours: str = "inferno", side: int = 240
 ) -> Image.Image:
-    """Numbers [h,w] as colours between two ends, else from the lowest to the highest; at least `side` pixels high."""
+    """Numbers [h,w] as colours, from `ends` or from the lowest to the highest; at least `side` pixels high."""
     low, high = (float(values.min()), float(values.max())) if ends is None else ends
     scaled = np.clip((values.detach().double().cpu().numpy() - low) / (high - low if high > low else 1.0), 0, 1)
     picture = Image.fromarray(np.uint8(np.round(255 * np.asarray(colour_map(colours)(scaled))[..., :3])))
@@ -273,21 +193,14 @@ def coloured(
     return picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
 
 
-def in_bands(cells: Sequence[Tile], most: int) -> list[Row]:
-    """Cells in rows of at most so many, all about as long."""
-    count = -(-len(cells) // most)
-    each = -(-len(cells) // count)
-    return [Row(cells[begin : begin + each]) for begin in range(0, len(cells), each)]
-
-
 def dots(
-    axes: Axes, found: Sequence[tuple[float, float, float]], labels: Sequence[str], colours: Sequence[str]
+    axes: Axes, values: Sequence[tuple[float, float, float]], labels: Sequence[str], colours: Sequence[str]
 ) -> None:
-    """A dot for each mean, the first uppermost, with its interval (low, high) as a bar."""
-    places = np.arange(len(found))[::-1]
-    for place, (mean, low, high), colour in zip(places, found, colours, strict=True):
+    """Draw a dot for each mean, the first on top, with its interval (low, high) as a bar."""
+    places = np.arange(len(values))[::-1]
+    for place, (mean, low, high), colour in zip(places, values, colours, strict=True):
         if low == low:
             axes.plot([low, high], [place, place], color=colour, linewidth=1.6, alpha=0.45, solid_capstyle="butt")
         axes.plot([mean], [place], "o", color=colour, markersize=3.4)
     axes.set_yticks(places, labels)
-    axes.set_ylim(-0.6, len(found) - 0.4)
+    axes.set_ylim(-0.6, len(values) - 0.4)

@@ -1,4 +1,4 @@
-"""Layouts of ViT-CX's figures: its masks and what they cause, sanity, localisation and the study of its settings."""
+"""Layouts of ViT-CX's figures: its masks and their scores, sanity, localisation, and its settings."""
 
 from __future__ import annotations
 
@@ -34,41 +34,21 @@ from patchlight.methods.rise import draw_grids
 from patchlight.methods.vitcx import cosine_distances, scaled, upsampled
 from patchlight.metrics.localisation import unit_range
 from patchlight.metrics.sanity import stages, twin
+from patchlight.report.figures import sheet
 from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods
 from patchlight.report.figures.layouts import layout
-from patchlight.report.figures.masks import (
-    DISTANCE,
-    SIGMA,
-    Impact,
-    ask_about,
-    channel_masks,
-    clustered,
-    impact,
-    similarities,
-)
+from patchlight.report.figures.masks import DISTANCE, SIGMA, Impact, ask_about, channel_masks, clustered, impact
+from patchlight.report.figures.masks import similarities as mask_similarities
 from patchlight.report.figures.numbers import record
-from patchlight.report.figures.sheet import (
-    COLOURS,
-    COLUMN,
-    WORDS,
-    Row,
-    Tile,
-    coloured,
-    legend,
-    line,
-    mean_interval,
-    pictures,
-    show,
-    tidy,
-)
+from patchlight.report.figures.sheet import COLOURS, COLUMN, Row, Tile, coloured, mean_interval
 
 Distances = list[Annotated[float, Field(gt=0)]]
 Deviations = list[Annotated[float, Field(ge=0)]]
 WITH_COVERAGE = "rank correlation with the coverage"
 
 
-def faithful(steps: int) -> dict[str, dict[str, Any]]:
-    """Deletion, insertion into the paper's empty canvas (0 after normalisation), and into RISE's blurred image."""
+def auc_metrics(steps: int) -> dict[str, dict[str, Any]]:
+    """Deletion, insertion into the paper's empty canvas (fill `zero`), and insertion into RISE's blurred image."""
     rise = {"preset": "rise", "steps": steps}
     return {
         "Del": {"metric": "deletion", **rise},
@@ -78,45 +58,46 @@ def faithful(steps: int) -> dict[str, dict[str, Any]]:
 
 
 def each_image(drawing: Drawing, function: Callable[[int, Tensor], Any], words: str) -> list[Any]:
-    """What a function makes of every image, with a progress bar."""
-    made = []
-    with show_progress(drawing.progress, words) as tell:
+    """Call a function with the index of every image and the image, with a progress bar."""
+    results = []
+    with show_progress(drawing.progress, words) as advance:
         for i, image in enumerate(drawing.images):
-            made.append(function(i, image))
-            tell(i + 1, len(drawing))
-    return made
+            results.append(function(i, image))
+            advance(i + 1, len(drawing))
+    return results
 
 
 def impacts(drawing: Drawing, sigma: float = SIGMA, layer: str = NORM1) -> list[Impact]:
-    """The masks of every image and what they cause."""
+    """The masks of every image and their scores."""
     classes = drawing.classes.tolist()
 
-    def of(i: int, image: Tensor) -> Impact:
+    def image_impact(i: int, image: Tensor) -> Impact:
         return impact(ask_about(drawing.vit, image, classes[i], drawing.seed), sigma=sigma, layer=layer)
 
-    return each_image(drawing, of, "masking")
+    return each_image(drawing, image_impact, "masking")
 
 
 @layout
 def measured(drawing: Drawing, shown: Count = 4, steps: Count = 224, methods: Methods = NO_METHODS) -> Figure:
-    """A row for every image: the maps of the predicted class, and below each its deletion and insertion."""
+    """A row per image: the maps of the predicted class, and below each its deletion and insertion."""
     drawing = drawing.of_prediction()
-    maps = drawing.explain(methods)
-    evaluations = drawing.evaluate(maps, faithful(steps))
+    attributions = drawing.explain(methods)
+    evaluations = drawing.evaluate(attributions, auc_metrics(steps))
     rows = []
     for i, (picture, name) in enumerate(zip(drawing.pictures, drawing.class_names, strict=True)):
         cells = [Tile(picture, name, "Del / Ins")]
-        values = {
-            label: {metric: float(one.values[i]) for metric, one in own.items()} for label, own in evaluations.items()
+        values = {label: {m: float(e.values[i]) for m, e in each.items()} for label, each in evaluations.items()}
+        best = {
+            "Del": min(each["Del"] for each in values.values()),
+            "Ins": max(each["Ins"] for each in values.values()),
         }
-        best = {"Del": min(own["Del"] for own in values.values()), "Ins": max(own["Ins"] for own in values.values())}
-        for label, att in maps.items():
+        for label, att in attributions.items():
             marked = (f"{values[label][m]:.3f}{'*' if values[label][m] == best[m] else ''}" for m in best)
             cells.append(Tile(drawing.positive(i, att), label, " / ".join(marked), values[label]))
         rows.append(Row(cells))
     drawing.say(
-        "below: deletion AUC (lower is better) / insertion AUC over an empty canvas, zeros after normalisation (higher "
-        "is better), * the best of its row"
+        "below: deletion AUC (lower is better) / insertion AUC on an empty canvas, fill zero (higher is better); * is "
+        "the best of its row"
     )
     return drawing.rows(rows)
 
@@ -125,7 +106,7 @@ def measured(drawing: Drawing, shown: Count = 4, steps: Count = 224, methods: Me
 def features(
     drawing: Drawing, shown: Count = 1, columns: Count = 5, layer: str = NORM1, channels: list[int] | None = None
 ) -> Figure:
-    """For each image: attention of CLS by head, feature maps, and the image through their masks."""
+    """For each image: attention of CLS per head, feature maps, and the image through their masks."""
     rows = []
     for i, image in enumerate(drawing.images):
         ask = ask_about(drawing.vit, image)
@@ -145,12 +126,12 @@ def features(
             if cells:
                 rows.append(Row([*first, *cells], label))
                 first = [None]
-    drawing.say(f"(a) and (b) from their lowest value (dark) to their highest; (b) of {layer}")
+    drawing.say(f"(a) and (b) go from their lowest value (dark) to their highest; (b) is of {layer}")
     return drawing.rows(rows, signed=())
 
 
 def _attention_maps(drawing: Drawing, ask: Ask, count: int) -> dict[str, Tensor]:
-    """Attention of CLS to the patches [h,w] by block and head, from the last block on; of all tokens without a CLS."""
+    """Attention of CLS to the patches [h,w] by block and head, last block first; of all tokens if there is no CLS."""
     vit = drawing.vit
     if vit.attention is not None or vit.hierarchical or vit.depth == 0:
         drawing.say(f"(a) left out: the attention of {vit.name} cannot be read")
@@ -174,38 +155,38 @@ def mask_similarity(
     cnn_weights: str | None = None,
     layer: str = NORM1,
 ) -> Figure:
-    """How alike a ViT's masks are beside those of other sources: all pairs of one image, and each image's mean."""
+    """Similarities of a ViT's masks beside those of other masks: all pairs of one image, and the mean per image."""
 
-    def of_model(model: Drawing) -> list[Tensor]:
-        vit = model.vit
-        return each_image(
-            model, lambda i, x: similarities(channel_masks(ask_about(vit, x), layer)[0], vit.extent), "comparing masks"
-        )
+    def model_similarities(model: Drawing) -> list[Tensor]:
+        def image_similarities(i: int, image: Tensor) -> Tensor:
+            return mask_similarities(channel_masks(ask_about(model.vit, image), layer)[0], model.vit.extent)
 
-    sources = {model.vit.name: of_model(model) for model in drawing.models}
+        return each_image(model, image_similarities, "comparing masks")
+
+    sources = {model.vit.name: model_similarities(model) for model in drawing.models}
     if cnn_weights is not None:
         sources[cnn] = _similarities_of_cnn(drawing, cnn, cnn_weights)
     else:
-        drawing.say(f"the masks of a CNN are drawn where its weights are given (cnn={cnn!r}, cnn_weights=FILE)")
+        drawing.say(f"give the weights of a CNN (cnn={cnn!r}, cnn_weights=FILE) to compare with its masks")
     size, at_random = drawing.vit.preprocess.size, []
     for i in range(len(drawing)):
         generator = torch.Generator().manual_seed(drawing.seed + i)
         grids = draw_grids(random_masks, 7, 0.5, size, generator).to(torch.zeros(()))
-        at_random.append(similarities(grids.masks(torch.arange(random_masks)).double(), size))
+        at_random.append(mask_similarities(grids.masks(torch.arange(random_masks)).double(), size))
     sources["random masks (RISE)"] = at_random
     drawing.say("dashed: means")
     fig = drawing.sheet(2.1)
     left, right = fig.subplots(1, 2)
     _histograms(left, {label: images[0] for label, images in sources.items()}, density=True)
-    tidy(left, "(a) one image", "Sim(i, j) of two masks", "density")
+    sheet.tidy(left, "(a) one image", "Sim(i, j) of two masks", "density")
     _histograms(right, {label: torch.stack([one.mean() for one in images]) for label, images in sources.items()})
-    tidy(right, f"(b) {len(drawing)} images", "mSim, the mean of an image's pairs", "share of images")
-    legend(left, loc="upper left")
+    sheet.tidy(right, f"(b) {len(drawing)} images", "mSim, the mean of an image's pairs", "share of images")
+    sheet.legend(left, loc="upper left")
     return fig
 
 
 def _histograms(axes: Axes, samples: Mapping[str, Tensor], density: bool = False) -> None:
-    """Histograms of several samples over [0, 1], outlined and faintly filled, their means dashed."""
+    """Histograms of several samples over [0, 1], with their means as dashed lines."""
     edges = np.linspace(0, 1, 81)
     for n, (label, values) in enumerate(samples.items()):
         array = values.clamp(0, 1).double().cpu().numpy()
@@ -222,7 +203,7 @@ def _histograms(axes: Axes, samples: Mapping[str, Tensor], density: bool = False
 
 
 def _similarities_of_cnn(drawing: Drawing, name: str, weights: str) -> list[Tensor]:
-    """By image, the similarities of the masks that the last feature map of a CNN of timm makes."""
+    """For each image, the similarities of the masks made of the last feature map of a timm CNN."""
     import timm
     from timm.data.config import resolve_model_data_config
 
@@ -230,25 +211,26 @@ def _similarities_of_cnn(drawing: Drawing, name: str, weights: str) -> list[Tens
     try:
         model.load_state_dict(read_weights(Path(weights)))
     except RuntimeError as error:
-        raise PatchlightError(f"'{weights}' holds no weights of {name}: {str(error).splitlines()[0]}") from error
+        message = f"'{weights}' does not contain weights of {name}: {str(error).splitlines()[0]}"
+        raise PatchlightError(message) from error
     model.eval().requires_grad_(False)
     config = resolve_model_data_config(model)
     height, width = config["input_size"][1:]
     preprocess = Preprocess((height, width), tuple(config["mean"]), tuple(config["std"]))
-    found = []
+    similarities = []
     for picture in drawing.pictures:
         maps = model.forward_features(preprocess.tensor(picture)[None])[0]
         masks, spans = scaled(maps.double(), (height, width))
-        found.append(similarities(masks[spans > 0], (height, width)))
-    return found
+        similarities.append(mask_similarities(masks[spans > 0], (height, width)))
+    return similarities
 
 
 @layout
 def artefacts(drawing: Drawing, searched: Count = 16, sigma: float = SIGMA) -> Figure:
-    """The mask that loses most with noise in its gaps, and the one of the same image that keeps a high score."""
+    """The mask that loses most when noise fills its gaps, and one of the same image that keeps a high score."""
     drawing = drawing.of_prediction().select(range(min(searched, len(drawing))))
     each = impacts(drawing, sigma)
-    plain = [one.plain() for one in each]
+    plain = [masks.plain() for masks in each]
     i = max(range(len(each)), key=lambda n: float((plain[n] - each[n].scores).max()))
     lost = plain[i] - each[i].scores
     rows: list[Row] = []
@@ -265,11 +247,10 @@ def artefacts(drawing: Drawing, searched: Count = 16, sigma: float = SIGMA) -> F
         ]
         rows.append(Row(cells, case))
     drawing.say(
-        f"probabilities p of {drawing.class_names[i]}; CI: causal impact score p(X M); s: the "
-        f"debiased one, p(X M + e) − p(X + e) + p(X), with noise e of deviation {sigma:g}; masks from 0 (blue) to 1 "
-        "(yellow)"
+        f"p: probability of {drawing.class_names[i]}; CI: causal impact score p(X M); s: the debiased score "
+        f"p(X M + e) − p(X + e) + p(X), with noise e of standard deviation {sigma:g}; masks: 0 is blue, 1 is yellow"
     )
-    return pictures(drawing.note, rows, COLUMN, ())
+    return sheet.pictures(drawing.note, rows, COLUMN, ())
 
 
 @layout
@@ -277,7 +258,7 @@ def coverage(drawing: Drawing, searched: Count = 16, examples: Count = 1) -> Fig
     """How often the masks cover each pixel, and the maps without and with correction, where masks score highest."""
     drawing = drawing.of_prediction().select(range(min(searched, len(drawing))))
     each = impacts(drawing)
-    means = [float(one.scores.mean()) for one in each]
+    means = [float(masks.scores.mean()) for masks in each]
     rows = []
     for i in sorted(range(len(each)), key=lambda n: -means[n])[:examples]:
         covered = each[i].coverage()
@@ -293,11 +274,11 @@ def coverage(drawing: Drawing, searched: Count = 16, examples: Count = 1) -> Fig
             cells.append(Tile(drawing.heat(i, scores), title, words, {WITH_COVERAGE: alike}))
         rows.append(Row(cells))
     drawing.say("below: μ is the mean score of the masks, r the rank correlation of a map with the coverage")
-    return pictures(drawing.note, rows, COLUMN)
+    return sheet.pictures(drawing.note, rows, COLUMN)
 
 
 class _Recorder:
-    """A method that keeps the maps it makes, in the order it was asked."""
+    """A method that records its maps in the order of the calls."""
 
     def __init__(self, method: Any) -> None:
         self.method = {"method": method} if isinstance(method, str) else method
@@ -313,53 +294,50 @@ class _Recorder:
 
 @layout
 def sanity(drawing: Drawing, columns: Count = 6, methods: Methods = NO_METHODS) -> Figure:
-    """Cascading randomisation: the first image's maps after some of the stages, and the similarity after all."""
-    drawing.say("drawn after Adebayo et al. (2018), since the paper's Appendix B is not to be had as text")
+    """Cascading randomisation: the first image's maps after some stages, and the similarity after every stage."""
+    drawing.say("follows Adebayo et al. (2018), since the text of the paper's Appendix B is not available")
     drawing = drawing.of_prediction()
     recorders = {label: _Recorder(method) for label, method in drawing.working(methods).items()}
     evaluations = drawing.evaluate(recorders, "randomisation", batch_size=len(drawing))
     names = ["trained", *(name for name, _ in stages(twin(drawing.vit)))]
     chosen = [round(float(c)) for c in np.linspace(0, len(names) - 1, min(columns, len(names)))]
     drawing.say(
-        "the weights of the head, then the norm, the blocks from the last to the first and the embedding are drawn anew"
+        "the head, then the norm, the blocks from the last to the first and the embedding get random weights one by one"
     )
     drawing.say_intervals()
-    rows = len(recorders)
-    fig = drawing.sheet(0.95 * rows + 1.7)
-    grid = fig.add_gridspec(rows + 1, len(chosen), height_ratios=[0.95] * rows + [1.7])
-    for r, (label, recorder) in enumerate(recorders.items()):
-        for c, stage in enumerate(chosen):
-            heat = drawing.heat(0, recorder.maps[stage][0], True)
-            show(fig.add_subplot(grid[r, c]), heat, "" if r else names[stage], "" if c else label)
-    axes = fig.add_subplot(grid[rows, :])
+    rows: list[Row] = []
+    for label, recorder in recorders.items():
+        heats = {names[stage]: drawing.heat(0, recorder.maps[stage][0], True) for stage in chosen}
+        rows.append(Row([Tile(heat, "" if rows else name) for name, heat in heats.items()], label))
+    fig, axes = drawing.pictures_over_chart(rows, 0.95, 1.7)
     for n, (label, evaluation) in enumerate(evaluations.items()):
-        line(axes, range(len(names)), evaluation.curve, label, n, names)
-    tidy(axes, "", "", "rank correlation with\nthe trained model's")
+        sheet.line(axes, range(len(names)), evaluation.curve, label, n, names)
+    sheet.tidy(axes, "", "", "rank correlation with\nthe trained model's")
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
     axes.axhline(0, color="0.5", linewidth=0.6)
-    legend(axes, loc="upper right")
+    sheet.legend(axes, loc="upper right")
     return fig
 
 
 @layout
 def localisation(drawing: Drawing, examples: Count = 4, methods: Methods = NO_METHODS) -> Figure:
-    """Examples with the true boxes and that around the heat, and the share of boxes that are right."""
-    drawing.say("the paper's Appendix C, which is not to be had as text, compares with trained localisers")
+    """Examples with the true boxes and the box around the heat, and the share of correct boxes."""
+    drawing.say("the paper's Appendix C, whose text is not available, compares with trained localisers")
     assert drawing.boxes is not None
-    boxed = [i for i, boxes in enumerate(drawing.boxes) if len(boxes)]
-    if not boxed:
+    with_boxes = [i for i, boxes in enumerate(drawing.boxes) if len(boxes)]
+    if not with_boxes:
         raise PatchlightError("none of the images has a box; give images with boxes around their objects")
-    if len(boxed) < len(drawing):
-        drawing.say(f"{len(drawing) - len(boxed)} of {len(drawing)} images have no box and are left out")
-    drawing = drawing.select(boxed).of_prediction()
-    maps = drawing.explain(methods)
-    evaluations = drawing.evaluate(maps, "max-box-acc")
-    first, att = next(iter(maps.items()))
+    if len(with_boxes) < len(drawing):
+        drawing.say(f"{len(drawing) - len(with_boxes)} of {len(drawing)} images have no box and are skipped")
+    drawing = drawing.select(with_boxes).of_prediction()
+    attributions = drawing.explain(methods)
+    evaluations = drawing.evaluate(attributions, "max-box-acc")
+    first, att = next(iter(attributions.items()))
     share = evaluations[first].curve.mean(0)
     best = float(evaluations[first].x[share == share.max()][-1])
     drawing.say(
         f"white, dashed: true boxes; green: the box around the largest part of {first}'s heat above {best:.2f}, its "
-        "best threshold (the highest of equal ones); in brackets MaxBoxAccV2"
+        "best threshold (the highest if several are equal); in brackets: MaxBoxAccV2"
     )
     drawing.say_intervals()
     count = min(examples, len(drawing))
@@ -369,7 +347,7 @@ def localisation(drawing: Drawing, examples: Count = 4, methods: Methods = NO_ME
     size = drawing.vit.preprocess.size
     for i in range(count):
         axes = fig.add_subplot(grid[i % 2, i // 2])
-        show(axes, drawing.positive(i, att))
+        sheet.show(axes, drawing.positive(i, att))
         scores = unit_range(to_pixels(att.scores[i : i + 1].double(), size, drawing.vit.extent))[0].numpy()
         scale = drawing.pictures[i].width / size[1]
         assert drawing.boxes is not None
@@ -378,11 +356,11 @@ def localisation(drawing: Drawing, examples: Count = 4, methods: Methods = NO_ME
         _outline(axes, heat_box(scores, best), scale, COLOURS[2], "-")
     axes = fig.add_subplot(grid[:, across])
     for n, (label, evaluation) in enumerate(evaluations.items()):
-        line(axes, evaluation.x, evaluation.curve, f"{label} ({evaluation.mean:.2f})", n, marker=None)
+        sheet.line(axes, evaluation.x, evaluation.curve, f"{label} ({evaluation.mean:.2f})", n, marker=None)
         record(axes, label, evaluation.mean, evaluation.interval(), images=evaluation.count, quantity="MaxBoxAccV2")
-    tidy(axes, "", "threshold of the heat, from 0 to 1", "boxes that are right")
+    sheet.tidy(axes, "", "threshold of the heat, from 0 to 1", "share of correct boxes")
     axes.set(xlim=(0, 1), ylim=(0, None))
-    legend(axes)
+    sheet.legend(axes)
     return fig
 
 
@@ -412,7 +390,7 @@ def sensitivity(
     blocks: list[int] | None = None,
 ) -> Figure:
     """Insertion and deletion AUC of ViT-CX as one setting changes and the others stay."""
-    drawing.say("the paper's Appendix F is not to be had as text")
+    drawing.say("the text of the paper's Appendix F is not available")
     drawing = drawing.of_prediction()
     depth = drawing.vit.depth
     several = blocks or [round(float(b)) for b in np.linspace(0, depth - 1, min(5, depth))]
@@ -424,50 +402,50 @@ def sensitivity(
     }
 
     def request(name: str, value: float) -> dict[str, Any]:
-        """ViT-CX with the paper's settings written out but one, so that the same are measured once."""
+        """ViT-CX with all settings written out, so that equal settings are measured once."""
         chosen = {**usual, name: value}
         return {"method": "vit-cx", **chosen, "layer": f"blocks[{chosen['layer']:.0f}].norm1"}
 
     requests = {name: [request(name, value) for value in values] for name, (values, _) in studies.items()}
-    with warnings.catch_warnings(action="ignore", category=DegenerateMap):  # one cluster may hold every mask
-        methods = {str(one): one for each in requests.values() for one in each}
-        evaluations = drawing.evaluate(methods, faithful(steps))
-    counts = _counts(drawing, studies["distance"][0])
-    drawing.say("dotted: the paper's setting; below δ how many masks remain, on average")
+    with warnings.catch_warnings(action="ignore", category=DegenerateMap):  # all masks may be in one cluster
+        methods = {str(each): each for several in requests.values() for each in several}
+        evaluations = drawing.evaluate(methods, auc_metrics(steps))
+    counts = _mask_counts(drawing, studies["distance"][0])
+    drawing.say("dotted: the paper's setting; below δ: the mean number of masks that remain")
     drawing.say_intervals()
     fig = drawing.sheet(2.2)
     axes = fig.subplots(1, len(studies), sharey=True)
     for axis, (name, (values, words)) in zip(axes, studies.items(), strict=True):
         for n, (metric, arrow) in enumerate({"Ins": "↑", "Del": "↓", "Ins (blur)": "↑"}.items()):
-            scores = torch.stack([evaluations[str(one)][metric].values for one in requests[name]], 1)
-            line(axis, range(len(values)), scores, f"{metric} {arrow}", n, values)
+            scores = torch.stack([evaluations[str(each)][metric].values for each in requests[name]], 1)
+            sheet.line(axis, range(len(values)), scores, f"{metric} {arrow}", n, values)
         ticks = [f"{value:g}" for value in values]
         if name == "distance":
-            for value, mean, low, high in zip(values, *(one.tolist() for one in mean_interval(counts)), strict=True):
+            for value, mean, low, high in zip(values, *(part.tolist() for part in mean_interval(counts)), strict=True):
                 record(axis, "masks", mean, (low, high), x=value, images=len(counts), quantity="masks that remain")
             ticks = [f"{tick}\n{count:.0f}" for tick, count in zip(ticks, counts.mean(0).tolist(), strict=True)]
-        tidy(axis, "", words, "AUC" if name == "distance" else "")
+        sheet.tidy(axis, "", words, "AUC" if name == "distance" else "")
         axis.set_xticks(range(len(values)), ticks)
         axis.margins(x=0.08)
         if usual[name] in values:
             axis.axvline(values.index(usual[name]), color="0.5", linewidth=0.8, linestyle=":")
-    legend(axes[-1], loc="center")
+    sheet.legend(axes[-1], loc="center")
     return fig
 
 
-def _counts(drawing: Drawing, distances: Sequence[float], layer: str = "blocks[-1].norm1") -> Tensor:
-    """How many masks are left of every image at every distance [B,P]."""
+def _mask_counts(drawing: Drawing, distances: Sequence[float], layer: str = "blocks[-1].norm1") -> Tensor:
+    """The number of masks of each image at each distance [B,P]."""
 
-    def of(i: int, image: Tensor) -> list[float]:
+    def image_counts(i: int, image: Tensor) -> list[float]:
         channels, _ = channel_masks(ask_about(drawing.vit, image), layer)
         return [float(len(clustered(channels, drawing.vit.extent, distance))) for distance in distances]
 
-    return torch.tensor(each_image(drawing, of, "clustering"))
+    return torch.tensor(each_image(drawing, image_counts, "clustering"))
 
 
 @layout
 def similarity(drawing: Drawing, distances: Distances | None = None, place: Place = "norm1") -> Figure:
-    """Sim(i, j) of one image, masks clustered early side by side; their mean by block; the masks that remain."""
+    """Sim(i, j) of one image in the order of clustering; its mean by block; the number of masks that remain."""
     from scipy.cluster.hierarchy import leaves_list, linkage
     from scipy.spatial.distance import squareform
 
@@ -480,26 +458,26 @@ def similarity(drawing: Drawing, distances: Distances | None = None, place: Plac
     def by_block(i: int, image: Tensor) -> list[float]:
         ask = ask_about(vit, image)
         layers = [f"blocks[{block}].{place}" for block in range(vit.depth)]
-        return [float(similarities(channel_masks(ask, layer)[0], vit.extent).mean()) for layer in layers]
+        return [float(mask_similarities(channel_masks(ask, layer)[0], vit.extent).mean()) for layer in layers]
 
-    means, counts = torch.tensor(each_image(drawing, by_block, "comparing masks")), _counts(drawing, several, last)
+    means, counts = torch.tensor(each_image(drawing, by_block, "comparing masks")), _mask_counts(drawing, several, last)
     drawing.say("(a) Sim(i, j) of the first image, in the order in which masks are clustered")
     drawing.say_intervals()
     fig = drawing.sheet(2.0)
     first, second, third = fig.subplots(1, 3)
     lowest = float(matrix.min())
     image = first.imshow(matrix.cpu().numpy(), cmap="cividis", vmin=lowest, vmax=1, interpolation="nearest")
-    tidy(first, "(a)", f"{len(matrix)} masks", "")
+    sheet.tidy(first, "(a)", f"{len(matrix)} masks", "")
     first.grid(visible=False)
     first.set_yticks([])
     bar = fig.colorbar(image, ax=first, shrink=0.75, pad=0.02)
-    bar.ax.tick_params(labelsize=WORDS - 1, length=2, width=0.5)
+    bar.ax.tick_params(labelsize=sheet.WORDS - 1, length=2, width=0.5)
     bar.outline.set_visible(False)
-    line(second, range(vit.depth), means, "", 0)
-    tidy(second, "(b)", "block", "mSim, mean over images")
+    sheet.line(second, range(vit.depth), means, "", 0)
+    sheet.tidy(second, "(b)", "block", "mSim, mean over images")
     second.xaxis.get_major_locator().set_params(integer=True)
-    line(third, several, counts, "", 1)
-    tidy(third, "(c)", "distance δ of clusters", "masks that remain")
+    sheet.line(third, several, counts, "", 1)
+    sheet.tidy(third, "(c)", "distance δ of clusters", "masks that remain")
     third.axvline(DISTANCE, color="0.5", linewidth=0.8, linestyle=":")
     third.set_ylim(0, None)
     return fig
@@ -509,30 +487,30 @@ def similarity(drawing: Drawing, distances: Distances | None = None, place: Plac
 def overdetermination(
     drawing: Drawing, threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9, layer: str = NORM1
 ) -> Figure:
-    """Images by the mean score of their masks, and the variance of the scores."""
+    """The mean score of each image's masks, and the variance of the scores."""
     drawing = drawing.of_prediction()
-    scores = [one.scores for one in impacts(drawing, layer=layer)]
+    scores = [each.scores for each in impacts(drawing, layer=layer)]
     means, variances = (torch.stack([f(s) for s in scores]) for f in (torch.mean, torch.var))
     above = means > threshold
     share, low, high = (float(x[0]) for x in mean_interval(above[:, None].double()))
-    inner = float(variances[above].mean())
+    variance = float(variances[above].mean())
     interval = f" (95 % interval: {100 * low:.0f} to {100 * high:.0f})" if low == low else ""
-    inside = f"; their variance is {inner:.3f}" if bool(above.any()) else ""
+    inside = f"; their mean variance is {variance:.3f}" if bool(above.any()) else ""
     drawing.say(f"{100 * share:.1f} %{interval} of the images have a mean above {threshold:g}{inside}")
     fig = drawing.sheet(1.9)
     name, panel, count = drawing.vit.name, f"μ > {threshold:g}", len(means)
     record(fig, name, share, (low, high), quantity="share of images", images=count, panel=panel)
     if bool(above.any()):
         quantity = "mean variance of their scores"
-        record(fig, name, inner, quantity=quantity, images=int(above.sum()), panel=panel)
+        record(fig, name, variance, quantity=quantity, images=int(above.sum()), panel=panel)
     record(fig, name, float(means.mean()), quantity="mean score of masks", images=count)
     left, right = fig.subplots(1, 2)
     edges = np.linspace(min(0.0, float(means.min())), max(1.0, float(means.max())), 21)
     left.hist(means.numpy(), edges, weights=np.full(count, 1 / count), color=COLOURS[0], alpha=0.75)
-    tidy(left, "(a)", "mean score μ of an image's masks", "share of images")
+    sheet.tidy(left, "(a)", "mean score μ of an image's masks", "share of images")
     for side, colour in ((~above, COLOURS[0]), (above, COLOURS[1])):
         right.plot(means[side].numpy(), variances[side].numpy(), "o", color=colour, markersize=2.6, alpha=0.8)
-    tidy(right, "(b)", "mean score μ of an image's masks", "variance of the scores")
+    sheet.tidy(right, "(b)", "mean score μ of an image's masks", "variance of the scores")
     right.set_ylim(0, None)
     for axis in (left, right):
         axis.axvline(threshold, color=COLOURS[1], linewidth=0.9, linestyle="--")
