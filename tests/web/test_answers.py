@@ -1,4 +1,4 @@
-"""What the API answers is what the library gives: predictions, maps, ablations, curves, attention, the head on x_l."""
+"""The API answers what the library computes: predictions, maps, ablations, tests, attention, predictions per block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 
 import patchlight as pl
 from patchlight.core.errors import Cancelled
+from patchlight.core.targets import Targets
 from patchlight.evidence.fills import fill_images
+from patchlight.methods.base import GROUPS
+from patchlight.study.faithfulness import Trial
 from patchlight.zoo import pocket
 
 fastapi = pytest.importorskip("fastapi")
@@ -124,14 +127,14 @@ def test_what_fails_leaves_the_rest(client: TestClient) -> None:
 
 def test_a_method_is_asked_for_once(client: TestClient) -> None:
     methods = [{"name": "rollout", "settings": {"start": 1}}, {"name": "rollout", "settings": {"start": 2}}]
-    assert "'rollout' is there 2 times" in post(client, "explain", 422, image="cat", methods=methods)["error"]
+    assert "'rollout' is listed 2 times" in post(client, "explain", 422, image="cat", methods=methods)["error"]
 
 
 @pytest.mark.parametrize(
     ("method", "settings", "words"),
     [
-        ("tis", {"samples": 10**7}, "too much here"),
-        ("rise", {"grid": 256}, "at most 28 are taken"),
+        ("tis", {"samples": 10**7}, "too large here"),
+        ("rise", {"grid": 256}, "the limit is 28"),
         ("tis", {"chunk": 10**6}, "cannot be"),
         ("genatt", {"compile": True}, "cannot be"),
         ("rise", {"samples": True}, "cannot be true; give a number"),
@@ -153,7 +156,7 @@ def test_settings_that_were_told_can_be_asked_for(client: TestClient) -> None:
     assert second["maps"][0]["scores"] == first["scores"]
 
 
-def test_poking_paints_or_really_removes(client: TestClient, vit: pl.Anatomy) -> None:
+def test_hiding_paints_or_removes_tokens(client: TestClient, vit: pl.Anatomy) -> None:
     image, removed = vit.batch(CAT), [27, 28, 35]
     told = post(client, "ablate", image="cat", removed=[removed, []], fill="blur-tis")
     painted = image.clone()
@@ -172,7 +175,7 @@ def test_poking_paints_or_really_removes(client: TestClient, vit: pl.Anatomy) ->
     assert "patches are 0 to 63" in post(client, "ablate", 400, image="cat", removed=[[64]])["error"]
 
 
-def test_the_test_of_truth(client: TestClient, vit: pl.Anatomy) -> None:
+def test_the_faithfulness_test(client: TestClient, vit: pl.Anatomy) -> None:
     methods = [{"name": "genatt"}, {"name": "random"}]
     told = post(client, "measure", image="cat", methods=methods, steps=8, randoms=4, sanity=True, wait=60)["measured"]
     att = pl.explain(vit, CAT, "genatt")
@@ -187,6 +190,55 @@ def test_the_test_of_truth(client: TestClient, vit: pl.Anatomy) -> None:
     sanity = pl.evaluate(vit, CAT, att, "randomisation")
     assert mine["sanity"] == pytest.approx(float(sanity.values[0]), abs=1e-4)
     assert len(told["random"]["scores"]) == 4
+    trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[3]])), 8, randoms=4)
+    assert mine["effect"] == pytest.approx(trial.of(att.scores[0]).effect, abs=1e-4)
+    assert {one["rank"] for one in told["methods"]} == {1, 2}
+    assert f"Rank {mine['rank']} of 2 among the methods shown." in mine["words"]
+
+
+def test_hiding_the_strongest_patches(client: TestClient, vit: pl.Anatomy) -> None:
+    """The numbers and the sentence are those of the library's test; `auto` is named by what it chose."""
+    att = pl.explain(vit, CAT, "auto", target=3)
+    trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[3]])))
+    wanted = trial.hiding(trial.of(att.scores[0]))
+    told = post(client, "hide", image="cat")
+    assert told["words"] == wanted.words
+    assert told["method"] == att.method
+    assert (told["before"], told["after"], told["random_after"]) == pytest.approx(
+        (wanted.before, wanted.after, wanted.random_after), abs=1e-5
+    )
+    shown = post(client, "ablate", image="cat", removed=[told["order"]], target=3)["variants"][0]
+    assert shown["asked"][0]["value"] == pytest.approx(told["after"], abs=1e-5)
+    pair = post(client, "hide", image="cat", against=5, methods=[{"name": "genatt"}])
+    assert pair["quantity"] == "difference of probabilities"
+    refused = post(client, "hide", 400, image="cat", against=5, methods=[{"name": "rollout"}])
+    assert "ignores the class" in refused["error"]
+
+
+def test_methods_are_listed_by_group(client: TestClient, vit: pl.Anatomy) -> None:
+    facts, listed = client.get("/api/model").json(), client.get("/api/methods").json()["methods"]
+    assert facts["auto"] == facts["methods"][0] == listed[0]["name"] == pl.explain(vit, CAT, "auto").method
+    assert [one["name"] for one in listed if one["purpose"]] == [one["name"] for one in listed[:5]]
+    groups = [one["group"] for one in listed[5:]]
+    assert groups == sorted(groups, key=list(GROUPS).index)
+    ignoring = {one["name"] for one in listed if one["ignores_class"]}
+    assert {"rollout", "attnfrom", "alti"} <= ignoring
+    assert "genatt" not in ignoring
+    told = post(client, "explain", image="cat", methods=[{"name": "auto"}, {"name": "rollout"}], wait=60)["maps"]
+    assert {one["method"]: (one["made_by"], one["ignores_class"]) for one in told} == {
+        "auto": (facts["auto"], False),
+        "rollout": ("rollout", True),
+    }
+
+
+def test_a_finished_test_is_reused(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps and tests that are there are not computed again, neither for another test nor for a report."""
+    asked = {"image": "deer", "methods": [{"name": "genatt"}, {"name": "ixg"}], "steps": 4, "randoms": 2, "wait": 60}
+    first = post(client, "measure", **asked)["measured"]
+    monkeypatch.setattr("patchlight.web.answers.explain_each", lambda *args, **options: args[2] and pytest.fail("maps"))
+    monkeypatch.setattr(Trial, "curves", lambda *args: pytest.fail("a test"))
+    assert post(client, "measure", **asked)["measured"] == first
+    assert post(client, "files", **asked, kind="report")["state"] == "done"
 
 
 def test_inside(client: TestClient, vit: pl.Anatomy) -> None:
@@ -199,7 +251,7 @@ def test_inside(client: TestClient, vit: pl.Anatomy) -> None:
         with torch.no_grad():
             value = float(vit.readout(block).softmax(1)[0, 3])
         assert said["asked"][0]["value"] == pytest.approx(value, abs=1e-5)
-    assert told["reads"] == "of the class token"
+    assert told["reads"] == "from the class token"
 
 
 @pytest.mark.parametrize("family", ["reg4-gap", "siglip", "swin"])
@@ -289,7 +341,7 @@ def test_a_job_that_breaks_is_in_the_log_and_keeps_nothing(
     monkeypatch.setattr("patchlight.study.run.explain", broken)
     told = post(client, "explain", image="ship", methods=[{"name": "ixg"}], wait=30)
     assert told["state"] == "failed"
-    assert "the server's log says more" in told["error"]
+    assert "the server's log has the details" in told["error"]
     assert "unforeseen" in caplog.text
     told = post(client, "explain", image="ship", methods=[{"name": "ixg"}], wait=30)
     assert told["state"] == "cancelled"

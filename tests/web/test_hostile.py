@@ -20,6 +20,7 @@ from PIL import Image, PngImagePlugin
 from starlette.responses import PlainTextResponse
 
 import patchlight as pl
+from patchlight.web.app import BODIES
 from patchlight.web.guard import Guard
 from patchlight.web.serve import Server as Here
 from patchlight.web.service import ModelService
@@ -510,7 +511,7 @@ def test_a_large_body_counts_until_it_is_answered(monkeypatch: pytest.MonkeyPatc
         await PlainTextResponse("done")(scope, receive, send)
 
     async def statuses() -> list[int]:
-        line = httpx.ASGITransport(Guard(slow))
+        line = httpx.ASGITransport(Guard(slow, BODIES, frozenset(), None, False))
         async with httpx.AsyncClient(transport=line, base_url="http://localhost") as client:
 
             async def one(size: int) -> int:
@@ -522,6 +523,46 @@ def test_a_large_body_counts_until_it_is_answered(monkeypatch: pytest.MonkeyPatc
             return [*await asyncio.gather(*asked), await one(100_000)]
 
     assert asyncio.run(statuses()) == [200, 200, 429, 200, 200]
+
+
+def test_bodies_are_read_after_the_token_and_only_where_one_is_taken() -> None:
+    """Otherwise anybody could fill the room for large bodies, and block uploads without the token."""
+    read: list[str] = []
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("done")(scope, receive, send)
+
+    async def ask(path: str, method: str = "POST", **headers: str) -> int:
+        statuses: list[int] = []
+
+        async def receive() -> dict[str, Any]:
+            read.append(path)
+            return {"type": "http.request", "body": bytes(100), "more_body": False}
+
+        async def send(message: Any) -> None:
+            statuses.extend([message["status"]] if "status" in message else [])
+
+        pairs = [(key.encode(), value.encode()) for key, value in {"host": "localhost", **headers}.items()]
+        scope = {"type": "http", "method": method, "path": path, "headers": pairs}
+        await Guard(answer, BODIES, frozenset(), "correct-horse", False)(scope, receive, send)
+        return statuses[0]
+
+    assert "/api/images" in BODIES
+    for path in BODIES:
+        assert asyncio.run(ask(path)) == 401
+    for path in ("/", "/static/page.js", "/nothing"):
+        assert asyncio.run(ask(path)) == 200, "the application answers, without a body"
+    right = {"authorization": "Bearer correct-horse"}
+    for path, method in (
+        ("/api/model", "POST"),
+        ("/api/nothing", "POST"),
+        ("/api/images", "PUT"),
+        ("/api/jobs/x", "DELETE"),
+    ):
+        assert asyncio.run(ask(path, method, **right)) == 200
+    assert read == []
+    assert asyncio.run(ask("/api/images", **right)) == 200
+    assert read == ["/api/images"]
 
 
 def test_who_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

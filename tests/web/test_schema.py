@@ -27,6 +27,7 @@ OPERATIONS = {
     "POST /api/predict": 250,
     "POST /api/ablate": 300,
     "POST /api/inside": 200,
+    "POST /api/hide": 100,
     "POST /api/explain": 300,
     "POST /api/measure": 250,
     "POST /api/files": 200,

@@ -41,12 +41,12 @@ def ask(view: View, path: str, token: bool = True, **asked: Any) -> httpx.Respon
 
 
 def test_the_page_is_served_to_who_has_the_token(vit: pl.Anatomy, capsys: pytest.CaptureFixture[str]) -> None:
-    view = pl.show(vit, "cat", {"genatt": {}, "rollout": {"start": 1}}, target=("cat", 5), seed=7)
+    view = pl.show(vit, "cat", {"genatt": {}, "attcat": {"start": 1}}, target=("cat", 5), seed=7)
     told = fragment(view)
     assert len(told.pop("token")[0]) >= 32
-    wanted = {"image": ["cat"], "target": ["3"], "against": ["5"], "methods": ["genatt,rollout"]}
-    assert told == {**wanted, "set": ["rollout.start=1"], "seed": ["7"]}
-    assert capsys.readouterr().out == f"pocket is at {view.url}\n"
+    wanted = {"image": ["cat"], "target": ["3"], "against": ["5"], "methods": ["genatt,attcat"]}
+    assert told == {**wanted, "set": ["attcat.start=1"], "seed": ["7"]}
+    assert capsys.readouterr().out == f"pocket: {view.url}\n"
     assert urlsplit(view.url).hostname == "127.0.0.1"
     assert ask(view, "api/model", token=False).status_code == 401
     assert ask(view, "api/model").json()["name"] == "pocket"
@@ -124,13 +124,14 @@ def test_a_notebook_shows_a_frame(
     ("asked", "sentence"),
     [
         ({"image": torch.zeros(3, 32, 32)}, "image is a Tensor; give a path, a PIL image"),
-        ({"image": "caat"}, "no image at 'caat', and no bundled photograph is called so: bird, cat"),
+        ({"image": "caat"}, "No image at 'caat', and no bundled photograph has that name: bird, cat"),
         ({"image": "nowhere.jpg"}, "no image at 'nowhere.jpg'"),
         ({"methods": "genat"}, "did you mean 'genatt'"),
-        ({"methods": 3}, "methods 3 are none; give a name"),
-        ({"methods": {"a": {"method": "genatt"}}}, "leave the setting 'method' out"),
+        ({"methods": 3}, "give a name, a list of names"),
+        ({"methods": {"a": {"method": "genatt"}}}, "leave out the setting 'method'"),
         ({"target": "caat"}, "did you mean 'cat'"),
-        ({"target": [[1, 2]]}, "names 2 classes; the page asks about one"),
+        ({"target": [[1, 2]]}, "names 2 classes; "),
+        ({"methods": "rollout", "target": (3, 5)}, "'rollout' ignores the class"),
         ({"height": 3}, "height 3 is not possible"),
         ({"heigth": 300}, "'show' has no option 'heigth'; did you mean 'height'"),
     ],
@@ -164,12 +165,12 @@ def test_a_browser_shows_the_page_inside_another_sites(vit: pl.Anatomy, tmp_path
     """From a file, which is an origin of its own, as editors' are."""
     from tests.web.browser import browsing
 
-    view = pl.show(vit, noise(70, 90), ["genatt", "rollout"], target=("dog", "cat"))
+    view = pl.show(vit, noise(70, 90), ["genatt", "ixg"], target=("dog", "cat"))
     (tmp_path / "notebook.html").write_text(f"<!doctype html>{view._repr_html_()}")
     with browsing() as browser:
         page = browser.new_page()
         page.goto((tmp_path / "notebook.html").as_uri())
         inside = page.frame_locator("iframe")
         inside.get_by_text("Why dog rather than cat?").wait_for(timeout=180_000)
-        inside.locator("[data-testid=map-rollout][data-state=done]").wait_for(timeout=180_000)
+        inside.locator("[data-testid=map-ixg][data-state=done]").wait_for(timeout=180_000)
         assert "token" not in page.frames[1].url, "it is taken out of the address"

@@ -56,9 +56,10 @@ def from_registries() -> dict[str, Any]:
     """The table, collected from the registries."""
     from patchlight.cli.figure import figure_rows
     from patchlight.data import KINDS
-    from patchlight.study.catalogue import method_rows, metric_rows
+    from patchlight.study.catalogue import RECOMMENDED, method_rows, metric_rows
 
     return {
+        "recommended": RECOMMENDED,
         "methods": method_rows(),
         "metrics": metric_rows(),
         "figures": figure_rows(),

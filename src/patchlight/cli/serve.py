@@ -8,7 +8,7 @@ import threading
 import webbrowser
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -45,11 +45,6 @@ def serve(
     except NoClassifier as error:
         vit = with_default_texts(error)
         model = replace(model, text=list(vit.labels or ()))
-    if not is_loopback(host):  # other machines must not learn where this machine's folders are
-        names: dict[str, Any] = {
-            key: Path(path.name) for key in ("weights", "labels", "preprocess") if (path := getattr(model, key))
-        }
-        model = replace(model, **names)
     service = ModelService(vit, in_python(model), in_shell(model))
     if token == "new":
         import secrets

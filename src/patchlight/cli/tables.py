@@ -16,15 +16,6 @@ from patchlight.cli.names import table as names
 from patchlight.cli.options import ModelOptions, Plugin, command
 from patchlight.core.errors import PatchlightError, nearest
 
-RECOMMENDED = {
-    "auto": "A good map now, and the default: fullgrad-plus.libra, or the next best that works on the model.",
-    "posterior": "The most faithful map; also called best.",
-    "decompx.skipplus": "The outline of the object.",
-    "rise": "Any black box: only the outputs of the model are used.",
-    "kernel-shap": "Shapley values of the patches.",
-}
-"""The methods to try first, and what each is for."""
-
 
 @command
 def methods(
@@ -63,7 +54,7 @@ def _method_cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     """The recommended methods, then all of them by group."""
     blank = ("",) * (3 if "supported" in rows[0] else 2)
     yield ("Recommended", *blank)
-    for name, purpose in RECOMMENDED.items():
+    for name, purpose in names()["recommended"].items():
         row = next((row for row in rows if name.partition(".")[0] in known_names([row])), None)
         cost = row["cost"] if row is not None else "1 forward + 1 backward"
         yield (f"  {name}", *(_works(row) if row is not None else blank[2:]), purpose, cost)

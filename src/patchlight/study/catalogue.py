@@ -14,6 +14,15 @@ from patchlight.methods.base import COMPOSITIONS, GROUPS, METHODS
 from patchlight.methods.requests import list_methods, resolve
 from patchlight.metrics.base import list_metrics, resolve_metric
 
+RECOMMENDED = {
+    "auto": "A good map now, and the default: fullgrad-plus.libra, or the next best that works on the model.",
+    "posterior": "The most faithful map; also called best.",
+    "decompx.skipplus": "The outline of the object.",
+    "rise": "Any black box: only the outputs of the model are used.",
+    "kernel-shap": "Shapley values of the patches.",
+}
+"""The methods to try first, and what each is for."""
+
 
 def method_rows(vit: Anatomy | None = None) -> list[dict[str, Any]]:
     """The rows of `list_methods` with descriptions, presets, and the compositions and rules that may follow a name."""

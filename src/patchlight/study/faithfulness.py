@@ -256,15 +256,7 @@ class Trial:
 
     def curves(self, maps: Tensor) -> Curves:
         """Insertion and deletion curves in the orders of maps [B,h,w]."""
-        count = len(maps)
-        ask = Measure(
-            self.vit,
-            self.image.expand(count, -1, -1, -1),
-            maps.to(self.image),
-            self.targets.repeat(count),
-            seed=self.seed,
-            ablation_settings={"chunk": self.chunk},
-        )
+        ask = self._measure(maps)
         assert self.removed[-1] == count_cells(ask, self.unit)
 
         def side(insert: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,11 +269,20 @@ class Trial:
         orders = ask.ranks(self.unit).flatten(1).argsort(1).cpu()
         return Curves(orders, inserted, deleted, logits, insertion_areas, deletion_areas)
 
+    def _measure(self, maps: Tensor) -> Measure:
+        count = len(maps)
+        images, targets = self.image.expand(count, -1, -1, -1), self.targets.repeat(count)
+        settings = {"chunk": self.chunk}
+        return Measure(self.vit, images, maps.to(self.image), targets, seed=self.seed, ablation_settings=settings)
+
+    @property
+    def _random_maps(self) -> Tensor:
+        return torch.rand(self.randoms, *self.vit.grid, generator=torch.Generator().manual_seed(self.seed))
+
     @cached_property
     def random(self) -> Curves:
         """Curves of the random orders, without logits to save memory."""
-        generator = torch.Generator().manual_seed(self.seed)
-        curves = self.curves(torch.rand(self.randoms, *self.vit.grid, generator=generator))
+        curves = self.curves(self._random_maps)
         return replace(curves, logits=curves.logits.new_empty(len(curves.logits), 0, 0))
 
     def of(self, scores: Tensor) -> Faithfulness:
@@ -306,14 +307,34 @@ class Trial:
         Args:
             result: What `of` returned for the map.
         """
-        removed = self.removed[1:]
-        step = 1 + int((removed - HIDDEN * int(removed[-1])).abs().argmin())
+        step = self._hidden_step
         before, after = result.curves.deletion[0, [0, step]].tolist()
+        return self._hiding(before, after, float(self.random.deletion[:, step].mean()))
+
+    def hide(self, scores: Tensor) -> tuple[Hiding, list[int]]:
+        """The same for a map [h,w] without the rest of the test, and the hidden patches, the strongest first.
+
+        This takes one forward pass for the map and one for each random order.
+        """
+        count = self.removed[[self._hidden_step]]
+        ask = self._measure(torch.cat([scores[None].to(self.image), self._random_maps.to(self.image)]))
+        hidden = removed_logits(ask, count, False, Removal(self.fill, self.unit))
+        whole = self.vit.logits(self.image).to(hidden).expand(len(hidden), 1, -1)
+        curves = scored(torch.cat([whole, hidden], 1), ask.targets, ask, self.score).double().cpu()
+        order = ask.ranks(self.unit)[0].flatten().argsort()[: int(count)]
+        return self._hiding(float(curves[0, 0]), float(curves[0, 1]), float(curves[1:, 1].mean())), order.tolist()
+
+    @property
+    def _hidden_step(self) -> int:
+        removed = self.removed[1:]
+        return 1 + int((removed - HIDDEN * int(removed[-1])).abs().argmin())
+
+    def _hiding(self, before: float, after: float, random_after: float) -> Hiding:
         label, against = (
             "" if index is None else _short_label(self.vit, int(index[0, 0]))
             for index in (self.targets.index, self.targets.against)
         )
-        random_after = float(self.random.deletion[:, step].mean())
+        step = self._hidden_step
         return Hiding(step, int(self.removed[step]), before, after, random_after, label, against, self.quantity)
 
 

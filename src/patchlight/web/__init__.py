@@ -1,4 +1,4 @@
-"""The page and the API beneath it: `patchlight serve`, and `pl.show` in a notebook. Needs the extra `web`."""
+"""The local web page and its API: `patchlight serve`, and `pl.show` in a notebook. Needs the extra `web`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from patchlight.core.extras import EXTRAS, missing_extra
 
 
 def check_extra() -> None:
-    """Refuse, in one sentence, to begin without the packages of the extra."""
+    """Raise an error that names the missing packages of the extra."""
     missing = EXTRAS["web"].missing()
     if missing:
         raise missing_extra("the page needs", ", ".join(missing), "web")

@@ -1,8 +1,8 @@
-"""What is computed for each request: functions of a model service and a request, which know nothing of the web."""
+"""The computation behind each request: functions of a model service and a request, without HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from patchlight.methods.requests import Request
 from patchlight.metrics.base import on_grid
 from patchlight.metrics.deletion import check_tokens
 from patchlight.study.evaluate import evaluate
-from patchlight.study.faithfulness import Curves, sanity_words
+from patchlight.study.faithfulness import Curves, Faithfulness, rank_results, sanity_words
 from patchlight.study.run import Outcome, explain_each
 from patchlight.web import schemas
 from patchlight.web.jobs import RunningJob, describe_error
@@ -32,14 +32,14 @@ def predict(service: ModelService, request: schemas.PredictRequest) -> schemas.P
 
 
 def ablate(service: ModelService, request: schemas.AblateRequest) -> schemas.AblateResult:
-    """What the model says of variants without some patches."""
+    """The predictions for variants of the image, each with some patches hidden."""
     question = service.resolve_question(request)
     vit, image = question.vit, question.image.tensor
     rows, columns = vit.grid
     shown = torch.ones(len(request.removed), rows * columns)
     for v, patches in enumerate(request.removed):
         if patches and max(patches) >= rows * columns:
-            raise PatchlightError(f"patch {max(patches)} is not there; patches are 0 to {rows * columns - 1}")
+            raise PatchlightError(f"Patch {max(patches)} does not exist; patches are 0 to {rows * columns - 1}.")
         shown[v, patches] = 0
     ablation = Ablation(vit, image, service.chunk, fine=True)
     if request.unit == "patch":
@@ -53,24 +53,25 @@ def ablate(service: ModelService, request: schemas.AblateRequest) -> schemas.Abl
     return schemas.AblateResult(whole=whole, variants=variants)
 
 
-def explain(given: JobInput[Any], job: RunningJob) -> dict[str, Attribution]:
-    """The maps by name; each becomes an event of the job as it is finished, and so does why a method gave none."""
-    service, question, seed = given.service, given.question, given.request.seed
+def find_maps(
+    job: JobInput[Any], report: Callable[[str, TimedMap | str], None] = lambda label, outcome: None
+) -> dict[str, Attribution]:
+    """The maps by name, cached ones first; `report` gets each map, or the reason why there is none."""
+    service, question, seed = job.service, job.question, job.request.seed
     maps: dict[str, Attribution] = {}
+    reasons: list[str] = []
     missing: dict[str, Request] = {}
 
-    def add(label: str, found: TimedMap) -> None:
-        maps[label] = found.attribution
-        job.status.maps.append(_map_result(label, found))
-        job.tell("map", job.status.maps[-1].model_dump_json())
+    def add(label: str, outcome: TimedMap | str) -> None:
+        if isinstance(outcome, str):
+            reasons.append(outcome)
+        else:
+            maps[label] = outcome.attribution
+        report(label, outcome)
 
-    def fail(label: str, reason: str) -> None:
-        job.status.failures[label] = reason
-        job.tell("job")
-
-    for name, method in given.methods.items():
+    for name, method in job.methods.items():
         if isinstance(method, PatchlightError):
-            fail(name, describe_error(method))
+            add(name, describe_error(method))
         elif (cached := service.cached_map(question, method, seed)) is not None:
             add(name, cached)
         else:
@@ -79,38 +80,65 @@ def explain(given: JobInput[Any], job: RunningJob) -> dict[str, Attribution]:
     def finished(outcomes: Mapping[str, Outcome[Attribution]]) -> None:
         for label, outcome in outcomes.items():
             if outcome.result is None:
-                fail(label, outcome.error)
+                add(label, outcome.error)
                 continue
             prefix = f"{missing[label].name}: "
-            warnings = dict.fromkeys(words.removeprefix(prefix) for words in said if words.startswith(prefix))
-            found = TimedMap(outcome.result, outcome.seconds / outcome.shared_by, "; ".join(warnings))
-            service.cache_map(question, missing[label], seed, found)
+            warnings = dict.fromkeys(words.removeprefix(prefix) for words in collected if words.startswith(prefix))
+            timed = TimedMap(outcome.result, outcome.seconds / outcome.shared_by, "; ".join(warnings))
+            service.cache_map(question, missing[label], seed, timed)
             if outcome.shared_by == 1:
-                service.seconds[label] = round(outcome.seconds, 3)
-            add(label, found)
+                service.seconds[missing[label].name] = round(outcome.seconds, 3)
+            add(label, timed)
 
     target = question.index if question.against is None else (question.index, question.against)
-    quick_first = sorted(missing.values(), key=lambda one: not is_quick(one))
-    with collect_warnings() as said:
-        explain_each(
-            question.vit,
-            question.image.tensor,
-            quick_first,
-            target,
-            seed=seed,
-            catch=PatchlightError,
-            finished=finished,
-        )
+    requests = sorted(missing.values(), key=lambda request: not is_quick(request))
+    image = question.image.tensor
+    with collect_warnings() as collected:
+        explain_each(question.vit, image, requests, target, seed=seed, catch=PatchlightError, finished=finished)
     if not maps:
-        raise PatchlightError(next(iter(job.status.failures.values())))
+        raise PatchlightError(reasons[0])
     return maps
 
 
-def _map_result(label: str, found: TimedMap) -> schemas.MapResult:
-    """A map by the name that was asked for: another name of the method may have made it."""
-    att = found.attribution
+def explain(job: JobInput[Any], running: RunningJob) -> dict[str, Attribution]:
+    """The maps by name; each becomes an event of the job as soon as it is finished, like a reason for a missing one."""
+
+    def report(label: str, outcome: TimedMap | str) -> None:
+        if isinstance(outcome, str):
+            running.status.failures[label] = outcome
+            running.emit("job")
+        else:
+            running.status.maps.append(_map_result(label, outcome))
+            running.emit("map", running.status.maps[-1].model_dump_json())
+
+    return find_maps(job, report)
+
+
+def hide(job: JobInput[schemas.HideRequest]) -> schemas.HideResult:
+    """The effect of hiding the strongest patches of a map."""
+    question, request = job.question, job.request
+    (att,) = find_maps(job).values()
+    test = schemas.MeasureRequest(**request.model_dump())
+    trial = job.service.trial(question, test)
+    hiding, order = trial.hide(on_grid(att.scores, question.vit)[0])
+    return schemas.HideResult(
+        method=att.method,
+        order=order,
+        before=hiding.before,
+        after=hiding.after,
+        random_after=hiding.random_after,
+        quantity=trial.quantity_words,
+        words=hiding.words,
+    )
+
+
+def _map_result(label: str, timed: TimedMap) -> schemas.MapResult:
+    """A map under the name of the request, which may be an alias or "auto"."""
+    att = timed.attribution
     return schemas.MapResult(
         method=label,
+        made_by=att.method,
+        ignores_class=att.ignores_class,
         scores=att.scores[0].tolist(),
         error=None if att.error is None else att.error[0].tolist(),
         level=att.level,
@@ -120,21 +148,22 @@ def _map_result(label: str, found: TimedMap) -> schemas.MapResult:
         against_label=att.against_names[0] if att.against_names else None,
         settings={key: value for key, value in att.settings.items() if key not in ("chunk", "precision", "compile")},
         seed=att.seed,
-        seconds=round(found.seconds, 3),
-        warning=found.warning,
+        seconds=round(timed.seconds, 3),
+        warning=timed.warning,
     )
 
 
-def measure(given: JobInput[schemas.MeasureRequest], job: RunningJob) -> None:
-    """Deletion and insertion of methods' maps, and of random orders, told one by one."""
-    question, request = given.question, given.request
-    trial = given.service.trial(question, request)
-    maps = explain(given, job)
+def measure(job: JobInput[schemas.MeasureRequest], running: RunningJob) -> None:
+    """The faithfulness test of the methods' maps; each result is an event, and ranks follow when all are tested."""
+    question, request = job.question, job.request
+    trial = job.service.trial(question, request)
+    maps = explain(job, running)
     random = trial.random
-    result = schemas.MeasureResult(
+    measured = schemas.MeasureResult(
         fractions=[round(float(n) / float(trial.removed[-1]), 6) for n in trial.removed],
         removed=trial.removed.tolist(),
         quantity=trial.quantity,
+        quantity_words=trial.quantity_words,
         random=schemas.RandomOrders(
             count=request.randoms,
             curve=_mean_curve(random),
@@ -144,40 +173,45 @@ def measure(given: JobInput[schemas.MeasureRequest], job: RunningJob) -> None:
         ),
         methods=[],
     )
-    job.status.measured = result
-    job.tell("random", result.model_dump_json(exclude={"methods"}))
+    running.status.measured = measured
+    running.emit("random", measured.model_dump_json(exclude={"methods"}))
+    results: dict[str, Faithfulness] = {}
     for name, att in maps.items():
-        truth = trial.of(on_grid(att.scores, question.vit)[0])
-        found = schemas.FaithfulnessResult(
+        result = results[name] = job.service.test_result(job, name, att)
+        answer = schemas.FaithfulnessResult(
             method=name,
-            order=truth.curves.orders[0].tolist(),
-            curve=_mean_curve(truth.curves),
-            predictions=question.predictions(truth.curves.logits[0], 5),
-            beaten=truth.beaten,
-            better=truth.better,
-            words=truth.words,
+            order=result.curves.orders[0].tolist(),
+            curve=_mean_curve(result.curves),
+            predictions=question.predictions(result.curves.logits[0], 5),
+            beaten=result.beaten,
+            better=result.better,
+            effect=result.effect,
+            rank=0,
+            words=result.words,
         )
         if request.sanity:
-            found.sanity, found.sanity_words = _sanity(question, att, request.seed)
-        result.methods.append(found)
-        job.tell("truth", found.model_dump_json())
+            answer.sanity, answer.sanity_words = _sanity(question, att, request.seed)
+        measured.methods.append(answer)
+        running.emit("result", answer.model_dump_json())
+    for answer, ranked in zip(measured.methods, rank_results(results).values(), strict=True):
+        answer.rank, answer.words = ranked.rank, ranked.words
 
 
 def _sanity(question: ResolvedQuestion, att: Attribution, seed: int) -> tuple[float | None, str]:
-    """The similarity of a map to those of the model with its layers randomised."""
+    """The similarity of a map to the maps of the model with randomised layers, and its words."""
     try:
         with collect_warnings():
-            found = evaluate(
+            evaluation = evaluate(
                 question.vit, question.image.tensor, att, "randomisation", seed=seed, progress=False, current=True
             )
     except PatchlightError as error:
         return None, describe_error(error)
-    value = float(found.values[0])
+    value = float(evaluation.values[0])
     return schemas.digits(value), sanity_words(value)
 
 
 def _mean_curve(curves: Curves) -> schemas.RemovalCurve:
-    """The mean over orders of removal, of which there may be one."""
+    """The mean curves over one or several orders."""
     return schemas.RemovalCurve(
         insertion=curves.insertion.mean(0).tolist(),
         deletion=curves.deletion.mean(0).tolist(),
@@ -188,7 +222,7 @@ def _mean_curve(curves: Curves) -> schemas.RemovalCurve:
 
 
 def inside(service: ModelService, request: schemas.Question) -> schemas.InsideResult:
-    """Attention to each patch block by block, and what the head makes of the tokens after each block."""
+    """Attention to each patch in each block, and the prediction if the model ended after each block."""
     question = service.resolve_question(request)
     vit = question.vit
     class_token = vit.prefix > 0 and vit.pooling not in ("avg", "max", "map")
@@ -197,7 +231,7 @@ def inside(service: ModelService, request: schemas.Question) -> schemas.InsideRe
     return schemas.InsideResult(
         attention=attention,
         attention_reason=no_attention,
-        reads="of the class token" if class_token else "the mean of all patches",
+        reads="from the class token" if class_token else "from all patches on average",
         lens=lens,
         lens_reason=no_lens,
         quantity=quantity_of(vit),
@@ -207,9 +241,9 @@ def inside(service: ModelService, request: schemas.Question) -> schemas.InsideRe
 def _attention(question: ResolvedQuestion, class_token: bool) -> tuple[list[list[float | None]] | None, str]:
     vit = question.vit
     if vit.attention is not None:
-        return None, f"the attention of {vit.name} cannot be read: {vit.attention}"
+        return None, f"The attention of {vit.name} cannot be read: {vit.attention}."
     if vit.hierarchical or vit.depth == 0:
-        return None, f"the stages of {vit.name} have several grids, so no row of attention reaches over all blocks"
+        return None, f"The stages of {vit.name} have different grids, so attention cannot be compared across blocks."
 
     def row(evidence: Evidence) -> Tensor:
         heads = evidence.A.mean(1)
@@ -221,15 +255,15 @@ def _attention(question: ResolvedQuestion, class_token: bool) -> tuple[list[list
 
 
 def _lens(question: ResolvedQuestion) -> tuple[list[schemas.BlockResult] | None, str]:
-    """What the readout says of the tokens after each block."""
+    """The predictions of the readout for the tokens after each block."""
     vit = question.vit
     if vit.hierarchical or vit.depth == 0:
-        return None, f"the head of {vit.name} reads its last stage alone"
+        return None, f"The head of {vit.name} reads only its last stage."
     logits = []
     with torch.inference_mode(False), torch.no_grad(), vit.steady():
         tokens = vit.embed(question.image.tensor)
         for index in range(vit.depth):
             tokens = vit.block(index, vit.merge(index, tokens))
             logits.append(vit.readout(tokens).float().cpu())
-    found = enumerate(question.predictions(torch.cat(logits), 3))
-    return [schemas.BlockResult(block=i, predictions=one.predictions, asked=one.asked) for i, one in found], ""
+    answers = enumerate(question.predictions(torch.cat(logits), 3))
+    return [schemas.BlockResult(block=i, predictions=each.predictions, asked=each.asked) for i, each in answers], ""

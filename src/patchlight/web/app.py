@@ -1,16 +1,18 @@
-"""The routes: which request is answered where and in which queue, and how errors are reported."""
+"""The routes of the API and the page, and how errors are reported."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
 from importlib import resources
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.exceptions import HTTPException
 
@@ -26,38 +28,23 @@ from patchlight.web.service import JobInput, ModelService
 LOG = logging.getLogger("patchlight.web")
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = ("image/png", "application/pdf", "application/zip", "text/html")
-"""What files are made of."""
+"""Media types of the files that jobs make."""
 UPLOADS = ("image/*", "application/octet-stream")
 _EVENT = {
     "type": "object",
-    "description": "The data is JSON: a JobStatus, a MapResult, the random orders, a FaithfulnessResult.",
-    "properties": {"event": {"enum": ["job", "map", "random", "truth", "end"]}, "data": {"type": "string"}},
+    "description": "The data is JSON: a JobStatus, a MapResult, the random orders or a FaithfulnessResult.",
+    "properties": {"event": {"enum": ["job", "map", "random", "result", "end"]}, "data": {"type": "string"}},
     "required": ["event", "data"],
 }
-_WHY = {
-    400: "the request cannot be met",
-    401: "the token is missing or wrong",
-    403: "another site, or a name that this server does not go by",
-    404: "no such image or job, or no longer",
-    405: "another method is wanted",
-    408: "the body came too slowly",
-    409: "the job has no file, or not yet",
-    413: "the body is too large",
-    415: "another type of body is wanted",
-    422: "the request is not what the schema says",
-    429: "too much is waiting; Retry-After says when to try again",
-    503: "it took too long",
-}
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"model": schemas.Problem, "description": words[:1].upper() + words[1:]} for status, words in _WHY.items()
+    status: {"model": schemas.Problem, "description": HTTPStatus(status).phrase}
+    for status in (400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 503)
 }
-LATER: dict[int | str, dict[str, Any]] = {
-    202: {"model": schemas.JobStatus, "description": "It goes on; look again, or listen"}
-}
+LATER: dict[int | str, dict[str, Any]] = {202: {"model": schemas.JobStatus, "description": "The job is not finished."}}
 
 
 def _content(*kinds: str) -> dict[str, Any]:
-    """Bytes of these types, as OpenAPI describes them."""
+    """OpenAPI's description of bytes of these media types."""
     return {"content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in kinds}}
 
 
@@ -73,11 +60,11 @@ Service = Annotated[ModelService, Depends(_service)]
 
 
 def create_app(service: ModelService) -> FastAPI:
-    """The application of a model service; `Guard` stands before it (`serve.guarded`)."""
+    """The application of a model service; `serve.guarded` puts `Guard` in front of it."""
     app = FastAPI(
         title="Patchlight",
         version=__version__,
-        description="Which patches of an image a Vision Transformer decided on, and whether that is true.",
+        description="Which patches drove a Vision Transformer's prediction, and how faithful that explanation is.",
         docs_url=None,
         redoc_url=None,
         openapi_url="/api/openapi.json",
@@ -96,7 +83,7 @@ async def model(service: Service) -> schemas.ModelFacts:
     return await service.quick.run(service.facts)
 
 
-@routes.get("/methods", summary="Every method, whether it works on this model, and what it costs")
+@routes.get("/methods", summary="All methods: what they do, what they cost, and whether they work on this model")
 async def methods(service: Service) -> schemas.MethodList:
     return schemas.MethodList(methods=await service.quick.run(service.methods))
 
@@ -105,7 +92,7 @@ async def methods(service: Service) -> schemas.MethodList:
 async def upload(service: Service, request: Request) -> schemas.ImageFacts:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().casefold()
     if not (kind.startswith("image/") or kind == "application/octet-stream"):
-        raise HTTPException(415, "give the bytes of an image, with its type as 'Content-Type: image/jpeg'")
+        raise HTTPException(415, "Send the bytes of an image with its media type, such as 'Content-Type: image/jpeg'.")
     data = await request.body()
     image = await service.quick.run(lambda: service.images.add(data))
     return schemas.ImageFacts(id=image.id, width=image.size[0], height=image.size[1])
@@ -113,7 +100,7 @@ async def upload(service: Service, request: Request) -> schemas.ImageFacts:
 
 @routes.get(
     "/images/{image}",
-    summary="What the model sees of an image, or a fill of it, as PNG",
+    summary="The image as the model sees it, the uncropped image, or a fill, as PNG",
     response_class=Response,
     responses={200: _content("image/png")},
 )
@@ -128,83 +115,87 @@ async def picture(
     return Response(png, media_type="image/png")
 
 
-@routes.post("/predict", summary="What the model says of an image")
-async def predict(service: Service, asked: schemas.PredictRequest) -> schemas.PredictResult:
-    return await service.quick.run(lambda: answers.predict(service, asked))
+@routes.post("/predict", summary="The predictions for an image")
+async def predict(service: Service, body: schemas.PredictRequest) -> schemas.PredictResult:
+    return await service.quick.run(lambda: answers.predict(service, body))
 
 
-@routes.post("/ablate", summary="What it says when patches are painted over or their tokens removed")
-async def ablate(service: Service, asked: schemas.AblateRequest) -> schemas.AblateResult:
-    return await service.quick.run(lambda: answers.ablate(service, asked))
+@routes.post("/ablate", summary="The predictions when patches are painted over or their tokens are removed")
+async def ablate(service: Service, body: schemas.AblateRequest) -> schemas.AblateResult:
+    return await service.quick.run(lambda: answers.ablate(service, body))
 
 
-@routes.post("/inside", summary="Attention to each patch, and what the head says, block by block")
-async def inside(service: Service, asked: schemas.Question) -> schemas.InsideResult:
-    return await service.quick.run(lambda: answers.inside(service, asked))
+@routes.post("/inside", summary="Attention to each patch and the prediction after each block")
+async def inside(service: Service, body: schemas.Question) -> schemas.InsideResult:
+    return await service.quick.run(lambda: answers.inside(service, body))
 
 
-@routes.post("/explain", summary="Maps of an image by methods: a job", responses=LATER)
-async def explain(service: Service, asked: schemas.ExplainRequest, response: Response) -> schemas.JobStatus:
-    return await _begin(JobInput(service, asked), "explain", answers.explain, response)
+@routes.post("/hide", summary="What hiding the strongest patches of a map does, compared with random patches")
+async def hide(service: Service, body: schemas.HideRequest) -> schemas.HideResult:
+    job = JobInput(service, body)
+    return await job.queue.run(lambda: answers.hide(job))
 
 
-@routes.post("/measure", summary="Deletion and insertion of methods and of random orders: a job", responses=LATER)
-async def measure(service: Service, asked: schemas.MeasureRequest, response: Response) -> schemas.JobStatus:
-    return await _begin(JobInput(service, asked), "measure", answers.measure, response)
+@routes.post("/explain", summary="Maps of an image (a job)", responses=LATER)
+async def explain(service: Service, body: schemas.ExplainRequest, response: Response) -> schemas.JobStatus:
+    return await _begin(JobInput(service, body), "explain", answers.explain, response)
 
 
-@routes.post("/files", summary="A picture, arrays or a report of maps: a job", responses=LATER)
-async def files(service: Service, asked: schemas.FileRequest, response: Response) -> schemas.JobStatus:
-    return await _begin(JobInput(service, asked), "file", make_file, response)
+@routes.post("/measure", summary="The faithfulness test of maps (a job)", responses=LATER)
+async def measure(service: Service, body: schemas.MeasureRequest, response: Response) -> schemas.JobStatus:
+    return await _begin(JobInput(service, body), "measure", answers.measure, response)
 
 
-async def _begin(
-    given: JobInput[Any],
-    kind: schemas.Kind,
-    work: Callable[[JobInput[Any], RunningJob], object],
-    response: Response,
-) -> schemas.JobStatus:
-    """Queue a job, and answer when it is over or the client's patience is."""
-    service = given.service
-    queue = {"explain": service.quick if given.is_quick else service.slow, "measure": service.slow}
-    job = RunningJob(kind, queue.get(kind, service.files), lambda job: work(given, job))
+@routes.post("/files", summary="Maps as a picture, arrays or a report (a job)", responses=LATER)
+async def files(service: Service, body: schemas.FileRequest, response: Response) -> schemas.JobStatus:
+    return await _begin(JobInput(service, body), "file", make_file, response)
+
+
+Work = Callable[[JobInput[Any], RunningJob], object]
+
+
+async def _begin(job_input: JobInput[Any], kind: schemas.Kind, work: Work, response: Response) -> schemas.JobStatus:
+    """Queue a job, and answer when it has ended or after the `wait` seconds of the request."""
+    service = job_input.service
+    queue = {"explain": job_input.queue, "measure": service.slow, "file": service.files}[kind]
+    job = RunningJob(kind, queue, lambda job: work(job_input, job))
     service.jobs.add(job)
-    if given.request.wait:
-        await asyncio.wait([job.done], timeout=given.request.wait)
+    if job_input.request.wait:
+        await asyncio.wait([job.done], timeout=job_input.request.wait)
     response.status_code = 200 if job.over is not None else 202
     return job.status
 
 
 async def _find_job(service: Service, job: Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]) -> RunningJob:
-    found = service.jobs.find(job)
-    if found is None:
-        raise NotFound(f"no job '{job}' is here, or no longer")
-    return found
+    running = service.jobs.find(job)
+    if running is None:
+        raise NotFound(f"Job '{job}' does not exist, or has expired.")
+    return running
 
 
 FoundJob = Annotated[RunningJob, Depends(_find_job)]
 
 
-@routes.get("/jobs/{job}", summary="How far a job is, and what it has given")
+@routes.get("/jobs/{job}", summary="The state, progress and results of a job")
 async def look(job: FoundJob) -> schemas.JobStatus:
     return job.status
 
 
-@routes.delete("/jobs/{job}", summary="Cancel a job; it stops within a chunk")
+@routes.delete("/jobs/{job}", summary="Cancel a job")
 async def cancel(job: FoundJob) -> schemas.JobStatus:
     await job.cancel()
     return job.status
 
 
 class JobEvents(EventSourceResponse):
-    """Server-sent events; the type is that of errors, which OpenAPI otherwise describes as events too."""
+    """Server-sent events. The media type is that of errors: OpenAPI would otherwise describe them as events."""
 
     media_type = "application/json"
 
 
 @routes.get(
     "/jobs/{job}/events",
-    summary="What a job tells, as server-sent events, from its beginning",
+    summary="The events of a job, as server-sent events, from its beginning",
     response_class=JobEvents,
     responses={200: {"content": {"text/event-stream": {"itemSchema": _EVENT}}}},
 )
@@ -213,28 +204,24 @@ async def events(job: FoundJob) -> AsyncIterator[ServerSentEvent]:
         yield ServerSentEvent(event=name, raw_data=data)
 
 
-@routes.get(
-    "/jobs/{job}/file",
-    summary="The file that a job has made",
-    response_class=Response,
-    responses={200: _content(*FILES)},
-)
+@routes.get("/jobs/{job}/file", summary="The file of a job", response_class=Response, responses={200: _content(*FILES)})
 async def file(job: FoundJob) -> Response:
     if job.file is None:
-        raise HTTPException(409, "this job has no file, or not yet")
+        raise HTTPException(409, "This job has no file, or not yet.")
     data, kind, name = job.file
     return Response(data, media_type=kind, headers={"content-disposition": f'attachment; filename="{name}"'})
 
 
+_API = [route for route in routes.routes if isinstance(route, APIRoute)]
+BODIES = frozenset(route.path for route in _API if "POST" in (route.methods or ()))
+"""The paths that take a body."""
+
+
 def _static(app: FastAPI) -> None:
-    """The page's own files, read once: no path of a client's is ever opened."""
+    """Serve the page's files. They are read once, so no path from a client is ever opened."""
     folder = resources.files("patchlight.web").joinpath("static")
-    contents = {
-        file.name: (file.read_bytes(), kind)
-        for file in folder.iterdir()
-        for end, kind in KINDS.items()
-        if file.name.endswith(end)
-    }
+    files = [file for file in folder.iterdir() if file.name.endswith(tuple(KINDS))]
+    contents = {file.name: (file.read_bytes(), KINDS[f".{file.name.rpartition('.')[2]}"]) for file in files}
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index() -> Response:
@@ -243,13 +230,13 @@ def _static(app: FastAPI) -> None:
     @app.api_route("/static/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def static(name: str) -> Response:
         if name not in contents:
-            raise HTTPException(404, "no such file")
+            raise HTTPException(404, "This file does not exist.")
         data, kind = contents[name]
         return Response(data, media_type=kind)
 
 
 async def _failure(request: Request, error: Exception) -> JSONResponse:
-    """Every failure is one sentence, with its status."""
+    """Answer an error with its status and one sentence."""
     status, sentence = getattr(error, "status", 400), describe_error(error)
     headers = {"retry-after": "1"} if status == 429 else {}
     if isinstance(error, RequestValidationError):
@@ -267,7 +254,7 @@ def _validation_words(error: RequestValidationError) -> str:
     place = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
     words = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
-        return "the body is no JSON"
+        return "The body is not valid JSON."
     if first["type"] == "model_attributes_type" and not place:
-        return "the body is no JSON object, sent with 'Content-Type: application/json'"
+        return "Send a JSON object with 'Content-Type: application/json'."
     return f"{place}: {words}" if place else words

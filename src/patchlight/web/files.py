@@ -1,4 +1,4 @@
-"""What is on the screen as a file: a picture, arrays, a report. Nothing is written to a disk here."""
+"""Maps as a file: a picture, arrays or a report. Nothing is written to disk."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.attribution_files import attribution_bytes
 from patchlight.core.drawing import figure_bytes, seen_figure
-from patchlight.metrics.base import on_grid
 from patchlight.report.explanations import Explained, describe_run, report_html, section_of
-from patchlight.study.faithfulness import Trial, run_trial
+from patchlight.study.faithfulness import Trial, rank_results
 from patchlight.web.answers import explain
 from patchlight.web.jobs import RunningJob
 from patchlight.web.schemas import FileRequest
 from patchlight.web.service import JobInput, ResolvedQuestion
 
 SHARPER = 2
-"""How many times as many dots a picture has as a figure in a notebook."""
+"""Resolution of a picture, as a multiple of a figure in a notebook."""
 MOST = 5
-"""Classes that a report lists."""
+"""Number of classes in a report."""
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 KINDS = {
     "png": ("image/png", ".png"),
@@ -34,45 +33,44 @@ KINDS = {
 }
 
 
-def make_file(given: JobInput[FileRequest], job: RunningJob) -> None:
-    """Make the file of a job: its bytes, their type, and a name."""
-    request = given.request
+def make_file(job: JobInput[FileRequest], running: RunningJob) -> None:
+    """Make the file of a job; finished maps and tests are reused."""
+    request = job.request
     kind, end = KINDS[request.kind]
     if request.kind == "report":
-        given.service.trial(given.question, request)  # what cannot be tested is refused before any map is made
-    maps = explain(given, job)
+        job.service.trial(job.question, request)  # refuses what cannot be tested before any map is made
+    maps = explain(job, running)
     if request.kind == "report":
-        data = report(given, maps, job)
+        data = report(job, maps, running)
     else:
-        data = arrays(maps) if request.kind == "arrays" else picture(given.question, maps, end)
-    job.file = data, kind, f"{_plain(request.name)}-patchlight{end}"
-    job.status.file = f"/api/jobs/{job.status.id}/file"
+        data = arrays(maps) if request.kind == "arrays" else picture(job.question, maps, end)
+    running.file = data, kind, f"{_plain(request.name)}-patchlight{end}"
+    running.status.file = f"/api/jobs/{running.status.id}/file"
 
 
 def picture(question: ResolvedQuestion, maps: Mapping[str, Attribution], end: str) -> bytes:
-    """A figure of the maps, as `pl.figure` draws it, with sharper pictures."""
+    """The maps as `pl.figure` draws them, at a higher resolution."""
     fig = seen_figure([question.image.seen], maps, [_predictions(question)[0]], question.vit)
     fig.set_dpi(SHARPER * fig.dpi)
     return figure_bytes(fig, f"figure{end}")
 
 
 def arrays(maps: Mapping[str, Attribution]) -> bytes:
-    """A zip with a folder for each method, which `pl.Attribution.load` opens once it is unpacked."""
+    """A zip archive with a folder for each method, which `pl.Attribution.load` reads after unpacking."""
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as made:
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         for label, att in maps.items():
             for name, data in attribution_bytes(att).items():
                 entry = zipfile.ZipInfo(f"{label}/{name}", _LONG_AGO)
                 entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-                made.writestr(entry, data)
+                archive.writestr(entry, data)
     return out.getvalue()
 
 
-def report(given: JobInput[FileRequest], maps: Mapping[str, Attribution], job: RunningJob) -> bytes:
-    """The maps with their test, and how all of it was made, as one HTML file."""
-    question, request = given.question, given.request
-    trial = given.service.trial(question, request)
-    tested = run_trial(trial, {name: on_grid(att.scores, question.vit)[0] for name, att in maps.items()})
+def report(job: JobInput[FileRequest], maps: Mapping[str, Attribution], running: RunningJob) -> bytes:
+    """The maps, their faithfulness test and how they were made, as one HTML file."""
+    question, request = job.question, job.request
+    trial = job.service.trial(question, request)
     section = section_of(
         Explained(
             name=request.name,
@@ -80,21 +78,21 @@ def report(given: JobInput[FileRequest], maps: Mapping[str, Attribution], job: R
             predictions=_predictions(question),
             maps=maps,
             trial=trial,
-            results=tested,
-            failures=job.status.failures,
+            results=rank_results({name: job.service.test_result(job, name, att) for name, att in maps.items()}),
+            failures=running.status.failures,
         )
     )
-    warnings = [f"{found.method}: {found.warning}" for found in job.status.maps if found.warning]
-    page = report_html([section], describe_run(maps, trial, command(given), warnings))
+    warnings = [f"{answer.method}: {answer.warning}" for answer in running.status.maps if answer.warning]
+    page = report_html([section], describe_run(maps, trial, command(job), warnings))
     return page.encode(errors="backslashreplace")
 
 
-def command(given: JobInput[FileRequest]) -> str:
-    """The command that makes the same report of the image under its name.
+def command(job: JobInput[FileRequest]) -> str:
+    """The command that makes the same report from the image file.
 
-    There is none of a model that was given in Python, nor of a test that the command line does not make.
+    Empty for a model that was passed from Python, and for a test that the command line does not run.
     """
-    service, question, request = given.service, given.question, given.request
+    service, question, request = job.service, job.question, job.request
     test = (request.steps, request.unit, request.fill, request.randoms)
     if not service.cli or test != (Trial.steps, Trial.unit, Trial.fill, Trial.randoms):
         return ""
@@ -114,7 +112,7 @@ def command(given: JobInput[FileRequest]) -> str:
 
 
 def _class(vit: Anatomy, index: int) -> str:
-    """The word of a class at the command line: its index, unless a class is called so."""
+    """A class on the command line: its index, unless a label looks like that index."""
     return vit.label(index) if str(index) in (vit.labels or ()) else str(index)
 
 
@@ -124,11 +122,11 @@ def _setting(value: bool | int | float | str) -> str:
 
 def _predictions(question: ResolvedQuestion) -> list[tuple[str, float]]:
     first = question.predictions(question.logits, MOST)[0].predictions
-    return [(one.label, math.nan if one.value is None else one.value) for one in first]
+    return [(each.label, math.nan if each.value is None else each.value) for each in first]
 
 
 def _plain(name: str) -> str:
-    """A name that any disk and any header takes.
+    """A file name that is valid on every disk and in a header.
 
     >>> _plain("Mein Hund (2).jpg")
     'Mein-Hund-2'

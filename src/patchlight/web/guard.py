@@ -1,4 +1,4 @@
-"""Who may ask, and how much: checked before anything else sees a request. No class here knows what is asked."""
+"""Checks that run before the application sees a request: host, origin, token, and the size and time of the body."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from patchlight.web.images import MOST_BYTES
 
 MOST_JSON = 2**20
 BODY_SECONDS, SMALL, MOST_BODIES = 20.0, 2**16, 16
-"""How long a body may take to arrive, and how many larger ones than SMALL bytes are held at once, until answered."""
+"""Seconds that a body may take to arrive, and how many bodies above SMALL bytes are in memory at once."""
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'"
@@ -24,7 +24,7 @@ CSP = (
 
 
 class Refused(Exception):
-    """A request that goes no further: its status, a sentence, and headers."""
+    """A refused request: its status, a sentence, and headers."""
 
     def __init__(self, status: int, sentence: str, **headers: str) -> None:
         super().__init__(sentence)
@@ -32,18 +32,22 @@ class Refused(Exception):
 
 
 class Guard:
-    """Checks Host (no DNS rebinding), Origin (no cross-site posts), the token, and the size and time of bodies.
+    """Checks Host (against DNS rebinding), Origin (against cross-site requests), the token and the body.
 
-    `hosts` are names that this server goes by, besides localhost and addresses; `embedded` lets a notebook on another
-    origin show the page in a frame.
+    Args:
+        app: The application behind the guard.
+        bodies: Paths whose POST requests have a body. Other bodies are not read.
+        hosts: Names of this server, besides localhost and IP addresses.
+        token: The secret that routes under /api/ require.
+        embedded: Whether a page of another origin, such as a notebook, may show the page in a frame.
     """
 
     def __init__(
-        self, app: ASGIApp, hosts: frozenset[str] = frozenset(), token: str | None = None, embedded: bool = False
+        self, app: ASGIApp, bodies: frozenset[str], hosts: frozenset[str], token: str | None, embedded: bool
     ) -> None:
-        self._app, self._token = app, token
+        self._app, self._token, self._takes_body = app, token, bodies
         self._hosts = {"localhost", *(host.casefold() for host in hosts)}
-        self._bodies = 0
+        self._large_bodies = 0
         self._headers = [
             (b"content-security-policy", (CSP if embedded else f"{CSP}; frame-ancestors 'self'").encode()),
             (b"x-content-type-options", b"nosniff"),
@@ -61,11 +65,11 @@ class Guard:
         headers = {key.decode("latin-1").casefold(): value.decode("latin-1") for key, value in scope["headers"]}
         api = scope["path"].startswith("/api/")
 
-        async def dressed(message: Message) -> None:
+        async def send_secured(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = [pair for pair in message.get("headers", []) if pair[0] != b"cache-control"]
+                others = [pair for pair in message.get("headers", []) if pair[0] != b"cache-control"]
                 cache = (b"cache-control", b"no-store" if api else b"no-cache")
-                message = {**message, "headers": [*given, *self._headers, cache]}
+                message = {**message, "headers": [*others, *self._headers, cache]}
             await send(message)
 
         with contextlib.ExitStack() as until_answered:
@@ -76,61 +80,60 @@ class Guard:
                     self._check_token(headers)
                 body = await self._body(scope, headers, receive, until_answered)
             except Refused as refused:
-                await JSONResponse({"error": str(refused)}, refused.status, refused.headers)(scope, receive, dressed)
+                await JSONResponse({"error": str(refused)}, refused.status, refused.headers)(
+                    scope, receive, send_secured
+                )
                 return
-            await self._app(scope, _replayed(body, receive), dressed)
+            await self._app(scope, _replay(body, receive), send_secured)
 
     def _check_host(self, headers: dict[str, str]) -> None:
-        host = headers.get("host", "")
-        name = _hostname(host)
-        if name is None or not (name.casefold() in self._hosts or _is_address(name)):
-            raise Refused(403, f"this server does not go by the name '{host[:100]}'; --allow-host NAME allows one")
+        host, name = headers.get("host", ""), ""
+        with contextlib.suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+        if name.casefold() not in self._hosts and not _is_address(name):
+            raise Refused(403, f"The host name '{host[:100]}' is not accepted; --allow-host NAME accepts it.")
 
     @staticmethod
     def _check_origin(headers: dict[str, str], api: bool) -> None:
         origin = headers.get("origin")
-        if origin is not None and origin.casefold().partition("://")[2] != headers.get("host", "").casefold():
-            raise Refused(403, "requests of other sites are not answered")
-        if api and headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            raise Refused(403, "requests of other sites are not answered")
+        foreign = origin is not None and origin.casefold().partition("://")[2] != headers.get("host", "").casefold()
+        if foreign or (api and headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")):
+            raise Refused(403, "Requests from other sites are refused.")
 
     def _check_token(self, headers: dict[str, str]) -> None:
         if self._token is None:
             return
-        given = headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            raise Refused(
-                401,
-                "this server wants its token, as 'Authorization: Bearer TOKEN'; the page takes it behind '#token='",
-                **{"www-authenticate": "Bearer"},
-            )
+        if not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self._token}".encode()):
+            words = "A token is required: send 'Authorization: Bearer TOKEN', or open the page with '#token=TOKEN'."
+            raise Refused(401, words, **{"www-authenticate": "Bearer"})
 
-    async def _body(self, scope: Scope, headers: dict[str, str], receive: Receive, held: contextlib.ExitStack) -> bytes:
-        """The whole body, if it is small enough and comes in time."""
-        if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+    async def _body(
+        self, scope: Scope, headers: dict[str, str], receive: Receive, until_answered: contextlib.ExitStack
+    ) -> bytes:
+        """The body, if the route takes one; refused if it is too large or too slow."""
+        if scope["method"] != "POST" or scope["path"] not in self._takes_body:
             return b""
         limit = MOST_BYTES if scope["path"] == "/api/images" else MOST_JSON
-        told = headers.get("content-length", "0")
-        if not (told.isascii() and told.isdigit() and len(told) < 20) or int(told) > limit:
+        length = headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit() and len(length) < 20) or int(length) > limit:
             raise _too_large(limit)
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                return await self._read(receive, limit, int(told), held)
+                return await self._read(receive, limit, int(length), until_answered)
         except TimeoutError:
-            raise Refused(
-                408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", connection="close"
-            ) from None
+            words = f"The body did not arrive within {BODY_SECONDS:.0f} seconds."
+            raise Refused(408, words, connection="close") from None
 
-    async def _read(self, receive: Receive, limit: int, told: int, held: contextlib.ExitStack) -> bytes:
+    async def _read(self, receive: Receive, limit: int, length: int, until_answered: contextlib.ExitStack) -> bytes:
         parts: list[bytes] = []
         size, counted = 0, False
         while True:
-            if not counted and max(size, told) > SMALL:
-                held.enter_context(self._large())
+            if not counted and max(size, length) > SMALL:
+                until_answered.enter_context(self._large())
                 counted = True
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise Refused(400, "the body was cut short")
+                raise Refused(400, "The body was cut short.")
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > limit:
@@ -140,23 +143,23 @@ class Guard:
 
     @contextlib.contextmanager
     def _large(self) -> Iterator[None]:
-        """One of the large bodies that are held at once."""
-        if self._bodies >= MOST_BODIES:
-            raise Refused(429, "too many uploads are under way; try again", **{"retry-after": "1"})
-        self._bodies += 1
+        """Count a large body while it is in memory."""
+        if self._large_bodies >= MOST_BODIES:
+            raise Refused(429, "Too many uploads are under way; try again.", **{"retry-after": "1"})
+        self._large_bodies += 1
         try:
             yield
         finally:
-            self._bodies -= 1
+            self._large_bodies -= 1
 
 
 def _too_large(limit: int) -> Refused:
     size = f"{limit // 2**20} MB" if limit >= 2**20 else f"{limit // 2**10} kB"
-    return Refused(413, f"the body is too large; at most {size} are taken", connection="close")
+    return Refused(413, f"The body is too large; the limit is {size}.", connection="close")
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body that was read, and then what comes: a disconnect."""
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Give the application the body that was read, then what else arrives: a disconnect."""
     waiting = [body]
 
     async def again() -> Message:
@@ -167,17 +170,8 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def _hostname(host: str) -> str | None:
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
-
-
 def _is_address(name: str) -> bool:
-    """Whether a host is an address: no name that somebody could point elsewhere."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    """Whether a host is an IP address: unlike a name, nobody can point it elsewhere."""
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return False

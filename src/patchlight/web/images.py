@@ -1,4 +1,4 @@
-"""The images of a server: those that are bundled, and uploads, which are held in memory alone; old ones are dropped."""
+"""The images of a server: bundled photographs, and uploads, which stay in memory until newer ones need the room."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from patchlight.zoo.pocket import PHOTOS
 
 MOST_BYTES, MOST_PIXELS = 20 * 2**20, 40_000_000
 ROOM = 64 * 2**20
-"""Bytes of uploads that are kept, packed: some hundreds."""
+"""Bytes of uploads that are kept, compressed: a few hundred images."""
 MOST_SCANS = 100
-"""Times that a JPEG may go over its pixels, which takes 14 bytes each time; cameras and programs stay at a dozen."""
+"""Largest number of scans of a JPEG. A scan of 14 bytes decodes every pixel again; real files have about a dozen."""
 SHARP, LONGEST = 448, 768
-"""The longer side, about, of the pictures that are kept to be shown: of the cut that the model sees, and uncut."""
+"""The approximate longer side of the pictures kept for display: as the model sees the image, and uncropped."""
 
 _SCANS = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e]")
-"""How every scan of a JPEG begins."""
+"""The first bytes of a JPEG scan."""
 
 
 class NotFound(PatchlightError):
-    """An image or job that is not there, or no longer."""
+    """An image or job that does not exist, or has expired."""
 
     status = 404
 
 
 @dataclass(frozen=True, eq=False)
 class StoredImage:
-    """An image as the model is given it [1,C,H,W], and pictures of it to be shown, packed."""
+    """An image as the model gets it [1,C,H,W], and compressed pictures of it for display."""
 
     id: str
     tensor: Tensor
@@ -53,12 +53,12 @@ class StoredImage:
 
     @property
     def whole(self) -> Image.Image:
-        """The image uncut."""
+        """The uncropped image."""
         return Image.open(io.BytesIO(self.packed_whole))
 
     @property
     def seen(self) -> Image.Image:
-        """The cut that the model sees."""
+        """The part that the model sees."""
         return Image.open(io.BytesIO(self.packed_seen)).convert("RGB")
 
     @property
@@ -67,19 +67,19 @@ class StoredImage:
 
 
 class ImageStore:
-    """Images by their ids. An upload's id is a hash of its bytes under a key that nobody else has."""
+    """Images by id. The id of an upload is a keyed hash of its bytes, so it cannot be guessed."""
 
     def __init__(self, vit: Anatomy) -> None:
         self._vit = vit
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
-        room = max(ROOM, 8 * vit.channels * vit.preprocess.size[0] * vit.preprocess.size[1])  # for one at least
+        room = max(ROOM, 8 * vit.channels * vit.preprocess.size[0] * vit.preprocess.size[1])  # room for at least one
         self._uploads: LRUCache[str, StoredImage] = LRUCache(room, lambda image: image.bytes)
         self._lasting: dict[str, StoredImage] = {}
         self.photos = bundled_photos() if vit.channels in (1, 3) else []
 
     def add(self, data: bytes) -> StoredImage:
-        """Keep an upload; what is no image, or has too many pixels, is refused before it is decoded."""
+        """Keep an upload. Anything but an image, and images with too many pixels, is refused before decoding."""
         name = "u-" + hmac.new(self._key, data, hashlib.sha256).hexdigest()[:40]
         with self._lock:
             image = self._uploads.get(name)
@@ -90,7 +90,7 @@ class ImageStore:
         return image
 
     def keep(self, name: str, picture: Image.Image) -> StoredImage:
-        """Keep a picture under a name for good: its owner cannot send it again."""
+        """Keep a picture under a name until the server ends, for `pl.show`, whose page cannot upload it again."""
         self._lasting[name] = self._prepare(name, picture)
         return self._lasting[name]
 
@@ -100,7 +100,7 @@ class ImageStore:
         if image is not None:
             return image
         if name not in {photo.id for photo in self.photos}:
-            raise NotFound(f"no image '{name}' is here; upload it, again if it has been here before")
+            raise NotFound(f"Image '{name}' does not exist, or has expired; upload it again.")
         return self.keep(name, open_image(PHOTOS / f"{name}.jpg"))
 
     def _prepare(self, name: str, picture: Image.Image) -> StoredImage:
@@ -115,7 +115,7 @@ class ImageStore:
         return StoredImage(name, tensor, picture.size, _pack(whole), _pack(sharp.crop(picture)))
 
     def picture(self, name: str, side: int, fill: Painted | None = None, whole: bool = False) -> bytes:
-        """A PNG: what the model sees of an image, the image uncut, or a fill of it."""
+        """A PNG of the image as the model sees it, of the uncropped image, or of a fill."""
         image = self.find(name)
         if whole:
             picture = image.whole
@@ -135,31 +135,28 @@ class ImageStore:
 
 
 def decode(data: bytes) -> Image.Image:
-    """The picture in some bytes, upright, without anything else that the file says of itself."""
+    """Decode an image, upright and without metadata."""
     if sum(1 for _ in _SCANS.finditer(data)) > MOST_SCANS:
-        raise PatchlightError(f"the image is a JPEG of more than {MOST_SCANS} scans; save it anew")
+        raise PatchlightError(f"The image is a JPEG with more than {MOST_SCANS} scans; save it again.")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
-                limit = MOST_PIXELS // 10**6
-                raise PatchlightError(
-                    f"the image has {image.width} x {image.height} pixels; at most {limit} million are taken"
-                )
+                size = f"{image.width} x {image.height} pixels"
+                raise PatchlightError(f"The image has {size}; the limit is {MOST_PIXELS // 10**6} million.")
             upright = open_image(image)
     except PatchlightError:
         raise
     except (UnidentifiedImageError, Image.DecompressionBombError) as error:
-        known = ", ".join(FORMATS)
-        raise PatchlightError(f"these {len(data)} bytes are no image that can be read: give one of {known}") from error
-    except Exception as error:  # decoders meet damaged bytes with every kind of exception
-        raise PatchlightError("the image is damaged or cut short") from error
+        raise PatchlightError(f"This file is not a readable image. Supported: {', '.join(FORMATS)}.") from error
+    except Exception as error:  # decoders raise every kind of exception on damaged bytes
+        raise PatchlightError("The image is damaged or incomplete.") from error
     bare = Image.new("RGB", upright.size)
     bare.paste(upright)
     return bare
 
 
 def _pack(picture: Image.Image) -> bytes:
-    """A picture in few bytes, fit to be shown; a small one, which is shown magnified, to the bit."""
+    """Compress a picture for display; a small one, which is shown magnified, without loss."""
     out = io.BytesIO()
     if picture.width * picture.height < 2**16:
         picture.save(out, "PNG")

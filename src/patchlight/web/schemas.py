@@ -1,4 +1,4 @@
-"""What goes over the wire: every request and answer of the API, with its limits and an example."""
+"""The requests and answers of the API, with limits and examples."""
 
 from __future__ import annotations
 
@@ -14,53 +14,59 @@ NAME = r"^[A-Za-z0-9_.+-]{1,100}$"
 
 
 def _number(value: Any) -> Any:
-    """What is given for a number, unless it is true, false or a word."""
+    """Refuse booleans and strings, which pydantic would convert to numbers."""
     if isinstance(value, bool | str):
         raise ValueError("give a number")
     return value
 
 
 def digits(value: float | None) -> float | None:
-    """A number with the digits that float32 has, as JSON knows it."""
+    """A number with the digits of float32; None if it is not finite, because JSON has no NaN."""
     return None if value is None else finite_or_none(float(f"{value:.7g}"))
 
 
-Whole = Annotated[int, BeforeValidator(_number)]
-Index = Annotated[Whole, Field(ge=0, lt=2**31)]
-Seed = Annotated[Whole, Field(ge=0, lt=2**31)]
-Seconds = Annotated[
-    float,
-    BeforeValidator(_number),
-    Field(ge=0, le=60, description="How long to wait for the end before a job is answered."),
-]
-ImageId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$", description="A bundled image, or what an upload gave.")]
+Integer = Annotated[int, BeforeValidator(_number)]
+Index = Annotated[Integer, Field(ge=0, lt=2**31)]
+Seed = Annotated[Integer, Field(ge=0, lt=2**31)]
+_WAIT = Field(ge=0, le=60, description="Seconds to wait for the end of the job before answering.")
+Seconds = Annotated[float, BeforeValidator(_number), _WAIT]
+ImageId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$", description="A bundled image, or the id of an upload.")]
 Text = Annotated[str, Field(min_length=1, max_length=300)]
 Number = Annotated[float | None, BeforeValidator(digits)]
-"""A number; null where it is not finite."""
+"""A number; null if it is not finite."""
 Quantity = Literal["probability", "cosine", "output"]
-Removal = Literal["token", "patch"]
-"""Patch tokens are really removed, or patches are painted with a fill."""
 Kind = Literal["explain", "measure", "file"]
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
+def _example(**fields: Any) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": [fields]})
+
+
 class StrictModel(BaseModel):
-    """A request; fields that it does not have are refused."""
+    """A request; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Question(StrictModel):
-    """An image, and what is asked about it."""
+    """An image, and the class to explain."""
 
     image: ImageId
-    target: Index | None = Field(None, description="The class asked about; null: the predicted one.")
-    against: Index | None = Field(None, description="The class it is contrasted with: this against that.")
+    target: Index | None = Field(None, description="The class to explain; null: the predicted class.")
+    against: Index | None = Field(None, description="The class to contrast it with.")
     texts: list[Text] | None = Field(
-        None, min_length=1, max_length=MOST_TEXTS, description="Sentences as classes, of a model with a text side."
+        None, min_length=1, max_length=MOST_TEXTS, description="Sentences to use as classes, for image-text models."
     )
-    template: Annotated[str, Field(max_length=300)] = Field("{}", description="What stands around each sentence.")
-    model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat"}]})
+    template: Annotated[str, Field(max_length=300)] = Field("{}", description="Prompt template for each sentence.")
+    model_config = _example(image="cat")
+
+
+class Removed(StrictModel):
+    """How patches are hidden: tokens are removed from the sequence, or patches are painted with a fill."""
+
+    unit: Literal["token", "patch"] = "patch"
+    fill: Painted = "image-mean"
 
 
 class MethodRequest(StrictModel):
@@ -71,53 +77,54 @@ class MethodRequest(StrictModel):
 
 
 def once_each(methods: list[MethodRequest]) -> list[MethodRequest]:
-    """The methods, unless one is there twice: maps are told by their names."""
+    """Refuse a method that is listed twice: maps are identified by their names."""
     names = [method.name for method in methods]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"a method is asked for once, and '{twice}' is there {names.count(twice)} times")
+        raise ValueError(f"'{twice}' is listed {names.count(twice)} times; list each method once")
     return methods
 
 
 class PredictRequest(Question):
-    most: Annotated[Whole, Field(ge=1, le=MOST_PREDICTIONS)] = 10
+    most: Annotated[Integer, Field(ge=1, le=MOST_PREDICTIONS)] = 10
 
 
 class ExplainRequest(Question):
     methods: Annotated[list[MethodRequest], AfterValidator(once_each)] = Field(min_length=1, max_length=MOST_METHODS)
     seed: Seed = 0
     wait: Seconds = 0
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"image": "cat", "methods": [{"name": "genatt"}], "wait": 30}]}
-    )
+    model_config = _example(image="cat", methods=[{"name": "auto"}], wait=30)
 
 
-class AblateRequest(PredictRequest):
+class AblateRequest(PredictRequest, Removed):
     """Variants of the image, each without some patches."""
 
     removed: list[Annotated[list[Index], Field(max_length=MOST_PATCHES)]] = Field(
-        min_length=1, max_length=MOST_VARIANTS, description="Patches of each variant, row by row from 0."
+        min_length=1, max_length=MOST_VARIANTS, description="The patches to hide in each variant, row by row from 0."
     )
-    unit: Removal = "patch"
-    fill: Painted = "image-mean"
-    model_config = ConfigDict(json_schema_extra={"examples": [{"image": "cat", "removed": [[27, 28, 35, 36]]}]})
+    model_config = _example(image="cat", removed=[[27, 28, 35, 36]])
 
 
-class MeasureRequest(ExplainRequest):
-    """Deletion and insertion of methods' maps, and of random orders."""
+class HideRequest(Question, Removed):
+    """The map whose strongest patches are hidden; exactly one method."""
 
-    steps: Annotated[Whole, Field(ge=2, le=64)] = 16
-    unit: Removal = "patch"
-    fill: Painted = "image-mean"
-    randoms: Annotated[Whole, Field(ge=2, le=100)] = Field(20, description="Random orders to compare with.")
-    sanity: bool = Field(False, description="Also ask whether the maps change when the weights are randomised.")
+    methods: list[MethodRequest] = Field([MethodRequest(name="auto")], min_length=1, max_length=1)
+    seed: Seed = 0
+
+
+class MeasureRequest(ExplainRequest, Removed):
+    """The faithfulness test: deletion and insertion in the order of each map, and in random orders."""
+
+    steps: Annotated[Integer, Field(ge=2, le=64)] = 16
+    randoms: Annotated[Integer, Field(ge=2, le=100)] = Field(20, description="Number of random orders.")
+    sanity: bool = Field(False, description="Also test whether the maps change when the weights are randomised.")
 
 
 class FileRequest(MeasureRequest):
-    """What is on the screen, as a file; the fields of a test are for a report."""
+    """Maps as a file; the fields of the faithfulness test apply to reports."""
 
     kind: Literal["png", "pdf", "arrays", "report"] = "png"
-    name: Annotated[str, Field(max_length=100)] = Field("image", description="What a report calls the image.")
+    name: Annotated[str, Field(max_length=100)] = Field("image", description="The file name of the image.")
 
 
 class Prediction(BaseModel):
@@ -127,26 +134,28 @@ class Prediction(BaseModel):
 
 
 class PredictResult(BaseModel):
-    """The first classes by value, and those asked about whatever their place."""
+    """The classes with the highest values, and the classes of the question."""
 
     predictions: list[Prediction]
-    asked: list[Prediction] = Field(description="The target, and the class it is contrasted with.")
+    asked: list[Prediction] = Field(description="The target, and the class that it is contrasted with.")
     quantity: Quantity
 
 
 class AblateResult(BaseModel):
-    """For each variant what the model says; `whole` is what it says of the image as it is."""
+    """The predictions for the unchanged image (`whole`) and for each variant."""
 
     whole: PredictResult
     variants: list[PredictResult]
 
 
 class MapResult(BaseModel):
-    """Raw signed scores of one method, row by row."""
+    """The map of one method: raw signed scores, row by row."""
 
-    method: str
+    method: str = Field(description="The name in the request.")
+    made_by: str = Field(description="The method that made the map; it differs for 'auto' and aliases.")
+    ignores_class: bool = Field(description="Whether every class gets the same map.")
     scores: list[list[Number]]
-    error: Annotated[list[list[Number]] | None, Field(description="Standard errors, of methods that draw.")] = None
+    error: Annotated[list[list[Number]] | None, Field(description="Standard errors, for sampling methods.")] = None
     level: Literal["token", "pixel"]
     target: int
     target_label: str
@@ -155,37 +164,51 @@ class MapResult(BaseModel):
     settings: dict[str, Any]
     seed: int
     seconds: float
-    warning: Annotated[str, Field(description="Why the map may say nothing.")] = ""
+    warning: Annotated[str, Field(description="Why the map may be useless.")] = ""
+
+
+class HideResult(BaseModel):
+    """The effect of hiding the strongest patches of a map, compared with hiding as many random patches."""
+
+    method: str = Field(description="The method that made the map.")
+    order: list[int] = Field(description="The hidden patches, the strongest first.")
+    before: Number = Field(description="The score of the class (of a contrast, the difference) for the whole image.")
+    after: Number
+    random_after: Number = Field(description="The mean over random choices of as many patches.")
+    quantity: str = Field(description="What the scores are.")
+    words: str = Field(description="The result in one sentence.")
 
 
 class RemovalCurve(BaseModel):
-    """One order of removal. `values` are of the class asked about (of a pair, the difference), at each step."""
+    """The score of the class (of a contrast, the difference of both scores) at each step."""
 
     insertion: list[Number]
     deletion: list[Number]
     insertion_area: Number
     deletion_area: Number
-    score: Number = Field(description="Insertion less deletion; higher is better.")
+    score: Number = Field(description="Insertion minus deletion; higher is better.")
 
 
 class FaithfulnessResult(BaseModel):
-    """What removing patches in a map's order says of the map."""
+    """The faithfulness test of one map."""
 
     method: str
-    order: list[int] = Field(description="Patches, the highest first.")
+    order: list[int] = Field(description="Patches, the strongest first.")
     curve: RemovalCurve
-    predictions: list[PredictResult] = Field(description="What the model says at each step of the deletion.")
-    beaten: int = Field(description="How many of the random orders it beats.")
-    better: bool = Field(description="Whether it beats so many that chance does so in 5 % of cases at most.")
-    words: str
+    predictions: list[PredictResult] = Field(description="The predictions at each step of the deletion.")
+    beaten: int = Field(description="How many random orders have a lower score.")
+    better: bool = Field(description="Whether the map is better than random orders, at 5 %.")
+    effect: Number = Field(description="Score minus the mean score of random orders, as a share of the score's range.")
+    rank: int = Field(description="Rank among the tested maps, 1 is best; 0 until all are tested.")
+    words: str = Field(description="The result in words: better than random or not, effect size, rank.")
     sanity: Annotated[
-        Number, Field(description="Similarity to maps of a model with random weights; 1: nothing changed.")
+        Number, Field(description="Similarity to maps of the model with random weights; 1: nothing changed.")
     ] = None
     sanity_words: str = ""
 
 
 class RandomOrders(BaseModel):
-    """The random orders: their mean curves, and their scores."""
+    """The random orders: their mean curves and their scores."""
 
     count: int
     curve: RemovalCurve
@@ -196,16 +219,17 @@ class RandomOrders(BaseModel):
 
 class MeasureResult(BaseModel):
     fractions: list[float] = Field(description="The fraction of patches removed at each step.")
-    removed: list[int] = Field(description="How many patches that are.")
+    removed: list[int] = Field(description="The number of patches removed at each step.")
     quantity: Literal["probability", "similarity", "output"] = Field(
-        description="What the curves are of; a similarity is (1 + cosine) / 2, as the metric `ins-del` reads it."
+        description="The score of one class; a similarity is (1 + cosine) / 2, as in the metric `ins-del`."
     )
+    quantity_words: str = Field(description="What the curves show, such as 'difference of probabilities'.")
     random: RandomOrders
     methods: list[FaithfulnessResult]
 
 
 class BlockResult(BaseModel):
-    """What the model would have said after a block."""
+    """The prediction if the model ended after a block."""
 
     block: int
     predictions: list[Prediction]
@@ -213,11 +237,11 @@ class BlockResult(BaseModel):
 
 
 class InsideResult(BaseModel):
-    """`attention` [blocks][patches] of the token that the classifier reads, mean over heads; null with the reason."""
+    """`attention` [blocks][patches] of the token that the classifier reads, mean over heads; null with a reason."""
 
     attention: list[list[Number]] | None
     attention_reason: str = ""
-    reads: str = Field(description="Which rows of attention these are: of the class token, or the mean of all patches.")
+    reads: str = Field(description="Whose attention this is: the class token's, or the mean over all patches.")
     lens: list[BlockResult] | None
     lens_reason: str = ""
     quantity: Quantity
@@ -229,7 +253,7 @@ class JobProgress(BaseModel):
 
 
 class JobStatus(BaseModel):
-    """A piece of work: its state, how far it is, and what it has given so far."""
+    """A job: its state, progress and results so far."""
 
     id: str
     kind: Kind
@@ -238,13 +262,13 @@ class JobStatus(BaseModel):
     seconds: float = 0.0
     error: str = ""
     maps: list[MapResult] = []
-    failures: Annotated[dict[str, str], Field(description="Methods that gave no map, and why.")] = {}
+    failures: Annotated[dict[str, str], Field(description="Methods without a map, and why.")] = {}
     measured: MeasureResult | None = None
-    file: Annotated[str | None, Field(description="Where its file is, once it is done.")] = None
+    file: Annotated[str | None, Field(description="The path of its file, once the job is done.")] = None
 
 
 class Photo(BaseModel):
-    """An image that is bundled."""
+    """A bundled photograph."""
 
     id: str
     label: str
@@ -258,7 +282,7 @@ class ModelFacts(BaseModel):
     library: str
     image_size: tuple[int, int]
     grid: tuple[int, int]
-    extent: tuple[int, int] = Field(description="Height and width of what the patches cover, of the image's size.")
+    extent: tuple[int, int] = Field(description="Height and width of the part of the image that the patches cover.")
     depth: int
     heads: int
     prefix: int
@@ -266,31 +290,35 @@ class ModelFacts(BaseModel):
     labels: list[str]
     quantity: Quantity
     takes_texts: bool
-    texts: list[str] = Field(description="The sentences that its classes are, where one template was put around them.")
+    texts: list[str] = Field(description="The sentences that are its classes, if they share one template.")
     template: str
-    no_tokens: str | None = Field(description="Why tokens cannot be removed; null where they can.")
+    no_tokens: str | None = Field(description="Why tokens cannot be removed; null if they can.")
     fills: list[str]
     fill_names: dict[str, str] = Field(description="What each fill paints.")
     photos: list[Photo]
-    image: str | None = Field(description="The image to begin with.")
-    methods: list[str] = Field(description="The methods to begin with.")
-    python: str = Field(description="The line of Python that opens the model.")
-    cli: str = Field(description="The options of the command line that open it.")
-    bytes: int = Field(description="The largest upload.")
-    pixels: int = Field(description="The most pixels of an upload.")
+    image: str | None = Field(description="The image to start with.")
+    auto: str = Field(description="The method that 'auto' chooses for this model.")
+    methods: list[str] = Field(description="The methods to start with; the first is that of 'auto'.")
+    python: str = Field(description="The line of Python that loads the model.")
+    cli: str = Field(description="The command-line options that load it.")
+    bytes: int = Field(description="Largest upload in bytes.")
+    pixels: int = Field(description="Largest number of pixels of an upload.")
     device: str
     version: str
 
 
 class MethodFacts(BaseModel):
     name: str
+    group: str
+    purpose: str = Field(description="What the method is recommended for; empty for other methods.")
     summary: str
     paper: str
     cost: str
-    quick: bool = Field(description="Whether it takes a few forwards and backwards, and no more.")
-    seconds: Annotated[Number, Field(description="What it took the last time, where it has run.")] = None
+    quick: bool = Field(description="Whether it takes only a few forward and backward passes.")
+    seconds: Annotated[Number, Field(description="Seconds of its last run, if there was one.")] = None
+    ignores_class: bool = Field(description="Whether every class gets the same map.")
     supported: bool
-    reason: str
+    reason: str = Field(description="Why it does not work on this model.")
     settings: Annotated[dict[str, str], Field(description="Type and default of each setting.")]
     setting_texts: Annotated[dict[str, str], Field(description="What each setting does.")]
 
@@ -306,6 +334,6 @@ class ImageFacts(BaseModel):
 
 
 class Problem(BaseModel):
-    """Why a request was not met: one sentence."""
+    """Why a request failed, in one sentence."""
 
     error: str

@@ -1,4 +1,4 @@
-"""A server for a model: uvicorn behind the guard, in this thread or beside it."""
+"""A server for a model: uvicorn with the guard, in this thread or in another."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from patchlight.core.errors import PatchlightError
-from patchlight.web.app import create_app
+from patchlight.web.app import BODIES, create_app
 from patchlight.web.guard import Guard
 from patchlight.web.service import ModelService
 
 HEAD_SECONDS, READ_SECONDS, MOST_CONNECTIONS = 10.0, 30.0, 256
-"""How long the head of a request may take to arrive, how long a client may leave what it was sent unread, and how many
-may be connected."""
+"""Seconds for the head of a request to arrive, seconds that a client may leave an answer unread, and the largest number
+of connections."""
 
 
 class TimeLimitedProtocol(H11Protocol):
-    """HTTP/1.1 with time limits: a client that sends no whole head, or reads no answer, is cut off."""
+    """HTTP/1.1 with time limits: clients that never finish a head, or never read an answer, are disconnected."""
 
     _timer: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
@@ -36,12 +36,12 @@ class TimeLimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._at_work:
+        if self._answering:
             self._expect_head(None)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._at_work:
+        if not self._answering:
             self._expect_head(HEAD_SECONDS + self.timeout_keep_alive)
 
     def pause_writing(self) -> None:
@@ -60,29 +60,29 @@ class TimeLimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     @property
-    def _at_work(self) -> bool:
+    def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_head(self, seconds: float | None) -> None:
-        """Close in so many seconds, unless a request has come by then."""
+        """Disconnect after some seconds unless a request has arrived by then."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
-        if not self._at_work and not self.transport.is_closing():
-            self.transport.abort()  # not closed, which would wait until all that was sent is read
+        if not self._answering and not self.transport.is_closing():
+            self.transport.abort()  # close() would wait until the client has read everything
 
 
 def guarded(
     service: ModelService, hosts: frozenset[str] = frozenset(), token: str | None = None, embedded: bool = False
 ) -> ASGIApp:
-    """The application of a model service with its guard before it."""
-    return Guard(create_app(service), hosts, token, embedded)
+    """The application of a model service behind its guard."""
+    return Guard(create_app(service), BODIES, hosts, token, embedded)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there.
+    """Whether only this machine can reach a server that listens there.
 
     >>> is_loopback("127.0.0.2"), is_loopback("127.example.org")
     (True, False)
@@ -94,9 +94,9 @@ def is_loopback(host: str) -> bool:
 
 
 class Server:
-    """A model on a port; `run` serves in this thread until it is interrupted, `start` and `stop` beside it.
+    """A model on a port. `run` serves in this thread until interrupted; `start` and `stop` use another thread.
 
-    `port` 0 takes a free one, which `port` then says.
+    Port 0 takes a free one, which the attribute `port` then has; the other options are those of `Guard`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Server:
         embedded: bool = False,
     ) -> None:
         self.service, self.host, self.token = service, host, token
-        self._socket = _listening(host, port)
+        self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             guarded(service, hosts | {host}, token, embedded),
@@ -129,14 +129,14 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where the page is, with its token."""
+        """The address of the page, with its token."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        where = f"[{host}]" if ":" in host else host
-        return f"http://{where}:{self.port}/" + (f"#token={quote(self.token, safe='')}" if self.token else "")
+        name = f"[{host}]" if ":" in host else host
+        return f"http://{name}:{self.port}/" + (f"#token={quote(self.token, safe='')}" if self.token else "")
 
     @property
     def running(self) -> bool:
-        """Whether it serves beside this thread."""
+        """Whether it serves in another thread."""
         return self._thread is not None and self._thread.is_alive()
 
     def run(self) -> None:
@@ -146,13 +146,13 @@ class Server:
             self.service.close()
 
     def start(self) -> None:
-        """Serve beside this thread; back when it answers."""
+        """Serve in another thread; returns when the server answers."""
         self._thread = threading.Thread(target=self.run, name="patchlight-server", daemon=True)
         self._thread.start()
         until = time.monotonic() + 30
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > until:
-                raise PatchlightError(f"the server did not start on {self.host}:{self.port}")
+                raise PatchlightError(f"The server did not start on {self.host}:{self.port}.")
             time.sleep(0.01)
 
     def stop(self) -> None:
@@ -161,13 +161,14 @@ class Server:
             self._thread.join(30)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # by which asyncio knows not to delay
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sets TCP_NODELAY
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        made.close()
-        raise PatchlightError(f"cannot listen on {host}:{port}: {error.strerror}; --port 0 takes a free one") from error
-    return made
+        listener.close()
+        words = f"Cannot listen on {host}:{port}: {error.strerror}. --port 0 takes a free port."
+        raise PatchlightError(words) from error
+    return listener

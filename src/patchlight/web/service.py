@@ -1,4 +1,4 @@
-"""One model that is served: questions about it, its caches, its images, queues and jobs."""
+"""A served model with its images, queues, jobs and caches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import contextlib
 import math
 import os
 import threading
-import time
+import timeit
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
 import torch
 from cachetools import LRUCache, cachedmethod
@@ -21,29 +21,33 @@ from patchlight.anatomy.heads import Texts
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.errors import NoClassifier, PatchlightError, Unsupported, collect_warnings
+from patchlight.core.paths import command_without_folders, remove_folders
 from patchlight.core.registry import Setting
 from patchlight.core.targets import Targets, class_index, cosines, top_classes
 from patchlight.engine import explain
 from patchlight.evidence.fills import Painted, describe_fill
-from patchlight.methods.base import Ablates
+from patchlight.evidence.rules import RULES
+from patchlight.methods.base import GROUPS, Ablates
 from patchlight.methods.requests import MethodInfo, Request, list_methods, refusal, resolve
-from patchlight.study.faithfulness import Trial
+from patchlight.metrics.base import on_grid
+from patchlight.study.catalogue import RECOMMENDED
+from patchlight.study.faithfulness import Faithfulness, Trial
 from patchlight.web import schemas
 from patchlight.web.images import MOST_BYTES, MOST_PIXELS, ImageStore, StoredImage, bundled_photos
 from patchlight.web.jobs import JobStore, WorkQueue
 
-COMPOSED = ("decompx.skipplus", "ixg.plus.libra", "fullgrad-plus.libra", "ixg.skipplus")
-"""Names with a composition or a rule behind them that are offered besides the registry's own."""
-FIRST = ("genatt", "tokentm", "decompx.skipplus", "posterior", "random")
-"""The methods that are chosen to begin with, of those that work on the model."""
+COMPOSED = ("fullgrad-plus.libra", "decompx.plus", "decompx.skipplus", "ixg.plus.libra", "ixg.skipplus")
+"""Names with a composition or a rule that are listed besides the registry's names."""
+COMPARED = ("genatt", "decompx.skipplus", "posterior", "random")
+"""The methods that are compared with `auto` at the start, if they work on the model."""
 CHUNK = 0.2
-"""Seconds that a chunk of variants takes, about: how long cancelled work goes on."""
+"""Seconds of a chunk of variants, roughly: how long cancelled work still runs."""
 QUICK, SLOW = 60.0, 900.0
-"""Seconds that a piece of work may take."""
+"""Time limits of a piece of work, in seconds."""
 
 
 def with_default_texts(error: NoClassifier) -> Anatomy:
-    """An image-text model without classes, asked about what is on the bundled photographs; others can be typed."""
+    """Give an image-text model without classes the labels of the bundled photographs as sentences."""
     vit: Anatomy = error.vit
     if not _takes_texts(vit):
         raise error
@@ -57,7 +61,7 @@ def _takes_texts(vit: Anatomy) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ResolvedQuestion:
-    """The model with its classes, the image, its logits, and the classes asked about; `key` identifies these."""
+    """A question with its model, image and classes; `key` identifies them in the caches."""
 
     vit: Anatomy
     image: StoredImage
@@ -74,7 +78,7 @@ class ResolvedQuestion:
         return None if self.targets.against is None else int(self.targets.against[0, 0])
 
     def predictions(self, logits: Tensor, most: int) -> list[schemas.PredictResult]:
-        """What the model says, of logits [V,C]: the first classes, and those asked about."""
+        """The `most` highest classes and the classes of the question, for logits [V,C]."""
         quantity = quantity_of(self.vit)
         values = self.vit.probabilities(logits) if quantity == "probability" else logits
         if quantity == "cosine" and self.vit.outputs.scale is not None:
@@ -98,7 +102,7 @@ class ResolvedQuestion:
 
 @dataclass(frozen=True, eq=False)
 class TimedMap:
-    """A map, the seconds it took, and the warnings about it."""
+    """A map, its time in seconds, and the warnings about it."""
 
     attribution: Attribution
     seconds: float
@@ -106,46 +110,47 @@ class TimedMap:
 
 
 def is_quick(request: Request) -> bool:
-    """Whether a method takes a few passes, and no more."""
+    """Whether a method takes only a few passes."""
     sampled = {"samples", "steps", "points"} & set(request.settings)
     return not isinstance(request.method, Ablates) and not sampled
 
 
 def check_setting(setting: Setting, value: Any) -> None:
-    """Refuse what a client may not set: paths, how much is computed at once, and numbers beyond reason."""
+    """Refuse settings that a client may not choose: paths, memory and precision, and very large numbers."""
     free = isinstance(value, str) and value != setting.default and value not in _choices(setting.kind)
     if free or setting.name in ("chunk", "compile", "precision"):
-        raise PatchlightError(f"the setting '{setting.name}' cannot be {value!r} here; use Python or the command line")
+        raise PatchlightError(f"The setting '{setting.name}' cannot be {value!r} here; use Python or the command line.")
     if isinstance(value, bool) and not isinstance(setting.default, bool):
-        raise PatchlightError(f"the setting '{setting.name}' cannot be {str(value).lower()}; give a number")
+        raise PatchlightError(f"The setting '{setting.name}' cannot be {str(value).lower()}; give a number.")
     usual = setting.default if isinstance(setting.default, int | float) else 0
-    most = max(4 * abs(usual), 0 if setting.name == "grid" else 256)  # of a grid, memory takes the square
+    most = max(4 * abs(usual), 0 if setting.name == "grid" else 256)  # memory grows with the square of a grid
     if isinstance(value, int | float) and not -most <= value <= most:
-        raise PatchlightError(f"{setting.name} {value} is too much here; at most {most:g} are taken")
+        raise PatchlightError(f"{setting.name}={value} is too large here; the limit is {most:g}.")
 
 
 def _choices(kind: Any) -> set[Any]:
-    """The words that a type knows."""
+    """The strings that a type allows."""
     if get_origin(kind) is Literal:
         return set(get_args(kind))
     return {word for part in get_args(kind) for word in _choices(part)}
 
 
 def quantity_of(vit: Anatomy) -> schemas.Quantity:
-    """What the numbers of the classes are."""
+    """What the values of the classes are."""
     if vit.probable:
         return "probability"
     return "cosine" if vit.outputs.kind == "cosine" else "output"
 
 
 class ModelService:
-    """One model in memory, its images, its queues and jobs.
+    """One model in memory with its images, queues, jobs and caches.
 
-    `python` and `cli` are the words that open the model elsewhere; empty where there are none.
+    `python` and `cli` load the same model elsewhere, if that is possible; folders are removed from them.
     """
 
     def __init__(self, vit: Anatomy, python: str = "", cli: str = "") -> None:
-        self.vit, self.python, self.cli = vit, python, cli
+        self.vit = vit
+        self.python, self.cli = remove_folders(python), remove_folders(command_without_folders(cli))
         self.images = ImageStore(vit)
         each = max(1, (os.cpu_count() or 2) // 2)
         self.quick, self.slow = WorkQueue("quick", 48, QUICK, each), WorkQueue("slow", 8, SLOW, each)
@@ -155,54 +160,60 @@ class ModelService:
         self._lock = threading.Lock()
         self._maps: LRUCache[Hashable, TimedMap] = LRUCache(256)
         self._trials: LRUCache[Hashable, Trial] = LRUCache(32)
+        self._results: LRUCache[Hashable, Faithfulness] = LRUCache(256)
         self._models: LRUCache[Hashable, Anatomy] = LRUCache(8)
         self._logits: LRUCache[Hashable, Tensor] = LRUCache(256)
         self.chunk = self._timed_chunk()
         self.quick.pool.submit(self._warm)
 
     def _warm(self) -> None:
-        """Do once what the first visitor would wait for: the list of methods, and a pass."""
+        """Do now what the first visitor would wait for: list the methods and run a pass."""
         image = torch.zeros(1, self.vit.channels, *self.vit.preprocess.size)
         with contextlib.suppress(PatchlightError), collect_warnings():
-            works = {info.name for info in self._listed if info.supported}
-            requests = [resolve(name) for name in FIRST if name in works]
-            explain(self.vit, image, [one for one in requests if is_quick(one)], progress=False)
+            explain(self.vit, image, [r for r in map(resolve, self.first_methods) if is_quick(r)], progress=False)
+
+    @cached_property
+    def auto(self) -> str:
+        """The method that "auto" chooses for this model."""
+        return resolve("auto").suited(self.vit).name
+
+    @property
+    def first_methods(self) -> list[str]:
+        """The methods that the page starts with: that of "auto", and some to compare it with."""
+        works = {info.name for info in self._listed if info.supported}
+        return [self.auto, *(name for name in COMPARED if name in works - {self.auto})]
 
     def forget(self) -> None:
-        """Compute everything again from now on: the model may have been trained meanwhile."""
+        """Clear the caches: the model may have been trained meanwhile."""
         with self._lock:
-            for cache in (self._maps, self._trials, self._models, self._logits):
+            for cache in (self._maps, self._trials, self._results, self._models, self._logits):
                 cache.clear()
 
     def close(self) -> None:
-        """Stop the jobs, and wait for the threads: a process that ends while torch computes in one is aborted."""
+        """Stop the jobs and wait for the threads: a process that ends while torch runs in one is aborted."""
         for job in self.jobs.values():
             job.control.stop.set()
         for queue in (self.quick, self.slow, self.files):
             queue.pool.shutdown(cancel_futures=True)
 
     def _timed_chunk(self) -> int | None:
-        """Variants at once, such that a chunk takes CHUNK seconds; what an accelerator has room for is left to it."""
+        """Variants per chunk, so that a chunk takes about CHUNK seconds; None on an accelerator, which has its own."""
         vit = self.vit
         if vit.device.type == "cuda":
             return None
         image = torch.zeros(1, vit.channels, *vit.preprocess.size)
         vit.logits(image)
-        times: list[float] = []
-        while len(times) < 5 and sum(times) < 1:  # the least of several: a busy moment must not make chunks small
-            begun = time.perf_counter()
-            vit.logits(image)
-            times.append(time.perf_counter() - begun)
-        return int(max(1, min(64, CHUNK / min(times))))
+        seconds = min(timeit.repeat(lambda: vit.logits(image), number=1, repeat=3))
+        return int(max(1, min(64, CHUNK / seconds)))
 
     def resolve_question(self, question: schemas.Question, image: StoredImage | None = None) -> ResolvedQuestion:
-        """The image and the classes of a question, or a sentence about what is wrong with them."""
+        """Find the image, the classes and the logits of a question, or say what is wrong with it."""
         image = image or self.images.find(question.image)
         texts = None if question.texts is None else (tuple(question.texts), question.template)
         vit = self.vit if texts is None else self._with_texts(*texts)
         logits = self._image_logits(vit, image, texts)
         if not bool(logits.isfinite().all()):
-            raise PatchlightError(f"{vit.name} gives NaN or infinity for this image, so nothing can be asked about it")
+            raise PatchlightError(f"{vit.name} gives NaN or infinity for this image, so it cannot be explained.")
         index = int(top_classes(logits, vit.outputs).index[0, 0])
         if question.target is not None:
             index = class_index(question.target, vit.outcomes, vit.labels)
@@ -210,48 +221,49 @@ class ModelService:
         if question.against is not None:
             against = class_index(question.against, vit.outcomes, vit.labels)
             if against == index:
-                raise PatchlightError(f"'{vit.label(index)}' cannot be contrasted with itself; choose another class")
+                raise PatchlightError(f"'{vit.label(index)}' cannot be contrasted with itself; choose another class.")
             targets = Targets(targets.index, torch.tensor([[against]]))
         return ResolvedQuestion(vit, image, targets, logits, (image.id, texts, index, question.against))
 
     @cachedmethod(lambda self: self._models, lock=lambda self: self._lock)
     def _with_texts(self, texts: tuple[str, ...], template: str) -> Anatomy:
         if not _takes_texts(self.vit):
-            raise Unsupported(f"{self.vit.name} has no text side, so its classes are its own; leave texts out")
+            raise Unsupported(f"{self.vit.name} has no text encoder, so its classes are fixed; leave out texts.")
         return (self.vit.bare or self.vit).ask(Texts(list(texts), template=template))
 
-    @cachedmethod(
-        lambda self: self._logits, key=lambda self, vit, image, texts: (image.id, texts), lock=lambda self: self._lock
-    )
+    @cachedmethod(lambda s: s._logits, key=lambda _, vit, image, texts: (image.id, texts), lock=lambda s: s._lock)
     def _image_logits(self, vit: Anatomy, image: StoredImage, texts: Hashable) -> Tensor:
         return vit.logits(image.tensor).float().cpu()
 
-    @cachedmethod(
-        lambda self: self._trials,
-        key=lambda self, question, test: (*question.key, test.steps, test.unit, test.fill, test.randoms, test.seed),
-        lock=lambda self: self._lock,
-    )
+    @cachedmethod(lambda self: self._trials, key=lambda self, *args: _test_key(*args), lock=lambda self: self._lock)
     def trial(self, question: ResolvedQuestion, test: schemas.MeasureRequest) -> Trial:
         """The faithfulness test of a question; its random orders are computed once."""
         settings = (test.steps, test.unit, test.fill, test.randoms, test.seed)
         return Trial(question.vit, question.image.tensor, question.targets, *settings, self.chunk)
 
+    @cachedmethod(lambda self: self._results, key=lambda _, job, name, att: job.test_key(name), lock=lambda s: s._lock)
+    def test_result(self, job: JobInput[schemas.MeasureRequest], name: str, att: Attribution) -> Faithfulness:
+        """The faithfulness test of one map."""
+        scores = on_grid(att.scores, job.question.vit)[0]
+        return self.trial(job.question, job.request).of(scores)
+
     def cached_map(self, question: ResolvedQuestion, request: Request, seed: int) -> TimedMap | None:
         with self._lock:
             return self._maps.get(_map_key(question, request, seed))
 
-    def cache_map(self, question: ResolvedQuestion, request: Request, seed: int, found: TimedMap) -> None:
+    def cache_map(self, question: ResolvedQuestion, request: Request, seed: int, timed: TimedMap) -> None:
         with self._lock:
-            self._maps[_map_key(question, request, seed)] = found
+            self._maps[_map_key(question, request, seed)] = timed
 
     def resolve_method(self, method: schemas.MethodRequest) -> Request | PatchlightError:
-        """A method with its settings, and chunks that are short enough to be stopped in time; or what is wrong."""
+        """A method with its settings, in chunks that can be cancelled in time; or what is wrong."""
         try:
-            request = resolve(method.name, dict(method.settings))
-            known = request.method.settings(request.composition)
+            name = resolve(method.name, dict(method.settings)).suited(self.vit).name if method.name == "auto" else ""
+            request = replace(resolve(name or method.name, dict(method.settings)), label=method.name)
+            allowed = request.method.settings(request.composition)
             for key, value in method.settings.items():
-                if key in known:
-                    check_setting(known[key], value)
+                if key in allowed:
+                    check_setting(allowed[key], value)
         except PatchlightError as error:
             return error
         if isinstance(request.method, Ablates) and self.chunk is not None:
@@ -260,37 +272,48 @@ class ModelService:
 
     @cached_property
     def _listed(self) -> list[MethodInfo]:
-        """Every method, whether it works on this model, and what it costs."""
-        found = {info.name: info for info in list_methods(self.vit)}
-        for name in COMPOSED:
+        """All methods, whether they work on this model, and what they cost: recommended ones first, then by group."""
+        listed = {info.name: info for info in list_methods(self.vit)}
+        for name in {self.auto, *COMPOSED} - set(listed):
             base, *words = name.split(".")
+            parts = [f"{'backward rule' if word in RULES else 'composition'} {word}" for word in words]
             reason = refusal(resolve(name), self.vit)
-            summary = f"{found[base].summary.rstrip('.')}, with {' and '.join(f'.{word}' for word in words)}"
-            found[name] = replace(
-                found[base], name=name, aliases=(), summary=summary, supported=reason is None, reason=reason or ""
+            summary = f"{listed[base].summary.rstrip('.')}; {', '.join(parts)}."
+            listed[name] = replace(
+                listed[base], name=name, aliases=(), summary=summary, supported=reason is None, reason=reason or ""
             )
-        return sorted(found.values(), key=lambda info: info.name)
+        first = {name: info for name in self._recommended if (info := listed.pop(name, None))}
+        groups = list(GROUPS)
+        return [*first.values(), *sorted(listed.values(), key=lambda info: (groups.index(info.group), info.name))]
+
+    @cached_property
+    def _recommended(self) -> dict[str, str]:
+        """The purpose of each recommended method."""
+        return {self.auto if name == "auto" else name: purpose for name, purpose in RECOMMENDED.items()}
 
     def methods(self) -> list[schemas.MethodFacts]:
-        return [
-            schemas.MethodFacts(**vars(info), quick=is_quick(resolve(info.name)), seconds=self.seconds.get(info.name))
-            for info in self._listed
-        ]
+        facts = []
+        for info in self._listed:
+            request = resolve(info.name)
+            facts.append(
+                schemas.MethodFacts(
+                    **vars(info),
+                    quick=is_quick(request),
+                    ignores_class=(request.suited(self.vit) if info.supported else request).ignores_class,
+                    seconds=self.seconds.get(info.name),
+                    purpose=self._recommended.get(info.name, ""),
+                )
+            )
+        return facts
 
     def facts(self) -> schemas.ModelFacts:
         vit = self.vit
-        works = {info.name for info in self._listed if info.supported}
         head = {} if vit.head is None else vit.head.about()
         templates = head.get("templates", [])
         return schemas.ModelFacts(
-            name=vit.name,
-            library=vit.library,
+            **{key: getattr(vit, key) for key in ("name", "library", "grid", "depth", "heads", "prefix")},
             image_size=vit.preprocess.size,
-            grid=vit.grid,
             extent=(vit.extent[0], vit.extent[1]),
-            depth=vit.depth,
-            heads=vit.heads,
-            prefix=vit.prefix,
             classes=vit.outcomes,
             labels=[vit.label(i) for i in range(vit.outcomes)],
             quantity=quantity_of(vit),
@@ -302,7 +325,8 @@ class ModelService:
             fill_names={fill: describe_fill(fill) for fill in get_args(Painted)},
             photos=self.images.photos,
             image=self.images.photos[0].id if self.images.photos else None,
-            methods=[name for name in FIRST if name in works] or sorted(works)[:4],
+            auto=self.auto,
+            methods=self.first_methods,
             python=self.python,
             cli=self.cli,
             bytes=MOST_BYTES,
@@ -312,26 +336,36 @@ class ModelService:
         )
 
 
-R = TypeVar("R", bound=schemas.ExplainRequest)
+R = TypeVar("R", bound=schemas.ExplainRequest | schemas.HideRequest)
 
 
 class JobInput(Generic[R]):
-    """What a job computes with: the request, its image, and its methods by name, each resolved or with its error."""
+    """The input of a job: the request, its image, and its methods by name, each resolved or with its error."""
 
     def __init__(self, service: ModelService, request: R) -> None:
         self.service, self.request = service, request
-        self.image = service.images.find(request.image)  # kept until the job is over, whatever is uploaded meanwhile
+        self.image = service.images.find(request.image)  # kept until the job ends, whatever is uploaded meanwhile
         self.methods = {method.name: service.resolve_method(method) for method in request.methods}
 
     @property
-    def is_quick(self) -> bool:
-        """Whether its maps take a few passes, and no more."""
-        return all(is_quick(method) for method in self.methods.values() if isinstance(method, Request))
+    def queue(self) -> WorkQueue:
+        """Where the maps are computed: methods that take many passes have a queue of their own."""
+        quick = all(is_quick(method) for method in self.methods.values() if isinstance(method, Request))
+        return self.service.quick if quick else self.service.slow
 
     @cached_property
     def question(self) -> ResolvedQuestion:
         return self.service.resolve_question(self.request, self.image)
 
+    def test_key(self, name: str) -> Hashable:
+        """Identifies the faithfulness test of a method's map in the cache."""
+        request, method = cast(schemas.MeasureRequest, self.request), cast(Request, self.methods[name])
+        return _test_key(self.question, request), _map_key(self.question, method, request.seed)
+
 
 def _map_key(question: ResolvedQuestion, request: Request, seed: int) -> Hashable:
     return (*question.key, request.name, repr(sorted(request.settings.items(), key=str)), seed)
+
+
+def _test_key(question: ResolvedQuestion, test: schemas.MeasureRequest) -> Hashable:
+    return (*question.key, test.steps, test.unit, test.fill, test.randoms, test.seed)

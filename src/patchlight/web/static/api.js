@@ -1,15 +1,15 @@
-/** Talking with the server: errors as sentences, patience when it is busy, jobs whose parts are told as they are finished. */
+/** Requests to the server: errors as sentences, retries when it is busy, and jobs whose results arrive one by one. */
 import { tell } from "./state.js";
 
 const ROOT = new URL("api/", document.baseURI);
 const PATIENCE = 20;
 
-/** The bytes of images that were given here, by id, so that one the server has dropped is sent again. */
+/** The bytes of uploads by id, to send an image again that the server has dropped. */
 const uploads = new Map();
-/** Ids that the server knows, by the ids that the state has. */
+/** Ids on the server, by ids in the state. */
 const renamed = new Map();
 
-/** A refusal: the server's sentence, and its status (0: no answer). */
+/** An error: the server's sentence and its status (0: no answer). */
 export class Problem extends Error {
   constructor(sentence, status) {
     super(sentence);
@@ -34,7 +34,7 @@ function takeToken() {
 let token = takeToken();
 addEventListener("hashchange", () => (token = takeToken() ?? token));
 
-/** Whether requests carry a token; then pictures cannot be asked for by address alone. */
+/** Whether requests carry a token; pictures then cannot be loaded by their address alone. */
 export const guarded = () => Boolean(token);
 
 const pause = (seconds, signal) =>
@@ -45,15 +45,15 @@ const pause = (seconds, signal) =>
 
 async function sentenceOf(response) {
   try {
-    const told = await response.json();
-    if (typeof told.error === "string" && told.error) return told.error;
+    const { error } = await response.json();
+    if (typeof error === "string" && error) return error;
   } catch {
-    /* not JSON: the status says what there is to say */
+    /* not JSON: only the status is known */
   }
   return `The server answered ${response.status}${response.statusText ? ` (${response.statusText})` : ""}.`;
 }
 
-/** Whether the last request had no answer; the first that has one tells `returned`, so that what failed is asked for again. */
+/** Whether the last request had no answer; the next answer notifies `returned`, so that failed requests are repeated. */
 let lost = false;
 
 async function once(path, { method = "GET", body, type, signal, patience = signal, keepalive = false } = {}) {
@@ -67,7 +67,7 @@ async function once(path, { method = "GET", body, type, signal, patience = signa
     } catch (error) {
       if (signal?.aborted) throw error;
       lost = true;
-      throw new Problem("The server does not answer; is “patchlight serve” still running?", 0);
+      throw new Problem("The server does not answer. Is “patchlight serve” still running?", 0);
     }
     if (lost) {
       lost = false;
@@ -85,7 +85,7 @@ async function again(id, signal) {
   renamed.set(id, facts.id);
 }
 
-/** `ask(id the server knows)`, and once more with the image sent again if the server no longer has it. */
+/** `ask(id on the server)`; if the server has dropped the image, it is uploaded again first. */
 async function withImage(id, signal, ask) {
   try {
     return await ask(renamed.get(id) ?? id);
@@ -99,14 +99,14 @@ async function withImage(id, signal, ask) {
 /** GET as JSON. */
 export const get = async (path, signal) => (await once(path, { signal })).json();
 
-/** POST JSON, answered as JSON; `patience` ends the waiting for a busy server, but no request that is under way. */
-export async function post(path, given, patience) {
+/** POST JSON, answered as JSON; `patience` ends the waiting for a busy server, but not a request under way. */
+export async function post(path, content, patience) {
   const send = async (image) =>
-    (await once(path, { method: "POST", type: "application/json", body: JSON.stringify({ ...given, image }), patience })).json();
-  return withImage(given.image, undefined, send);
+    (await once(path, { method: "POST", type: "application/json", body: JSON.stringify({ ...content, image }), patience })).json();
+  return withImage(content.image, undefined, send);
 }
 
-/** Send an image; the server's facts of it. */
+/** Upload an image; returns its id and size. */
 export async function upload(blob, signal) {
   const type = blob.type.startsWith("image/") ? blob.type : "application/octet-stream";
   const facts = await (await once("images", { method: "POST", body: blob, type, signal })).json();
@@ -121,7 +121,7 @@ export function picture(id, options, signal) {
   return withImage(id, signal, async (known) => (await once(`images/${known}?${query}`, { signal })).blob());
 }
 
-/** Show a picture in an <img>: by address where that is enough, else by its bytes. */
+/** Show a picture in an <img>: by address if no token is needed, else by its bytes. */
 export async function showPicture(img, id, options) {
   if (!guarded()) img.src = new URL(`images/${id}?${new URLSearchParams(options)}`, ROOT).href;
   else {
@@ -130,14 +130,14 @@ export async function showPicture(img, id, options) {
   }
 }
 
-/** The bytes of a finished file, and the name that the server gives it. */
+/** The bytes and the name of a finished file. */
 export async function file(id, signal) {
   const response = await once(`jobs/${id}/file`, { signal });
   const match = /filename="?([^";]+)"?/.exec(response.headers.get("Content-Disposition") ?? "");
   return { blob: await response.blob(), name: match && match[1] };
 }
 
-/** Jobs under way, which are cancelled when the page goes. */
+/** Jobs under way; they are cancelled when the page is closed. */
 const running = new Set();
 addEventListener("pagehide", () => {
   for (const id of running) once(`jobs/${id}`, { method: "DELETE", keepalive: true }).catch(() => {});
@@ -164,12 +164,12 @@ async function* events(response) {
 }
 
 /**
- * Ask for a job and follow it to its end: `tell(event, data)` for job, map, random and truth as the contract names them. Gives
- * the whole job. When `signal` is aborted, the job is cancelled on the server, too.
+ * Start a job and follow it to its end: `hear(event, data)` for job, map, random and result. Returns the finished job. When
+ * `signal` is aborted, the job is cancelled on the server too.
  */
-export async function follow(path, asked, tell, signal) {
-  let job = await post(path, asked, signal);
-  tell("job", job);
+export async function follow(path, request, hear, signal) {
+  let job = await post(path, request, signal);
+  hear("job", job);
   if (!over(job)) {
     const cancel = () => once(`jobs/${job.id}`, { method: "DELETE" }).catch(() => {});
     if (signal?.aborted) cancel();
@@ -177,27 +177,27 @@ export async function follow(path, asked, tell, signal) {
     running.add(job.id);
     const { id } = job;
     try {
-      job = await watched(job, tell, signal);
+      job = await watch(job, hear, signal);
     } finally {
       running.delete(id);
       signal?.removeEventListener("abort", cancel);
     }
   }
-  for (const map of job.maps ?? []) tell("map", map);
+  for (const map of job.maps ?? []) hear("map", map);
   if (job.measured) {
-    tell("random", job.measured);
-    for (const truth of job.measured.methods) tell("truth", truth);
+    hear("random", job.measured);
+    for (const result of job.measured.methods) hear("result", result);
   }
-  if (job.state === "failed") throw new Problem(job.error || "The work failed, and the server does not say why.", 500);
+  if (job.state === "failed") throw new Problem(job.error || "The job failed without a message from the server.", 500);
   return job;
 }
 
-async function watched(job, tell, signal) {
+async function watch(job, hear, signal) {
   for (let tries = 0; tries < 5; tries += 1) {
     try {
       for await (const { event, data } of events(await once(`jobs/${job.id}/events`, { signal }))) {
         if (event === "end") return data;
-        tell(event, data);
+        hear(event, data);
       }
     } catch (error) {
       if (signal?.aborted || error.status) throw error;
@@ -206,5 +206,5 @@ async function watched(job, tell, signal) {
   }
   const last = await get(`jobs/${job.id}`, signal);
   if (over(last)) return last;
-  throw new Problem("The connection to the server was lost while it worked; ask again.", 0);
+  throw new Problem("The connection to the server was lost; try again.", 0);
 }

@@ -1,14 +1,17 @@
-/** One chart: deletion and insertion curves of all methods and of random orders, their scores below, and the slider's step. */
-import { h, number, s, told } from "./dom.js";
+/** The chart: deletion and insertion curves of all methods and of random orders, their scores, and the step of the slider. */
+import { h, number, s, valueText } from "./dom.js";
 
 const PADDING = { left: 46, right: 12, top: 30, bottom: 34 };
 const SERIES = 8;
 
-/** The classes of a method's colour and dash, by its place: what colour tells, the dash tells too. */
+/** The CSS classes for the colour and the dash of a method, by its place; the dash repeats what the colour shows. */
 export const series = (place) => `s${place % SERIES} d${(place + (place >= SERIES ? 4 : 0)) % SERIES}`;
 
-/** A short piece of a method's curve, for a legend. */
+/** A short piece of a curve, for a legend. */
 export const sample = (place) => s("svg", { class: "sample", viewBox: "0 0 30 6", width: 30, height: 6, "aria-hidden": "true" }, s("path", { class: `curve ${series(place)}`, d: "M1 3H29" }));
+
+/** How values are written: a difference of probabilities is a number, not a percentage. */
+const unitOf = (result) => (result.quantity_words === "probability" ? "probability" : "output");
 
 const finite = (values) => values.filter((value) => value !== null && Number.isFinite(value));
 
@@ -22,9 +25,9 @@ function ticks(low, high) {
 }
 
 function bounds(result) {
-  const curves = [result.random.curve, ...result.methods.map((truth) => truth.curve)];
+  const curves = [result.random.curve, ...result.methods.map((each) => each.curve)];
   const all = finite(curves.flatMap((curve) => [...curve.deletion, ...curve.insertion]));
-  if (result.quantity === "probability" && all.every((value) => value >= 0)) return [0, Math.max(0.1, ...all) > 0.5 ? 1 : Math.max(0.1, ...all)];
+  if (unitOf(result) === "probability" && all.every((value) => value >= 0)) return [0, Math.max(0.1, ...all) > 0.5 ? 1 : Math.max(0.1, ...all)];
   const low = Math.min(0, ...all), high = Math.max(...all, low + 1e-9);
   return [low, high];
 }
@@ -47,48 +50,48 @@ function panel(box, kind, title, result, step, marks, shown) {
   const group = s("g", { class: "panel" }, s("text", { class: "title", x: left, y: top - 12 }, title));
   for (const value of marks) {
     group.append(s("line", { class: "grid", x1: left, x2: left + width, y1: y(value), y2: y(value) }));
-    group.append(s("text", { class: "tick", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, result.quantity === "probability" ? `${number(Number((100 * value).toFixed(6)))} %` : number(value)));
+    group.append(s("text", { class: "tick", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, unitOf(result) === "probability" ? `${number(Number((100 * value).toFixed(6)))} %` : number(value)));
   }
   for (let i = 0; i <= 4; i += 1) {
     group.append(s("text", { class: "tick", x: left + (width * i) / 4, y: top + height + 18, "text-anchor": "middle" }, `${25 * i} %`));
   }
   group.append(s("path", { class: "random", d: path(result.random.curve[kind], x, y) }));
-  result.methods.forEach((truth, i) => group.append(s("path", { class: `curve ${series(i)}${truth.method === shown ? " shown" : ""}`, "data-method": truth.method, d: path(truth.curve[kind], x, y) })));
+  result.methods.forEach((each, i) => group.append(s("path", { class: `curve ${series(i)}${each.method === shown ? " shown" : ""}`, "data-method": each.method, d: path(each.curve[kind], x, y) })));
   const at = Math.min(step, last);
   group.append(s("line", { class: "now", x1: x(at), x2: x(at), y1: top, y2: top + height }));
-  result.methods.forEach((truth, i) => {
-    const value = truth.curve[kind][at];
+  result.methods.forEach((each, i) => {
+    const value = each.curve[kind][at];
     if (value !== null && value !== undefined) group.append(s("circle", { class: `dot ${series(i)}`, cx: x(at), cy: y(value), r: 3.5 }));
   });
   return group;
 }
 
-/** Scores on one axis: each random order a tick, the band between low and high, each method a dot. */
+/** Scores on one axis: a tick per random order, a band over their range, a dot per method. */
 function strip(box, result) {
   const { left, top, width } = box;
   const { low, high, scores } = result.random;
-  const all = finite([low, high, ...scores, ...result.methods.map((truth) => truth.curve.score)]);
+  const all = finite([low, high, ...scores, ...result.methods.map((each) => each.curve.score)]);
   const [least, most] = [Math.min(...all), Math.max(...all)];
   const room = (most - least || 1) * 0.06;
   const x = (value) => left + ((value - least + room) / (most - least + 2 * room || 1)) * width;
-  const group = s("g", { class: "strip" }, s("text", { class: "title", x: left, y: top - 10 }, `Insertion less deletion${width < 300 ? "" : " (higher is better)"}`));
+  const group = s("g", { class: "strip" }, s("text", { class: "title", x: left, y: top - 10 }, `Insertion minus deletion${width < 300 ? "" : " (higher is better)"}`));
   group.append(s("line", { class: "grid", x1: left, x2: left + width, y1: top + 12, y2: top + 12 }));
   if (low !== null && high !== null) {
     group.append(s("rect", { class: "band", x: x(low), y: top, width: Math.max(2, x(high) - x(low)), height: 24, rx: 3 }));
     group.append(s("text", { class: "tick", x: x((low + high) / 2), y: top + 40, "text-anchor": "middle" }, "random"));
   }
   for (const score of finite(scores)) group.append(s("line", { class: "rung", x1: x(score), x2: x(score), y1: top + 7, y2: top + 17 }));
-  result.methods.forEach((truth, i) => {
-    const { score } = truth.curve;
+  result.methods.forEach((each, i) => {
+    const { score } = each.curve;
     if (score === null) return;
-    group.append(s("circle", { class: `dot ${series(i)}`, cx: x(score), cy: top + 12, r: 6 }, s("title", {}, `${truth.method}: ${number(score)}`)));
+    group.append(s("circle", { class: `dot ${series(i)}`, cx: x(score), cy: top + 12, r: 6 }, s("title", {}, `${each.method}: ${number(score)}`)));
   });
   group.append(s("text", { class: "tick", x: left, y: top + 40 }, number(least)));
   group.append(s("text", { class: "tick", x: left + width, y: top + 40, "text-anchor": "end" }, number(most)));
   return group;
 }
 
-/** Draw all of it, the curves of the method `shown` thicker; gives what tells the step at a point of the chart. */
+/** Draw the chart, with thicker curves for the method `shown`; returns a function from a pointer event to the step there. */
 export function drawChart(svg, result, step, shown) {
   const width = Math.max(280, Math.round(svg.clientWidth || 640));
   const wide = width >= 470;
@@ -105,8 +108,8 @@ export function drawChart(svg, result, step, shown) {
   svg.setAttribute("viewBox", `0 0 ${width} ${total}`);
   svg.style.height = `${total}px`;
   svg.replaceChildren(
-    panel(box(0), "deletion", "Deletion (lower is better)", result, step, marks, shown),
-    panel(box(1), "insertion", "Insertion (higher is better)", result, step, marks, shown),
+    panel(box(0), "deletion", `Deletion: ${result.quantity_words}${wide ? " (lower is better)" : ""}`, result, step, marks, shown),
+    panel(box(1), "insertion", `Insertion: ${result.quantity_words}${wide ? " (higher is better)" : ""}`, result, step, marks, shown),
     strip({ left: PADDING.left, top: below, width: width - PADDING.left - PADDING.right }, result),
   );
   return (event) => {
@@ -125,9 +128,9 @@ export function drawChart(svg, result, step, shown) {
 
 /** The same numbers as a table. */
 export function chartTable(result) {
-  const rows = [["random", result.random.curve], ...result.methods.map((truth) => [truth.method, truth.curve])];
+  const rows = [["random", result.random.curve], ...result.methods.map((each) => [each.method, each.curve])];
   const head = h("tr", {}, h("th", { scope: "col" }, "Method"), h("th", { scope: "col" }, "Curve"), result.fractions.map((fraction) => h("th", { scope: "col" }, `${Math.round(100 * fraction)} %`)));
   const body = rows.flatMap(([name, curve]) => ["deletion", "insertion"].map((kind) =>
-    h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, kind), curve[kind].map((value) => h("td", {}, told(value, result.quantity))))));
-  return h("table", {}, h("thead", {}, head), h("tbody", {}, body));
+    h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, kind), curve[kind].map((value) => h("td", {}, valueText(value, unitOf(result)))))));
+  return h("table", {}, h("caption", {}, `${result.quantity_words[0].toUpperCase()}${result.quantity_words.slice(1)} by share of patches`), h("thead", {}, head), h("tbody", {}, body));
 }

@@ -1,4 +1,4 @@
-/** One cursor over all pictures: the patch under the pointer or chosen by the arrow keys, outlined on every one. */
+/** One cursor for all pictures: the patch under the pointer or chosen by the arrow keys, outlined on each. */
 import { h, number, place, say } from "./dom.js";
 import { cell, patchAt } from "./picture.js";
 import { facts, on, set, state } from "./state.js";
@@ -33,10 +33,10 @@ function moved(key) {
 }
 
 /**
- * Link a canvas to the cursor. `stage` is the element around it; `tell(patch)` says what a screen reader hears of a patch;
- * `act` is called on space and enter; `follows` false leaves the pointer to the caller.
+ * Link a canvas to the cursor. `stage` is the element around it; `describe(patch)` is what a screen reader hears; `act` is called
+ * on space and enter; with `follows` false the caller handles the pointer.
  */
-export function link(stage, canvas, { tell, act, follows = true } = {}) {
+export function link(stage, canvas, { describe, act, follows = true } = {}) {
   const mark = h("span", { class: "mark", hidden: true, "aria-hidden": "true" });
   stage.append(mark);
   marks.add(mark);
@@ -48,7 +48,7 @@ export function link(stage, canvas, { tell, act, follows = true } = {}) {
       event.preventDefault();
       const patch = moved(event.key);
       set({ cursor: patch });
-      if (tell) say(`${place(patch, facts.model.grid[1])}: ${tell(patch)}`);
+      if (describe) say(`${place(patch, facts.model.grid[1])}: ${describe(patch)}`);
     } else if (act && (event.key === " " || event.key === "Enter")) {
       event.preventDefault();
       if (state.cursor === null) set({ cursor: moved(event.key) });
@@ -64,7 +64,7 @@ export function link(stage, canvas, { tell, act, follows = true } = {}) {
   canvas.addEventListener("pointerdown", look);
 }
 
-/** A text for a picture of scores: where its strongest patches are. */
+/** The positions of the strongest patches, as text. */
 export function strongest(scores, most = 3) {
   const columns = facts.model.grid[1];
   const order = Array.from(scores.keys()).sort((a, b) => scores[b] - scores[a]).slice(0, most);

@@ -1,11 +1,11 @@
-/** Small helpers for elements, numbers and words. Text becomes text nodes alone: nothing here makes markup of a string. */
+/** Helpers for elements, numbers and words. Text only becomes text nodes; no string is ever parsed as markup. */
 
 /** The element with that id. */
 export const $ = (id) => document.getElementById(id);
 
 const SVG = "http://www.w3.org/2000/svg";
 
-function filled(node, attributes, children) {
+function fillElement(node, attributes, children) {
   for (const [key, value] of Object.entries(attributes || {})) {
     if (value === null || value === undefined || value === false) continue;
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
@@ -16,12 +16,12 @@ function filled(node, attributes, children) {
 }
 
 /** An HTML element with attributes, listeners (`onclick: f`) and children (nodes or text). */
-export const h = (tag, attributes, ...children) => filled(document.createElement(tag), attributes, children);
+export const h = (tag, attributes, ...children) => fillElement(document.createElement(tag), attributes, children);
 
 /** The same for SVG. */
-export const s = (tag, attributes, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
+export const s = (tag, attributes, ...children) => fillElement(document.createElementNS(SVG, tag), attributes, children);
 
-/** A number for people: three digits that count. */
+/** A number with three significant digits. */
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === 0) return "0";
@@ -30,25 +30,25 @@ export function number(value) {
   return Number(value.toPrecision(3)).toString().replace("-", "−");
 }
 
-/** A model's value for people: a probability in per cent, else the number. */
-export function told(value, quantity) {
+/** A value of the model as text: a probability in per cent, anything else as a number. */
+export function valueText(value, quantity) {
   if (value === null || value === undefined) return "–";
   if (quantity !== "probability") return number(value);
   const percent = 100 * value;
   return percent > 0 && percent < 0.1 ? "< 0.1 %" : `${percent.toFixed(1)} %`;
 }
 
-/** Where a patch is, in words. */
+/** The position of a patch in words. */
 export const place = (patch, columns) => `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}`;
 
-/** Seconds in few letters. */
+/** A duration as short text. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "";
   if (seconds < 0.0995) return `${Math.max(1, Math.round(1000 * seconds))} ms`;
   return seconds < 60 ? `${seconds.toPrecision(2)} s` : `${Math.round(seconds / 60)} min`;
 }
 
-/** Run `draw` at the next frame, once, however often it is asked for. */
+/** Run `draw` once at the next frame, however often it is called before. */
 export function onFrame(draw) {
   let waiting = false;
   return () => {
@@ -61,17 +61,17 @@ export function onFrame(draw) {
   };
 }
 
-/** Run `act` when nothing was asked for `pause` milliseconds. */
+/** Run `act` after `pause` milliseconds without another call. */
 export function settled(act, pause) {
   let timer = 0;
-  return (...given) => {
+  return (...args) => {
     clearTimeout(timer);
-    timer = setTimeout(() => act(...given), pause);
+    timer = setTimeout(() => act(...args), pause);
   };
 }
 
 let lastSaid = 0;
-/** Tell a screen reader (and the line at the top) what has happened. */
+/** Report what has happened, to screen readers and in the line at the top. */
 export function say(sentence) {
   clearTimeout(lastSaid);
   lastSaid = setTimeout(() => {
@@ -79,7 +79,7 @@ export function say(sentence) {
   }, 60);
 }
 
-/** A sentence about what went wrong, in place, with a button for what can be done. */
+/** Show an error in place, with a button for what can be done about it. */
 export function trouble(box, sentence, action, label = "Try again") {
   box.replaceChildren();
   box.hidden = !sentence;

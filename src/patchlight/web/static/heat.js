@@ -1,6 +1,6 @@
-/** Heat over a photograph, as the figures of Patchlight draw it, and how much two maps agree. */
+/** Maps drawn over a photograph, as in the figures of Patchlight, and the rank correlation of two maps. */
 
-/** Colour tables: equally spaced colours from the lowest to the highest, between which we interpolate. */
+/** Colour tables: equally spaced colours from the lowest to the highest, interpolated in between. */
 const TABLES = {
   inferno: "0000040b0724210c4a3d096557106e71196e8a226aa32c61bc3754d24644e45a31f1731df98e09fcac11f9cb35f2ea69fcffa4",
   viridis: "44015448186a472d7b4240863b528b33638d2c728e26828e21918c1fa08828ae803fbc735ec96284d44baddc30d8e219fde725",
@@ -11,12 +11,12 @@ const TABLES = {
 };
 const DIVERGING = new Set(["red-blue", "purple-orange"]);
 
-/** What the ends of a signed map's colours are called: below zero, above zero. */
+/** The names of the end colours of a signed map: below zero, above zero. */
 export const ends = (colours) => (colours === "purple-orange" ? ["purple", "orange"] : ["blue", "red"]);
 
-/** Opacity at the lowest score, as a fraction of the highest's: bright photographs must not pass for heat. */
+/** Opacity at the lowest score, as a fraction of the highest: a bright photograph must not look like a high score. */
 const FAINTEST = 0.5;
-/** How far into a diverging table the strongest score goes: its ends are too dark to tell from a dark photograph. */
+/** How far the strongest score goes into a diverging table: its ends are too dark over a dark photograph. */
 const SATURATED = 0.88;
 
 const ready = new Map();
@@ -36,16 +36,16 @@ function table(name) {
   return ready.get(name);
 }
 
-/** The colours for scores that are never signed: a table of two sides would leave half of itself unused. */
+/** The colours for scores without a sign, which would use only half of a diverging table. */
 export const oneSided = (colours) => (DIVERGING.has(colours) ? "auto" : colours);
 
-/** The table for a map: automatic by its sign, and what was chosen where that fits. */
-function suited(colours, signed) {
+/** The table for a map: the chosen one if it fits the sign, else the default. */
+function tableName(colours, signed) {
   if (signed) return DIVERGING.has(colours) ? colours : "red-blue";
   return colours in TABLES ? colours : "inferno";
 }
 
-/** A map's scores as one row of numbers; null (not finite) is 0. */
+/** The scores of a map as one array; null (not finite) becomes 0. */
 export const flat = (map) => Float64Array.from(map.scores.flat(), (score) => score ?? 0);
 
 /** Whether scores go below zero by more than rounding. */
@@ -58,7 +58,7 @@ export function isSigned(scores) {
   return low < -1e-3 * size;
 }
 
-/** Where colours begin and end: from the minimum to the 99th percentile; signed, plus and minus that of |score|. */
+/** The range of the colours: from the minimum to the 99th percentile; for signed maps ± that of |score|. */
 export function robustScale(scores) {
   const signed = isSigned(scores);
   const sizes = Float64Array.from(scores, signed ? Math.abs : (score) => score).sort();
@@ -69,11 +69,11 @@ export function robustScale(scores) {
 
 /** One scale for several maps of the same sign. */
 export function commonScale(scales, signed) {
-  const own = scales.filter((scale) => scale.signed === signed);
-  return { low: Math.min(...own.map((scale) => scale.low)), high: Math.max(...own.map((scale) => scale.high)), signed };
+  const same = scales.filter((scale) => scale.signed === signed);
+  return { low: Math.min(...same.map((scale) => scale.low)), high: Math.max(...same.map((scale) => scale.high)), signed };
 }
 
-/** A score as the scale has it: 0 to 1, or -1 to 1 when signed. */
+/** A score on the scale: 0 to 1, or -1 to 1 if signed. */
 export function scaled(score, { low, high, signed }) {
   if (high <= low) return 0;
   return Math.min(1, Math.max(signed ? -1 : 0, (score - low) / (high - low)));
@@ -93,7 +93,7 @@ function axis(pixels, cells, covers, smooth) {
   return { low, high, part };
 }
 
-/** Scores [rows, columns] on every pixel of a picture that they cover in part, bilinear or as cells. */
+/** Scores [rows, columns] on every pixel of a picture that they cover partly, bilinear or as cells. */
 export function upsampled(scores, rows, columns, width, height, covers, smooth) {
   const out = new Float32Array(width * height);
   const x = axis(width, columns, covers[1], smooth), y = axis(height, rows, covers[0], smooth);
@@ -116,7 +116,7 @@ export function upsampled(scores, rows, columns, width, height, covers, smooth) 
 export function drawHeat(canvas, grey, { scores, rows, columns, covers }, scale, view) {
   const { width, height } = canvas;
   const values = upsampled(scores, rows, columns, width, height, covers, view.smooth);
-  const name = suited(view.colours, scale.signed);
+  const name = tableName(view.colours, scale.signed);
   const colours = table(name);
   const centred = DIVERGING.has(name);
   const [darkest, contrast] = scale.signed ? [64, 0.7] : [20, 0.67];
@@ -137,7 +137,7 @@ export function drawHeat(canvas, grey, { scores, rows, columns, covers }, scale,
 
 /** Draw the colours of a scale from left to right, as a legend. */
 export function drawLegend(canvas, scale, colours) {
-  const name = suited(colours, scale.signed);
+  const name = tableName(colours, scale.signed);
   const row = new ImageData(canvas.width, 1);
   for (let i = 0; i < canvas.width; i += 1) {
     const t = i / (canvas.width - 1);
@@ -148,7 +148,7 @@ export function drawLegend(canvas, scale, colours) {
   canvas.getContext("2d", { willReadFrequently: true }).putImageData(row, 0, 0);
 }
 
-/** Scores on the patches of a grid that covers a share of the picture: a map of pixels is averaged over each. */
+/** Scores on the patches of a grid that covers a share of the picture; a map of pixels is averaged over each patch. */
 export function onPatches({ scores, rows, columns }, [gridRows, gridColumns], [high, wide]) {
   if (rows === gridRows && columns === gridColumns) return scores;
   const sum = new Float64Array(gridRows * gridColumns), count = new Float64Array(sum.length);
@@ -175,7 +175,7 @@ export function ranks(values) {
   return out;
 }
 
-/** Spearman's rank correlation; null where one of them is constant. */
+/** Spearman's rank correlation; null if one of them is constant. */
 export function spearman(a, b) {
   const x = ranks(a), y = ranks(b), mean = (x.length + 1) / 2;
   let xy = 0, xx = 0, yy = 0;

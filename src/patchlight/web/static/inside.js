@@ -1,15 +1,15 @@
-/** Looking inside: attention to the patch under the cursor, block by block, and what the model would have said after each. */
+/** Look inside: attention to the patch under the cursor in each block, and the prediction after each block. */
 import { post } from "./api.js";
-import { $, h, number, onFrame, place, told, trouble } from "./dom.js";
+import { $, h, number, onFrame, place, valueText, trouble } from "./dom.js";
 import { drawHeat, oneSided, robustScale } from "./heat.js";
-import { there } from "./maps.js";
+import { largeMap } from "./maps.js";
 import { cell, covers } from "./picture.js";
 import { facts, label, on, question, set, state } from "./state.js";
 
 const SIDE = 72;
 let result = null, rows = [];
 
-/** Whether what is shown answers another question than the one that is asked now. */
+/** Mark the answer as outdated while the next one is on its way. */
 const old = (is) => ["blocks", "lens"].forEach((id) => $(id).classList.toggle("stale", is));
 
 async function look() {
@@ -34,21 +34,19 @@ async function look() {
   }
 }
 
-/** The patch that is looked at: the cursor's, else the strongest of the first map. */
-function looked() {
+/** The patch to look at: under the cursor, else the strongest of the large map. */
+function currentPatch() {
   if (state.cursor !== null) return state.cursor;
-  const [first] = there();
-  if (!first) return null;
-  const { patches } = first[1];
-  return patches.indexOf(Math.max(...patches));
+  const patches = largeMap()?.patches;
+  return patches && patches.indexOf(Math.max(...patches));
 }
 
-/** A little map of each block's attention, made once per question. */
+/** A small map of the attention in each block, made once per question. */
 function makeBlocks() {
   if (!facts.model) return;
   rows = [];
   const attention = result?.attention;
-  $("attention-reads").textContent = attention ? `Mean over heads, ${result.reads}.` : (result?.attention_reason ?? "");
+  $("attention-reads").textContent = attention ? `Attention ${result.reads}, mean over heads.` : (result?.attention_reason ?? "");
   const [high, wide] = facts.model.grid;
   const items = (attention ?? []).map((values, block) => {
     const canvas = h("canvas", { width: SIDE, height: Math.round((SIDE * high) / wide), "aria-hidden": "true" });
@@ -73,10 +71,10 @@ function point(event, canvas) {
 
 const draw = onFrame(() => {
   if (!facts.model) return;
-  const patch = looked();
+  const patch = currentPatch();
   const columns = facts.model.grid[1];
-  $("inside-where").textContent = patch === null ? "" : `Patch at ${place(patch, columns)}${state.cursor === null ? ", the strongest of the first map; hover another" : ""}.`;
-  if (!result?.attention || patch === null) return;
+  $("inside-where").textContent = patch === null || patch === undefined ? "" : `Patch at ${place(patch, columns)}${state.cursor === null ? ", the strongest of the map; hover another" : ""}.`;
+  if (!result?.attention || patch === null || patch === undefined) return;
   const most = Math.max(1e-12, ...rows.map((row) => row.values[patch] ?? 0));
   const [x, y, width, height] = cell(patch), [tall, wide] = covers();
   for (const { values, mark, bar, value } of rows) {
@@ -97,20 +95,20 @@ function drawLens() {
   const known = values.filter((value) => value !== null);
   const least = quantity === "probability" ? 0 : Math.min(0, ...known), most = quantity === "probability" ? 1 : Math.max(1e-9, ...known);
   const share = (value) => Math.min(1, Math.max(0, ((value ?? least) - least) / (most - least || 1)));
-  const head = h("tr", {}, ["Block", "Would have said", "", target ? label(target.index) : "Asked about", ""].map((text, i) => (i === 2 || i === 4 ? h("td", {}) : h("th", { scope: "col" }, text))));
+  const head = h("tr", {}, ["Block", "Prediction", "", target ? label(target.index) : "Explained class", ""].map((text, i) => (i === 2 || i === 4 ? h("td", {}) : h("th", { scope: "col" }, text))));
   const body = lens.map((block, i) => {
     const top = block.predictions[0];
     const bar = h("span", { class: "fill" });
     bar.style.transform = `scaleX(${share(values[i])})`;
     return h("tr", { class: top && target && top.index === target.index ? "agrees" : "" },
-      h("th", { scope: "row" }, String(block.block)), h("td", { class: "top-class" }, top ? label(top.index) : "–"), h("td", { class: "value" }, told(top?.value, quantity)),
-      h("td", { class: "lens-bar" }, h("span", { class: "track", "aria-hidden": "true" }, bar)), h("td", { class: "value" }, told(values[i], quantity)));
+      h("th", { scope: "row" }, String(block.block)), h("td", { class: "top-class" }, top ? label(top.index) : "–"), h("td", { class: "value" }, valueText(top?.value, quantity)),
+      h("td", { class: "lens-bar" }, h("span", { class: "track", "aria-hidden": "true" }, bar)), h("td", { class: "value" }, valueText(values[i], quantity)));
   });
   box.replaceChildren(h("table", {}, h("thead", {}, head), h("tbody", {}, body)));
 }
 
 let timer = 0;
-/** Listen; a new question is looked into after the maps, which are wanted first. */
+/** Listen; a new question is sent after the maps, which come first. */
 export function start() {
   on("image target against texts template model", () => {
     old(true);

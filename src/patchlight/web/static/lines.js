@@ -1,38 +1,38 @@
-/** The lines of Python and of the command line that make what is on the screen. */
+/** The Python code and the command that compute what the page shows. */
 
-/** A string as Python writes it. */
+/** A string as a Python literal. */
 export function python(text) {
   const escaped = text.replaceAll("\\", "\\\\").replaceAll('"', '\\"').replaceAll("\n", "\\n").replaceAll("\r", "\\r").replaceAll("\t", "\\t");
   return `"${escaped.replace(/[\u0000-\u001f\u007f-\u009f\u2028\u2029\u200b-\u200f\u202a-\u202e]/g, (letter) => `\\u${letter.charCodeAt(0).toString(16).padStart(4, "0")}`)}"`;
 }
 
-/** A value as Python writes it. */
+/** A value as a Python literal. */
 export function pythonValue(value) {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
   return typeof value === "string" ? python(value) : String(value);
 }
 
-/** A word that a POSIX shell takes as it is. */
+/** A word quoted for a POSIX shell. */
 export function shell(word) {
   return /^[A-Za-z0-9_@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
 }
 
-/** A class by its name, or by its index where the name would not say which it is. */
-export function named(index, labels) {
+/** A class by its name, or by its index if the name is ambiguous. */
+export function className(index, labels) {
   const label = labels[index];
   const unsure = label === undefined || /^\s|\s$/.test(label) || /^-?\d+$/.test(label) || label === "" || labels.indexOf(label) !== labels.lastIndexOf(label);
   return unsure ? index : label;
 }
 
 /**
- * What is asked: {open, image, bundled, methods, target, against, labels, texts, template, seed, test}; `open` is the line that
- * opens the model, `image` a file's name, `bundled` whether it is one of the package's photographs, `test` the {steps, unit,
- * fill} of the faithfulness test where it was made.
+ * The code for {open, image, bundled, methods, target, against, labels, texts, template, seed, test}: `open` loads the model,
+ * `image` is a file name, `bundled` whether it is a photograph of the package, `test` the {steps, unit, fill} of the faithfulness
+ * test if it was run.
  */
 export function pythonLines({ open, image, bundled, methods, target, against, labels, texts, template, seed, test }) {
   const lines = ["import patchlight as pl", ""];
-  lines.push(open ? `vit = ${open}` : "# vit is the model that was given to pl.show");
+  lines.push(open ? `vit = ${open}` : "# vit is the model that was passed to pl.show");
   if (texts.length) {
     const around = template === "{}" ? "" : `, template=${python(template)}`;
     lines.push(`vit = vit.ask(pl.heads.Texts([${texts.map(python).join(", ")}]${around}))`);
@@ -42,10 +42,9 @@ export function pythonLines({ open, image, bundled, methods, target, against, la
   const list = set
     ? `{${methods.map(({ name, settings }) => `${python(name)}: {${Object.entries(settings ?? {}).map(([key, value]) => `${python(key)}: ${pythonValue(value)}`).join(", ")}}`).join(", ")}}`
     : `[${methods.map(({ name }) => python(name)).join(", ")}]`;
-  const name = (index) => pythonValue(named(index, labels));
-  let asked = "";
-  if (target !== null) asked = against === null ? `, target=${name(target)}` : `, target=(${name(target)}, ${name(against)})`;
-  lines.push(`maps = pl.explain(vit, image, ${list}${asked}${seed ? `, seed=${seed}` : ""})`);
+  const name = (index) => pythonValue(className(index, labels));
+  const classes = target === null ? "" : `, target=${name(target)}${against === null ? "" : `, against=${name(against)}`}`;
+  lines.push(`maps = pl.explain(vit, image, ${list}${classes}${seed ? `, seed=${seed}` : ""})`);
   lines.push('pl.figure(image, maps, vit=vit, path="explained.png")');
   if (test) {
     const fill = test.unit === "patch" ? `, fill=${python(test.fill)}` : "";
@@ -54,15 +53,15 @@ export function pythonLines({ open, image, bundled, methods, target, against, la
   return lines.join("\n");
 }
 
-/** The same for a shell, whose report holds the test where patches are painted as is usual; `options` open the model. */
+/** The same as a command; it has a report if the test used the default fill. `options` load the model. */
 export function shellLine({ options, image, bundled, methods, target, against, labels, texts, template, seed, test }) {
   const path = bundled ? `"$(python -c 'import patchlight; print(patchlight.__path__[0])')"/zoo/photos/${image}` : shell(image.startsWith("-") ? `./${image}` : image);
   const parts = [`patchlight explain ${path}`, `--method ${shell(methods.map(({ name }) => name).join(","))}`];
   if (options) parts.push(options);
   for (const text of texts) parts.push(`--text ${shell(text)}`);
   if (texts.length && template !== "{}") parts.push(`--template ${shell(template)}`);
-  if (target !== null) parts.push(`--target ${shell(String(named(target, labels)))}`);
-  if (target !== null && against !== null) parts.push(`--against ${shell(String(named(against, labels)))}`);
+  if (target !== null) parts.push(`--target ${shell(String(className(target, labels)))}`);
+  if (target !== null && against !== null) parts.push(`--against ${shell(String(className(against, labels)))}`);
   for (const { name, settings } of methods)
     for (const [key, value] of Object.entries(settings ?? {})) parts.push(`--set ${shell(`${name}.${key}=${value === null ? "none" : value}`)}`);
   if (seed) parts.push(`--seed ${seed}`);

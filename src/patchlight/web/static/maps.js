@@ -1,20 +1,20 @@
-/** The maps: quick methods are asked together, slow ones each by itself; every map is drawn as soon as it is there. */
+/** The maps: the large one is requested first, then the other quick ones together, then slow ones one by one. */
 import { follow } from "./api.js";
 import { link, strongest } from "./cursor.js";
 import { $, duration, h, number, onFrame, place, say } from "./dom.js";
 import { commonScale, drawHeat, drawLegend, flat, onPatches, robustScale } from "./heat.js";
 import { covers, photo } from "./picture.js";
-import { toggle } from "./poke.js";
-import { facts, on, question, set, state, tell } from "./state.js";
+import { toggle } from "./hide.js";
+import { facts, largeMethod, on, question, set, state, tell } from "./state.js";
 
-/** Seconds that the server may take before it answers with a job instead of maps. */
+/** Seconds that the server waits for quick maps before it answers with an unfinished job. */
 const WAIT = 0.2;
-/** Milliseconds that quick methods have before slow ones begin beside them. */
+/** Milliseconds that quick methods have before slow ones start. */
 const HEAD_START = 400;
 const kept = new Map();
 const cards = new Map();
 
-/** Who asks: a map made for another question, seed or settings is another map. */
+/** Identifies a map: the question, the seed, the method and its settings. */
 const keyOf = (method) => JSON.stringify([question(), state.seed, method.name, method.settings]);
 
 function keep(key, map) {
@@ -26,19 +26,25 @@ function keep(key, map) {
   if (kept.size > 256) kept.delete(kept.keys().next().value);
 }
 
-/** The chosen methods' maps that are there: [name, {scores, patches, …}]. */
-export function there() {
+/** The maps of the chosen methods that are ready: [name, {scores, patches, …}]. */
+export function readyMaps() {
   return state.methods.map((method) => [method.name, kept.get(keyOf(method))]).filter(([, map]) => map);
 }
 
-/** The scale of a map: its own, or one for all of its sign. */
+/** The large map; undefined until it is ready. */
+export const largeMap = () => largeMethod() && kept.get(keyOf(largeMethod()));
+
+/** The state of the request for a method: {state, error, progress}. */
+export const progressOf = (name) => cards.get(name) ?? { state: "new", error: "", progress: null };
+
+/** The scale of a map: its own, or one shared by all maps with or without a sign. */
 export function scaleOf(map) {
   if (state.scale === "each") return map.own;
-  return commonScale(there().map(([, each]) => each.own), map.own.signed);
+  return commonScale(readyMaps().map(([, each]) => each.own), map.own.signed);
 }
 
-/** Ask for what is not there and not under way. */
-function askMissing() {
+/** Request what is missing and not under way. */
+function requestMissing() {
   if (!state.image || !facts.model) return;
   const wanted = new Set(state.methods.map(keyOf));
   for (const card of cards.values()) if (card.work && !wanted.has(card.key)) drop(card);
@@ -47,9 +53,12 @@ function askMissing() {
     const key = keyOf(method);
     return !kept.has(key) && !(card && card.key === key && ["working", "failed", "cancelled"].includes(card.state));
   });
+  const first = missing.find((method) => method.name === largeMethod().name);
+  if (first) return work([first]).then(requestMissing);
+  if (progressOf(largeMethod()?.name).state === "working" || facts.measuring) return;
   const quick = missing.filter((method) => facts.methods.get(method.name)?.quick);
   const slow = missing.filter((method) => !quick.includes(method));
-  if (quick.length && slow.length) Promise.race([work(quick), new Promise((resolve) => setTimeout(resolve, HEAD_START))]).then(askMissing);
+  if (quick.length && slow.length) Promise.race([work(quick), new Promise((resolve) => setTimeout(resolve, HEAD_START))]).then(requestMissing);
   else if (quick.length) work(quick);
   else for (const method of slow) work([method]);
 }
@@ -63,65 +72,68 @@ function drop(card) {
 /** One job for some methods. */
 async function work(methods) {
   const job = new AbortController();
-  const begun = question(), seed = state.seed;
+  const asked = question(), seed = state.seed;
   const keys = new Map(methods.map((method) => [method.name, keyOf(method)]));
   for (const method of methods) Object.assign(cardOf(method), { state: "working", error: "", work: job, progress: null, key: keys.get(method.name) });
   draw();
-  const mine = (name) => cards.get(name)?.key === keys.get(name) && cards.get(name).work === job;
-  const fail = (name, sentence, lost = false) => mine(name) && Object.assign(cards.get(name), { state: "failed", error: sentence, work: null, lost });
+  const current = (name) => cards.get(name)?.key === keys.get(name) && cards.get(name).work === job;
+  const fail = (name, sentence, lost = false) => current(name) && Object.assign(cards.get(name), { state: "failed", error: sentence, work: null, lost });
   const hear = (event, data) => {
     if (event === "map" && keys.has(data.method)) {
-      if (kept.get(keys.get(data.method))?.map && !mine(data.method)) return;
+      if (kept.get(keys.get(data.method))?.map && !current(data.method)) return;
       keep(keys.get(data.method), data);
-      if (mine(data.method)) {
+      if (current(data.method)) {
         Object.assign(cards.get(data.method), { state: "done", work: null });
-        say(`The map of ${data.method} is there.`);
+        say(`${data.method} is ready`);
       }
       draw();
       tell("maps");
     } else if (event === "job") {
       for (const [name, sentence] of Object.entries(data.failures ?? {})) fail(name, sentence);
-      for (const name of keys.keys()) if (mine(name)) cards.get(name).progress = data.state === "waiting" ? "waiting" : data.progress;
+      for (const name of keys.keys()) if (current(name)) cards.get(name).progress = data.state === "waiting" ? "waiting" : data.progress;
       draw();
     }
   };
   try {
-    const asking = { ...begun, methods, seed, wait: methods.length > 1 || facts.methods.get(methods[0].name)?.quick ? WAIT : 0 };
-    const end = await follow("explain", asking, hear, job.signal);
+    const request = { ...asked, methods, seed, wait: methods.length > 1 || facts.methods.get(methods[0].name)?.quick ? WAIT : 0 };
+    const end = await follow("explain", request, hear, job.signal);
     for (const [name, sentence] of Object.entries(end.failures ?? {})) fail(name, sentence);
     for (const name of keys.keys())
-      if (mine(name)) Object.assign(cards.get(name), { state: end.state === "cancelled" ? "cancelled" : "failed", work: null, error: end.error || "No map came back." });
+      if (current(name)) Object.assign(cards.get(name), { state: end.state === "cancelled" ? "cancelled" : "failed", work: null, error: end.error || "The server returned no map." });
   } catch (error) {
     for (const name of keys.keys()) {
       if (!job.signal.aborted) fail(name, error.message, error.status === 0);
-      else if (mine(name)) Object.assign(cards.get(name), { state: "cancelled", work: null });
+      else if (current(name)) Object.assign(cards.get(name), { state: "cancelled", work: null });
     }
   }
   draw();
 }
 
-/** Ask again for maps that failed. */
-function retry(failed) {
+/** Request failed maps again. */
+export function retry(failed) {
   for (const card of failed) card.state = "new";
-  askMissing();
+  requestMissing();
 }
 
-function cancel(name) {
+export function cancel(name) {
   const card = cards.get(name), job = card.work;
   if (!job) return;
   for (const each of cards.values()) if (each.work === job) Object.assign(each, { state: "cancelled", work: null });
   job.abort();
-  say(`${name} is cancelled.`);
+  say(`${name} was cancelled.`);
   draw();
 }
+
+/** The mark of a method that gives every class the same map. */
+export const badge = () => h("span", { class: "badge", title: "This method gives every class the same map." }, "ignores the class");
 
 function cardOf(method) {
   if (cards.has(method.name)) return cards.get(method.name);
   const { name } = method;
   const fact = facts.methods.get(name);
-  const canvas = h("canvas", { width: 336, height: 336, role: "application", "aria-roledescription": "heat map", "aria-label": `${name}, not there yet` });
+  const canvas = h("canvas", { width: 336, height: 336, role: "application", "aria-roledescription": "heat map", "aria-label": `${name}, not ready yet` });
   const stage = h("div", { class: "stage" }, canvas);
-  const here = h("span", { class: "here" }), took = h("span", { class: "took", title: "How long it took; quick methods share one pass" });
+  const here = h("span", { class: "here" }), took = h("span", { class: "took", title: "Computing time; quick methods share one pass" });
   const legend = h("canvas", { class: "legend", width: 128, height: 1, "aria-hidden": "true" });
   const low = h("span", {}), high = h("span", {});
   const note = h("p", { class: "note", hidden: true });
@@ -132,20 +144,22 @@ function cardOf(method) {
   const sentence = h("span", {});
   const repeat = h("button", { type: "button", class: "quiet", "data-testid": `retry-${name}`, "aria-label": `Try ${name} again`, onclick: () => retry([cards.get(name)]) }, "Try again");
   const failed = h("div", { class: "failed", hidden: true, role: "alert" }, sentence, " ", repeat);
-  const close = h("button", { type: "button", class: "close", "aria-label": `Take ${name} off`, title: "Take off",
+  const close = h("button", { type: "button", class: "close", "aria-label": `Remove ${name}`, title: "Remove",
     onclick: () => set({ methods: state.methods.filter((each) => each.name !== name) }) }, "×");
+  const enlarge = h("button", { type: "button", class: "close", "data-testid": `enlarge-${name}`, "aria-label": `Show ${name} large`, title: "Show large",
+    onclick: () => (set({ large: name }), $("why").scrollIntoView()) }, "⤢");
   const card = {
     name, state: "new", key: "", work: null, progress: null, error: "", lost: false, drawn: "", shows: "", canvas,
     parts: { here, took, legend, low, high, note, bar, count, working, sentence, failed, stage },
     element: h("li", { class: "card", "data-testid": `map-${name}`, "data-state": "new" },
-      h("div", { class: "card-head" }, h("h3", { title: fact ? `${fact.summary} (${fact.paper})` : name }, name), close),
+      h("div", { class: "card-head" }, h("h3", { title: fact ? `${fact.summary} (${fact.paper})` : name }, name), enlarge, close),
       stage,
       h("div", { class: "scale" }, low, legend, high),
-      h("div", { class: "card-foot" }, here, took), note, working, failed),
+      h("div", { class: "card-foot" }, here, fact?.ignores_class && badge(), took), note, working, failed),
   };
-  link(stage, canvas, { act: toggle, tell: (patch) => {
+  link(stage, canvas, { act: toggle, describe: (patch) => {
     const map = shownIn(card);
-    return map ? `${name} ${number(map.patches[patch])}` : "not there yet";
+    return map ? `${name} ${number(map.patches[patch])}` : "not ready yet";
   } });
   cards.set(name, card);
   return card;
@@ -156,14 +170,13 @@ const shownIn = (card) => {
   return method && kept.get(keyOf(method));
 };
 
-let first = true;
-
 function drawCard(card) {
   const { parts, canvas, element } = card;
   const map = shownIn(card);
   const cardState = map ? "done" : card.state === "done" ? "new" : card.state;
   element.dataset.state = cardState;
   element.classList.toggle("stale", !map && Boolean(card.drawn));
+  element.classList.toggle("enlarged", card.name === largeMethod()?.name);
   parts.working.hidden = cardState !== "working";
   parts.failed.hidden = !["failed", "cancelled"].includes(cardState);
   if (!parts.failed.hidden) {
@@ -189,17 +202,9 @@ function drawCard(card) {
   const against = map.map.against_label ? ` rather than ${map.map.against_label}` : "";
   canvas.setAttribute("aria-label", `${card.name}, why ${map.map.target_label}${against}. Strongest patches: ${strongest(map.patches)}`);
   drawHere(card);
-  if (first) {
-    first = false;
-    tell("first-map");
-  }
-  if (performance.getEntriesByName("image-chosen").length) {
-    performance.measure("first-map", "image-chosen");
-    performance.clearMarks("image-chosen");
-  }
 }
 
-/** Until its first map of an image is there, a card shows the photograph alone. */
+/** Until its first map of an image is ready, a card shows the photograph. */
 function drawBare(card) {
   if (card.shows === photo.id) return;
   fit(card);
@@ -207,7 +212,7 @@ function drawBare(card) {
   card.element.classList.remove("stale");
   for (const part of [card.parts.took, card.parts.here]) part.textContent = "";
   card.parts.note.hidden = true;
-  card.canvas.setAttribute("aria-label", `${card.name}, not there yet`);
+  card.canvas.setAttribute("aria-label", `${card.name}, not ready yet`);
   const context = card.canvas.getContext("2d", { willReadFrequently: true });
   context.filter = "grayscale(1)";
   context.drawImage(photo.bitmap, 0, 0, card.canvas.width, card.canvas.height);
@@ -245,16 +250,17 @@ const draw = onFrame(() => {
   if (wanted.length !== list.children.length || wanted.some((card, i) => list.children[i] !== card.element)) list.replaceChildren(...wanted.map((card) => card.element));
   for (const card of wanted) drawCard(card);
   drawReading();
+  tell("working");
 });
 
-/** What is under the cursor, for all maps in one line. */
+/** A line about the patch under the cursor. */
 function drawReading() {
   const line = $("reading");
   if (!state.methods.length) line.textContent = "Choose a method to see its map.";
-  else if (state.cursor === null || !facts.model) line.textContent = "Hover a map, or move over it with the arrow keys, to read its raw numbers.";
+  else if (state.cursor === null || !facts.model) line.textContent = "Hover over a map, or use the arrow keys on it, to read the raw scores.";
   else {
-    const level = there().some(([, map]) => map.level === "pixel") ? "; maps of pixels are averaged over the patch" : "";
-    line.textContent = `Patch at ${place(state.cursor, facts.model.grid[1])}: the raw score of each map is below it${level}.`;
+    const level = readyMaps().some(([, map]) => map.level === "pixel") ? " Pixel maps are averaged over the patch." : "";
+    line.textContent = `Patch at ${place(state.cursor, facts.model.grid[1])}: its raw score is below each map.${level}`;
   }
 }
 
@@ -264,13 +270,13 @@ const drawNumbers = onFrame(() => {
 });
 
 let planned = false;
-/** Ask once all changes of this moment are made. */
+/** Request maps once all changes of this moment are made. */
 function soon() {
   if (planned) return;
   planned = true;
   queueMicrotask(() => {
     planned = false;
-    askMissing();
+    requestMissing();
     draw();
     tell("maps");
   });
@@ -278,7 +284,7 @@ function soon() {
 
 /** Listen. */
 export function start() {
-  const bind = (id, event, value) => $(id).addEventListener(event, (told) => set(value(told.target)));
+  const bind = (id, event, value) => $(id).addEventListener(event, (change) => set(value(change.target)));
   bind("opacity", "input", (input) => ({ opacity: Number(input.value) }));
   bind("colours", "change", (input) => ({ colours: input.value }));
   bind("scale", "change", (input) => ({ scale: input.value }));
@@ -294,7 +300,8 @@ export function start() {
   };
   on("opacity colours scale smooth seed", show);
   on("opacity colours scale smooth photo", draw);
-  on("image target against texts template methods seed model", soon);
+  on("image target against texts template methods large seed model", soon);
+  on("measured", requestMissing);
   on("returned", () => retry([...cards.values()].filter((card) => card.state === "failed" && card.lost)));
   on("cursor", drawNumbers);
   show();

@@ -1,15 +1,17 @@
-/** The page: everything is wired together here, and the first questions are asked at once. */
+/** The entry point: starts all parts and sends the first requests at once. */
 import { get } from "./api.js";
-import * as ask from "./ask.js";
 import { $, say, trouble } from "./dom.js";
+import * as hide from "./hide.js";
 import * as inside from "./inside.js";
+import * as large from "./large.js";
 import * as maps from "./maps.js";
 import * as methods from "./methods.js";
 import * as pair from "./pair.js";
-import * as poke from "./poke.js";
+import * as ask from "./question.js";
+import * as share from "./share.js";
 import { facts, on, read, setView, state, tell } from "./state.js";
-import * as take from "./take.js";
-import * as truth from "./truth.js";
+import * as story from "./story.js";
+import * as test from "./test.js";
 
 const coming = Promise.all([get("model"), methods.loadMethods()]);
 coming.catch(() => {});
@@ -18,14 +20,14 @@ function drawFacts() {
   const { model } = facts;
   const [rows, columns] = model.grid;
   $("facts").textContent = [model.name, `${model.image_size.join(" × ")} pixels`, `${rows} × ${columns} patches`, `${model.depth} blocks`, model.classes ? `${model.classes} classes` : "", model.device].filter(Boolean).join(" · ");
-  $("foot").textContent = `Patchlight ${model.version}. Nothing leaves this server, and nothing of your images is written to its disk.`;
+  $("foot").textContent = `Patchlight ${model.version}. Images stay in the memory of this server; they are not written to disk or sent anywhere.`;
 }
 
-/** The view that the address gives; without an image in it, the one that is there stays. */
-function begin() {
-  const given = read(location.hash);
-  const image = given.image ?? state.image ?? facts.model.image;
-  if (setView({ ...given, image })) say("The link asks about a class that is not there; the prediction is explained instead.");
+/** Show the view of the address; without an image in it, the current image stays. */
+function showAddress() {
+  const view = read(location.hash);
+  const image = view.image ?? state.image ?? facts.model.image;
+  if (setView({ ...view, image })) say("The class of the link does not exist here; the prediction is explained instead.");
 }
 
 function watchTheme() {
@@ -36,7 +38,7 @@ function watchTheme() {
     try {
       localStorage.setItem("patchlight-theme", theme);
     } catch {
-      /* without storage the choice lasts as long as the page */
+      /* without storage, the choice lasts as long as the page */
     }
     show();
   });
@@ -50,8 +52,8 @@ function watchKeys() {
   $("help-open").addEventListener("click", open);
   $("skip").addEventListener("click", (event) => {
     event.preventDefault();
-    $("compare").focus();
-    $("compare").scrollIntoView();
+    $("why").focus();
+    $("why").scrollIntoView();
   });
   $("help-close").addEventListener("click", () => help.close());
   addEventListener("keydown", (event) => {
@@ -60,41 +62,42 @@ function watchKeys() {
     const control = event.ctrlKey || event.metaKey;
     const key = event.key.toLowerCase();
     if (key === "?" && !control) open();
-    else if (control && key === "z" && !event.shiftKey) (event.preventDefault(), poke.undo());
-    else if (control && (key === "y" || (key === "z" && event.shiftKey))) (event.preventDefault(), poke.redo());
+    else if (key === "p" && !control && !event.altKey) story.play();
+    else if (control && key === "z" && !event.shiftKey) (event.preventDefault(), hide.undo());
+    else if (control && (key === "y" || (key === "z" && event.shiftKey))) (event.preventDefault(), hide.redo());
   });
 }
 
 async function start() {
-  for (const part of [ask, poke, methods, maps, pair, truth, inside, take]) part.start();
+  for (const part of [ask, hide, methods, story, maps, large, pair, test, inside, share]) part.start();
   watchTheme();
   watchKeys();
   on("first-map", () => {
     ask.loadThumbnails();
-    poke.prepare();
-    truth.startTested();
+    hide.prepare();
+    test.startTested();
   });
   await load();
-  on("view", () => setTimeout(truth.startTested, 500));
-  addEventListener("hashchange", () => location.hash.includes("=") && begin());
+  on("view", () => setTimeout(test.startTested, 500));
+  addEventListener("hashchange", () => location.hash.includes("=") && showAddress());
 }
 
 async function load() {
-  const box = $("ask-trouble");
+  const box = $("image-trouble");
   try {
     [facts.model] = facts.model ? [facts.model] : await coming;
   } catch (error) {
-    const sentence = error.status === 401 ? `${error.message} Open the address that “patchlight serve” printed, with its token.` : error.message;
-    return trouble(box, sentence, () => location.reload(), "Load again");
+    const sentence = error.status === 401 ? `${error.message} Open the address that “patchlight serve” printed; it contains the token.` : error.message;
+    return trouble(box, sentence, () => location.reload(), "Reload");
   }
   drawFacts();
   ask.drawPhotos();
   performance.mark("image-chosen");
-  begin();
+  showAddress();
   tell("model");
   methods.drawMethods();
-  poke.drawChoices();
-  if (!state.image) say("Choose an image to begin.");
+  hide.drawChoices();
+  if (!state.image) say("Choose an image to start");
   setTimeout(ask.loadThumbnails, 1500);
 }
 

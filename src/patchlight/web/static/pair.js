@@ -1,8 +1,8 @@
-/** Any two maps: their difference as a picture, and how much their orders agree. */
+/** Two maps: their difference as a picture, and their rank correlation. */
 import { link, strongest } from "./cursor.js";
 import { $, h, number, onFrame } from "./dom.js";
 import { drawHeat, drawLegend, ends, robustScale, scaled, spearman } from "./heat.js";
-import { scaleOf, there } from "./maps.js";
+import { readyMaps, scaleOf } from "./maps.js";
 import { covers, photo } from "./picture.js";
 import { facts, on, set, state } from "./state.js";
 
@@ -13,12 +13,12 @@ function makeFigure() {
   const stage = h("div", { class: "stage" }, canvas);
   const legend = h("canvas", { class: "legend", width: 128, height: 1, "aria-hidden": "true" });
   const low = h("span", {}), high = h("span", {}), here = h("span", { class: "here", "data-testid": "difference-here" });
-  link(stage, canvas, { tell: (patch) => (difference ? number(difference[patch]) : "not there yet") });
+  link(stage, canvas, { describe: (patch) => (difference ? number(difference[patch]) : "not ready yet") });
   $("pair-figure").replaceChildren(stage, h("div", { class: "scale" }, low, legend, high), here);
   return { canvas, legend, low, high, here };
 }
 
-/** The words are read out when they change, so they are touched only then. */
+/** Change the words only if they differ, because screen readers read every change. */
 function say(words) {
   if ($("pair-words").textContent !== words) $("pair-words").textContent = words;
 }
@@ -38,7 +38,7 @@ function drawChoices(names) {
 }
 
 const draw = onFrame(() => {
-  const maps = new Map(there());
+  const maps = new Map(readyMaps());
   const names = state.methods.map((method) => method.name);
   $("pair").hidden = names.length < 2;
   drawChoices(names);
@@ -54,8 +54,8 @@ const draw = onFrame(() => {
   const one = of(a), other = of(b);
   difference = one.map((score, patch) => score - other[patch]);
   const [nameA, nameB] = state.pair, [less, more] = ends(state.colours);
-  const words = rho === null ? "one of them is constant, so their orders cannot be compared" : `Spearman's rank correlation ${number(Number(rho.toFixed(3)))}`;
-  say(`${nameA} and ${nameB}: ${words}. ${more[0].toUpperCase()}${more.slice(1)}: more in ${nameA}; ${less}: more in ${nameB} (${raw ? "raw scores" : "each on its own scale"}).`);
+  const words = rho === null ? "one of them is constant, so they have no rank correlation" : `Spearman's rank correlation ${number(Number(rho.toFixed(3)))}`;
+  say(`${nameA} and ${nameB}: ${words}. ${more[0].toUpperCase()}${more.slice(1)}: more in ${nameA}; ${less}: more in ${nameB} (${raw ? "raw scores" : "each map on its own scale"}).`);
   figure ??= makeFigure();
   const { canvas, legend, low, high } = figure;
   if (canvas.width !== photo.mapWidth || canvas.height !== photo.mapHeight) Object.assign(canvas, { width: photo.mapWidth, height: photo.mapHeight });
@@ -66,12 +66,12 @@ const draw = onFrame(() => {
   low.textContent = number(-scale.high);
   high.textContent = number(scale.high);
   drawHere();
-  canvas.setAttribute("aria-label", `${nameA} less ${nameB}. Most in ${nameA}: ${strongest(difference)}`);
+  canvas.setAttribute("aria-label", `${nameA} minus ${nameB}. Highest in ${nameA}: ${strongest(difference)}`);
 });
 
 let compared = [];
 
-/** The table of all pairs, made again only for other maps, so that the focus stays in it. */
+/** The table of all pairs; rebuilt only for other maps, so that the focus stays in it. */
 function drawMatrix(maps) {
   const names = [...maps.keys()], now = [...maps].flat();
   if (now.length === compared.length && now.every((each, i) => each === compared[i])) return;

@@ -1,11 +1,11 @@
-/** The photograph as the model sees it, in colour and in grey, what stands for removed patches, and where patches lie. */
+/** The photograph as the model sees it, in colour and in grey, the fills of hidden patches, and where patches are. */
 import { picture } from "./api.js";
 import { facts, state, tell } from "./state.js";
 
 const SIDE = 448, MAP_SIDE = 336;
 const kept = new Map();
 
-/** The picture now shown: {id, bitmap, width, height, grey, mapWidth, mapHeight}, or null. */
+/** The current picture: {id, bitmap, width, height, mapWidth, mapHeight, grey, largeGrey}, or null. */
 export let photo = null;
 
 function keep(key, value) {
@@ -34,21 +34,21 @@ function luminance(source, width, height) {
   return grey;
 }
 
-/** Load what the model sees of the state's image, and tell `photo` when it is there. */
+/** Load the image as the model sees it, and notify `photo`. */
 export async function loadPhoto() {
   const { image } = state;
   const source = await bitmap(image);
   if (state.image !== image) return;
   const shrink = MAP_SIDE / Math.max(source.width, source.height);
   const mapWidth = Math.round(source.width * shrink), mapHeight = Math.round(source.height * shrink);
-  const grey = luminance(source, mapWidth, mapHeight);
-  photo = { id: image, bitmap: source, width: source.width, height: source.height, grey, mapWidth, mapHeight };
+  const { width, height } = source;
+  photo = { id: image, bitmap: source, width, height, mapWidth, mapHeight, grey: luminance(source, mapWidth, mapHeight), largeGrey: luminance(source, width, height) };
   tell("photo");
 }
 
 const filled = new Map();
 
-/** The fill of the image as a picture, or null until it is there; then `photo` is told again. */
+/** The fill of the image as a picture; null until it is loaded, which notifies `fill-picture`. */
 export function fillPicture(fill) {
   const key = `${photo.id} ${fill}`;
   if (filled.has(key)) return filled.get(key);
@@ -67,13 +67,13 @@ export function covers() {
   return [extent[0] / size[0], extent[1] / size[1]];
 }
 
-/** Where a patch lies, as shares of the picture: [x, y, width, height]. */
+/** The position of a patch in shares of the picture: [x, y, width, height]. */
 export function cell(patch) {
   const [rows, columns] = facts.model.grid, [high, wide] = covers();
   return [((patch % columns) * wide) / columns, (Math.floor(patch / columns) * high) / rows, wide / columns, high / rows];
 }
 
-/** The patch at a point given in shares of the picture; null beside them. */
+/** The patch at a point in shares of the picture; null outside of the patches. */
 export function patchAt(x, y) {
   const [rows, columns] = facts.model.grid, [high, wide] = covers();
   const row = Math.floor((y / high) * rows), column = Math.floor((x / wide) * columns);
@@ -95,7 +95,7 @@ function hatched(context) {
   return context.createPattern(hatching, "repeat");
 }
 
-/** Draw the photograph without some patches: a checker where tokens are removed, else the fill. */
+/** Draw the photograph with hidden patches: a checkerboard where tokens are removed, else the fill. */
 export function drawWithout(canvas, removed, unit, fill) {
   const { bitmap: source, width, height } = photo;
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });

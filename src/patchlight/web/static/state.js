@@ -1,54 +1,58 @@
 /**
- * What is asked and shown: one state, who listens to it, and how it goes into a link and a file.
+ * The state of the page: the question and the view, who listens to changes, and how it is written into a link and a file.
  *
- * The fragment of the page's address is the state, written as a query (`#image=cat&target=3&methods=genatt,rollout`); every
- * part may be left out, unknown parts are ignored, and the format is kept stable:
+ * The fragment of the page's address is the state, written as a query (`#image=cat&target=3&methods=auto,rollout`). Every part
+ * is optional, unknown parts are ignored, and the format is stable:
  *
- *   image      id of a bundled image, or of one that this server holds
- *   target     index of the class asked about; left out: the predicted one
+ *   image      id of a bundled image, or of an upload to this server
+ *   target     index of the explained class; default: the predicted one
  *   against    index of the class that it is contrasted with
  *   text       a sentence as a class; repeated, in order
- *   template   what stands around each sentence, with {} for it
- *   methods    names, separated by commas
+ *   template   prompt template for each sentence, with {} for the sentence
+ *   methods    names, separated by commas; the first one is shown large
+ *   large      the method that is shown large instead
  *   set        a setting, METHOD.KEY=VALUE, where VALUE is JSON or else a string; repeated
- *   seed       of what is drawn at random
- *   unit       patch (painted) or token (really removed)
- *   fill       what patches are painted with
- *   removed    patches that are poked, row by row from 0, as in 3,10-14
- *   only       1: those patches alone are shown
+ *   seed       random seed
+ *   unit       patch (painted over) or token (removed from the sequence)
+ *   fill       what hidden patches are painted with
+ *   removed    hidden patches, row by row from 0, as in 3,10-14
+ *   only       1: all other patches are hidden instead
  *   colours    auto, viridis, cividis, grey, red-blue, purple-orange
  *   opacity    0 to 1
  *   scale      each or one
  *   smooth     1 or 0 (patches)
  *   pair       two methods whose difference is shown, separated by a comma
  *   tested     1: the faithfulness test is run at once
- *   step       step of the slider
- *   shown      the method whose order the slider removes
- *   cursor     the patch looked at
- *   token      not state: the server's token, kept for this tab and taken out of the address
+ *   step       step of the test's slider
+ *   shown      the method whose order the slider follows
+ *   cursor     the patch under the cursor
+ *   token      not state: the server's token, kept for this tab and removed from the address
  */
 
 /** The state of a page that was just opened. */
 export const FRESH = {
-  image: null, target: null, against: null, texts: [], template: "{}", methods: [], seed: 0, unit: "patch",
+  image: null, target: null, against: null, texts: [], template: "{}", methods: [], large: null, seed: 0, unit: "patch",
   fill: "image-mean", removed: [], only: false, colours: "auto", opacity: 0.8, scale: "each", smooth: true, pair: null,
   tested: false, step: 0, shown: null, cursor: null,
 };
 
-/** The state itself: read it freely, change it with `set`. */
+/** The state: read it freely, change it with `set`. */
 export const state = { ...FRESH };
 
-/** Facts that do not belong into a link: the model, the methods, and names and bytes of images that were given here, by id. */
-export const facts = { model: null, methods: new Map(), given: new Map() };
+/**
+ * What does not belong into a link: the model, the methods, names and bytes of uploaded images by id, and whether the sentence
+ * about the large map is being measured (the other maps wait for it).
+ */
+export const facts = { model: null, methods: new Map(), uploads: new Map(), measuring: false };
 
-/** The name and bytes of an image of one's own; null where they are not known. */
-export const own = () => facts.given.get(state.image) ?? { name: null, blob: null };
+/** The name and bytes of the uploaded image; null if they are unknown. */
+export const uploaded = () => facts.uploads.get(state.image) ?? { name: null, blob: null };
 
-/** Remember what an image of one's own is called. */
+/** Remember the name and bytes of an upload. */
 export function remember(id, name, blob) {
-  facts.given.delete(id);
-  facts.given.set(id, { name, blob });
-  if (facts.given.size > 8) facts.given.delete(facts.given.keys().next().value);
+  facts.uploads.delete(id);
+  facts.uploads.set(id, { name, blob });
+  if (facts.uploads.size > 8) facts.uploads.delete(facts.uploads.keys().next().value);
 }
 
 const listeners = [];
@@ -60,7 +64,7 @@ export function on(keys, act) {
 
 const same = (a, b) => a === b || (typeof a === "object" && JSON.stringify(a) === JSON.stringify(b));
 
-/** Change the state, and tell those who listen. */
+/** Change the state and notify the listeners. */
 export function set(change) {
   const changed = Object.keys(change).filter((key) => !same(state[key], change[key]));
   if (!changed.length) return;
@@ -69,8 +73,8 @@ export function set(change) {
 }
 
 /**
- * Change to a whole view, of a link or a file, as far as this model can show it; its test is run even if the view before had
- * one. Tells `view`; gives whether a class was asked about that is not there.
+ * Change to the view of a link or a file, as far as it fits this model. Its test is run even if the view before had one. Notifies
+ * `view`; returns whether a class does not exist here.
  */
 export function setView(view) {
   const { model } = facts, patches = model.grid[0] * model.grid[1], classes = view.texts.length || model.classes;
@@ -78,7 +82,7 @@ export function setView(view) {
   set({ tested: false });
   set({
     ...view, ...(odd && { target: null, against: null }),
-    methods: view.methods.length ? view.methods : model.methods.map((name) => ({ name, settings: {} })),
+    methods: chosenMethods(view.methods),
     fill: [view.fill, FRESH.fill, ...model.fills].find((fill) => model.fills.includes(fill)) ?? FRESH.fill,
     unit: model.no_tokens === null ? view.unit : FRESH.unit,
     removed: view.removed.filter((patch) => patch < patches),
@@ -88,25 +92,34 @@ export function setView(view) {
   return odd;
 }
 
-/** Tell everyone that something outside of the state has changed (`facts`). */
+/** The methods of a view, "auto" by the name of its choice; the model's first ones if there are none. */
+function chosenMethods(methods) {
+  if (!methods.length) return facts.model.methods.map((name) => ({ name, settings: {} }));
+  const named = methods.map((method) => (method.name === "auto" ? { ...method, name: facts.model.auto } : method));
+  return named.filter(({ name }, i) => named.findIndex((each) => each.name === name) === i);
+}
+
+/** The method that is shown large. */
+export const largeMethod = () => state.methods.find((method) => method.name === state.large) ?? state.methods[0];
+
+/** Notify the listeners of a change outside of the state (`facts`). */
 export function tell(key) {
   for (const [keys, act] of listeners) if (keys.has(key)) act([key]);
 }
 
-/** The question as the API has it. */
+/** The question in the form of the API. */
 export function question() {
-  const asked = { image: state.image, target: state.target, against: state.against };
-  if (state.texts.length) Object.assign(asked, { texts: state.texts, template: state.template });
-  return asked;
+  const { image, target, against, texts, template } = state;
+  return { image, target, against, ...(texts.length && { texts, template }) };
 }
 
 /** Names of the classes: the sentences, or the model's labels. */
 export const labels = () => (state.texts.length ? state.texts : facts.model ? facts.model.labels : []);
 
-/** The name of a class, whatever it is. */
+/** The name of a class. */
 export const label = (index) => labels()[index] ?? `class ${index}`;
 
-/** Patches as few letters: [3,10,11,12] is 3,10-12. */
+/** Patches as short text: [3,10,11,12] is 3,10-12. */
 export function packed(patches) {
   const runs = [];
   for (const patch of [...patches].sort((a, b) => a - b)) {
@@ -117,22 +130,23 @@ export function packed(patches) {
   return runs.map(([a, b]) => (a === b ? `${a}` : `${a}-${b}`)).join(",");
 }
 
-/** The patches that `packed` wrote, at most `most`. */
+/** The patches that `packed` wrote, at most `most`; repeated ranges count, so a hostile link cannot keep the tab busy. */
 export function unpacked(text, most = 65536) {
-  const found = new Set();
-  for (const run of text.split(",")) {
+  const patches = new Set();
+  let left = most;
+  for (const run of text.split(",").slice(0, most)) {
     const match = /^(\d{1,9})(?:-(\d{1,9}))?$/.exec(run.trim());
     if (!match) continue;
-    for (let i = Number(match[1]); i <= Number(match[2] ?? match[1]) && found.size < most; i += 1) found.add(i);
+    for (let i = Number(match[1]); i <= Number(match[2] ?? match[1]) && left > 0; i += 1, left -= 1) patches.add(i);
   }
-  return [...found].sort((a, b) => a - b);
+  return [...patches].sort((a, b) => a - b);
 }
 
-/** The state as a fragment, without #; what is as fresh is left out. */
+/** The state as a fragment without #; default values are left out. */
 export function written(of = state) {
   const out = new URLSearchParams();
   const put = (key, value) => out.append(key, String(value));
-  const plain = "image target against template seed unit fill colours opacity scale step shown cursor";
+  const plain = "image target against template large seed unit fill colours opacity scale step shown cursor";
   for (const key of plain.split(" ")) if (!same(of[key], FRESH[key]) && of[key] !== null) put(key, of[key]);
   for (const text of of.texts) put("text", text);
   if (of.methods.length) put("methods", of.methods.map((method) => method.name).join(","));
@@ -155,44 +169,45 @@ function setting(text) {
   }
 }
 
-/** The state of a fragment; what is missing or makes no sense is as fresh. */
+/** The state of a fragment; missing and invalid parts get their defaults. */
 export function read(fragment) {
-  const given = new URLSearchParams(fragment.replace(/^#/, ""));
-  const found = {};
-  const whole = (key) => /^\d{1,9}$/.test(given.get(key) ?? "") && (found[key] = Number(given.get(key)));
-  const one = (key, pattern) => pattern.test(given.get(key) ?? "") && (found[key] = given.get(key));
-  ["target", "against", "seed", "step", "cursor"].forEach(whole);
-  one("image", /^[a-z0-9-]{1,64}$/);
-  one("unit", /^(patch|token)$/);
-  one("fill", /^[a-z-]{1,40}$/);
-  one("colours", /^[a-z-]{1,40}$/);
-  one("scale", /^(each|one)$/);
-  one("shown", /^[A-Za-z0-9_.+-]{1,100}$/);
-  one("template", /^.{1,300}$/s);
-  const opacity = Number.parseFloat(given.get("opacity"));
-  if (opacity >= 0 && opacity <= 1) found.opacity = opacity;
-  found.texts = given.getAll("text").map((text) => text.trim()).filter(Boolean).slice(0, 64);
-  const names = (given.get("methods") ?? "").split(",").filter((name) => /^[A-Za-z0-9_.+-]{1,100}$/.test(name));
+  const query = new URLSearchParams(fragment.replace(/^#/, ""));
+  const view = {};
+  const integer = (key) => /^\d{1,9}$/.test(query.get(key) ?? "") && (view[key] = Number(query.get(key)));
+  const matching = (key, pattern) => pattern.test(query.get(key) ?? "") && (view[key] = query.get(key));
+  ["target", "against", "seed", "step", "cursor"].forEach(integer);
+  matching("image", /^[a-z0-9-]{1,64}$/);
+  matching("unit", /^(patch|token)$/);
+  matching("fill", /^[a-z-]{1,40}$/);
+  matching("colours", /^[a-z-]{1,40}$/);
+  matching("scale", /^(each|one)$/);
+  matching("shown", /^[A-Za-z0-9_.+-]{1,100}$/);
+  matching("large", /^[A-Za-z0-9_.+-]{1,100}$/);
+  matching("template", /^.{1,300}$/s);
+  const opacity = Number.parseFloat(query.get("opacity"));
+  if (opacity >= 0 && opacity <= 1) view.opacity = opacity;
+  view.texts = query.getAll("text").map((text) => text.trim()).filter(Boolean).slice(0, 64);
+  const names = (query.get("methods") ?? "").split(",").filter((name) => /^[A-Za-z0-9_.+-]{1,100}$/.test(name));
   if (names.length) {
-    const settings = given.getAll("set").map(setting).filter(Boolean);
-    found.methods = [...new Set(names)].slice(0, 16).map((name) => ({
+    const settings = query.getAll("set").map(setting).filter(Boolean);
+    view.methods = [...new Set(names)].slice(0, 16).map((name) => ({
       name,
       settings: Object.fromEntries(settings.filter(([of]) => of === name).map(([, key, value]) => [key, value])),
     }));
   }
-  found.removed = unpacked(given.get("removed") ?? "");
-  found.only = given.get("only") === "1";
-  found.tested = given.get("tested") === "1";
-  found.smooth = given.get("smooth") !== "0";
-  const pair = (given.get("pair") ?? "").split(",");
-  if (pair.length === 2) found.pair = pair;
-  return { ...FRESH, ...found };
+  view.removed = unpacked(query.get("removed") ?? "");
+  view.only = query.get("only") === "1";
+  view.tested = query.get("tested") === "1";
+  view.smooth = query.get("smooth") !== "0";
+  const pair = (query.get("pair") ?? "").split(",");
+  if (pair.length === 2) view.pair = pair;
+  return { ...FRESH, ...view };
 }
 
-/** The whole state with the bytes of an image of one's own (null: it is bundled), as the text of a `.patchlight.json` file. */
+/** The state with the bytes of an uploaded image (null for a bundled one), as the text of a `.patchlight.json` file. */
 export async function saved(blob) {
   const image = blob && (await dataAddress(blob));
-  const file = { patchlight: 1, state: written(), name: own().name, image: image || undefined };
+  const file = { patchlight: 1, state: written(), name: uploaded().name, image: image || undefined };
   return JSON.stringify(file, null, 1);
 }
 
@@ -205,7 +220,7 @@ function dataAddress(blob) {
   });
 }
 
-/** What `saved` wrote: {state, name, blob}. Throws a sentence where it is no such file. */
+/** Read what `saved` wrote: {state, name, blob}. Throws a sentence for any other file. */
 export function opened(text) {
   let file;
   try {
@@ -214,7 +229,7 @@ export function opened(text) {
     file = null;
   }
   if (!file || file.patchlight !== 1 || typeof file.state !== "string")
-    throw new Error("This file is not one that “Save as a file” wrote: it has no state of this page in it.");
+    throw new Error("This file is not a saved session of this page.");
   const name = typeof file.name === "string" ? file.name.slice(0, 100) : null;
   const match = /^data:(image\/[a-z0-9.+-]+|application\/octet-stream)?;base64,([A-Za-z0-9+/=]+)$/.exec(file.image ?? "");
   const bytes = match && Uint8Array.from(atob(match[2]), (letter) => letter.charCodeAt(0));

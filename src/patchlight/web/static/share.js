@@ -1,21 +1,22 @@
-/** Taking it along: a link, a file to drop back, pictures, arrays and a report, and the lines of code. */
+/** Export and share: downloads, a saved session, a link, and code. */
 import { file, follow, picture } from "./api.js";
-import { asked } from "./ask.js";
 import { $, say, settled, trouble } from "./dom.js";
 import { pythonLines, shellLine } from "./lines.js";
-import { facts, labels, on, own, question, read, saved, state, written } from "./state.js";
-import { STEPS } from "./truth.js";
+import { readyMaps } from "./maps.js";
+import { asked } from "./question.js";
+import { facts, labels, on, question, read, saved, state, uploaded, written } from "./state.js";
+import { STEPS } from "./test.js";
 
 const ENDINGS = { png: "png", pdf: "pdf", arrays: "zip", report: "html" };
 
-/** Whether the image is one that comes with the package. */
+/** Whether the image is a bundled photograph. */
 const bundled = () => Boolean(facts.model?.photos.some((photo) => photo.id === state.image));
 
-/** What the image is called in a report: its file's name, under which the report's command asks for it. */
-const fileName = () => (bundled() ? `${state.image}.jpg` : own().name ?? "image").slice(0, 100);
+/** The file name of the image, for the report and its command. */
+const fileName = () => (bundled() ? `${state.image}.jpg` : uploaded().name ?? "image").slice(0, 100);
 
 function stem() {
-  const name = (own().name ?? state.image ?? "image").replace(/\.[A-Za-z0-9]{1,5}$/, "");
+  const name = (uploaded().name ?? state.image ?? "image").replace(/\.[A-Za-z0-9]{1,5}$/, "");
   return name.replace(/[^\p{L}\p{N}_-]+/gu, "-").slice(0, 60) || "image";
 }
 
@@ -27,38 +28,49 @@ function save(blob, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 30000);
 }
 
+function drawProgress(job) {
+  const bar = $("files-progress");
+  bar.hidden = !job;
+  if (job?.progress?.total) Object.assign(bar, { max: job.progress.total, value: job.progress.done });
+  else bar.removeAttribute("value");
+}
+
+/** Download the maps that are ready. The server reuses finished maps and tests. */
 async function download(button) {
   const { kind } = button.dataset;
-  const box = $("take-trouble");
+  const box = $("share-trouble");
   trouble(box, "");
-  if (!state.image || !state.methods.length) return trouble(box, "Choose an image and a method first.");
+  const ready = new Set(readyMaps().map(([name]) => name));
+  const methods = state.methods.filter(({ name }) => ready.has(name));
+  if (!state.image || !methods.length) return trouble(box, "No map is ready yet. Choose an image and a method first.");
   button.disabled = true;
-  $("files-hint").textContent = "Making the file…";
+  $("files-hint").textContent = `Preparing the ${kind === "report" ? "report" : "file"}…`;
+  drawProgress({});
   try {
-    const asking = { ...question(), methods: state.methods, seed: state.seed, unit: state.unit, fill: state.fill, kind, name: fileName(), wait: 2 };
-    const tell = (event, job) => {
-      if (event === "job" && job.progress?.total) $("files-hint").textContent = `Making the file… ${Math.floor((100 * job.progress.done) / job.progress.total)} %`;
-    };
-    const job = await follow("files", asking, tell);
+    const request = { ...question(), methods, seed: state.seed, steps: STEPS, unit: state.unit, fill: state.fill, kind, name: fileName(), wait: 1 };
+    const job = await follow("files", request, (event, data) => event === "job" && drawProgress(data));
     const { blob, name } = await file(job.id);
-    save(blob, name ?? `${stem()}.${ENDINGS[kind]}`);
-    const without = Object.entries(job.failures ?? {}).map(([method, why]) => ` Without ${method}: ${why}`);
-    $("files-hint").textContent = `Saved ${name ?? `${stem()}.${ENDINGS[kind]}`}.${without.join("")}`;
+    const saved = name ?? `${stem()}.${ENDINGS[kind]}`;
+    save(blob, saved);
+    const waiting = state.methods.filter((method) => !ready.has(method.name)).map((method) => ` Without ${method.name}, which is not ready.`);
+    const failed = Object.entries(job.failures ?? {}).map(([method, why]) => ` Without ${method}: ${why}`);
+    $("files-hint").textContent = `Saved ${saved}.${[...failed, ...waiting].join("")}`;
   } catch (error) {
     $("files-hint").textContent = "";
     trouble(box, error.message, () => download(button));
   } finally {
+    drawProgress(null);
     button.disabled = false;
   }
 }
 
-/** The view as a file; of an image whose own bytes are not here, with the picture that the server keeps of it. */
+/** Save the session as a file, with the uploaded image or the picture that the server keeps of it. */
 async function saveState() {
-  const box = $("take-trouble");
+  const box = $("share-trouble");
   trouble(box, "");
   if (!state.image) return trouble(box, "Choose an image first.");
   try {
-    const image = bundled() ? null : own().blob ?? (await picture(state.image, { whole: 1, side: 1024 }));
+    const image = bundled() ? null : uploaded().blob ?? (await picture(state.image, { whole: 1, side: 1024 }));
     save(new Blob([await saved(image)], { type: "application/json" }), `${stem()}.patchlight.json`);
   } catch (error) {
     trouble(box, error.message, saveState);
@@ -78,18 +90,18 @@ async function copy(text, button) {
   }
   const old = button.firstChild.textContent;
   button.firstChild.textContent = "Copied";
-  say("Copied.");
+  say("Copied");
   setTimeout(() => (button.firstChild.textContent = old === "Copied" ? "Copy" : old), 1500);
 }
 
-/** The address of this view; in a notebook's frame, of the whole page. */
+/** The address of this view; in the frame of a notebook, of the page itself. */
 function address() {
   const search = new URLSearchParams(location.search);
   search.delete("embed");
   return `${location.origin}${location.pathname}${search.size ? `?${search}` : ""}#${written()}`;
 }
 
-/** The view goes into the address; another image is a step that “back” goes back from, but not in a notebook's frame. */
+/** Write the view into the address; another image is a step in the history, except in the frame of a notebook. */
 function writeAddress() {
   const { image } = read(location.hash);
   const step = image !== null && image !== state.image && window === window.top;
@@ -101,16 +113,16 @@ const draw = settled(() => {
   if (state.image) writeAddress();
   $("permalink").value = address();
   $("link-hint").textContent = bundled()
-    ? "The whole state is in the link."
-    : "This link works while this server still holds your image; save the view as a file to keep it with the image.";
+    ? "The link contains the whole view."
+    : "The link works while this server has your image in memory. Save the session to keep both.";
   const lines = {
-    open: facts.model.python, options: facts.model.cli, image: bundled() ? `${state.image}.jpg` : own().name ?? "photo.jpg", bundled: bundled(), methods: state.methods,
+    open: facts.model.python, options: facts.model.cli, image: bundled() ? `${state.image}.jpg` : uploaded().name ?? "photo.jpg", bundled: bundled(), methods: state.methods,
     target: state.against === null ? state.target : asked(), against: state.against, labels: labels(), texts: state.texts, template: state.template, seed: state.seed,
     test: state.tested && { steps: STEPS, unit: state.unit, fill: state.fill },
   };
   const ready = state.methods.length > 0;
   $("python").textContent = ready ? pythonLines(lines) : "# Choose a method first.";
-  const shell = facts.model.cli ? shellLine(lines) : "# This model was given to pl.show; the command line opens models by name.";
+  const shell = facts.model.cli ? shellLine(lines) : "# This model was passed to pl.show; the command line loads models by name.";
   $("cli").textContent = ready ? shell : "# Choose a method first.";
 }, 150);
 
@@ -121,5 +133,5 @@ export function start() {
   for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy($(button.dataset.copy).textContent, button));
   for (const button of document.querySelectorAll("[data-kind]")) button.addEventListener("click", () => download(button));
   $("save-state").addEventListener("click", saveState);
-  on("image target against texts template methods seed unit fill removed only colours opacity scale smooth pair tested step shown cursor model", draw);
+  on("image target against texts template methods large seed unit fill removed only colours opacity scale smooth pair tested step shown cursor model", draw);
 }

@@ -1,10 +1,10 @@
-/** Poking: patches are removed by hand, and the bars follow. At most one request is under way; the latest state is sent next. */
+/** Hide patches by hand; the predictions follow. At most one request is under way, and the latest state is sent next. */
 import { post } from "./api.js";
-import { showNow } from "./ask.js";
+import { showNow } from "./question.js";
 import { link, patchUnder } from "./cursor.js";
 import { $, onFrame, place, say } from "./dom.js";
 import { drawWithout, fillPicture, photo } from "./picture.js";
-import { facts, on, own, question, set, state } from "./state.js";
+import { facts, on, question, set, state, uploaded } from "./state.js";
 
 const MOST = 200;
 const past = [], future = [];
@@ -14,7 +14,7 @@ export const fillName = (fill) => facts.model?.fill_names[fill] ?? fill;
 
 const patches = () => facts.model.grid[0] * facts.model.grid[1];
 
-/** The patches that are really gone: those painted, or all others when only those are shown. */
+/** The hidden patches: the chosen ones, or all others if only the chosen ones are shown. */
 export function gone() {
   const all = facts.model ? patches() : 0;
   const chosen = new Set(state.removed.filter((patch) => patch < all));
@@ -32,16 +32,16 @@ function change(removed, remember = true) {
   drawButtons();
 }
 
-/** Replace what is removed, as one step that can be undone. */
-export const replace = (removed) => change(removed);
+/** Hide these patches instead; `remember` makes it a step that can be undone. */
+export const replace = (removed, remember = true) => change(removed, remember);
 
-/** Remove a patch, or put it back. */
+/** Hide a patch, or show it again. */
 export function toggle(patch) {
   const removed = new Set(state.removed);
   const added = !removed.delete(patch);
   if (added) removed.add(patch);
   change(removed);
-  say(`${place(patch, facts.model.grid[1])} ${state.only ? (added ? "shown" : "hidden") : added ? "removed" : "put back"}.`);
+  say(`${place(patch, facts.model.grid[1])} ${added !== state.only ? "hidden" : "shown"}.`);
 }
 
 /** One step back. */
@@ -111,11 +111,15 @@ function watchPointer(canvas) {
   canvas.addEventListener("contextmenu", (event) => event.preventDefault());
 }
 
-let asking = false, waiting = false;
-/** When the first change was made that no request has yet taken along. */
+let asking = false, waiting = false, waiters = [];
+
+/** Resolves when the predictions for the hidden patches are shown. */
+export const answered = () => (asking ? new Promise((resolve) => waiters.push(resolve)) : Promise.resolve());
+
+/** When the first change was made that no request contains yet. */
 let since = null;
 
-/** Ask what the model says of what is left. */
+/** Request the predictions for what is left. */
 async function ablate() {
   if (!state.image || !facts.model) return;
   const removed = gone();
@@ -139,7 +143,7 @@ async function ablate() {
     if (sent === JSON.stringify(question()) && gone().length) {
       showNow(answer.whole, answer.variants[0]);
       veil("");
-      requestAnimationFrame(() => performance.measure("poke", { start }));
+      requestAnimationFrame(() => performance.measure("hide", { start }));
     }
   } catch (error) {
     if (sent === JSON.stringify(question())) veil(error.message);
@@ -148,65 +152,66 @@ async function ablate() {
     if (waiting) {
       waiting = false;
       ablate();
-    }
+    } else for (const resolve of waiters.splice(0)) resolve();
   }
 }
 
 function veil(sentence) {
-  $("poke-veil").textContent = sentence;
-  $("poke-veil").hidden = !sentence;
+  $("photo-veil").textContent = sentence;
+  $("photo-veil").hidden = !sentence;
 }
 
 const draw = onFrame(() => {
   if (!photo || !facts.model) return;
   const removed = gone();
-  drawWithout($("poke"), removed, state.unit, state.fill);
-  const name = own().name ?? facts.model.photos.find((each) => each.id === photo.id)?.subject ?? "the picture";
+  drawWithout($("photo"), removed, state.unit, state.fill);
+  const name = uploaded().name ?? facts.model.photos.find((each) => each.id === photo.id)?.subject ?? "The photograph";
   const [rows, columns] = facts.model.grid;
-  $("poke").setAttribute("aria-label", `${name}: ${rows} rows and ${columns} columns of patches, ${removed.length} of ${rows * columns} removed`);
+  $("photo").setAttribute("aria-label", `${name}: ${rows} rows and ${columns} columns of patches, ${removed.length} of ${rows * columns} hidden`);
+  $("photo-words").textContent = removed.length ? `${removed.length} of ${rows * columns} patches hidden` : "What the model sees";
 });
 
-/** Whether the hint was followed once. */
-let poked = false;
+/** Whether the hint was followed. */
+let followed = false;
 
 function drawButtons() {
   $("undo").disabled = !past.length;
   $("redo").disabled = !future.length;
   $("reset").disabled = !state.removed.length;
-  poked ||= state.removed.length > 0;
-  $("poke-hint").classList.toggle("done", state.only ? state.removed.length > 0 : poked);
+  followed ||= state.removed.length > 0;
+  $("photo-hint").classList.toggle("done", state.only ? state.removed.length > 0 : followed);
 }
 
 function drawControls() {
   $("unit").value = state.unit;
   $("fill").value = state.fill;
   $("only").checked = state.only;
-  $("mode-remove").nextElementSibling.textContent = state.only ? "Show" : "Remove";
-  $("mode-back").nextElementSibling.textContent = state.only ? "Hide" : "Put back";
-  $("poke-hint").textContent = state.only ? "Drag over what to show" : "Drag to remove patches";
+  $("mode-remove").nextElementSibling.textContent = state.only ? "Show" : "Hide";
+  $("mode-back").nextElementSibling.textContent = state.only ? "Hide" : "Show";
+  $("photo-hint").textContent = state.only ? "Drag over what to show" : "Drag to hide patches";
   $("fill-field").classList.toggle("off", state.unit === "token");
   $("fill").disabled = state.unit === "token";
 }
 
-/** Fill the choices that the model has. */
+/** Show the choices that the model has. */
 export function drawChoices() {
   const { fills, no_tokens: refused } = facts.model;
   $("fill").replaceChildren(...fills.map((fill) => Object.assign(document.createElement("option"), { value: fill, textContent: fillName(fill) })));
   $("unit").querySelector("[value=token]").disabled = refused !== null;
   $("no-tokens").hidden = refused === null;
-  $("no-tokens").textContent = refused ? `Tokens cannot be removed: ${refused}` : "";
+  $("no-tokens").textContent = refused ? `Tokens cannot be removed: ${refused}.` : "";
   drawControls();
 }
 
-/** Have the fill's picture ready before the first stroke. */
+/** Load the picture of the fill before the first stroke. */
 export const prepare = () => photo && fillPicture(state.fill);
 
-/** Listen to hand and keys. */
+/** Listen to pointer and keys. */
 export function start() {
-  const canvas = $("poke");
+  const canvas = $("photo");
   watchPointer(canvas);
-  const tell = (patch) => (gone().includes(patch) ? "removed" : "there");
-  link($("poke-stage"), canvas, { tell, act: toggle, follows: false });
+  const describe = (patch) => (gone().includes(patch) ? "hidden" : "visible");
+  link($("photo-stage"), canvas, { describe, act: toggle, follows: false });
   canvas.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const act = { i: invert, r: reset, "[": () => brush(-1), "]": () => brush(1) }[event.key.toLowerCase()];
@@ -228,5 +233,5 @@ export function start() {
   on("image", () => ((past.length = future.length = 0), drawButtons()));
   on("image target against texts template", () => gone().length && ablate());
   on("photo fill-picture model", draw);
-  on("returned", () => $("poke-veil").hidden || ablate());
+  on("returned", () => $("photo-veil").hidden || ablate());
 }

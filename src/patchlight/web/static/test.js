@@ -1,34 +1,37 @@
-/** The faithfulness test: what a map ranks highest is removed step by step; after one answer every step of the slider is local. */
+/** The faithfulness test: the strongest patches of a map are hidden step by step. The slider needs no further requests. */
 import { follow } from "./api.js";
 import { chartTable, drawChart, sample } from "./chart.js";
-import { $, h, number, onFrame, say, told, trouble } from "./dom.js";
+import { $, h, number, onFrame, say, trouble, valueText } from "./dom.js";
 import { drawWithout, photo } from "./picture.js";
-import { fillName, replace } from "./poke.js";
+import { fillName, replace } from "./hide.js";
 import { label, on, question, set, state } from "./state.js";
 
-/** How many removals the test makes. */
+/** Number of steps of the test. */
 export const STEPS = 16;
 const SHOWN = 5;
 let job = null;
-/** What came back, with what was asked: {asked, fractions, removed, quantity, random, methods}. */
+/** The result with its request: {asked, fractions, removed, quantity, quantity_words, random, methods}. */
 let result = null;
 
 const key = () => JSON.stringify(question());
 
 async function measure(sanity) {
-  if (!state.image || !state.methods.length) return trouble($("truth-trouble"), "Choose an image and a method first.");
+  if (!state.image || !state.methods.length) return trouble($("test-trouble"), "Choose an image and a method first.");
   job?.abort();
   const mine = (job = new AbortController());
   const asked = { ...question(), methods: state.methods, seed: state.seed, steps: STEPS, unit: state.unit, fill: state.fill, sanity, wait: 0 };
   const began = key();
   const coming = { asked: { ...asked, key: began }, methods: [] };
   busy(true);
-  trouble($("truth-trouble"), "");
+  trouble($("test-trouble"), "");
   const hear = (event, data) => {
     if (mine !== job || began !== key()) return;
     if (event === "job") drawProgress(data);
-    if (event === "random") Object.assign(coming, { fractions: data.fractions, removed: data.removed, quantity: data.quantity, random: data.random });
-    if (event === "truth") coming.methods = [...coming.methods.filter((truth) => truth.method !== data.method), data];
+    if (event === "random") {
+      const { fractions, removed, quantity, quantity_words, random } = data;
+      Object.assign(coming, { fractions, removed, quantity, quantity_words, random });
+    }
+    if (event === "result") coming.methods = [...coming.methods.filter((each) => each.method !== data.method), data];
     if (coming.random && coming.methods.length) {
       const order = asked.methods.map((method) => method.name);
       coming.methods.sort((a, b) => order.indexOf(a.method) - order.indexOf(b.method));
@@ -39,15 +42,15 @@ async function measure(sanity) {
   try {
     const end = await follow("measure", asked, hear, mine.signal);
     if (mine !== job) return;
-    if (end.state === "cancelled") trouble($("truth-trouble"), "The test was cancelled.", () => measure(sanity));
+    if (end.state === "cancelled") trouble($("test-trouble"), "The test was cancelled.", () => measure(sanity));
     const failures = Object.entries(end.failures ?? {}).map(([name, sentence]) => `${name}: ${sentence}`);
-    if (failures.length) trouble($("truth-trouble"), failures.join(" "), () => measure(sanity));
+    if (failures.length) trouble($("test-trouble"), failures.join(" "), () => measure(sanity));
     if (end.state === "done") {
       set({ tested: true });
-      say(`Tested: ${coming.methods.filter((truth) => truth.better).length} of ${coming.methods.length} maps are better than random.`);
+      say(`${coming.methods.filter((each) => each.better).length} of ${coming.methods.length} maps are better than random`);
     }
   } catch (error) {
-    if (mine === job && !mine.signal.aborted) trouble($("truth-trouble"), error.message, () => measure(sanity));
+    if (mine === job && !mine.signal.aborted) trouble($("test-trouble"), error.message, () => measure(sanity));
   } finally {
     if (mine === job) {
       job = null;
@@ -73,73 +76,73 @@ function forget() {
   job = null;
   busy(false);
   result = null;
-  $("truth-body").hidden = true;
-  trouble($("truth-trouble"), "");
+  $("test-body").hidden = true;
+  trouble($("test-trouble"), "");
   drawHint();
 }
 
-const WHAT = $("truth-hint").textContent;
+const WHAT = $("test-hint").textContent;
 
-/** What the test does, or that it was made for other methods than those chosen now. */
+/** Explain the test, or note that the methods have changed since. */
 function drawHint() {
   const asked = result && JSON.stringify([result.asked.methods, result.asked.seed]);
   const old = asked && asked !== JSON.stringify([state.methods, state.seed]);
-  $("truth-hint").textContent = old ? "What is chosen has changed since this test; test again to have it here." : WHAT;
+  $("test-hint").textContent = old ? "The methods have changed since this test. Test again to include them." : WHAT;
 }
 
-const shown = () => result.methods.find((truth) => truth.method === state.shown) ?? result.methods[0];
+const shown = () => result.methods.find((each) => each.method === state.shown) ?? result.methods[0];
 
 const show = onFrame(() => {
   if (!result) return;
-  $("truth-body").hidden = false;
+  $("test-body").hidden = false;
   $("slider").max = result.fractions.length - 1;
   drawHint();
-  drawTruths();
+  drawResults();
   $("chart-table").replaceChildren(chartTable(result));
   drawStep();
 });
 
-function drawTruths() {
-  const current = shown().method;
-  const items = result.methods.map((truth, i) => {
-    const id = `shown-${truth.method}`;
-    return h("li", { "data-testid": `truth-${truth.method}`, class: truth.better ? "better" : "" },
+function drawResults() {
+  const chosen = shown().method;
+  const items = result.methods.map((each, i) => {
+    const id = `shown-${each.method}`;
+    return h("li", { "data-testid": `result-${each.method}`, class: each.better ? "better" : "" },
       h("label", { for: id },
-        h("input", { type: "radio", name: "shown", id, value: truth.method, checked: truth.method === current, onchange: () => set({ shown: truth.method }) }),
+        h("input", { type: "radio", name: "shown", id, value: each.method, checked: each.method === chosen, onchange: () => set({ shown: each.method }) }),
         sample(i),
-        h("span", { class: "method-name" }, truth.method),
-        h("span", { class: "score" }, number(truth.curve.score))),
-      h("p", { class: "words" }, truth.words),
-      truth.sanity_words && h("p", { class: "words", "data-testid": `sanity-${truth.method}` }, truth.sanity_words));
+        h("span", { class: "method-name" }, each.method),
+        each.rank > 0 && result.methods.length > 1 && h("span", { class: "badge rank" }, `rank ${each.rank} of ${result.methods.length}`),
+        h("span", { class: "score", title: "Insertion minus deletion" }, number(each.curve.score))),
+      h("p", { class: "words" }, each.words),
+      each.sanity_words && h("p", { class: "words", "data-testid": `sanity-${each.method}` }, each.sanity_words));
   });
   const focused = document.activeElement?.id;
-  $("truths").replaceChildren(...items);
+  $("results").replaceChildren(...items);
   if (focused?.startsWith("shown-")) $(focused)?.focus();
 }
 
 let stepAt = () => null;
 
-/** Draw the slider's step: the picture, the bars, and the line in the chart. Nothing is asked of the server. */
+/** Draw the step of the slider: the photograph, the bars, and the line in the chart, without a request. */
 function drawStep() {
   if (!result) return;
-  const truth = shown();
+  const test = shown();
   const step = Math.min(state.step, result.fractions.length - 1);
   const { unit, fill } = result.asked;
-  const gone = truth.order.slice(0, result.removed[step]);
+  const gone = test.order.slice(0, result.removed[step]);
   const slider = $("slider");
   slider.value = step;
-  const words = step ? `${result.removed[step]} of ${truth.order.length} patches removed, ${truth.method}'s highest first` : `Nothing removed yet (${truth.method})`;
+  const words = step ? `${result.removed[step]} of ${test.order.length} patches hidden, the strongest of ${test.method} first` : `Nothing hidden yet (${test.method})`;
   $("slider-label").textContent = words;
   slider.setAttribute("aria-valuetext", words);
   if (photo && photo.id === state.image) drawWithout($("step-picture"), gone, unit, fill);
-  $("step-picture").setAttribute("aria-label", `The picture: ${words}`);
-  drawPredictions(truth.predictions[step]);
-  stepAt = drawChart($("chart"), result, step, truth.method);
-  const removal = unit === "token" ? "tokens really removed" : `patches painted with ${fillName(fill)}`;
-  const target = truth.predictions[0]?.asked?.[0];
-  const about = target ? `${label(target.index)}${state.against === null ? "" : ` less ${label(state.against)}`}` : "the class asked about";
-  const value = result.quantity === "similarity" ? "similarity, (1 + cosine) / 2," : result.quantity;
-  $("chart-caption").textContent = `The ${value} of ${about} at each share of patches; ${removal}. Dashed grey: the mean of ${result.random.count} random orders.`;
+  $("step-picture").setAttribute("aria-label", `The photograph: ${words}`);
+  drawPredictions(test.predictions[step]);
+  stepAt = drawChart($("chart"), result, step, test.method);
+  const removal = unit === "token" ? "Tokens are removed from the sequence" : `Patches are painted with ${fillName(fill)}`;
+  const [target, against] = (test.predictions[0]?.asked ?? []).map(({ index }) => label(index));
+  const about = against === undefined ? `of ${target}` : `(${target} minus ${against})`;
+  $("chart-caption").textContent = `${result.quantity_words[0].toUpperCase()}${result.quantity_words.slice(1)} ${about} by share of hidden or shown patches. ${removal}. Dashed grey: mean of ${result.random.count} random orders.`;
   $("chart").setAttribute("aria-label", `Deletion and insertion curves of ${result.methods.map((each) => each.method).join(", ")} and random orders; the table below has the numbers.`);
 }
 
@@ -158,13 +161,13 @@ function drawPredictions(now) {
     const amount = value.get(index)?.value ?? null;
     track.firstChild.style.transform = `scaleX(${Math.min(1, Math.max(0, now.quantity === "probability" ? amount ?? 0 : (amount ?? 0) / most))})`;
     name.textContent = label(index);
-    number_.textContent = told(amount, now.quantity);
+    number_.textContent = valueText(amount, now.quantity);
     row.classList.toggle("top", index === top);
     row.classList.toggle("target", index === now.asked?.[0]?.index);
   });
 }
 
-/** Begin the test that a link asks for. */
+/** Run the test if the link contains it. */
 export const startTested = () => state.tested && !result && !job && measure(false);
 
 /** Listen. */
@@ -175,7 +178,7 @@ export function start() {
     job?.abort();
     job = null;
     busy(false);
-    say("The test is cancelled.");
+    say("The test was cancelled");
   });
   const slide = (step) => {
     performance.mark("slider-start");
@@ -190,12 +193,12 @@ export function start() {
   };
   $("chart").addEventListener("pointerdown", point);
   $("chart").addEventListener("pointermove", point);
-  $("poke-from-here").addEventListener("click", () => {
+  $("hide-from-here").addEventListener("click", () => {
     const { unit, fill } = result.asked;
     set({ unit, fill, only: false });
     replace(shown().order.slice(0, result.removed[Math.min(state.step, result.removed.length - 1)]));
-    $("poke").focus();
-    $("poke").scrollIntoView({ block: "nearest" });
+    $("photo").focus();
+    $("photo").scrollIntoView({ block: "nearest" });
   });
   on("step shown", drawStep);
   on("shown", () => {
@@ -209,7 +212,7 @@ export function start() {
     if (asked.unit === state.unit && (state.unit === "token" || asked.fill === state.fill)) return;
     forget();
     set({ tested: false, step: 0 });
-    say("Patches are removed in another way now: test again.");
+    say("Patches are now hidden in another way; test again");
   });
   on("image target against texts template", (changed) => {
     forget();

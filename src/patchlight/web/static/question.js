@@ -1,48 +1,48 @@
-/** Asking: an image, and a class; and what the model says of it, as bars that follow the hand. */
+/** The question: an image and a class; and the predictions of the model as bars. */
 import { Problem, post, showPicture, upload } from "./api.js";
-import { $, h, say, settled, told, trouble } from "./dom.js";
+import { $, h, say, settled, trouble, valueText } from "./dom.js";
 import { loadPhoto, photo } from "./picture.js";
-import { FRESH, facts, label, labels, on, opened, own, question, remember, set, setView, state } from "./state.js";
+import { FRESH, facts, label, labels, on, opened, question, remember, set, setView, state, tell, uploaded } from "./state.js";
 
 const SHOWN = 10;
 
-/** What the model says of the whole image, and of what is left of it (null: nothing is removed). */
-const said = { whole: null, now: null };
+/** The predictions for the whole image, and for what is left of it (null: nothing is hidden). */
+const predicted = { whole: null, now: null };
 let everyClass = null;
 
-/** Counts what was chosen, so that an upload which is overtaken does not come back. */
+/** Counts choices, so that an upload is dropped if another image was chosen meanwhile. */
 let choices = 0;
 
-/** A bundled image is chosen. */
+/** Choose a bundled image. */
 export function choosePhoto(id) {
   choices += 1;
   performance.mark("image-chosen");
-  trouble($("ask-trouble"), "");
+  trouble($("image-trouble"), "");
   choose(id);
 }
 
-/** Another image: what was asked of the one before it, and removed from it, is over. */
+/** Change the image; what belongs to the previous one is reset. */
 function choose(image) {
   const { target, against, removed, only, tested, step, cursor } = FRESH;
   set({ image, target, against, removed, only, tested, step, cursor });
 }
 
-/** A file is dropped, pasted or chosen: an image, or a state that was saved. */
+/** Take a file that was dropped, pasted or chosen: an image, or a saved session. */
 export async function takeFile(file) {
-  const box = $("ask-trouble"), mine = (choices += 1);
+  const box = $("image-trouble"), mine = (choices += 1);
   trouble(box, "");
   try {
     if (/\.json$/i.test(file.name ?? "") || file.type === "application/json") return await takeState(file, mine);
     if (facts.model && file.size > facts.model.bytes)
-      throw new Problem(`This file has ${megabytes(file.size)}, and at most ${megabytes(facts.model.bytes)} are taken; give a smaller image.`, 413);
+      throw new Problem(`This file has ${megabytes(file.size)}; the limit is ${megabytes(facts.model.bytes)}.`, 413);
     performance.mark("image-chosen");
-    say("Sending the image…");
+    say("Uploading the image…");
     const given = await upload(file);
     if (mine !== choices) return;
     const name = file.name || "pasted.png";
     remember(given.id, name, file);
     choose(given.id);
-    say(`Asking about ${name}.`);
+    say(`${name} is loaded`);
   } catch (error) {
     if (mine !== choices) return;
     say("");
@@ -53,12 +53,12 @@ export async function takeFile(file) {
 const megabytes = (bytes) => `${(bytes / 1e6).toFixed(1)} MB`;
 
 async function takeState(file, mine) {
-  if (!facts.model) throw new Problem("The page is not ready yet; try again in a moment.", 0);
+  if (!facts.model) throw new Problem("The page is still loading; try again in a moment.", 0);
   const { state: given, name, blob } = opened(await file.text());
   if (blob) given.image = (await upload(blob)).id;
   if (mine !== choices) return;
   if (blob) remember(given.image, name, blob);
-  say(setView(given) ? "The saved view is back, but it asks about a class that is not there; the prediction is explained instead." : "The saved view is back.");
+  say(setView(given) ? "The session is restored, but its class does not exist here; the prediction is explained instead." : "The session is restored");
 }
 
 function watchFiles() {
@@ -88,7 +88,7 @@ function watchFiles() {
   });
 }
 
-/** Draw the thumbnails' buttons; their pictures come once the first answers are there. */
+/** Draw the buttons of the thumbnails; their pictures are loaded after the first answers. */
 export function drawPhotos() {
   const list = $("photos");
   list.replaceChildren();
@@ -116,13 +116,13 @@ export function loadThumbnails() {
 function markPhoto() {
   for (const button of $("photos").querySelectorAll("button"))
     button.setAttribute("aria-pressed", String(button.dataset.photo === state.image));
-  const { name } = own();
+  const { name } = uploaded();
   $("file-name").textContent = name ?? "Your image";
   $("file-how").textContent = name ? "or drop, paste or choose another" : "drop, paste or choose";
   $("file-name").parentElement.parentElement.classList.toggle("own", Boolean(name));
 }
 
-/** Ask what the model says of the whole image. */
+/** Request the predictions for the whole image. */
 async function predict() {
   if (!state.image) return;
   const asked = question(), key = JSON.stringify(asked);
@@ -131,13 +131,13 @@ async function predict() {
     const whole = await post("predict", { ...asked, most: SHOWN });
     if (key !== JSON.stringify(question())) return;
     trouble(box, "");
-    said.whole = { ...whole, image: asked.image };
-    if (!state.removed.length) said.now = null;
+    predicted.whole = { ...whole, image: asked.image };
+    if (!state.removed.length) predicted.now = null;
     draw();
     firstAnswer();
   } catch (error) {
     if (key !== JSON.stringify(question())) return;
-    said.whole = said.now = null;
+    predicted.whole = predicted.now = null;
     draw();
     trouble(box, error.message, predict);
   }
@@ -150,25 +150,28 @@ function firstAnswer() {
   requestAnimationFrame(() => performance.measure("usable", { start: 0 }));
 }
 
-/** What the model says of what is left; null when nothing is removed. */
+/** Show the predictions for what is left; null if nothing is hidden. */
 export function showNow(whole, now) {
-  if (whole && !said.whole) said.whole = whole;
-  said.now = now;
+  if (whole && !predicted.whole) predicted.whole = whole;
+  predicted.now = now;
   draw();
 }
 
-/** The class asked about: the one chosen, else the predicted one; null until it is known. */
-export const asked = () => state.target ?? (said.whole?.predictions[0]?.index ?? null);
+/** The current predictions for the explained class and the one it is contrasted with. */
+export const current = () => (predicted.now ?? predicted.whole)?.asked ?? [];
+
+/** The explained class: the chosen one, else the predicted one; null until it is known. */
+export const asked = () => state.target ?? (predicted.whole?.predictions[0]?.index ?? null);
 
 const byIndex = (predicted) => new Map([...(predicted?.asked ?? []), ...(predicted?.predictions ?? [])].map((each) => [each.index, each]));
 
-/** The share of a bar's length. */
+/** The length of a bar, 0 to 1. */
 function length(value, quantity, most) {
   if (value === null || value === undefined) return 0;
   return Math.min(1, Math.max(0, quantity === "probability" ? value : value / (most || 1)));
 }
 
-/** One class as a row: its bar, what it was, and the two things that can be asked of it. */
+/** The row of a class: its bar, a mark of its value for the whole image, and buttons to explain it and to compare with it. */
 function makeRow(index) {
   const bar = h("span", { class: "fill" }), was = h("span", { class: "was", hidden: true });
   const name = h("span", { class: "name" }), value = h("span", { class: "value" });
@@ -183,7 +186,7 @@ function fillRow(row, index, now, whole, quantity, most, top) {
   const { bar, was, name, value, explain, against } = row.parts;
   const text = label(index), shown = now ?? whole;
   name.textContent = text;
-  value.textContent = told(shown?.value, quantity);
+  value.textContent = valueText(shown?.value, quantity);
   bar.style.transform = `scaleX(${length(shown?.value, quantity, most)})`;
   was.hidden = !now || !whole || length(whole.value, quantity, most) < 0.01;
   if (!was.hidden) was.style.left = `${100 * length(whole.value, quantity, most)}%`;
@@ -193,15 +196,15 @@ function fillRow(row, index, now, whole, quantity, most, top) {
   row.classList.toggle("top", index === top);
   row.dataset.label = text;
   explain.setAttribute("aria-pressed", String(isTarget));
-  explain.setAttribute("aria-label", `${text}, ${told(shown?.value, quantity)}: explain this class`);
+  explain.setAttribute("aria-label", `${text}, ${valueText(shown?.value, quantity)}: explain this class`);
   explain.title = `Explain “${text}”`;
   against.setAttribute("aria-pressed", String(index === state.against));
-  against.setAttribute("aria-label", `Against ${text}`);
-  against.title = `${label(asked())} against ${text}`;
+  against.setAttribute("aria-label", `Compare with ${text}`);
+  against.title = `Explain ${label(asked())} rather than ${text}`;
   against.disabled = isTarget;
 }
 
-/** Ask about a class; the one it was contrasted with stays, unless it is the same. */
+/** Explain a class; the one it is contrasted with stays, unless it is the same. */
 function ask(index) {
   set({ target: index, against: state.against === index ? null : state.against });
 }
@@ -227,14 +230,14 @@ function drawList(list, indices, now, whole, quantity, most, top) {
 const sayVerdict = settled(say, 500);
 
 function draw() {
-  const { whole, now } = said;
+  const { whole, now } = predicted;
   const list = $("predictions");
   list.classList.toggle("stale", Boolean(whole) && whole.image !== undefined && whole.image !== state.image);
   if (!whole) {
     list.replaceChildren();
     $("says-hint").hidden = true;
     drawWhy();
-    $("verdict").textContent = state.image ? "…" : "Choose an image to begin.";
+    $("verdict").textContent = state.image ? "…" : "Choose an image to start.";
     return;
   }
   const wholeBy = byIndex(whole), nowBy = now && byIndex(now);
@@ -250,45 +253,46 @@ function draw() {
     const first = whole.predictions[0];
     const line = now
       ? top.index === first.index
-        ? `Still ${label(top.index)}, ${told(top.value, now.quantity)} (was ${told(first.value, whole.quantity)})`
-        : `Now ${label(top.index)}, ${told(top.value, now.quantity)} (was ${label(first.index)}, ${told(first.value, whole.quantity)})`
-      : `${label(top.index)}, ${told(top.value, whole.quantity)}`;
+        ? `Still ${label(top.index)}, ${valueText(top.value, now.quantity)} (was ${valueText(first.value, whole.quantity)})`
+        : `Now ${label(top.index)}, ${valueText(top.value, now.quantity)} (was ${label(first.index)}, ${valueText(first.value, whole.quantity)})`
+      : `${label(top.index)}, ${valueText(top.value, whole.quantity)}`;
     if ($("verdict").textContent !== line) {
       $("verdict").textContent = line;
-      sayVerdict(`The model says: ${line}`);
+      sayVerdict(now ? line : `The model predicts ${line}`);
     }
     $("verdict").classList.toggle("changed", Boolean(now) && top.index !== first.index);
   }
   $("says-hint").hidden = indices.length < 2;
   find();
   drawWhy();
+  tell("predictions");
 }
 
-/** The question of the maps, as one asks it. */
+/** The question of the maps in words. */
 function drawWhy() {
   const index = asked();
-  const title = $("compare-title");
+  const title = $("why-title");
   if (index === null) title.textContent = "Why?";
   else if (state.against === null) title.textContent = `Why ${label(index)}?`;
   else title.textContent = `Why ${label(index)} rather than ${label(state.against)}?`;
-  $("clear-target").hidden = state.target === null || state.target === said.whole?.predictions[0]?.index;
+  $("clear-target").hidden = state.target === null || state.target === predicted.whole?.predictions[0]?.index;
   $("clear-against").hidden = state.against === null;
 }
 
-/** Classes whose names hold what is searched for. */
+/** Show the classes whose names contain the search words. */
 function find() {
   const names = labels();
   $("search-box").hidden = names.length <= SHOWN;
   const words = $("search").value.trim().toLowerCase();
   const list = $("found");
-  if (!words || !said.whole) return list.replaceChildren();
+  if (!words || !predicted.whole) return list.replaceChildren();
   const found = [];
   for (let i = 0; i < names.length && found.length < 24; i += 1) if (names[i].toLowerCase().includes(words)) found.push(i);
-  const whole = byIndex(everyClass?.key === JSON.stringify(question()) ? everyClass.answer : said.whole);
-  const now = said.now && byIndex(said.now);
+  const whole = byIndex(everyClass?.key === JSON.stringify(question()) ? everyClass.answer : predicted.whole);
+  const now = predicted.now && byIndex(predicted.now);
   const most = Math.max(...[...whole.values()].map((each) => Math.abs(each.value ?? 0)));
-  drawList(list, found, now, whole, said.whole.quantity, most, (said.now ?? said.whole).predictions[0]?.index);
-  if (!found.length) list.replaceChildren(h("li", { class: "hint" }, `No class is called anything like “${words}”.`));
+  drawList(list, found, now, whole, predicted.whole.quantity, most, (predicted.now ?? predicted.whole).predictions[0]?.index);
+  if (!found.length) list.replaceChildren(h("li", { class: "hint" }, `No class contains “${words}”.`));
 }
 
 async function valuesOfAll() {
@@ -303,7 +307,7 @@ async function valuesOfAll() {
   }
 }
 
-/** The sentences that are the classes now, and their template: those typed, else those that the model was opened with. */
+/** The sentences that are the classes and their template: typed ones, else those of the model. */
 const sentences = () => (state.texts.length || !facts.model ? state : facts.model);
 
 function watchTexts() {
@@ -329,7 +333,7 @@ function drawTexts() {
 }
 
 async function showPhoto() {
-  const box = $("ask-trouble"), { image } = state;
+  const box = $("image-trouble"), { image } = state;
   try {
     trouble(box, "");
     await loadPhoto();
@@ -349,11 +353,11 @@ export function start() {
   on("texts template model", drawTexts);
   on("image", () => {
     markPhoto();
-    said.now = null;
+    predicted.now = null;
     showPhoto();
   });
   on("image target against texts template", (changed) => {
-    if (changed.some((key) => key === "texts" || key === "template")) said.whole = said.now = null;
+    if (changed.some((key) => key === "texts" || key === "template")) predicted.whole = predicted.now = null;
     draw();
     predict();
   });
