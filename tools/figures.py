@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and of docs/ that need only what is bundled: `make figures`."""
+"""Draw the pictures of README and docs that need only the bundled model: `make figures`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def draw_demo(folder: Path) -> None:
 
 
 def draw_gates(path: Path, photos: tuple[str, ...] = ("dog.jpg", "cat.jpg")) -> None:
-    """What the gates of the bundled model keep of some photographs: 0, then 0 and 1, and so on."""
+    """What DiffMask's gates of the bundled model keep of some photographs: gate 0, then gates 0 and 1, and so on."""
     vit = pl.load("pocket")
     count = vit.depth + 2
     figure = Figure(figsize=(0.9 * (count + 1), 1.04 * len(photos)), layout="constrained")
@@ -49,7 +49,7 @@ FEW = ("genatt", "tis", "ixg.plus.libra")
 
 
 def draw_prototypes(path: Path) -> None:
-    """One photograph under two classes that the model was not asked about: other photographs of their kind."""
+    """One photograph with two classes that are given by example photographs."""
     vit = pl.load("pocket")
     kinds = {"dog": "dog", "cat": "cat", "ship": "ship"}
     features = vit.features_of([pocket.PHOTOS / f"{name}.jpg" for name in kinds])
@@ -60,7 +60,7 @@ def draw_prototypes(path: Path) -> None:
 
 
 def draw_similar(path: Path) -> None:
-    """Why two photographs are similar: each explained by its similarity to the other."""
+    """Why two photographs are similar: each is explained by its similarity to the other."""
     vit = pl.load("pocket")
     photos = [pocket.PHOTOS / "dog-and-cat.jpg", pocket.PHOTOS / "dog.jpg"]
     asked = vit.ask(pl.heads.Similar(photos, ["the one below", "the one above"]))

@@ -136,7 +136,7 @@ def test_the_note_says_what_it_was_drawn_with(vit: pl.Anatomy) -> None:
         ("skipplus-2", {"starts": [99]}, "block 99 does not exist"),
         ("skipplus-1", {"methods": "genat"}, "no method is called 'genat'"),
         ("skipplus-1", {"methods": []}, "no method was given"),
-        ("skipplus-2", {"path": "fig.docx"}, "'fig.docx' cannot be a figure"),
+        ("skipplus-2", {"path": "fig.docx"}, "'fig.docx' is not a figure file"),
         ("skipplus-2", {"labels": [1, 2]}, "2 labels for 1 images"),
         ("tis-3", {}, "figure 'tis-3' needs the true classes .*, or the class to explain"),
         ("tis-3", {"labels": ["cat"]}, "all 1 images are predicted correctly"),
@@ -369,7 +369,7 @@ def test_the_command_writes_numbers(tmp_path: Path) -> None:
         (("figure",), "no figure was named"),
         (("figure", "skiplus-2"), "did you mean 'skipplus-2'"),
         (("figure", "skipplus-2", "--images", "nowhere"), "no image or folder at 'nowhere'"),
-        (("figure", "skipplus-2", "--out", "a.doc"), "cannot be a figure"),
+        (("figure", "skipplus-2", "--out", "a.doc"), "is not a figure file"),
         (("figure", "skipplus-2", "--set", "shwon=1"), "did you mean 'shown'"),
     ],
 )

@@ -183,6 +183,14 @@ def test_figure_of_paths_names_the_models_own_prediction(tmp_path: Path) -> None
     assert f"{label} {percent(probability)}" in words
 
 
+def test_figure_names_the_choice_of_auto_and_methods_that_ignore_the_class() -> None:
+    vit = families.shared("vit")
+    batch = families.images(vit, 1)
+    maps = pl.explain(vit, batch, ["auto", "rollout", "random"], target=1)
+    words = [t.get_text() for t in figure(batch, maps).texts]
+    assert words[:5] == ["(auto)", maps["auto"].method, "ignores the class", "rollout", "random"]
+
+
 def test_figure_refuses_in_one_sentence(tmp_path: Path) -> None:
     image, att = Image.new("RGB", (9, 9)), attribution(torch.rand(1, 4, 4))
     for arguments, message in (

@@ -1,4 +1,4 @@
-"""Explanations of image files, as `patchlight explain` writes them: pictures, raw scores, and a report."""
+"""Explanations of image files, as written by `patchlight explain`: pictures, raw scores, and a report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LARGE = 560
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image to explain, where its picture and its raw scores go, and what a report calls it."""
+    """An image to explain, the files for its picture and raw scores, and its name in a report."""
 
     path: Path
     picture: Path | None = None
@@ -42,7 +42,7 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class ExplainTask:
-    """Images to explain and what to write of them.
+    """Images to explain and the files to write.
 
     Attributes:
         items: The images.
@@ -51,11 +51,11 @@ class ExplainTask:
         report: A file for an HTML report.
         target: The class to explain, a name or an index; by default the prediction.
         against: The class that the target is contrasted with.
-        seed: The seed of methods that sample.
-        batch_size: Images at once.
-        force: Whether existing output is replaced.
-        command: The words at the command line that ask for the same.
-        optional: Methods that are left out where a model does not support them.
+        seed: Seed of methods that sample.
+        batch_size: Images per batch.
+        force: Whether to replace existing output.
+        command: The command line that does the same.
+        optional: Methods that are skipped if the model does not support them.
     """
 
     items: Sequence[ImageFile]
@@ -71,11 +71,11 @@ class ExplainTask:
     optional: frozenset[str] = frozenset()
 
     def check_outputs(self) -> None:
-        """Refuse, before any work is done, what cannot be written or would replace something."""
+        """Raise an error, before any work, if output cannot be written or would replace a file."""
         if self.figure is not None and len(self.items) > MAX_ROWS:
             raise PatchlightError(
-                f"one figure of {len(self.items)} images cannot be read (at most {MAX_ROWS}); "
-                f"give a folder instead of '{self.figure}' for one picture per image"
+                f"one figure has at most {MAX_ROWS} images, and {len(self.items)} were given; name a folder instead of "
+                f"'{self.figure}' for one picture per image"
             )
         files = (self.figure, self.report, *(item.picture for item in self.items))
         pictures = [path for path in files if path is not None]
@@ -83,13 +83,14 @@ class ExplainTask:
         for path in {path.parent: path for path in (*pictures, *folders)}.values():
             check_writable(path)
         sources = {item.path.resolve() for item in self.items}
-        eaten = next((path for path in pictures if path.resolve() in sources), None)
-        if eaten is not None:
-            raise PatchlightError(f"'{eaten}' is one of the images; choose another place for it")
-        there = [path for path in (*pictures, *folders) if path.exists()]
-        if there and not self.force:
-            more = f" (and {len(there) - 1} more of the outputs)" if len(there) > 1 else ""
-            raise PatchlightError(f"'{there[0]}' exists already{more}; choose another place, or --force to replace it")
+        overwritten = next((path for path in pictures if path.resolve() in sources), None)
+        if overwritten is not None:
+            raise PatchlightError(f"'{overwritten}' is one of the images; choose another file for the output")
+        existing = [path for path in (*pictures, *folders) if path.exists()]
+        if existing and not self.force:
+            more = f" (and {len(existing) - 1} more of the outputs)" if len(existing) > 1 else ""
+            message = f"'{existing[0]}' exists already{more}; choose another place, or --force to replace it"
+            raise PatchlightError(message)
 
     def classes(self, vit: Anatomy) -> Target:
         """The target as `explain` takes it."""
@@ -103,7 +104,7 @@ class ExplainTask:
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What became of a task: the methods that were used, what is told of each image, and the files."""
+    """The result of a task: the methods, a record per image, and the files written."""
 
     model: str
     methods: list[str]
@@ -113,14 +114,14 @@ class WrittenFiles:
 
 
 def destination(paths: Sequence[str], out: str | None) -> tuple[Path | None, Path | None]:
-    """The one figure's file, or the folder for one picture per image."""
+    """The file of the one figure, or the folder for one picture per image."""
     if out is None:
         alone = len(paths) == 1 and not Path(paths[0]).is_dir()
         return (Path(f"{Path(paths[0]).stem}-explained.png"), None) if alone else (None, Path("explained"))
     path, pictures = Path(out), {*FORMATS, *SUFFIXES}
     folder = out.endswith(("/", "\\")) or path.is_dir()
     if not folder and path.suffix[1:].isalpha() and path.suffix.lower() not in pictures:
-        raise PatchlightError(f"'{out}' is no figure ({', '.join(FORMATS)}); a folder's name ends with '/'")
+        raise PatchlightError(f"'{out}' is not a figure file ({', '.join(FORMATS)}); end the name of a folder with '/'")
     if folder or path.suffix.lower() not in pictures:
         return None, path
     figure_format(path)
@@ -128,7 +129,7 @@ def destination(paths: Sequence[str], out: str | None) -> tuple[Path | None, Pat
 
 
 def plan_files(paths: Sequence[str], folder: Path | None, save: str | None) -> list[ImageFile]:
-    """Every image once, with output names that mirror the folders and never collide."""
+    """Every image once, with distinct output names that mirror the folders."""
     images: dict[Path, tuple[Path, Path]] = {}
     outputs = [Path(o).resolve() for o in (folder, save) if o is not None]
     for given in map(Path, paths):
@@ -152,7 +153,7 @@ def plan_files(paths: Sequence[str], folder: Path | None, save: str | None) -> l
 
 
 def _distinct(names: Sequence[Path]) -> list[Path]:
-    """Names without their suffix where that is enough to tell them apart, else with it, else numbered."""
+    """Names without suffix if these are distinct, else with suffix, else numbered."""
     stems = Counter(name.with_suffix("") for name in names)
     taken: dict[Path, None] = {}
     for name in names:
@@ -165,12 +166,19 @@ def _distinct(names: Sequence[Path]) -> list[Path]:
 def write_explanations(
     task: ExplainTask, vit: Anatomy, say: Callable[[str], None], advance: Callable[[int], None]
 ) -> WrittenFiles:
-    """Explain the images and write what the task asks for; `advance` is called with the number of images done."""
+    """Explain the images and write the files of the task.
+
+    Args:
+        task: The images and the files to write.
+        vit: The model.
+        say: Called with each message.
+        advance: Called with the number of images done.
+    """
     requests = []
     for request in task.requests:
         reason = refusal(request, vit)
         if reason is not None and request.label in task.optional:
-            say(f"left out: '{request.label}', since {reason}")
+            say(f"skipped '{request.label}': {reason}")
             continue
         check_supported(request, vit)
         requests.append(request)
@@ -200,7 +208,9 @@ def write_explanations(
         )
         done.written.append(str(task.figure))
     if task.report is not None and first is not None:
-        known = [words for words in done.log.warnings if "the map of image" not in words]  # its section says which one
+        known = [
+            words for words in done.log.warnings if "the map of image" not in words
+        ]  # the section of the image says so
         left_out = [sentence for _, sentence in done.log.errors]
         page = report_html(sections, describe_run(*first, task.command, known, left_out))
         write_atomic(task.report, page.encode(errors="backslashreplace"))
@@ -209,7 +219,7 @@ def write_explanations(
 
 
 def _tested(one: ExplainedFile, name: str, vit: Anatomy, seed: int) -> tuple[ImageSection, Trial]:
-    """What a report shows of an image, with the test of its maps."""
+    """The section of an image in a report, and the test of its maps."""
     att = next(iter(one.maps.values()))
     picture = seen(one.path, vit.preprocess.size, vit.preprocess, LARGE)
     against = None if att.against is None else att.against[:, None]
@@ -220,17 +230,17 @@ def _tested(one: ExplainedFile, name: str, vit: Anatomy, seed: int) -> tuple[Ima
 
 
 def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy, written: list[str]) -> dict[str, Any]:
-    """Write what belongs to one image; returns what is told of it."""
+    """Write the files of one image; return its record."""
     att = next(iter(one.maps.values()))
     saved = {}
     if item.maps is not None:
-        saved = {name: str(own.save(item.maps / name, force=task.force)) for name, own in one.maps.items()}
+        saved = {name: str(each.save(item.maps / name, force=task.force)) for name, each in one.maps.items()}
     if item.picture is not None:
         figure([one.picture], one.maps, predictions=one.predictions[:1], vit=vit, path=item.picture)
         written.append(str(item.picture))
     written.extend(saved.values())
     number, picture = "probability" if vit.probable else "score", item.picture or task.figure
-    about = {
+    record = {
         "path": str(item.path),
         "predictions": [{"label": label, number: round(value, 6)} for label, value in one.predictions],
         "target": {"index": int(att.target[0]), "label": att.labels[0]},
@@ -238,5 +248,5 @@ def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy,
         "maps": saved,
     }
     if att.against is not None:
-        about["against"] = {"index": int(att.against[0]), "label": att.against_names[0]}
-    return about
+        record["against"] = {"index": int(att.against[0]), "label": att.against_names[0]}
+    return record

@@ -1,4 +1,4 @@
-"""`pl.figure`: maps over the images that they explain, as one picture."""
+"""`pl.figure`: maps over the images that they explain."""
 
 from __future__ import annotations
 
@@ -29,15 +29,19 @@ def figure(
     vit: Anatomy | nn.Module | None = None,
     path: str | Path | None = None,
 ) -> ShownFigure:
-    """One row per image, one column per method: the photographs, and each method's heat over them.
+    """Draw a figure with one row per image and one column per method.
 
-    More than ten columns are set in bands below each other.
+    Each map has its own colour scale. More than ten columns continue in bands below. Methods that ignore the class
+    are marked, and "auto" names the method that was chosen.
 
-    `maps` is what `explain` gives, or a list of attributions of the same images. `images` are what the maps explain:
-    paths, PIL images or the preprocessed tensor. Row labels are `predictions`, as (label, probability) or in words;
-    without them those of `vit`; without it the explained class. An explained class other than the predicted one is
-    named below it. `titles` replace the methods' names. Every map is scaled by itself, and the figure says so. With
-    `path` it is also written there (png, jpg, webp, pdf or svg).
+    Args:
+        images: What the maps explain: paths, PIL images or the preprocessed tensor.
+        maps: What `explain` returns, or a list of attributions of the same images.
+        predictions: Row labels, as (label, probability) or text; by default the predictions of `vit`, else the
+            explained class.
+        titles: Column titles instead of the methods' names.
+        vit: The model.
+        path: A file to write as well: png, jpg, webp, pdf or svg.
 
     >>> pl.figure(images, pl.explain(vit, images, ["genatt", "rollout"]), vit=vit, path="cats.png")  # doctest: +SKIP
     """

@@ -1,4 +1,4 @@
-"""Pictures: heat over an image, figures of many methods, and what notebooks show. Drawn without a display."""
+"""Pictures, drawn without a display: heat over an image, figures of several methods, and HTML for notebooks."""
 
 from patchlight.core.drawing.heat import overlay, robust_scale
 from patchlight.core.drawing.notebook import figure_html, heat_html, heat_picture, maps_html, table_html

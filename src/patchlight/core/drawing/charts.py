@@ -1,7 +1,7 @@
-"""Charts for documents that open offline: lines, dots with intervals and mean ranks, each as inline SVG.
+"""Charts as inline SVG for documents that open offline: lines, dots with intervals, and mean ranks.
 
-Matplotlib draws them without pyplot; equal data give equal bytes. Colours of the palette and of the page are CSS
-variables (`--m0`, …, `--ink`, `--soft`, `--line`) with a colour as their default, so that a page may set others.
+They are drawn by matplotlib without pyplot; equal data give equal bytes. Colours are CSS variables (`--m0`, …, `--ink`,
+`--soft`, `--line`) with a default, so that a page can set others.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PALETTE = (
 )
 INK, SOFT, RULE = "#1c2430", "#5d6876", "#dfe4ea"
 DASHES = ("", "7 3", "2 3")
-"""Of lines beyond the palette, as SVG writes them."""
+"""SVG dash patterns of lines; the second and third are for lines beyond the palette."""
 WORDS = 11.5
-"""The height of words, in pixels of the chart."""
+"""Font size, in pixels of the chart."""
 _VARIABLES = {
     **{colour: f"var(--m{place}, {colour})" for place, colour in enumerate(PALETTE)},
     **{colour: f"var(--{name}, {colour})" for name, colour in (("ink", INK), ("soft", SOFT), ("line", RULE))},
@@ -38,7 +38,7 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart; `dash` as SVG writes it. A value that is not finite is a gap."""
+    """A line of a chart; `dash` is an SVG dash pattern. Values that are not finite are gaps."""
 
     name: str
     x: Sequence[float]
@@ -59,7 +59,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Dot:
-    """A value in a chart of dots, with its interval where that is finite; `words` are shown when pointed at."""
+    """A value in a dot chart, with its interval if that is finite; `words` is the tooltip."""
 
     name: str
     value: float
@@ -70,7 +70,7 @@ class Dot:
 
 
 def line_style(place: int) -> tuple[str, str]:
-    """Colour and dash of the line with this number."""
+    """Colour and dash of the line with this index."""
     return PALETTE[place % len(PALETTE)], DASHES[place // len(PALETTE) % len(DASHES)]
 
 
@@ -94,10 +94,10 @@ def line_chart(
         y: Label of the y axis.
         y_limits: Lowest and highest value of the y axis; by default those of the lines.
         bands: Shaded ranges, below the lines.
-        percent: Whether x are fractions that are shown as 0 %, 25 %, … 100 %.
-        legend: Whether the names of the lines stand below the chart.
+        percent: Whether x are fractions, shown as 0 %, 25 %, …, 100 %.
+        legend: Whether the names of the lines are shown below the chart.
         size: Width and height in pixels.
-        words: What a screen reader says of the chart.
+        words: Description for screen readers.
     """
     fig, axes = _axes(size)
     for band in bands:
@@ -134,16 +134,16 @@ def dot_chart(
     width: float = 760,
     words: str = "",
 ) -> str:
-    """A row for each dot, the first uppermost, as inline SVG.
+    """A row per dot, the first on top, as inline SVG.
 
     Args:
         dots: Values with their names, colours and intervals.
-        x: Words below the axis.
+        x: Label of the axis.
         log: Whether the axis is logarithmic.
         zero: Whether the axis includes zero, with a dashed line there.
         legend: Names of colours, by colour.
         width: Width in pixels; the height follows from the number of dots.
-        words: What a screen reader says of the chart.
+        words: Description for screen readers.
     """
     from matplotlib.lines import Line2D
 
@@ -176,14 +176,14 @@ def rank_chart(
     colours: Mapping[str, str],
     words: str = "",
 ) -> str:
-    """A critical-difference diagram: names hang from an axis of mean ranks, a bar joins those that do not differ.
+    """A critical-difference diagram: names below an axis of mean ranks; a bar joins those that do not differ.
 
     Args:
-        means: Mean rank by name, 1 the best.
+        means: Mean rank by name; 1 is best.
         groups: Names that do not differ significantly.
         critical: The critical difference of two mean ranks.
         colours: Colour by name.
-        words: What a screen reader says of the chart.
+        words: Description for screen readers.
     """
     order = sorted(means, key=lambda name: (means[name], name))
     half, span = (len(order) + 1) // 2, max(len(order) - 1, 1)
@@ -218,7 +218,7 @@ def rank_chart(
 
 
 def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
-    """A figure of so many pixels with one pair of axes, in the colours of the page."""
+    """A figure of a size in pixels with one pair of axes, in the colours of the page."""
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(size[0] / 72, size[1] / 72), dpi=72, layout="constrained")
@@ -236,7 +236,7 @@ def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
 
 
 def _round_ticks(axis: Any, log: bool = False) -> None:
-    """At most seven round numbers; on a logarithmic axis, powers of ten."""
+    """Put ticks at up to seven round numbers; on a logarithmic axis, at powers of ten."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
     axis.set_major_locator(LogLocator() if log else MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
@@ -245,13 +245,13 @@ def _round_ticks(axis: Any, log: bool = False) -> None:
 
 
 def _legend(fig: Figure, marks: Iterable[Any], names: Sequence[str]) -> None:
-    """Names below the chart, which becomes taller by as many lines."""
+    """Add a legend below the chart, and make the chart taller by its lines."""
     width, height = fig.get_size_inches()
     columns = max(1, min(len(names), int(72 * width / (45 + 6.8 * max(map(len, names))))))
     fig.set_size_inches(width, height + (8 + 1.5 * WORDS * -(-len(names) // columns)) / 72)
     legend = fig.legend(
         list(marks),
-        [f"\u200b{_drawable(name)}" for name in names],  # matplotlib leaves out names that begin with an underscore
+        [f"\u200b{_drawable(name)}" for name in names],  # matplotlib skips names that begin with an underscore
         loc="outside lower center",
         ncols=columns,
         frameon=False,
@@ -264,17 +264,17 @@ def _legend(fig: Figure, marks: Iterable[Any], names: Sequence[str]) -> None:
 
 
 def _drawable(words: str) -> str:
-    """Words that can be laid out and written as UTF-8."""
+    """Text without characters that cannot be drawn or encoded as UTF-8."""
     return "".join(c if c.isprintable() else " " for c in words.encode(errors="backslashreplace").decode())
 
 
 def _title(words: str) -> str:
-    """The id by which the title of a mark is put into the SVG."""
+    """The id that marks where a tooltip goes in the SVG."""
     return f"title-{hashlib.sha256(words.encode(errors='backslashreplace')).hexdigest()[:12]}"
 
 
 def _svg(fig: Figure, words: str, titles: Iterable[str] = ()) -> str:
-    """A figure as an svg element: no size of its own, no ids but those it refers to, colours as variables."""
+    """A figure as an svg element without a fixed size and unused ids, with colours as variables."""
     text = vector_bytes(fig, "svg").decode()
     text = text[text.index("<svg") :]
     noise = r"<!--.*?-->\s*|<style.*?</style>\s*|<g id=\"[^\"]*\"/>\s*|(?<=\n)\s+| transform=\"rotate\(-0 [^)]*\)\""

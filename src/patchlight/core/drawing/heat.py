@@ -1,4 +1,4 @@
-"""Heat over an image: a robust scale, colours that mean the same to every reader, and the photograph in grey below."""
+"""Heat maps over an image: a robust scale, and colours over the photograph in grey."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Pixels = NDArray[np.float64]
 HEAT, SIGNED = "inferno", "RdBu_r"
 ALPHA = 0.8
 FAINTEST = 0.5
-"""Opacity of inferno at the lowest score, as a fraction of `alpha`: bright photographs must not pass for heat."""
+"""Opacity at the lowest score, as a fraction of `alpha`, so that bright photographs do not look like heat."""
 SATURATED = 0.88
-"""How far into the diverging map the strongest score goes: its ends are too dark to tell from a dark photograph."""
+"""The part of the diverging colour map that is used; its ends are too dark over a dark photograph."""
 GREY = {False: (0.08, 0.67), True: (0.25, 0.7)}
-"""Darkest grey of the photograph and its range: dim below inferno, light below the diverging map."""
+"""Darkest grey of the photograph and its range: dim below inferno, light below the signed colours (True)."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Where the colours of a map begin and end: [low, high] to [0, 1], or [-high, high] to [-1, 1] when signed."""
+    """The range of the colours: [low, high] is mapped to [0, 1], or, if signed, [-high, high] to [-1, 1]."""
 
     low: float
     high: float
@@ -44,15 +44,15 @@ class Scale:
 
 
 def is_signed(scores: Tensor) -> bool:
-    """Whether scores go below zero by more than rounding."""
+    """Whether scores are below zero by more than rounding."""
     return bool(scores.min() < -1e-3 * scores.abs().max())
 
 
 def robust_scale(scores: Tensor, signed: bool | None = None) -> Scale:
-    """From the minimum to the 99th percentile; signed maps from minus to plus the 99th percentile of |score|.
+    """From the minimum to the 99th percentile; if signed, from minus to plus the 99th percentile of |score|.
 
-    The percentile is the next lower score, so that one outlier never sets the scale, however few patches there are.
-    A map with so few scores that this leaves nothing is scaled to its maximum; a constant map has no heat.
+    The percentile is rounded down to a score, so that a single outlier never sets the scale. If that leaves no range,
+    the maximum is used; a constant map has no heat.
     """
     flat = scores.detach().double().flatten()
     if not bool(torch.isfinite(flat).all()):
@@ -65,7 +65,7 @@ def robust_scale(scores: Tensor, signed: bool | None = None) -> Scale:
 
 
 def colour_map(name: Any) -> Any:
-    """A matplotlib colour map by name, or the one given."""
+    """A matplotlib colour map by name; a colour map is returned as it is."""
     if not isinstance(name, str):
         return name
     import matplotlib
@@ -76,7 +76,7 @@ def colour_map(name: Any) -> Any:
 
 
 def tint(values: Pixels, signed: bool, cmap: Any = None, alpha: float = ALPHA) -> tuple[Pixels, Pixels]:
-    """Colour [...,3] and opacity [...,1] of scaled values: the stronger the heat, the more it covers."""
+    """Colour [...,3] and opacity [...,1] of scaled values; stronger heat is more opaque."""
     colours = colour_map(cmap or (SIGNED if signed else HEAT))
     rgb = np.asarray(colours(0.5 + SATURATED * values / 2 if signed else values))[..., :3]
     strength = np.abs(values) if signed else FAINTEST + (1 - FAINTEST) * values
@@ -84,15 +84,15 @@ def tint(values: Pixels, signed: bool, cmap: Any = None, alpha: float = ALPHA) -
 
 
 def display_size(size: tuple[int, int], least: int = 224) -> tuple[int, int]:
-    """The model's input size, or the smallest multiple of it that a person can see something in."""
+    """The model's input size, or its smallest multiple with a side of at least `least` pixels."""
     times = max(1, math.ceil(least / max(size)))
     return size[0] * times, size[1] * times
 
 
 def seen(image: Picture, size: tuple[int, int], preprocess: Preprocess | None = None, least: int = 224) -> Image.Image:
-    """The part of an image that the model saw, as sharp as a person wants it.
+    """The part of an image that the model saw, at a size that a person can read.
 
-    Without a `preprocess` the centre of the image is taken, whole along its shorter side.
+    Without `preprocess`, this is the largest central part with the shape of the model's input.
     """
     view = replace(preprocess or Preprocess(size), size=display_size(size, least))
     if isinstance(image, Image.Image) and image.mode == "RGB" and image.size == view.size[::-1]:
@@ -103,9 +103,9 @@ def seen(image: Picture, size: tuple[int, int], preprocess: Preprocess | None = 
 def upsample(
     scores: Tensor, size: Sequence[int], upsampling: Upsampling = "bilinear", covers: tuple[float, float] = (1.0, 1.0)
 ) -> Tensor:
-    """Scores [h,w] at another size; averaged where that is smaller.
+    """Scores [h,w] at another size, averaged if that is smaller.
 
-    `covers` is the share of the height and width that they lie on, from the top left.
+    `covers` is the share of the height and width that the scores cover, from the top left.
     """
     return at_size(scores.float(), size, covers, upsampling, averaged=True)
 
@@ -119,7 +119,7 @@ def blend(
     upsampling: Upsampling = "bilinear",
     covers: tuple[float, float] = (1.0, 1.0),
 ) -> Image.Image:
-    """Scores [h,w] as heat over a picture that shows exactly what they are about."""
+    """Scores [h,w] as heat over a picture of exactly what they explain."""
     values = scale(upsample(scores, picture.size[::-1], upsampling, covers)).double().numpy()
     rgb, opacity = tint(values, scale.signed, cmap, alpha)
     darkest, contrast = GREY[scale.signed]
@@ -140,12 +140,21 @@ def overlay(
     upsampling: Upsampling = "bilinear",
     covers: tuple[float, float] = (1.0, 1.0),
 ) -> Image.Image:
-    """Scores [h,w] as heat over `image` (PIL or path, any size), cut the way the model cut it to its input `size`.
+    """Scores [h,w] as heat over an image, which is cropped as the model crops it.
 
-    The photograph is grey, so that colour means heat. Scores from their minimum to their 99th percentile run through
-    inferno; signed ones (those with negative scores, unless `signed` says otherwise) through blue for "against", none
-    at zero, and red for "for". `alpha` is the opacity of the strongest heat, `covers` the share of
-    the model's input that the scores lie on.
+    The photograph is grey, so colour means heat. The colours of inferno go from the minimum to the 99th percentile;
+    signed scores are blue for "against", red for "for", and transparent at zero.
+
+    Args:
+        scores: The map [h,w].
+        image: A picture or its path.
+        size: The model's input size.
+        preprocess: How the model crops and resizes; by default the central part.
+        cmap: Another matplotlib colour map.
+        alpha: Opacity of the strongest heat.
+        signed: Whether to use the signed colours; by default, if there are negative scores.
+        upsampling: How the map becomes pixels.
+        covers: The share of the model's input that the scores cover.
     """
     if not 0 <= alpha <= 1:
         raise PatchlightError(f"alpha {alpha} is not in [0, 1]")

@@ -1,4 +1,4 @@
-"""What a notebook shows of results: pictures and small tables in HTML, which take their colours from the page."""
+"""HTML of results in a notebook: pictures and small tables in the colours of the page."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from patchlight.core.drawing.heat import (
     upsample,
 )
 from patchlight.core.drawing.page import data_url
-from patchlight.core.drawing.pictures import figure_bytes
+from patchlight.core.drawing.pictures import IGNORES_CLASS, figure_bytes, ignores_class, map_title
 from patchlight.core.photos import as_picture
 
 if TYPE_CHECKING:
     from patchlight.core.drawing.shown import ShownFigure
 
 SHOWN, ROWS, COLUMNS = 8, 4, 10
-"""Maps that are shown of one attribution; rows and methods that are shown of several."""
+"""Maps shown of one attribution; rows and methods shown of several."""
 WIDTH, SHARP = 128, 224
-"""Pixels that a picture is wide on the page, and that one has which is shown with few others."""
+"""Width of a picture on the page, and pixels of a picture that is shown with few others."""
 _STYLE = (
     ".patchlight{max-height:40em;overflow:auto}.patchlight table{border-collapse:collapse}"
     ".patchlight th,.patchlight td{text-align:left!important;vertical-align:top;padding:2px 10px 2px 0;"
     "border-bottom:1px solid rgba(128,128,128,.35)}.patchlight small{opacity:.7}"
 )
-"""No colour of its own: a table looks right on a light page and on a dark one. A long one scrolls."""
+"""Without colours, so that a table fits light and dark pages; long tables scroll."""
 
 
 @dataclass(frozen=True)
 class Html:
-    """Markup that goes into a table as it is; everything else is escaped."""
+    """Markup for a table cell; other cells are escaped."""
 
     text: str
 
@@ -53,7 +53,7 @@ class Html:
 def table_html(
     headings: Sequence[str], rows: Iterable[Sequence[str | Html]], caption: str = "", below: str = ""
 ) -> str:
-    """A table with a line of words above and below it."""
+    """A table with a caption above and a note below."""
     head = "".join(f"<th>{escape(word)}</th>" for word in headings)
     body = "".join("<tr>" + "".join(f"<td>{_inside(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     title = f"<div><b>{escape(caption)}</b></div>" if caption else ""
@@ -67,7 +67,7 @@ def _inside(cell: str | Html) -> str:
 
 
 def heat_html(att: Attribution) -> str:
-    """The first maps over their photographs (colours alone where there are none), their classes, method and model."""
+    """The first maps over their photographs (or as colours only), with their classes, method and model."""
     signed = is_signed(att.scores)
     maps = att.scores.reshape(-1, *att.grid)
     cells = [
@@ -76,13 +76,14 @@ def heat_html(att: Attribution) -> str:
         for i, label in enumerate(att.captions[:SHOWN])
     ]
     more = f"<p>and {len(maps) - SHOWN} more</p>" if len(maps) > SHOWN else ""
-    ends = "blue against, red for" if signed else "dark lowest, bright highest"
-    about = f"{len(att)} image(s), {att.grid[0]}x{att.grid[1]} {att.level}s; {ends}, each map by its 99th percentile"
-    return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({about})<br>{''.join(cells)}{more}</div>"
+    ends = "blue: against, red: for" if signed else "dark: lowest, bright: highest"
+    badge = f"; {IGNORES_CLASS}" if ignores_class(att) else ""
+    facts = f"{len(att)} image(s), {att.grid[0]}x{att.grid[1]} {att.level}s; {ends}, up to the 99th percentile{badge}"
+    return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({facts})<br>{''.join(cells)}{more}</div>"
 
 
 def maps_html(maps: Mapping[str, Attribution]) -> str:
-    """A row per image and class and a column per method, of the first ones."""
+    """A table with a row per image and class and a column per method; only the first ones are shown."""
     alike = {tuple(att.target.shape) for att in maps.values() if isinstance(att, Attribution)}
     if len(alike) != 1 or not all(isinstance(att, Attribution) for att in maps.values()):
         return f"<pre>{escape(repr(dict(maps)))}</pre>"
@@ -99,18 +100,19 @@ def maps_html(maps: Mapping[str, Attribution]) -> str:
         f"{len(maps) - COLUMNS} more methods" if len(maps) > COLUMNS else "",
         f"{len(first.captions) - ROWS} more maps of each" if len(first.captions) > ROWS else "",
     ]
-    below = f"each map by its own 99th percentile; {', '.join(filter(None, left))}".rstrip("; ")
-    return table_html([first.model, *shown], rows, below=below)
+    below = f"each map up to its own 99th percentile; {', '.join(filter(None, left))}".rstrip("; ")
+    titles = [map_title(label, att) + f" ({IGNORES_CLASS})" * ignores_class(att) for label, att in shown.items()]
+    return table_html([first.model, *titles], rows, below=below)
 
 
 def figure_html(fig: ShownFigure, words: str) -> str:
-    """A figure as an inline picture, no wider than the page."""
+    """A figure as an inline picture, at most as wide as the page."""
     source = f"data:image/jpeg;base64,{base64.b64encode(figure_bytes(fig, 'figure.jpg')).decode()}"
     return f'<img alt="{escape(words)}" style="width:{fig.page_size[0]}px;max-width:100%" src="{source}">'
 
 
 def heat_picture(att: Attribution, i: int, signed: bool | None = None, side: int = SHARP) -> Image.Image:
-    """Map number i over its photograph, or only its colours if no photograph was kept."""
+    """Map number i over its photograph, or as colours only if no photograph was kept."""
     scores = att.scores.reshape(-1, *att.grid)[i]
     signed = is_signed(att.scores) if signed is None else signed
     photo = _photo(att, i, side)
@@ -125,7 +127,7 @@ def _image(att: Attribution, i: int, signed: bool, side: int) -> str:
 
 
 def _photo(att: Attribution, i: int, side: int) -> Image.Image | None:
-    """The photograph below map number i, where it was kept, at this length of its longer side."""
+    """The photograph of map number i with a longer side of `side`, if it was kept."""
     image = i // max(att.target.numel() // max(len(att), 1), 1)
     return as_picture(att.photos[image], side) if image < len(att.photos) else None
 
@@ -138,5 +140,5 @@ def _colours(scores: Tensor, att: Attribution, signed: bool) -> Image.Image:
 
 
 def _img(picture: Image.Image, kind: str, words: str) -> str:
-    """An inline picture, as wide as its place."""
+    """An inline picture."""
     return f'<img alt="{escape(words)}" style="width:{WIDTH}px;display:block" src="{data_url(picture, kind)}">'

@@ -1,4 +1,4 @@
-"""Pages that open offline: templates with one base and style, and pictures inside the file."""
+"""HTML pages that open offline: templates with a common base and style, with pictures inside the file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Chart:
 
 
 def render_page(package: str, name: str, **values: Any) -> str:
-    """A template of a package's folder `templates`, which may extend `base.html` or a piece of it.
+    """Render a template in the folder `templates` of a package; it may extend `base.html`.
 
-    Every word is escaped, and a name that is missing is an error.
+    All text is escaped, and an undefined name is an error.
     """
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
@@ -38,7 +38,7 @@ def render_page(package: str, name: str, **values: Any) -> str:
 
 
 def data_url(picture: Image, kind: str = "jpeg", **options: Any) -> str:
-    """A picture as an address that holds it."""
+    """A picture as a data URL."""
     out = io.BytesIO()
     picture.save(out, kind, **(options or ({"optimize": True} if kind == "png" else {"quality": 88})))
     return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"

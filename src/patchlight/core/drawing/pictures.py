@@ -1,4 +1,4 @@
-"""Figures: one row per image, one column per method, with the prediction in words and the scale stated."""
+"""Figures: rows of pictures with titles, labels and colour scales; maps with a row per image, a column per method."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SCALES = {
 IGNORES_CLASS = "ignores the class"
 """The badge of maps that are the same for every class."""
 _SETTINGS = threading.Lock()
-"""Held while matplotlib's settings, which all threads share, are changed."""
+"""Protects matplotlib's settings, which all threads share."""
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,18 @@ def maps_figure(
     vit: Anatomy | None = None,
     path: str | Path | None = None,
 ) -> ShownFigure:
-    """The figure of maps over the images that they explain: see `pl.figure`."""
+    """A figure of maps over the images that they explain: see `pl.figure`."""
     maps = _by_name(maps)
     first, shown = next(iter(maps.values())), _listed(images)
     return _figure(maps, _pictures(shown, first, vit), shown, predictions, titles, vit, path)
 
 
 def photo_figure(maps: Mapping[str, Attribution], path: str | Path | None = None) -> ShownFigure:
-    """The figure of maps over the small photographs that they have with them, a row for each."""
+    """A figure of maps over the small photographs that were kept with them."""
     maps = _by_name(maps)
     first = next(iter(maps.values()))
     if not first.photos:
-        raise PatchlightError("these maps have no photographs with them; give the images to pl.figure")
+        raise PatchlightError("no photographs were kept with these maps; give the images to pl.figure")
     rows = {name: att[: len(first.photos)] for name, att in maps.items()}
     return _figure(rows, [as_picture(photo, SIDE) for photo in first.photos], path=path)
 
@@ -120,7 +120,7 @@ def photo_figure(maps: Mapping[str, Attribution], path: str | Path | None = None
 def seen_figure(
     pictures: Sequence[Image.Image], maps: Mapping[str, Attribution], predictions: Sequence[Prediction], vit: Anatomy
 ) -> ShownFigure:
-    """The figure of maps over pictures that show exactly what the model saw, as sharp as these are."""
+    """A figure of maps over pictures of exactly what the model saw."""
     return _figure(_by_name(maps), pictures, predictions=predictions, vit=vit)
 
 
@@ -285,7 +285,7 @@ def _pieces(part: str, width: float, size: float) -> list[str]:
 
 
 def _by_name(maps: Attribution | Mapping[str, Attribution] | Sequence[Attribution]) -> dict[str, Attribution]:
-    """Attributions by the titles of their columns; of a list, the methods' names, numbered where one comes again."""
+    """Attributions by title; in a list, the titles are the methods' names, numbered if a method occurs twice."""
     if isinstance(maps, Mapping):
         named = {str(name): att for name, att in maps.items()}
     else:
@@ -297,9 +297,7 @@ def _by_name(maps: Attribution | Mapping[str, Attribution] | Sequence[Attributio
         raise PatchlightError("a figure needs at least one map; none was given")
     wrong = [type(att).__name__ for att in named.values() if not isinstance(att, Attribution)]
     if wrong:
-        raise PatchlightError(
-            f"a map to draw is a {wrong[0]}; give an Attribution, a list of them, or a dict by their titles"
-        )
+        raise PatchlightError(f"a map is a {wrong[0]}; give an Attribution, a list of them, or a dict by title")
     return named
 
 
@@ -314,17 +312,17 @@ def map_title(label: str, att: Attribution) -> str:
 
 
 def figure_format(path: str | Path) -> str:
-    """The format that a file's name asks for."""
+    """The format of a figure file, by its suffix."""
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
-        raise PatchlightError(f"'{path}' cannot be a figure; its name must end in {', '.join(FORMATS)}")
+        raise PatchlightError(f"'{path}' is not a figure file; its name must end in {', '.join(FORMATS)}")
     return FORMATS[suffix]
 
 
 def figure_bytes(fig: Figure, path: str | Path) -> bytes:
-    """A figure as the contents of a file of that name; the same figure gives the same bytes.
+    """The contents of a figure file with that name; equal figures give equal bytes.
 
-    A PDF embeds its fonts as TrueType (Type 42), as journals ask; the words of an SVG are outlines.
+    A PDF embeds its fonts as TrueType (Type 42), as journals require; the text of an SVG is drawn as outlines.
     """
     kind = figure_format(path)
     out = io.BytesIO()
@@ -336,13 +334,13 @@ def figure_bytes(fig: Figure, path: str | Path) -> bytes:
 
 
 def vector_bytes(fig: Figure, kind: str, outlines: bool = False) -> bytes:
-    """A figure as PDF or SVG without dates and random ids; `outlines` draws an SVG's words as paths."""
+    """A figure as PDF or SVG, without dates and random ids; `outlines` draws the text of an SVG as paths."""
     import matplotlib
 
     out = io.BytesIO()
     nothing = ("CreationDate",) if kind == "pdf" else ("Date",) if outlines else ("Date", "Creator", "Format", "Type")
     fonts: Any = {"svg.fonttype": "path" if outlines else "none", "pdf.fonttype": 42, "svg.hashsalt": "patchlight"}
-    # a word's own font is the reader's, so a glyph that matplotlib's lacks is no loss
+    # the reader's font is used, so a glyph that is missing in matplotlib's font does not matter
     silent = contextlib.nullcontext() if outlines else warnings.catch_warnings(action="ignore", category=UserWarning)
     with _SETTINGS, silent, matplotlib.rc_context(fonts):
         fig.savefig(out, format=kind, metadata=dict.fromkeys(nothing))
@@ -350,14 +348,15 @@ def vector_bytes(fig: Figure, kind: str, outlines: bool = False) -> bytes:
 
 
 def figure_picture(fig: Figure) -> Image.Image:
-    """A figure as a picture."""
+    """A figure as a PIL image."""
     fig.canvas.draw()
     pixels = np.asarray(fig.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
     return Image.fromarray(np.ascontiguousarray(pixels))
 
 
 def describe_prediction(prediction: Prediction, probable: bool = True) -> str:
-    """
+    """A prediction in words, with a percentage if scores are probabilities.
+
     >>> describe_prediction(("tabby, tabby cat", 0.871)), describe_prediction(("this cat", 0.871), probable=False)
     ('tabby 87 %', 'this cat 0.871')
     """
@@ -368,17 +367,18 @@ def describe_prediction(prediction: Prediction, probable: bool = True) -> str:
 
 
 def short(label: str) -> str:
-    """The first of a label's names."""
+    """The first of the comma-separated names of a label."""
     return label.split(",")[0].strip()
 
 
 def percent(probability: float) -> str:
-    """
+    """A probability as a rounded percentage.
+
     >>> percent(0.871), percent(0.9996), percent(0.0004)
     ('87 %', '> 99 %', '< 1 %')
     """
-    whole = round(100 * probability)
-    return "> 99 %" if whole == 100 and probability < 1 else "< 1 %" if whole == 0 else f"{whole} %"
+    rounded = round(100 * probability)
+    return "> 99 %" if rounded == 100 and probability < 1 else "< 1 %" if rounded == 0 else f"{rounded} %"
 
 
 _BAR = 0.6
@@ -387,19 +387,19 @@ _PERCENTAGE = re.compile(r"(.*?)\s*((?:[<>] )?\d+ %)?", re.DOTALL)
 
 
 def colour_bar(signed: bool) -> Any:
-    """The colours as they look over a middle grey."""
+    """A colour scale as it looks over medium grey."""
     rgb, opacity = tint(np.linspace(-1.0 if signed else 0.0, 1.0, 128)[None], signed)
     darkest, contrast = GREY[signed]
     return rgb * opacity + (darkest + contrast / 2) * (1 - opacity)
 
 
 def inches(words: str, size: float) -> float:
-    """How wide words of this size are drawn."""
+    """The width of text at a font size, in inches."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextToPath
 
     width, _, _ = TextToPath().get_text_width_height_descent(words or " ", FontProperties(size=size), ismath=False)
-    return 1.06 * float(width) / 72  # letters are drawn on whole dots, which makes words a little wider
+    return 1.06 * float(width) / 72  # letters are drawn on whole pixels, which makes text slightly wider
 
 
 def _pictures(images: Sequence[Picture | Tensor], att: Attribution, vit: Anatomy | None) -> list[Image.Image]:
@@ -411,23 +411,23 @@ def _picture(image: Picture | Tensor, att: Attribution, preprocess: Preprocess |
     if not isinstance(image, Tensor):
         return seen(image, att.image_size, preprocess)
     if preprocess is None:
-        raise PatchlightError("to show a preprocessed tensor, give vit=, which knows how it was normalised")
+        raise PatchlightError("to show a preprocessed tensor, give vit=, whose normalisation is needed")
     return seen(preprocess.picture(image), att.image_size)
 
 
 def _listed(images: Any) -> list[Any]:
     images = [images] if isinstance(images, Tensor) and images.ndim == 3 else image_list(images)
     if not isinstance(images, Iterable):
-        raise PatchlightError(f"images are {images!r}; give the images that the maps explain")
+        raise PatchlightError(f"images is {images!r}; give the images that the maps explain")
     return list(images)
 
 
 def _check_counts(maps: Mapping[str, Attribution], count: int) -> None:
     for name, att in maps.items():
         if len(att) != count:
-            raise PatchlightError(f"'{name}' explains {len(att)} images, but {count} are to be shown")
+            raise PatchlightError(f"'{name}' explains {len(att)} images, but {count} images were given")
     if count > MAX_ROWS:
-        raise PatchlightError(f"a figure of {count} rows cannot be read; give at most {MAX_ROWS} images")
+        raise PatchlightError(f"a figure has at most {MAX_ROWS} rows; {count} images were given")
 
 
 def _columns(label: str, att: Attribution, same_classes: bool) -> list[_Column]:
@@ -449,19 +449,23 @@ def _columns(label: str, att: Attribution, same_classes: bool) -> list[_Column]:
 
 
 def _row_labels(
-    images: Sequence[Any], att: Attribution, predictions: Sequence[Prediction] | None, vit: Anatomy | None, alike: bool
+    images: Sequence[Any],
+    att: Attribution,
+    predictions: Sequence[Prediction] | None,
+    vit: Anatomy | None,
+    same_classes: bool,
 ) -> list[str]:
-    """The prediction, and what is explained where that is something else and the same in all columns."""
+    """Label of each row: the prediction, and the explained class if it differs and is the same in all columns."""
     tensors = all(isinstance(image, Tensor) for image in images)
     if predictions is None and vit is not None and (tensors or vit.channels in (1, 3)):
         shown = images if tensors else [open_image(image) for image in images]
         predictions = [top[0] for top in vit.predict(shown, k=1)]
     probable = vit is None or vit.probable
-    several = _several_words(att) if alike else []
+    several = _several_words(att) if same_classes else []
     if several:
         words = [""] * len(att) if predictions is None else [describe_prediction(p, probable) for p in predictions]
         return [_wrapped(f"{one} {more}".strip()) for one, more in zip(words, several, strict=True)]
-    one_class = alike and att.scores.ndim == 3
+    one_class = same_classes and att.scores.ndim == 3
     explained = [short(label) for label in att.target_names] if one_class else [""] * len(att)
     opposed = [f"against {short(label)}" for label in att.against_names if one_class] or [""] * len(att)
     if predictions is None:
@@ -470,14 +474,14 @@ def _row_labels(
         raise PatchlightError(f"{len(predictions)} predictions for {len(att)} images; give one per image")
     labels = []
     for prediction, one, other in zip(predictions, explained, opposed, strict=True):
-        told = isinstance(prediction, str) or short(prediction[0]) == one
-        lines = [describe_prediction(prediction, probable), f"for {one}" if one and (other or not told) else "", other]
+        same = isinstance(prediction, str) or short(prediction[0]) == one
+        lines = [describe_prediction(prediction, probable), f"for {one}" if one and (other or not same) else "", other]
         labels.append("\n".join(map(_wrapped, filter(None, lines))))
     return labels
 
 
 def _several_words(att: Attribution) -> list[str]:
-    """The classes explained in each row, numbered as the columns are, where rows differ in them."""
+    """The explained classes of each row, numbered like the columns, if rows have different classes."""
     if att.scores.ndim != 4:
         return []
     count = att.scores.shape[1]
@@ -488,6 +492,6 @@ def _several_words(att: Attribution) -> list[str]:
 
 
 def _wrapped(words: str) -> str:
-    """Lines of at most LETTERS letters, a percentage at the end on its own."""
+    """Lines of at most LETTERS letters; a percentage at the end gets its own line."""
     label, percentage = _PERCENTAGE.fullmatch(words).groups()  # type: ignore[union-attr]
     return "\n".join([*textwrap.wrap(label, LETTERS), *([percentage] if percentage else [])]) or " "

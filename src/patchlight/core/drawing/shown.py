@@ -1,4 +1,4 @@
-"""A matplotlib figure that a notebook shows as it is, whatever backend is active and without pyplot."""
+"""A matplotlib figure that a notebook shows without pyplot, whatever backend is active."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from patchlight.core.drawing.pictures import figure_bytes
 
 CSS = 96
-"""A page's dots per inch: a figure is shown at the size it has on paper, however finely it is drawn."""
+"""Dots per inch of a page: a figure is shown at its size on paper, whatever its resolution."""
 
 
 class ShownFigure(Figure):
-    """A Figure drawn without a display; `numbers` keeps what it shows (`patchlight.report.figures.numbers`)."""
+    """A Figure drawn without a display; `numbers` are the recorded numbers (`patchlight.report.figures.numbers`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -23,15 +23,15 @@ class ShownFigure(Figure):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        FigureCanvasAgg(self)  # matplotlib takes a canvas that draws nothing
+        FigureCanvasAgg(self)  # matplotlib restores a canvas that cannot draw
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """The picture, and how large a page should show it."""
+        """The picture, and its size on a page."""
         width, height = self.page_size
         return figure_bytes(self, "figure.png"), {"width": width, "height": height}
 
     @property
     def page_size(self) -> tuple[int, int]:
-        """Width and height on a page."""
+        """Width and height on a page, in pixels."""
         width, height = self.get_size_inches()
         return round(width * CSS), round(height * CSS)
