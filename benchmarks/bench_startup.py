@@ -17,7 +17,7 @@ import patchlight
 from benchmarks.common import record
 from patchlight.zoo.pocket import PHOTOS
 
-REPEATS = 3
+REPEATS = 2
 HERE = str(Path(patchlight.__file__).parents[1])
 PHOTO = str(PHOTOS / "dog.jpg")
 PROGRAM = ("-m", "patchlight")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import patchlight as pl
 from patchlight import cli
 from patchlight.cli import options
 from patchlight.cli.common import escape, name_flags
+from patchlight.study.recommend.record import FILE
 from tests.cli.test_cli import folder as folder
 from tests.cli.test_cli import refused, run
 from tests.cli.test_cli import tiny as tiny
@@ -133,7 +135,9 @@ def test_best_is_posterior(tiny: pl.Anatomy, folder: Path) -> None:
         ("evaluate --images photos --csv values.csv", "exists already"),
         ("recommend --images photos --method genat", "did you mean 'genatt'"),
         ("recommend --images photos --metric srgg", "did you mean 'srg'"),
-        ("recommend --images photos --resume", "--resume needs --out"),
+        ("recommend --images photos --resume", "--resume needs the folder of an earlier run; give it as --out"),
+        ("recommend --images photos --out verdict --method genat", "did you mean 'genatt'"),
+        ("recommend --images photos --out verdict", "resume them (--resume) or choose another folder"),
         ("figure skipplus-2 --images photos --out figure.pdf --set shwon=1", "no setting 'shwon'"),
         ("figure skipplus-2 --images photos --out figure.pdf --target dgo", "did you mean 'dog'"),
         ("figure skipplus-2 --images photos --out figure.pdf", "exists already"),
@@ -153,12 +157,41 @@ def test_mistakes_are_found_before_the_model_is_loaded(
     for existing in ("a-explained.png", "values.csv", "figure.pdf"):
         Path(existing).write_text("")
     Path("names.txt").write_text("cat\ndog\n")
+    Path("verdict").mkdir()
+    Path("verdict", FILE).write_text('{"header": {}}\n')
     assert sentence in refused(*arguments.split())
 
 
 def test_an_unknown_model_is_not_hidden_by_existing_output(folder: Path) -> None:
     Path("a-explained.png").write_text("")
     assert "did you mean" in refused("explain", "photos/a.jpg", "--model", "deit_tiny_patch61_224")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_serve_says_at_once_that_it_loads_and_opens_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi")
+    opened: list[str] = []
+
+    class Server:
+        url = "http://127.0.0.1:1/"
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def run(self) -> None:
+            wait_until(lambda: bool(opened))
+
+    monkeypatch.setattr("patchlight.web.serve.Server", Server)
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    first, last = run("serve", "--open").stderr.splitlines()
+    assert first == "Loading pocket …"
+    assert "is ready at http://127.0.0.1:1/" in last
+    assert opened == [Server.url]
+
+
+def wait_until(done: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def test_errors_name_flags() -> None:

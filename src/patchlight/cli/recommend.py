@@ -47,13 +47,11 @@ def recommend(
     if images is None:
         raise PatchlightError("no images were given; name a folder or an image with --images PATH")
     common.check_images([images])
-    if resume and out is None:
-        raise PatchlightError("--resume needs --out, the folder of the earlier run")
     from patchlight.data import KINDS, open_images
     from patchlight.methods.requests import resolve
     from patchlight.metrics.base import resolve_metric
+    from patchlight.study.recommend.run import earlier_run, seconds_of
     from patchlight.study.recommend.run import recommend as race
-    from patchlight.study.recommend.run import seconds_of
     from patchlight.study.recommend.work import Clock
 
     seconds = seconds_of(budget)
@@ -65,6 +63,7 @@ def recommend(
     if data is not None:
         KINDS.find(data)
     model.check()
+    earlier_run(out, resume)
     vit = model.load()
     verdict = race(
         vit,

@@ -115,7 +115,7 @@ def recommend(
     if not (isinstance(worth, int | float) and worth >= 0):
         raise PatchlightError(f"worth={worth!r} is not a valid difference; give a number of at least 0")
     folder = None if out is None else Path(out)
-    earlier = _earlier(folder, resume)
+    earlier = earlier_run(folder, resume)
     works, refused = choose_methods(methods, vit)
     gallery = Gallery(vit, images, seed)
     if not gallery.first(1):
@@ -200,7 +200,7 @@ def _from_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=repr))
 
 
-def _earlier(folder: Path | None, resume: bool) -> RaceRecord | None:
+def earlier_run(folder: Path | None, resume: bool) -> RaceRecord | None:
     """The record of an earlier run, if it is to be resumed."""
     if folder is None:
         if resume:
@@ -210,7 +210,7 @@ def _earlier(folder: Path | None, resume: bool) -> RaceRecord | None:
     earlier = RaceRecord.resume(folder)
     if earlier is not None and not resume:
         raise PatchlightError(
-            f"'{folder}' already contains measurements; resume them (resume=True, --resume) or choose another folder"
+            f"'{folder}' already contains measurements; resume them (resume=True) or choose another folder"
         )
     return earlier
 
