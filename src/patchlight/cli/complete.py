@@ -63,19 +63,12 @@ def complete_kind(incomplete: str) -> list[Offer]:
     return _matching(incomplete, ((name, "") for name in table()["data"]))
 
 
-def complete_recipe(incomplete: str) -> list[Offer]:
-    """Bundled recipes of the benchmark."""
+def complete_recipe(ctx: typer.Context, incomplete: str) -> list[Offer]:
+    """Bundled recipes of the group of commands: bench, diffmask or shapley."""
     from patchlight.core.recipes import bundled_recipes
 
-    return _matching(incomplete, ((name, "") for name in bundled_recipes("bench")))
-
-
-def complete_training_recipe(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """Bundled recipes of the explainer that is trained."""
-    from patchlight.core.recipes import bundled_recipes
-
-    command = ctx.parent.info_name if ctx.parent is not None else None
-    return _matching(incomplete, ((name, "") for name in bundled_recipes(command or "")))
+    group = ctx.parent.info_name if ctx.parent is not None else None
+    return _matching(incomplete, ((name, "") for name in bundled_recipes(group or "")))
 
 
 def complete_setting(ctx: typer.Context, incomplete: str) -> list[Offer]:

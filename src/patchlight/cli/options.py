@@ -67,7 +67,7 @@ class _PlainHelp(TyperCommand):
         super().__init__(*args, help="\n\n".join(paragraphs), **options)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _plain(super().get_params(ctx))
+        return _plain(super().get_params(ctx), "Run")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flags = {flag for one in self.params for flag in one.opts}
@@ -99,16 +99,15 @@ class _PlainGroup(TyperGroup):
         return _plain(super().get_params(ctx))
 
 
-def _plain(params: Iterable[Any]) -> list[Any]:
-    """Parameters whose help has no type for flags and arguments."""
+def _plain(params: Iterable[Any], panel: str | None = None) -> list[Any]:
+    """Parameters whose help has no type for flags and arguments; options without a panel are in `panel`."""
     shown = list(params)
     for one in shown:
         if one.param_type_name == "argument":
             one.display_type_rich = lambda ctx: None  # typer writes "<path>" beside an argument
-        elif one.metavar is None:
-            one.metavar = ""
-        if one.name == "help":
-            one.rich_help_panel = "Run"
+        else:
+            one.metavar = one.metavar or ""
+            one.rich_help_panel = one.rich_help_panel or panel
     return shown
 
 

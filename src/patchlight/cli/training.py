@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from patchlight.cli.common import read_settings, show
-from patchlight.cli.complete import complete_training_recipe
+from patchlight.cli.complete import complete_recipe
 from patchlight.cli.options import ModelOptions
 from patchlight.cli.recipes import data_place
 
@@ -25,7 +25,7 @@ class TrainingOptions:
     """The options of a training, besides those of its model."""
 
     out: Annotated[Path, typer.Option(help="Folder for the explainer; an interrupted training there is resumed.")]
-    recipe: Annotated[str | None, typer.Option(autocompletion=complete_training_recipe)] = None
+    recipe: Annotated[str | None, typer.Option(autocompletion=complete_recipe)] = None
     images: Annotated[str | None, typer.Option(help="Folder of images, or of CIFAR-10.")] = None
     data: str | None = None
     listed: str | None = None
