@@ -80,7 +80,7 @@ def explain(
         An `Attribution`, or for several methods `Attributions`: a dict by method.
 
     Example:
-        >>> att = pl.explain(vit, "cat.jpg", target="tabby", against="tiger cat")               # doctest: +SKIP
+        >>> att = pl.explain(vit, "cat.jpg", target="cat", against="dog")                       # doctest: +SKIP
         >>> att.show()                                                                          # doctest: +SKIP
     """
     vit = wrap(vit)

@@ -51,7 +51,7 @@ class Preprocess:
 
     Example:
         >>> Preprocess((224, 224), crop_pct=0.9).framing(640, 480)[1:]
-        ((331, 248), (54, 12))
+        ((330, 248), (53, 12))
     """
 
     size: tuple[int, int]
