@@ -169,13 +169,7 @@ def _on_cpu(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _within_memory(
-    vit: Anatomy,
-    batch: Tensor,
-    requests: Sequence[Request],
-    targets: Targets | None,
-    seed: int,
-    first: int,
-    size: int,
+    vit: Anatomy, batch: Tensor, requests: Sequence[Request], targets: Targets | None, seed: int, first: int, size: int
 ) -> tuple[Targets, list[Estimate], int]:
     """Run `estimate` on at most `size` images at once, and halve the size if memory runs out; also returns the size."""
     parts: list[tuple[Targets, list[Estimate]]] = []

@@ -1,11 +1,12 @@
-"""Shows a result on the screen: in a notebook, in the image viewer, or as a file if there is no screen."""
+"""Shows results: in a notebook, in the image viewer, as a file if there is no screen, or as a text table."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from io import StringIO
 from typing import Any
 
 
@@ -29,6 +30,19 @@ def show(result: Any, draw: Callable[[], Any]) -> None:
     with os.fdopen(handle, "wb") as file:
         picture.save(file, "png")
     print(f"No screen found; the picture is in {path}")
+
+
+def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as plain text."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table, text = Table(*headings, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False), StringIO()
+    for row in rows:
+        table.add_row(*row)
+    Console(file=text, width=10**4, color_system=None, markup=False, emoji=False, highlight=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def has_screen() -> bool:

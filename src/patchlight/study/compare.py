@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.attribution import Attributions
+from patchlight.core.display import text_table
 from patchlight.core.errors import LongRun, check_keywords, integer, warn
 from patchlight.core.fingerprints import hash_images, identity
 from patchlight.core.frames import make_frame
@@ -248,16 +249,12 @@ class Comparison:
         return self.maps.figure(path)
 
     def __str__(self) -> str:
-        rows = [["method", *(f"{name} {self._arrow(name)}" for name in self.metrics)]]
-        values = summaries(self.cells)
+        values, rows = summaries(self.cells), []
         for method in self.methods:
             cells = (f"{values[method, name]} {SIGNS[self.marks[method, name]]}".rstrip() for name in self.metrics)
             rows.append([self._name(method), *cells])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join(
-            [self._title, "", lines[0], "  ".join("─" * width for width in widths), *lines[1:], self._legend]
-        )
+        headings = ["method", *(f"{name} {self.column(name)[self.methods[0]].arrow}" for name in self.metrics)]
+        return "\n".join([self._title, "", text_table(headings, rows), self._legend])
 
     __repr__ = __str__
 
@@ -272,9 +269,6 @@ class Comparison:
     def _name(self, method: str) -> str:
         """A method as tables name it."""
         return f"{method} (ignores the class)" if method in self.ignores_class else method
-
-    def _arrow(self, metric: str) -> str:
-        return next(iter(self.evaluations.values()))[metric].arrow
 
     @property
     def _title(self) -> str:

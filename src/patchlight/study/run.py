@@ -424,12 +424,7 @@ def measure(
 
 
 def _classes(
-    vit: Anatomy,
-    batch: Tensor,
-    sources: Mapping[str, Source],
-    targets: Targets | None,
-    part: slice,
-    count: int | None,
+    vit: Anatomy, batch: Tensor, sources: Mapping[str, Source], targets: Targets | None, part: slice, count: int | None
 ) -> dict[str, Targets]:
     """By label, the classes to score: those given, those that its maps explain, or the prediction."""
     given = {label: targets or source.targets for label, source in sources.items()}

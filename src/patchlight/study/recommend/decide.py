@@ -15,14 +15,7 @@ from patchlight.core.statistics import FEWEST
 from patchlight.study.recommend.panel import AGREEMENT, RANDOM
 from patchlight.study.recommend.race import ALPHA, COMPARED, Pair, Race, paired
 from patchlight.study.recommend.record import BLANKED, MODEL, UNTRAINED, RaceRecord
-from patchlight.study.recommend.verdict import (
-    BlankEffect,
-    MethodResult,
-    Status,
-    Undecided,
-    Verdict,
-    hardly_changes,
-)
+from patchlight.study.recommend.verdict import BlankEffect, MethodResult, Status, Undecided, Verdict, hardly_changes
 
 SANITY, SENSITIVITY = "randomisation", "max-sensitivity"
 CHEAPER = 2

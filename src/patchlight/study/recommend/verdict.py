@@ -172,7 +172,19 @@ class Verdict:
     def table(self) -> DataFrame:
         """A pandas table with a row per method, highest score first."""
         others = list(dict.fromkeys(name for row in self.rows for name in row.others))
-        columns: dict[str, list[Any]] = {key: [getattr(row, key) for row in self.rows] for key in _COLUMNS}
+        keys = [
+            "method",
+            "status",
+            "score",
+            "low",
+            "high",
+            "images",
+            "difference",
+            "seconds",
+            "above_random",
+            "ignores_class",
+        ]
+        columns: dict[str, list[Any]] = {key: [getattr(row, key) for row in self.rows] for key in keys}
         return make_frame(columns | {name: [row.others.get(name, math.nan) for row in self.rows] for name in others})
 
     def to_json(self) -> str:
@@ -195,17 +207,3 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         return as_html(self, "contents.html")
-
-
-_COLUMNS = (
-    "method",
-    "status",
-    "score",
-    "low",
-    "high",
-    "images",
-    "difference",
-    "seconds",
-    "above_random",
-    "ignores_class",
-)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from io import StringIO
 from typing import TYPE_CHECKING
 
+from patchlight.core.display import text_table
 from patchlight.core.drawing import table_html
 from patchlight.core.drawing.charts import Dot, dot_chart
 from patchlight.core.drawing.page import render_page
@@ -261,17 +261,9 @@ def table(verdict: Verdict) -> list[list[str]]:
 
 def as_text(verdict: Verdict) -> str:
     """Title, sentences and table."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    headings, *lines = table(verdict)
-    drawn, out = Table(*headings, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False), StringIO()
-    for line in lines:
-        drawn.add_row(*line)
-    Console(file=out, width=10**4, color_system=None, markup=False, emoji=False, highlight=False).print(drawn)
-    rows = [line.rstrip() for line in out.getvalue().splitlines()]
-    return "\n".join([title(verdict), "", *(f"- {line}" for line in sentences(verdict)), "", *rows])
+    headings, *rows = table(verdict)
+    lines = (f"- {line}" for line in sentences(verdict))
+    return "\n".join([title(verdict), "", *lines, "", text_table(headings, rows)])
 
 
 def as_html(verdict: Verdict, template: str = "verdict.html") -> str:
