@@ -251,6 +251,13 @@ def make_decorator(
 
         return register
 
+    decorator.__doc__ = f"""Register a function as a {registry.noun}; its typed keyword arguments are the settings.
+
+    Args:
+        name: The name.
+        args: Fields of `{kind.__name__}`.
+        fields: Fields of `{kind.__name__}`, such as paper, aliases and presets.
+    """
     return decorator
 
 
